@@ -18,9 +18,9 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use convoke_testkit::process::without_job_variables;
-use convoke_testkit::programs::shipped;
-use convoke_testkit::{try_until, wait_until};
+use convoke_testkit::process::remove_job_variables;
+use convoke_testkit::programs::user_program;
+use convoke_testkit::{try_wait_until, wait_until};
 
 /// Environment variable that every process of a job inherits.
 const TAG: &str = "CONVOKE_TEST_TAG";
@@ -39,7 +39,7 @@ pub struct Launcher {
 }
 
 /// Exit status and output of a launcher.
-pub struct Ended {
+pub struct ProcessOutput {
     pub status: ExitStatus,
     pub stdout: String,
     pub stderr: String,
@@ -70,36 +70,36 @@ impl Job {
     /// Builds a launcher command with these arguments. Its output goes to files, and TMPDIR is in the job's
     /// folder.
     pub fn command<I: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = I>) -> Command {
-        self.command_of(Command::new(shipped("convoke")), arguments)
+        self.prepare_command(Command::new(user_program("convoke")), arguments)
     }
 
     /// Builds a launcher command that another program, such as `unshare`, executes as its last arguments.
-    pub fn command_through<I: AsRef<OsStr>>(
+    pub fn wrapped_command<I: AsRef<OsStr>>(
         &self,
-        through: &[&str],
+        wrapper: &[&str],
         arguments: impl IntoIterator<Item = I>,
     ) -> Command {
-        let mut command = Command::new(through[0]);
-        command.args(&through[1..]).arg(shipped("convoke"));
-        self.command_of(command, arguments)
+        let mut command = Command::new(wrapper[0]);
+        command.args(&wrapper[1..]).arg(user_program("convoke"));
+        self.prepare_command(command, arguments)
     }
 
     /// Builds a command for another program, in the environment that launchers get.
-    pub fn command_of_other<I: AsRef<OsStr>>(
+    pub fn command_for_program<I: AsRef<OsStr>>(
         &self,
         program: impl AsRef<OsStr>,
         arguments: impl IntoIterator<Item = I>,
     ) -> Command {
-        self.command_of(Command::new(program), arguments)
+        self.prepare_command(Command::new(program), arguments)
     }
 
-    fn command_of<I: AsRef<OsStr>>(
+    fn prepare_command<I: AsRef<OsStr>>(
         &self,
         mut command: Command,
         arguments: impl IntoIterator<Item = I>,
     ) -> Command {
         command.args(arguments);
-        without_job_variables(&mut command);
+        remove_job_variables(&mut command);
         command.env(TAG, &self.tag).env("TMPDIR", self.path("tmp")).env("JOB", self.dir.path());
         // A developer may have set RUST_BACKTRACE for the tests; the expected output has no backtraces.
         command.env("RUST_BACKTRACE", "0");
@@ -108,11 +108,11 @@ impl Job {
     }
 
     pub fn start(&self, command: Command) -> Launcher {
-        self.start_to(command, None)
+        self.start_with_stdout(command, None)
     }
 
     /// Starts a launcher; `stdout` replaces the job's output file.
-    pub fn start_to(&self, mut command: Command, stdout: Option<Stdio>) -> Launcher {
+    pub fn start_with_stdout(&self, mut command: Command, stdout: Option<Stdio>) -> Launcher {
         static COUNTER: AtomicU32 = AtomicU32::new(0);
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
         let (out, err) = (self.path(&format!("{number}.out")), self.path(&format!("{number}.err")));
@@ -121,7 +121,7 @@ impl Job {
         Launcher { child: command.spawn().unwrap(), out, err }
     }
 
-    pub fn run<I: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = I>) -> Ended {
+    pub fn run<I: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = I>) -> ProcessOutput {
         self.start(self.command(arguments)).wait()
     }
 
@@ -147,10 +147,10 @@ impl Job {
         })
     }
 
-    pub fn wait_until_all_gone(&self, within: Duration) {
+    pub fn wait_until_no_processes(&self, within: Duration) {
         let end = Instant::now() + within;
         while !self.processes().is_empty() {
-            let left: Vec<_> = self.processes().into_iter().map(describe).collect();
+            let left: Vec<_> = self.processes().into_iter().map(describe_process).collect();
             assert!(Instant::now() < end, "still there after {within:?}: {left:?}");
             std::thread::sleep(Duration::from_millis(2));
         }
@@ -178,7 +178,7 @@ impl Launcher {
     /// Returns the pid of the launcher's guard, the only process that the launcher starts itself.
     pub fn guard(&self) -> nix::unistd::Pid {
         let children = children(self.pid());
-        assert_eq!(children.len(), 1, "{:?}", children.iter().map(|pid| describe(pid.as_raw())));
+        assert_eq!(children.len(), 1, "{:?}", children.iter().map(|pid| describe_process(pid.as_raw())));
         children[0]
     }
 
@@ -187,15 +187,15 @@ impl Launcher {
         String::from_utf8_lossy(&fs::read(&self.err).unwrap()).into_owned()
     }
 
-    pub fn wait(mut self) -> Ended {
-        let status = try_until(|| self.child.try_wait().unwrap());
+    pub fn wait(mut self) -> ProcessOutput {
+        let status = try_wait_until(|| self.child.try_wait().unwrap());
         let read = |path: &Path| String::from_utf8_lossy(&fs::read(path).unwrap()).into_owned();
         let Some(status) = status else {
             let all = Command::new("ps").args(["-eo", "pid,ppid,psr,stat,etime,args"]).output();
             let all = all.map(|ps| String::from_utf8_lossy(&ps.stdout).into_owned()).unwrap_or_default();
             panic!("launcher {} does not end:\n{}\n{}\n{all}", self.pid(), read(&self.out), read(&self.err));
         };
-        Ended { status, stdout: read(&self.out), stderr: read(&self.err) }
+        ProcessOutput { status, stdout: read(&self.out), stderr: read(&self.err) }
     }
 }
 
@@ -208,8 +208,8 @@ impl Drop for Launcher {
     }
 }
 
-impl Ended {
-    pub fn expect(self, code: i32) -> Self {
+impl ProcessOutput {
+    pub fn expect_exit_code(self, code: i32) -> Self {
         assert_eq!(self.status.code(), Some(code), "{}\n{}\n{}", self.status, self.stdout, self.stderr);
         self
     }
@@ -228,7 +228,7 @@ fn parent(pid: i32) -> String {
 }
 
 /// Formats pid, parent and command line for messages.
-pub fn describe(pid: i32) -> String {
+pub fn describe_process(pid: i32) -> String {
     let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let line = String::from_utf8_lossy(&line).replace('\0', " ");
     format!("{pid} (child of {}) {line}", parent(pid))

@@ -1,6 +1,6 @@
 //! Tests of convoke with real processes; see `e2e/`, `elastic/`, `faults/`, `conformance/` and `tidy.rs`.
 
-pub mod fault;
+pub mod fault_spec;
 pub mod harness;
 #[path = "testbed/hosts.rs"]
 pub mod hosts;
@@ -9,17 +9,17 @@ pub mod worker;
 
 use std::path::PathBuf;
 
-use convoke_testkit::programs::test_worker;
+use convoke_testkit::programs::test_worker_program;
 
 /// Program and role of a worker in `worker/`, as arguments of a launcher.
 #[must_use]
-pub fn worker_of(role: &str) -> [String; 2] {
-    [path(test_worker()), role.to_owned()]
+pub fn worker_command(role: &str) -> [String; 2] {
+    [path_argument(test_worker_program()), role.to_owned()]
 }
 
 /// Converts a path to an argument.
 #[must_use]
-pub fn path(path: PathBuf) -> String {
+pub fn path_argument(path: PathBuf) -> String {
     path.into_os_string().into_string().unwrap_or_else(|path| unreachable!("not Unicode: {}", path.display()))
 }
 

@@ -16,7 +16,7 @@ use sha2::{Digest, Sha256};
 /// Files that may contain `unsafe` code, tests excluded. They make system calls without a safe wrapper, or
 /// share memory. A new entry needs a reason that a reviewer accepts. An entry whose file has no `unsafe`
 /// must go.
-const UNSAFE_FENCE: &[&str] = &[
+const UNSAFE_FILES: &[&str] = &[
     // The agent channel takes its descriptor from a number in the environment.
     "src/env/channel.rs",
     // The progress thread accesses buffers that the caller lends to it.
@@ -30,9 +30,9 @@ const UNSAFE_FENCE: &[&str] = &[
     // The file registers a fork handler, which closes descriptors.
     "src/comm/links/fork.rs",
     // Ranks share this memory, and vectorized loops read it.
-    "src/comm/kernels/vectors.rs",
-    "src/comm/shm/part.rs",
-    "src/comm/shm/put.rs",
+    "src/comm/kernels/simd.rs",
+    "src/comm/shm/region.rs",
+    "src/comm/shm/write.rs",
     "src/comm/shm/segment.rs",
     // The files call functions of libraries that are opened at run time.
     "src/comm/nccl/library.rs",
@@ -66,7 +66,7 @@ const UNSAFE_FENCE: &[&str] = &[
 const WORKER_CRATES: &[&str] =
     &["convoke-env", "convoke-store", "convoke-comm", "convoke-train", "convoke-examples"];
 /// Crates that no worker may link, directly or indirectly.
-const LAUNCHER_ONLY: &[&str] = &["clap", "tokio", "etcd-client", "convoke"];
+const LAUNCHER_ONLY_CRATES: &[&str] = &["clap", "tokio", "etcd-client", "convoke"];
 
 /// Crates that run protoc at build time.
 const PROTOC_USERS: &[&str] = &["prost-build", "tonic-prost-build", "protobuf-codegen"];
@@ -74,7 +74,7 @@ const PROTOC_USERS: &[&str] = &["prost-build", "tonic-prost-build", "protobuf-co
 /// Folders in which every file must be pure, with or without the mark.
 const PURE_FOLDERS: &[&str] = &["src/comm/plan"];
 /// Names that a file marked `Pure` must not contain: clocks, the system, other threads.
-const IMPURE: &[&str] = &[
+const IMPURE_PATTERNS: &[&str] = &[
     "Instant::now",
     "SystemTime::now",
     "elapsed()",
@@ -107,7 +107,7 @@ const LONG_FILE_LINES: usize = 400;
 const TOO_LONG_FILE_LINES: usize = 600;
 
 fn root() -> PathBuf {
-    convoke_testkit::programs::root()
+    convoke_testkit::programs::repository_root()
 }
 
 /// Returns the files of the project in order, relative to the root, without files that git ignores.
@@ -225,7 +225,7 @@ fn worker_libraries_do_not_depend_on_launcher_libraries() {
     let mut found = Vec::new();
     for worker in WORKER_CRATES {
         assert!(dependencies.0.contains_key(*worker), "no crate {worker}");
-        found.extend(LAUNCHER_ONLY.iter().filter_map(|other| dependencies.path(worker, other)));
+        found.extend(LAUNCHER_ONLY_CRATES.iter().filter_map(|other| dependencies.path(worker, other)));
     }
     assert_none(&found, "a worker must not link these");
 }
@@ -270,7 +270,7 @@ fn pure_files_use_no_clock_and_no_system_calls() {
         }
         pure_count += 1;
         for (number, line) in without_tests(&text).enumerate() {
-            for name in IMPURE.iter().filter(|name| code(line).contains(**name)) {
+            for name in IMPURE_PATTERNS.iter().filter(|name| code(line).contains(**name)) {
                 found.push(format!("{}:{}: {name}", path.display(), number + 1));
             }
         }
@@ -286,11 +286,11 @@ fn unsafe_code_appears_only_in_allowed_files() {
         .filter(|(_, text)| text.lines().any(|line| has_word(code(line), "unsafe")))
         .map(|(path, _)| path.display().to_string())
         .collect();
-    let fence: BTreeSet<String> = UNSAFE_FENCE.iter().map(|path| (*path).to_owned()).collect();
+    let fence: BTreeSet<String> = UNSAFE_FILES.iter().map(|path| (*path).to_owned()).collect();
     let outside: Vec<String> = with_unsafe.difference(&fence).cloned().collect();
-    assert_none(&outside, "`unsafe` outside the fence (UNSAFE_FENCE in tidy.rs)");
+    assert_none(&outside, "`unsafe` outside the fence (UNSAFE_FILES in tidy.rs)");
     let needless: Vec<String> = fence.difference(&with_unsafe).cloned().collect();
-    assert_none(&needless, "entries of UNSAFE_FENCE without `unsafe`");
+    assert_none(&needless, "entries of UNSAFE_FILES without `unsafe`");
 }
 
 #[test]
@@ -450,7 +450,7 @@ fn only_testkit_compiles_in_the_repository_path() {
     assert_eq!(
         found,
         [Path::new("launcher-tests/testkit/programs.rs")],
-        "use convoke_testkit::programs::root()"
+        "use convoke_testkit::programs::repository_root()"
     );
 }
 

@@ -6,14 +6,14 @@ use std::net::TcpStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use convoke_launcher_tests::harness::{Ended, Job};
+use convoke_launcher_tests::harness::{Job, ProcessOutput};
 use convoke_testkit::{free_port, wait_until};
 
 /// A worker that writes its allowed CPUs to a file.
 const WORKER: &str = "grep Cpus_allowed_list /proc/self/status > \"$JOB/cpus.$RANK\"\n";
 
 /// Parses the CPUs of `Cpus_allowed_list` in a status file.
-fn allowed(status: &str) -> BTreeSet<usize> {
+fn parse_allowed_cpus(status: &str) -> BTreeSet<usize> {
     let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap();
     let number = |text: &str| text.parse::<usize>().unwrap();
     let range = |part: &str| {
@@ -23,8 +23,8 @@ fn allowed(status: &str) -> BTreeSet<usize> {
     list.trim().split(',').flat_map(range).collect()
 }
 
-fn ours() -> BTreeSet<usize> {
-    allowed(&fs::read_to_string("/proc/self/status").unwrap())
+fn own_cpus() -> BTreeSet<usize> {
+    parse_allowed_cpus(&fs::read_to_string("/proc/self/status").unwrap())
 }
 
 /// Returns the physical cores of these CPUs; each core is named by the list of its hyperthreads.
@@ -36,28 +36,28 @@ fn cores(cpus: &BTreeSet<usize>) -> BTreeSet<String> {
     cpus.iter().map(siblings).collect()
 }
 
-fn run(job: &Job, flags: &[&str]) -> Ended {
+fn run(job: &Job, flags: &[&str]) -> ProcessOutput {
     let mut command = job.command(flags);
     command.arg(job.script(WORKER));
     job.start(command).wait()
 }
 
-fn of_worker(job: &Job, rank: usize) -> BTreeSet<usize> {
-    allowed(&job.wait_for_file(&format!("cpus.{rank}")))
+fn worker_cpus(job: &Job, rank: usize) -> BTreeSet<usize> {
+    parse_allowed_cpus(&job.wait_for_file(&format!("cpus.{rank}")))
 }
 
 #[test]
 fn each_worker_gets_its_own_cores() {
-    let (job, ours) = (Job::new(), ours());
+    let (job, ours) = (Job::new(), own_cpus());
     if cores(&ours).len() < 2 {
         convoke_testkit::skip("this test may use one core only");
-        let ended = run(&job, &["--bind=core", "--nproc-per-node=2"]).expect(1);
+        let ended = run(&job, &["--bind=core", "--nproc-per-node=2"]).expect_exit_code(1);
         let what = "--bind=core: 1 physical core for 2 workers; write --nproc-per-node=1, or --bind=node";
         assert!(ended.stderr.contains(what), "{}", ended.stderr);
         return;
     }
-    run(&job, &["--bind=core", "--nproc-per-node=2"]).expect(0);
-    let [first, second] = [0, 1].map(|rank| of_worker(&job, rank));
+    run(&job, &["--bind=core", "--nproc-per-node=2"]).expect_exit_code(0);
+    let [first, second] = [0, 1].map(|rank| worker_cpus(&job, rank));
     assert!(first.is_disjoint(&second) && cores(&first).is_disjoint(&cores(&second)), "{first:?} {second:?}");
     assert_eq!(first.union(&second).copied().collect::<BTreeSet<_>>(), ours);
 }
@@ -65,10 +65,10 @@ fn each_worker_gets_its_own_cores() {
 #[test]
 fn every_bind_kind_leaves_each_worker_at_least_one_cpu() {
     for kind in ["node", "socket", "core-complex", "none"] {
-        let (job, ours) = (Job::new(), ours());
-        run(&job, &["--nproc-per-node=3", "--bind", kind]).expect(0);
+        let (job, ours) = (Job::new(), own_cpus());
+        run(&job, &["--nproc-per-node=3", "--bind", kind]).expect_exit_code(0);
         for rank in 0..3 {
-            let cpus = of_worker(&job, rank);
+            let cpus = worker_cpus(&job, rank);
             assert!(!cpus.is_empty() && cpus.is_subset(&ours), "--bind={kind}: {cpus:?} of {ours:?}");
             assert!(kind != "none" || cpus == ours, "--bind=none: {cpus:?} of {ours:?}");
         }
@@ -77,7 +77,7 @@ fn every_bind_kind_leaves_each_worker_at_least_one_cpu() {
 
 #[test]
 fn workers_get_only_cpus_that_the_launcher_may_use() {
-    let (job, ours) = (Job::new(), ours());
+    let (job, ours) = (Job::new(), own_cpus());
     let last = *ours.last().unwrap();
     let launcher = job.command(["--bind=core", "--nproc-per-node=1"]);
     let mut command = Command::new("taskset");
@@ -89,8 +89,8 @@ fn workers_get_only_cpus_that_the_launcher_may_use() {
             None => command.env_remove(name),
         };
     }
-    job.start(command).wait().expect(0);
-    assert_eq!(of_worker(&job, 0), [last].into());
+    job.start(command).wait().expect_exit_code(0);
+    assert_eq!(worker_cpus(&job, 0), [last].into());
 }
 
 /// A cpuset with one CPU; it is removed on drop.
@@ -117,7 +117,7 @@ impl Drop for CpuSet {
 
 #[test]
 fn removed_cpus_are_reported_as_the_cause() {
-    let ours = ours();
+    let ours = own_cpus();
     let first = *ours.first().unwrap();
     let cpuset = match CpuSet::new(first) {
         Ok(_) if cores(&ours).len() < 2 => {
@@ -147,10 +147,10 @@ fn removed_cpus_are_reported_as_the_cause() {
         (all.len() == 2).then_some(())
     });
     let other = node("1", &[]);
-    let ended = bound.wait().expect(1);
+    let ended = bound.wait().expect_exit_code(1);
     let what =
         format!("local rank 1 could not be started: {}: cannot be bound to its CPUs", worker.display());
     assert!(ended.stderr.contains(&what), "{}", ended.stderr);
     assert!(fs::read_to_string(job.path("report.json")).unwrap().contains("\"cpu-binding\""));
-    other.wait().expect(1);
+    other.wait().expect_exit_code(1);
 }

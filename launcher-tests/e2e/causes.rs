@@ -7,8 +7,8 @@ use std::sync::Mutex;
 use nix::sys::signal::Signal;
 use serde_json::Value;
 
-use convoke_launcher_tests::harness::{Ended, Job, children};
-use convoke_launcher_tests::worker_of;
+use convoke_launcher_tests::harness::{Job, ProcessOutput, children};
+use convoke_launcher_tests::worker_command;
 use convoke_testkit::{free_port, skip, wait_until};
 
 /// One kind of failure.
@@ -23,11 +23,11 @@ struct Case {
     rank: usize,
     class: &'static str,
     /// Texts that the report on the terminal contains.
-    says: &'static [&'static str],
+    expected_texts: &'static [&'static str],
 }
 
 const fn case(name: &'static str, rank: usize, class: &'static str, script: &'static str) -> Case {
-    Case { name, script, flags: &[], run: &[], rank, class, says: &[] }
+    Case { name, script, flags: &[], run: &[], rank, class, expected_texts: &[] }
 }
 
 impl Case {
@@ -39,8 +39,8 @@ impl Case {
         self.run = run;
         self
     }
-    const fn says(mut self, says: &'static [&'static str]) -> Self {
-        self.says = says;
+    const fn expect_text(mut self, texts: &'static [&'static str]) -> Self {
+        self.expected_texts = texts;
         self
     }
 }
@@ -82,7 +82,7 @@ else:
 
 const CASES: &[Case] = &[
     // Python
-    case("exception", 1, "exception", "py\nonly(1)\nprint('noise', file=sys.stderr)\nraise ValueError('bad thing')").says(&[
+    case("exception", 1, "exception", "py\nonly(1)\nprint('noise', file=sys.stderr)\nraise ValueError('bad thing')").expect_text(&[
         "rank      : 1 (local_rank: 1)\n",
         "traceback : Traceback (most recent call last):\n",
         "cause     : exception: ValueError: bad thing\n",
@@ -91,32 +91,32 @@ const CASES: &[Case] = &[
         ": stopped by the launcher, after another had failed\n",
     ]),
     case("chained exception", 2, "exception", "py\nonly(2)\ntry:\n    {}['k']\nexcept KeyError as e:\n    raise RuntimeError('outer') from e")
-        .says(&["KeyError: 'k'\n", "direct cause", "cause     : exception: RuntimeError: outer"]),
-    case("syntax error", 0, "exception", "py\ndef f(:\n").says(&["SyntaxError: invalid syntax"]),
-    case("import error", 1, "import-error", "py\nonly(1)\nimport no_such_module").says(&["No module named 'no_such_module'"]),
+        .expect_text(&["KeyError: 'k'\n", "direct cause", "cause     : exception: RuntimeError: outer"]),
+    case("syntax error", 0, "exception", "py\ndef f(:\n").expect_text(&["SyntaxError: invalid syntax"]),
+    case("import error", 1, "import-error", "py\nonly(1)\nimport no_such_module").expect_text(&["No module named 'no_such_module'"]),
     case("missing module", 0, "import-error", "").flags(&["-m"]).run(&["no.such.module"]),
-    case("missing script", 0, "missing-program", "").run(&["no-such-script.py"]).says(&["can't open file", "advice    : does the script exist"]),
-    case("missing program, taken for a script", 0, "missing-program", "").run(&["no-such-worker", "--lr", "0.1"]).says(&[
+    case("missing script", 0, "missing-program", "").run(&["no-such-script.py"]).expect_text(&["can't open file", "advice    : does the script exist"]),
+    case("missing program, taken for a script", 0, "missing-program", "").run(&["no-such-worker", "--lr", "0.1"]).expect_text(&[
         "can't open file",
         "advice    : no such file here and no program of that name in PATH, so it was given to Python",
     ]),
     case("a script that its worker lacks", 0, "missing-program", "sh\nexec python3 no-such-script")
-        .says(&["can't open file", "advice    : does the script exist"]),
-    case("exit code", 2, "exit", "py\nonly(2)\nsys.exit(3)").says(&["exitcode  : 3 (pid: "]),
-    case("os.abort", 1, "abort", "py\nonly(1)\nos.abort()").says(&["exitcode  : -6", "(SIGABRT)"]),
+        .expect_text(&["can't open file", "advice    : does the script exist"]),
+    case("exit code", 2, "exit", "py\nonly(2)\nsys.exit(3)").expect_text(&["exitcode  : 3 (pid: "]),
+    case("os.abort", 1, "abort", "py\nonly(1)\nos.abort()").expect_text(&["exitcode  : -6", "(SIGABRT)"]),
     case("faulthandler", 1, "segfault", "py\nonly(1)\nimport faulthandler\nfaulthandler.enable()\nctypes.string_at(0)")
-        .says(&["exitcode  : -11 (pid: ", "  (SIGSEGV)\n", "Fatal Python error: Segmentation fault"]),
+        .expect_text(&["exitcode  : -11 (pid: ", "  (SIGSEGV)\n", "Fatal Python error: Segmentation fault"]),
     case("MemoryError", 1, "out-of-memory", "py\nonly(1)\nimport resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\nbytearray(2 << 30)")
-        .says(&["cause     : out-of-memory: host memory: MemoryError"]),
+        .expect_text(&["cause     : out-of-memory: host memory: MemoryError"]),
     case("device memory", 1, "device-out-of-memory", "py\nonly(1)\nclass OutOfMemoryError(RuntimeError): pass\nraise OutOfMemoryError('CUDA out of memory. Tried to allocate 2 GiB')"),
-    case("disk full", 1, "disk-full", "py\nonly(1)\nwith open('/dev/full', 'w') as f: f.write('x')").says(&["No space left on device", "df -h"]),
+    case("disk full", 1, "disk-full", "py\nonly(1)\nwith open('/dev/full', 'w') as f: f.write('x')").expect_text(&["No space left on device", "df -h"]),
     case("address in use", 1, "address-in-use", "py\nonly(1)\na = socket.create_server(('127.0.0.1', 0))\nsocket.create_server(a.getsockname())"),
     case("error file", 1, "exception", "py\nonly(1)\naccount('Traceback (most recent call last):\\n  File \"x\", line 1\\nOSError: from the file', time.time())\nsys.exit(1)")
-        .says(&["cause     : exception: OSError: from the file"]),
+        .expect_text(&["cause     : exception: OSError: from the file"]),
     case("split traceback", 1, "exception", "py\nonly(1)\nfor c in 'Traceback (most recent call last):\\n  File \"x\", line 1\\nValueError: in pieces\\n': os.write(2, c.encode())\nos._exit(1)"),
     case("megabyte line", 1, "exception", "py\nonly(1)\nsys.stderr.write('x' * (1 << 20) + '\\n')\nraise ValueError('after much')"),
-    case("megabyte line last", 1, "exit", "py\nonly(1)\nsys.stderr.write('x' * (1 << 20))\nsys.stderr.flush()\nos._exit(4)").says(&["xxx [...] xxx"]),
-    case("garbage", 1, "exit", "py\nonly(1)\nos.write(2, bytes(range(256)) * 300)\nos._exit(5)").says(&["exitcode  : 5"]),
+    case("megabyte line last", 1, "exit", "py\nonly(1)\nsys.stderr.write('x' * (1 << 20))\nsys.stderr.flush()\nos._exit(4)").expect_text(&["xxx [...] xxx"]),
+    case("garbage", 1, "exit", "py\nonly(1)\nos.write(2, bytes(range(256)) * 300)\nos._exit(5)").expect_text(&["exitcode  : 5"]),
     case("nothing but tracebacks that were handled", 1, "segfault", "py\nonly(1)\nimport traceback\ntry: 1/0\nexcept Exception: traceback.print_exc()\nos.kill(os.getpid(), 11)"),
     // The rank that failed first
     case(
@@ -132,61 +132,61 @@ const CASES: &[Case] = &[
     .flags(&["--nproc-per-node=2", "--monitor-interval=1"]),
     case("exit 0 too early", 0, "early-exit", "py\nconnected()\nif RANK == 0: peer.close(); sys.exit(0)\ntime.sleep(0.2)\npeer.recv(1)\npeer.sendall(b'x')\npeer.recv(1)")
         .flags(&["--nproc-per-node=2"])
-        .says(&["exited with code 0 while the others went on"]),
+        .expect_text(&["exited with code 0 while the others went on"]),
     case(
         "a consequence that is seen first", 0, "exception",
         "py\nconnected()\nif RANK == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    touch('deaf')\n    peer.close()\n    pid = int(wait_for('lost'))\n    while os.path.exists(f'/proc/{pid}'): time.sleep(0.01)\n    raise ValueError('the reason')\n\
          wait_for('deaf')\ntry:\n    peer.recv(1)\n    peer.sendall(b'x')\n    peer.recv(1)\nfinally:\n    touch('lost', str(os.getpid()))",
     )
     .flags(&["--nproc-per-node=2"])
-    .says(&[": exited with code 1 (peer-lost: a consequence of another's end: ", "cause     : exception: ValueError: the reason"]),
+    .expect_text(&[": exited with code 1 (peer-lost: a consequence of another's end: ", "cause     : exception: ValueError: the reason"]),
     case(
         "a peer's loss as the runtime tells it", 1, "exit",
         "sh\n[ $RANK = 0 ] && exec sleep 1000\nif [ $RANK = 1 ]; then await lost; exit 9; fi\n\
          echo 'Error: rank 1 at 127.0.0.1:4000 exited with code 9; group world, call 4 all_reduce, 0 of 8 bytes received, reported by rank 2' >&2\n: > \"$JOB/lost\"; exit 1",
     )
     .flags(&["--nproc-per-node=3", "--monitor-interval=2"])
-    .says(&["peer-lost"]),
+    .expect_text(&["peer-lost"]),
     // Signals
-    case("segfault", 2, "segfault", "sh\nonly 2\nkill -SEGV $$").says(&["exitcode  : -11", "(SIGSEGV)"]),
-    case("bus error", 1, "bus-error", "sh\nonly 1\nkill -BUS $$").says(&["/dev/shm"]),
+    case("segfault", 2, "segfault", "sh\nonly 2\nkill -SEGV $$").expect_text(&["exitcode  : -11", "(SIGSEGV)"]),
+    case("bus error", 1, "bus-error", "sh\nonly 1\nkill -BUS $$").expect_text(&["/dev/shm"]),
     case("illegal instruction", 1, "illegal-instruction", "sh\nonly 1\nkill -ILL $$"),
     case("arithmetic error", 1, "arithmetic-error", "sh\nonly 1\nkill -FPE $$"),
-    case("assertion", 0, "abort", "sh\nonly 0\necho \"w: w.c:3: main: Assertion \\`x == 1' failed.\" >&2\nkill -ABRT $$").says(&["Assertion `x == 1' failed."]),
+    case("assertion", 0, "abort", "sh\nonly 0\necho \"w: w.c:3: main: Assertion \\`x == 1' failed.\" >&2\nkill -ABRT $$").expect_text(&["Assertion `x == 1' failed."]),
     case("a thread that outlives the program", 2, "abort", "sh\nonly 2\necho 'terminate called without an active exception' >&2\nkill -ABRT $$")
-        .says(&["advice    : a thread of a library still ran while the program ended", "dist.destroy_process_group()"]),
-    case("kill -9", 1, "killed", "sh\nonly 1\nkill -KILL $$").says(&["cause     : killed: SIGKILL from outside"]),
-    case("kill -9 behind a wrapper", 1, "killed", "sh\nonly 1\nsh -c 'kill -KILL $$'\nexit $?").says(&["exit code 137 = 128 + 9"]),
-    case("a hang, then SIGTERM from outside", 1, "terminated", "sh\nonly 1\n(sleep 0.2; kill -TERM $$) &\nwhile :; do sleep 1000; done").says(&["SIGTERM from outside"]),
-    case("CPU limit", 1, "cpu-limit", "sh\nonly 1\nulimit -S -t 1\nwhile :; do :; done").says(&["ulimit -t"]),
-    case("file size limit", 1, "file-size-limit", "sh\nonly 1\nulimit -f 1\nexec dd if=/dev/zero of=\"$JOB/large\" bs=65536 count=10").says(&["ulimit -f"]),
+        .expect_text(&["advice    : a thread of a library still ran while the program ended", "dist.destroy_process_group()"]),
+    case("kill -9", 1, "killed", "sh\nonly 1\nkill -KILL $$").expect_text(&["cause     : killed: SIGKILL from outside"]),
+    case("kill -9 behind a wrapper", 1, "killed", "sh\nonly 1\nsh -c 'kill -KILL $$'\nexit $?").expect_text(&["exit code 137 = 128 + 9"]),
+    case("a hang, then SIGTERM from outside", 1, "terminated", "sh\nonly 1\n(sleep 0.2; kill -TERM $$) &\nwhile :; do sleep 1000; done").expect_text(&["SIGTERM from outside"]),
+    case("CPU limit", 1, "cpu-limit", "sh\nonly 1\nulimit -S -t 1\nwhile :; do :; done").expect_text(&["ulimit -t"]),
+    case("file size limit", 1, "file-size-limit", "sh\nonly 1\nulimit -f 1\nexec dd if=/dev/zero of=\"$JOB/large\" bs=65536 count=10").expect_text(&["ulimit -f"]),
     // Programs
-    case("command not found", 1, "missing-program", "sh\nonly 1\nno-such-command").says(&["not found"]),
-    case("not executable", 1, "not-executable", "sh\nonly 1\n: > \"$JOB/data\"\n\"$JOB/data\"").says(&["Permission denied"]),
-    case("no such program", 0, "missing-program", "").flags(&["--no-python"]).run(&["/no/such/program"]).says(&["could not be started"]),
-    case("no program", 0, "not-executable", "").flags(&["--no-python"]).run(&["/etc"]).says(&["could not be started"]),
+    case("command not found", 1, "missing-program", "sh\nonly 1\nno-such-command").expect_text(&["not found"]),
+    case("not executable", 1, "not-executable", "sh\nonly 1\n: > \"$JOB/data\"\n\"$JOB/data\"").expect_text(&["Permission denied"]),
+    case("no such program", 0, "missing-program", "").flags(&["--no-python"]).run(&["/no/such/program"]).expect_text(&["could not be started"]),
+    case("no program", 0, "not-executable", "").flags(&["--no-python"]).run(&["/etc"]).expect_text(&["could not be started"]),
     case("unknown --local-rank", 0, "usage-error", "py\nimport argparse\nargparse.ArgumentParser().parse_args()")
         .flags(&["--pass-local-rank"])
-        .says(&["unrecognized arguments: --local-rank=0", "--use-env"]),
+        .expect_text(&["unrecognized arguments: --local-rank=0", "--use-env"]),
     case("unknown --local_rank", 0, "usage-error", "py\nimport argparse\nargparse.ArgumentParser().parse_args()")
         .flags(&["--pass-local-rank=underscore"])
-        .says(&["unrecognized arguments: --local_rank=0", "--pass-local-rank=dash"]),
+        .expect_text(&["unrecognized arguments: --local_rank=0", "--pass-local-rank=dash"]),
     case("usage", 1, "usage-error", "sh\nonly 1\necho 'usage: w [-x]' >&2\nexit 2"),
     // Rust
-    case("panic", 1, "panic", "").run(&["failing", "panic"]).says(&["index out of bounds: the len is 3 but the index is 7", "failing.rs:"]),
-    case("panic of a thread", 1, "panic", "").run(&["failing", "thread"]).says(&["thread 'loader'", "index out of bounds"]),
-    case("stack overflow", 1, "abort", "").run(&["failing", "overflow"]).says(&["has overflowed its stack"]),
-    case("error from main", 1, "exit", "").run(&["failing", "error"]).says(&["the data set is empty"]),
+    case("panic", 1, "panic", "").run(&["failing", "panic"]).expect_text(&["index out of bounds: the len is 3 but the index is 7", "failing.rs:"]),
+    case("panic of a thread", 1, "panic", "").run(&["failing", "thread"]).expect_text(&["thread 'loader'", "index out of bounds"]),
+    case("stack overflow", 1, "abort", "").run(&["failing", "overflow"]).expect_text(&["has overflowed its stack"]),
+    case("error from main", 1, "exit", "").run(&["failing", "error"]).expect_text(&["the data set is empty"]),
     // The cause is found wherever stderr goes
-    case("redirected", 1, "exception", "py\nonly(1)\nraise ValueError('in a file')").flags(&["--nproc-per-node=3", "-r3"]).says(&["cause     : exception: ValueError: in a file"]),
-    case("teed", 1, "exception", "py\nonly(1)\nraise ValueError('twice')").flags(&["--nproc-per-node=3", "-t3"]).says(&["[default1]:ValueError: twice"]),
-    case("filtered", 1, "exception", "py\nonly(1)\nraise ValueError('unseen')").flags(&["--nproc-per-node=3", "--local-ranks-filter=0"]).says(&["cause     : exception: ValueError: unseen"]),
+    case("redirected", 1, "exception", "py\nonly(1)\nraise ValueError('in a file')").flags(&["--nproc-per-node=3", "-r3"]).expect_text(&["cause     : exception: ValueError: in a file"]),
+    case("teed", 1, "exception", "py\nonly(1)\nraise ValueError('twice')").flags(&["--nproc-per-node=3", "-t3"]).expect_text(&["[default1]:ValueError: twice"]),
+    case("filtered", 1, "exception", "py\nonly(1)\nraise ValueError('unseen')").flags(&["--nproc-per-node=3", "--local-ranks-filter=0"]).expect_text(&["cause     : exception: ValueError: unseen"]),
 ];
 
 /// Writes the worker of `case` and returns the command line to launch.
 fn program(job: &Job, case: &Case) -> Vec<PathBuf> {
     if let [role @ "failing", how] = case.run {
-        return worker_of(role).map(PathBuf::from).into_iter().chain([how.into()]).collect();
+        return worker_command(role).map(PathBuf::from).into_iter().chain([how.into()]).collect();
     }
     if !case.run.is_empty() {
         return case.run.iter().map(PathBuf::from).collect();
@@ -217,11 +217,11 @@ fn report(path: &Path) -> Value {
 }
 
 /// Returns a description of the errors in the report of `case`, or `None`.
-fn complaint(case: &Case, ended: &Ended, report: &Value) -> Option<String> {
+fn mismatch(case: &Case, ended: &ProcessOutput, report: &Value) -> Option<String> {
     let root = report["root_cause"].as_u64().map(|at| &report["failures"][at as usize]);
-    let told =
+    let reported =
         root.map(|root| (root["rank"].as_u64().unwrap_or(99) as usize, root["class"].as_str().unwrap_or("")));
-    let missing = case.says.iter().find(|text| !ended.stderr.contains(**text));
+    let missing = case.expected_texts.iter().find(|text| !ended.stderr.contains(**text));
     let control = ended
         .stderr
         .split("FAILED\n")
@@ -229,9 +229,11 @@ fn complaint(case: &Case, ended: &Ended, report: &Value) -> Option<String> {
         .unwrap_or("")
         .chars()
         .find(|c| c.is_control() && !"\n\t".contains(*c));
-    let what = match (ended.status.code(), told, missing, control) {
-        (Some(1), told, None, None) if told == Some((case.rank, case.class)) => return None,
-        (Some(1), told, _, None) if told != Some((case.rank, case.class)) => format!("told {told:?}"),
+    let what = match (ended.status.code(), reported, missing, control) {
+        (Some(1), reported, None, None) if reported == Some((case.rank, case.class)) => return None,
+        (Some(1), reported, _, None) if reported != Some((case.rank, case.class)) => {
+            format!("told {reported:?}")
+        }
         (Some(1), _, Some(text), None) => format!("does not say {text:?}"),
         (Some(1), _, _, Some(c)) => format!("shows {c:?}"),
         _ => format!("ended with {}", ended.status),
@@ -243,7 +245,7 @@ fn complaint(case: &Case, ended: &Ended, report: &Value) -> Option<String> {
 #[test]
 fn report_names_every_cause() {
     let next = Mutex::new(CASES.iter());
-    let complaints = Mutex::new(Vec::new());
+    let mismatches = Mutex::new(Vec::new());
     // Four cases run at a time, because they mostly wait for processes.
     std::thread::scope(|scope| {
         for _ in 0..4 {
@@ -252,7 +254,7 @@ fn report_names_every_cause() {
                     let Some(case) = next.lock().unwrap().next() else { return };
                     let job = Job::new();
                     let ended = job.start(launcher(&job, case)).wait();
-                    complaints.lock().unwrap().extend(complaint(
+                    mismatches.lock().unwrap().extend(mismatch(
                         case,
                         &ended,
                         &report(&job.path("report.json")),
@@ -261,13 +263,13 @@ fn report_names_every_cause() {
             });
         }
     });
-    let complaints = complaints.into_inner().unwrap();
+    let mismatches = mismatches.into_inner().unwrap();
     assert!(CASES.len() >= 30);
-    assert!(complaints.is_empty(), "{} of {}:\n{}", complaints.len(), CASES.len(), complaints.join("\n\n"));
+    assert!(mismatches.is_empty(), "{} of {}:\n{}", mismatches.len(), CASES.len(), mismatches.join("\n\n"));
 }
 
 /// Runs two static nodes; each node's workers run their own script.
-fn two_nodes(job: &Job, scripts: [&Path; 2]) -> [(Ended, Value); 2] {
+fn two_nodes(job: &Job, scripts: [&Path; 2]) -> [(ProcessOutput, Value); 2] {
     let port = free_port().to_string();
     let nodes = [0, 1].map(|rank| {
         let mut command = job.command(["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1"]);
@@ -277,7 +279,7 @@ fn two_nodes(job: &Job, scripts: [&Path; 2]) -> [(Ended, Value); 2] {
     });
     let mut rank = 0;
     nodes.map(|node| {
-        let ended = node.wait().expect(1);
+        let ended = node.wait().expect_exit_code(1);
         rank += 1;
         (ended, report(&job.path(&format!("report{}.json", rank - 1))))
     })
@@ -327,10 +329,11 @@ fn a_missing_library_is_named() {
         return;
     }
     std::fs::remove_file(job.path("libgone.so")).unwrap();
-    let case =
-        case("missing library", 0, "missing-library", "").run(&["./needs-it"]).says(&["libgone.so", "ldd"]);
+    let case = case("missing library", 0, "missing-library", "")
+        .run(&["./needs-it"])
+        .expect_text(&["libgone.so", "ldd"]);
     let ended = job.start(launcher(&job, &case)).wait();
-    assert_eq!(complaint(&case, &ended, &report(&job.path("report.json"))), None);
+    assert_eq!(mismatch(&case, &ended, &report(&job.path("report.json"))), None);
 }
 
 /// A memory cgroup (version 1); it is removed on drop.
@@ -373,7 +376,7 @@ fn oom_killed_worker_is_reported_with_memory_numbers() {
         "out-of-memory",
         "py\nonly(1)\nx = bytearray(512 << 20)\nx[::4096] = b'x' * len(x[::4096])\n",
     )
-    .says(&["out of memory, likely: SIGKILL", "ended 1 process(es)", "limit 96 MiB"]);
+    .expect_text(&["out of memory, likely: SIGKILL", "ended 1 process(es)", "limit 96 MiB"]);
     let launched = launcher(&job, &case);
     let mut command = job.command([""; 0]);
     let mut inside = Command::new("sh");
@@ -388,7 +391,7 @@ fn oom_killed_worker_is_reported_with_memory_numbers() {
     inside.current_dir(job.dir.path());
     command = inside;
     let ended = job.start(command).wait();
-    assert_eq!(complaint(&case, &ended, &report(&job.path("report.json"))), None);
+    assert_eq!(mismatch(&case, &ended, &report(&job.path("report.json"))), None);
 }
 
 #[test]
@@ -403,11 +406,16 @@ fn first_failure_stays_root_cause_after_guard_is_lost() {
     let launcher = job.start(command);
     job.wait_for_file("told");
     nix::sys::signal::kill(launcher.guard(), Signal::SIGKILL).unwrap();
-    let ended = launcher.wait().expect(1);
-    let told = report(&job.path("r.json"));
-    let roles = |at: usize| (told["failures"][at]["rank"].clone(), told["failures"][at]["class"].clone());
-    assert_eq!((&told["outcome"], &told["root_cause"]), (&"error".into(), &0.into()), "{told:#}");
-    assert_eq!((roles(0), roles(1)), ((1.into(), "exit".into()), (0.into(), "stopped".into())), "{told:#}");
+    let ended = launcher.wait().expect_exit_code(1);
+    let reported = report(&job.path("r.json"));
+    let roles =
+        |at: usize| (reported["failures"][at]["rank"].clone(), reported["failures"][at]["class"].clone());
+    assert_eq!((&reported["outcome"], &reported["root_cause"]), (&"error".into(), &0.into()), "{reported:#}");
+    assert_eq!(
+        (roles(0), roles(1)),
+        ((1.into(), "exit".into()), (0.into(), "stopped".into())),
+        "{reported:#}"
+    );
     for text in ["error: the guard process (pid ", "Root Cause", "    why\n"] {
         assert!(ended.stderr.contains(text), "{}", ended.stderr);
     }
@@ -428,22 +436,26 @@ fn guard_lost_after_workers_exit_is_not_a_failure() {
     let guard = first.guard();
     wait_until("the first node's worker to be reaped", || children(guard).is_empty().then_some(()));
     nix::sys::signal::kill(guard, Signal::SIGKILL).unwrap();
-    let ended = first.wait().expect(1);
+    let ended = first.wait().expect_exit_code(1);
     assert!(ended.stderr.contains("was killed by SIGKILL\n"), "{}", ended.stderr);
-    let told = report(&job.path("r.json"));
-    assert_eq!((&told["outcome"], &told["failures"]), (&"error".into(), &Value::Array(vec![])), "{told:#}");
-    second.wait().expect(1);
+    let reported = report(&job.path("r.json"));
+    assert_eq!(
+        (&reported["outcome"], &reported["failures"]),
+        (&"error".into(), &Value::Array(vec![])),
+        "{reported:#}"
+    );
+    second.wait().expect_exit_code(1);
 }
 
 #[test]
 fn successful_and_stopped_jobs_also_write_a_report() {
     let job = Job::new();
     let worker = job.script("exit 0\n");
-    let run = |flag: &str| job.run([flag.as_ref(), worker.as_os_str()]).expect(0);
+    let run = |flag: &str| job.run([flag.as_ref(), worker.as_os_str()]).expect_exit_code(0);
     assert_eq!(run("--report-file=r.json").stderr, "");
-    let told = report(&job.path("r.json"));
+    let reported = report(&job.path("r.json"));
     assert_eq!(
-        (&told["version"], &told["outcome"], &told["failures"]),
+        (&reported["version"], &reported["outcome"], &reported["failures"]),
         (&1.into(), &"succeeded".into(), &Value::Array(vec![]))
     );
     let ended = run("--report-file=no/such/folder/r.json");
@@ -459,16 +471,19 @@ fn successful_and_stopped_jobs_also_write_a_report() {
     let launcher = job.start(command);
     job.wait_for_file("up");
     launcher.signal(Signal::SIGTERM);
-    launcher.wait().expect(1);
-    let told = report(&job.path("stopped.json"));
-    assert_eq!((&told["outcome"], &told["message"]), (&"stopped".into(), &"stopped by SIGTERM".into()));
+    launcher.wait().expect_exit_code(1);
+    let reported = report(&job.path("stopped.json"));
+    assert_eq!(
+        (&reported["outcome"], &reported["message"]),
+        (&"stopped".into(), &"stopped by SIGTERM".into())
+    );
 }
 
 #[test]
 fn restart_message_states_the_reason() {
     let job = Job::new();
     let worker = job.script("[ $TORCHELASTIC_RESTART_COUNT = 1 ] && exit 0\nkill -SEGV $$\n");
-    let ended = job.run(["--max-restarts=1".as_ref(), worker.as_os_str()]).expect(0);
+    let ended = job.run(["--max-restarts=1".as_ref(), worker.as_os_str()]).expect_exit_code(0);
     assert!(
         ended.stderr.contains("rank 0 (local_rank 0) was killed by SIGSEGV (segfault); restarting"),
         "{}",
@@ -481,7 +496,7 @@ fn stderr_passes_unchanged_and_capture_can_be_disabled() {
     let job = Job::new();
     // Two workers at once write 64 MiB with escape sequences, which the launcher must not change.
     let worker = job.script("yes \"rank $RANK \u{1b}[1m\" | head -c 33554432 >&2\n");
-    let ended = job.run(["--nproc-per-node=2".as_ref(), worker.as_os_str()]).expect(0);
+    let ended = job.run(["--nproc-per-node=2".as_ref(), worker.as_os_str()]).expect_exit_code(0);
     // `head` writes blocks that end within lines. A line of the other worker may come between two blocks.
     let count = |rank| ended.stderr.matches(&format!("rank {rank} \u{1b}[1m\n")).count();
     let whole = 33_554_432 / "rank 0 \u{1b}[1m\n".len();
@@ -490,7 +505,7 @@ fn stderr_passes_unchanged_and_capture_can_be_disabled() {
     assert_eq!(ended.stderr.len(), 2 * 33_554_432 + own);
 
     let worker = job.script("readlink /proc/self/fd/2\n");
-    let kind = |flag: &str| job.run([flag.as_ref(), worker.as_os_str()]).expect(0).stdout;
+    let kind = |flag: &str| job.run([flag.as_ref(), worker.as_os_str()]).expect_exit_code(0).stdout;
     assert!(kind("--stderr-tail=1").starts_with("pipe:"));
     assert!(kind("--stderr-tail=0").ends_with(".err\n"));
     assert!(kind("--orphans=keep").ends_with(".err\n"));

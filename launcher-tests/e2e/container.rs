@@ -8,8 +8,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use convoke_launcher_tests::harness::{Job, Launcher};
-use convoke_launcher_tests::path;
-use convoke_testkit::programs::shipped;
+use convoke_launcher_tests::path_argument;
+use convoke_testkit::programs::user_program;
 use convoke_testkit::{free_port, skip, wait_until};
 
 /// Executes a program as PID 1 of new namespaces. The program dies with `unshare`, and `unshare` returns its
@@ -31,7 +31,7 @@ fn can_unshare() -> bool {
 /// Returns the launcher's pid as seen from outside the container.
 fn pid_1(unshare: &Launcher) -> Pid {
     let children = PathBuf::from(format!("/proc/{0}/task/{0}/children", unshare.pid()));
-    let begin = path(shipped("convoke")) + "\0";
+    let begin = path_argument(user_program("convoke")) + "\0";
     wait_until("the launcher as PID 1", || {
         let pid: i32 = std::fs::read_to_string(&children).ok()?.trim().parse().ok()?;
         let line = std::fs::read_to_string(format!("/proc/{pid}/cmdline")).ok()?;
@@ -40,7 +40,7 @@ fn pid_1(unshare: &Launcher) -> Pid {
 }
 
 fn start(job: &Job, flags: &[&str], worker: &str) -> Launcher {
-    let mut command = job.command_through(UNSHARE, flags);
+    let mut command = job.wrapped_command(UNSHARE, flags);
     command.arg(job.script(worker));
     job.start(command)
 }
@@ -53,7 +53,7 @@ fn launcher_as_pid_1_returns_the_exit_code() {
     for code in [0, 1] {
         let job = Job::new();
         let worker = format!("grep -q /convoke /proc/1/cmdline || exit 2\nexit {code}\n");
-        let ended = start(&job, &["--standalone"], &worker).wait().expect(code);
+        let ended = start(&job, &["--standalone"], &worker).wait().expect_exit_code(code);
         assert_eq!(ended.stderr.contains("exitcode  : 1 "), code == 1, "{}", ended.stderr);
     }
 }
@@ -87,7 +87,7 @@ ls -d /proc/[0-9]* > "$JOB/left"
     );
     let came = Command::new("nsenter").args(["-t", &pid, "-p", "-m", "sh", "-c", &forks]).status().unwrap();
     assert!(came.success());
-    launcher.wait().expect(0);
+    launcher.wait().expect_exit_code(0);
     // The three processes are the launcher, its guard and the worker.
     assert_eq!(job.wait_for_file("left").lines().count(), 3, "{}", job.wait_for_file("left"));
 }
@@ -105,7 +105,7 @@ fn signal_stops_workers_and_kills_them_after_the_shutdown_timeout() {
         job.wait_for_file("up");
         kill(pid_1(&launcher), signal).unwrap();
         job.wait_for_file("got");
-        let ended = launcher.wait().expect(1);
+        let ended = launcher.wait().expect_exit_code(1);
         assert!(ended.stderr.contains(told), "{}", ended.stderr);
         assert_eq!(job.processes(), [0; 0]);
     }
@@ -128,7 +128,7 @@ fn signal_before_workers_start_ends_the_launcher() {
         kill(pid_1(&launcher), signal).unwrap();
         // The signal cannot kill PID 1, so the launcher exits with the code that a shell gives for this
         // death.
-        let ended = launcher.wait().expect(128 + signal as i32);
+        let ended = launcher.wait().expect_exit_code(128 + signal as i32);
         assert!(
             ended.stderr.contains(&format!("{signal} while waiting for other nodes")),
             "{}",
@@ -147,6 +147,6 @@ fn unhandled_signal_still_ends_the_launcher() {
     let launcher = start(&job, &["--standalone", "--signals-to-handle=SIGINT"], worker);
     job.wait_for_file("up");
     kill(pid_1(&launcher), Signal::SIGTERM).unwrap();
-    launcher.wait().expect(128 + Signal::SIGTERM as i32);
+    launcher.wait().expect_exit_code(128 + Signal::SIGTERM as i32);
     assert_eq!(job.processes(), [0; 0]);
 }

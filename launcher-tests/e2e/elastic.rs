@@ -9,18 +9,18 @@ use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
-use convoke_launcher_tests::harness::{Ended, Job, Launcher};
+use convoke_launcher_tests::harness::{Job, Launcher, ProcessOutput};
 use convoke_testkit::{free_port, wait_until};
 
 /// Time from the death of a launcher to new workers on the other nodes. The documentation promises one
 /// second.
-const AGAIN: Duration = Duration::from_secs(6);
+const RESTART_LIMIT: Duration = Duration::from_secs(6);
 /// Time from the end of one node to the end of the others: one promised second, plus an allowance for a busy
 /// machine.
-const TOGETHER: Duration = Duration::from_secs(6);
+const END_LIMIT: Duration = Duration::from_secs(6);
 
 /// The worker writes its restart count to `up.WORLD_SIZE.RANK`, then waits for the file `go`.
-const WAITS: &str = "echo $TORCHELASTIC_RESTART_COUNT > \"$JOB/up.$WORLD_SIZE.$RANK\"\n\
+const WAITING_WORKER: &str = "echo $TORCHELASTIC_RESTART_COUNT > \"$JOB/up.$WORLD_SIZE.$RANK\"\n\
                      while [ ! -e \"$JOB/go\" ]; do sleep 0.02; done\n";
 
 fn command(job: &Job, endpoint: &str, nodes: &str, conf: &str, worker: &Path) -> Command {
@@ -51,16 +51,16 @@ fn wait_for_round(job: &Job, size: usize) -> String {
     said[0].clone()
 }
 
-fn go(job: &Job) {
+fn release_workers(job: &Job) {
     std::fs::write(job.path("go"), "").unwrap();
 }
 
-fn ended(nodes: impl IntoIterator<Item = Launcher>, code: i32) -> Vec<Ended> {
-    nodes.into_iter().map(|node| node.wait().expect(code)).collect()
+fn wait_for_all(nodes: impl IntoIterator<Item = Launcher>, code: i32) -> Vec<ProcessOutput> {
+    nodes.into_iter().map(|node| node.wait().expect_exit_code(code)).collect()
 }
 
 /// Starts two nodes and waits for their round; the first serves the rendezvous.
-fn two(job: &Job, endpoint: &str, nodes: &str, worker: &Path) -> [Launcher; 2] {
+fn start_two(job: &Job, endpoint: &str, nodes: &str, worker: &Path) -> [Launcher; 2] {
     let first = node(job, endpoint, nodes, worker);
     wait_until("the endpoint", || TcpStream::connect(endpoint).ok());
     let second = node(job, endpoint, nodes, worker);
@@ -71,19 +71,19 @@ fn two(job: &Job, endpoint: &str, nodes: &str, worker: &Path) -> [Launcher; 2] {
 #[test]
 fn job_continues_when_a_node_is_killed_or_joins() {
     let (job, endpoint) = (Job::new(), endpoint());
-    let worker = job.script(WAITS);
-    let [first, second] = two(&job, &endpoint, "1:2", &worker);
+    let worker = job.script(WAITING_WORKER);
+    let [first, second] = start_two(&job, &endpoint, "1:2", &worker);
     let since = Instant::now();
     second.signal(Signal::SIGKILL);
     assert_eq!(wait_for_round(&job, 1).trim(), "0", "a loss uses no restart");
-    assert!(since.elapsed() < AGAIN, "took {:?}", since.elapsed());
+    assert!(since.elapsed() < RESTART_LIMIT, "took {:?}", since.elapsed());
     for rank in 0..2 {
         std::fs::remove_file(job.path(&format!("up.2.{rank}"))).unwrap();
     }
     let third = node(&job, &endpoint, "1:2", &worker);
     assert_eq!(wait_for_round(&job, 2).trim(), "0", "neither does one that comes");
-    go(&job);
-    let ended = ended([first, third], 0);
+    release_workers(&job);
+    let ended = wait_for_all([first, third], 0);
     assert!(
         ended[0].stderr.contains("node 1 (") && ended[0].stderr.contains(") is lost"),
         "{}",
@@ -98,15 +98,15 @@ fn job_continues_when_a_node_is_killed_or_joins() {
 fn node_stopped_by_signal_makes_the_others_restart() {
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP] {
         let (job, endpoint) = (Job::new(), endpoint());
-        let worker = job.script(WAITS);
-        let [first, second] = two(&job, &endpoint, "1:2", &worker);
+        let worker = job.script(WAITING_WORKER);
+        let [first, second] = start_two(&job, &endpoint, "1:2", &worker);
         let since = Instant::now();
         second.signal(signal);
         assert_eq!(wait_for_round(&job, 1).trim(), "0", "it uses no restart");
-        assert!(since.elapsed() < AGAIN, "took {:?}", since.elapsed());
-        second.wait().expect(1);
-        go(&job);
-        let stderr = first.wait().expect(0).stderr;
+        assert!(since.elapsed() < RESTART_LIMIT, "took {:?}", since.elapsed());
+        second.wait().expect_exit_code(1);
+        release_workers(&job);
+        let stderr = first.wait().expect_exit_code(0).stderr;
         assert!(stderr.contains(&format!(") was stopped by {signal}; all nodes begin anew")), "{stderr}");
     }
 }
@@ -114,29 +114,29 @@ fn node_stopped_by_signal_makes_the_others_restart() {
 #[test]
 fn job_waits_for_a_stopped_node_below_min_nodes() {
     let job = Job::new();
-    let worker = job.script(WAITS);
+    let worker = job.script(WAITING_WORKER);
     let endpoint = job.path("shared").display().to_string();
     let start = || job.start(command(&job, &endpoint, "2", ",store_type=file", &worker));
     // Either node may become the coordinator.
     let [first, second] = [start(), start()];
     wait_for_round(&job, 2);
     second.signal(Signal::SIGTERM);
-    second.wait().expect(1);
+    second.wait().expect_exit_code(1);
     let said = |what: &str| wait_until(what, || first.stderr().contains(what).then_some(()));
     said("was stopped by SIGTERM; all nodes begin anew");
     said("1 of 2 nodes are here");
     (0..2).for_each(|rank| std::fs::remove_file(job.path(&format!("up.2.{rank}"))).unwrap());
     let third = start();
     wait_for_round(&job, 2);
-    go(&job);
-    ended([first, third], 0);
+    release_workers(&job);
+    wait_for_all([first, third], 0);
 }
 
 #[test]
 fn signals_to_all_nodes_within_a_second_stop_the_job() {
     let job = Job::new();
     let saves = "trap 'echo saved > \"$JOB/saved.$RANK\"; exit 0' TERM\n";
-    let worker = job.script(&format!("{saves}{WAITS}"));
+    let worker = job.script(&format!("{saves}{WAITING_WORKER}"));
     let endpoint = job.path("shared").display().to_string();
     let start = || job.start(command(&job, &endpoint, "1:3", ",store_type=file", &worker));
     let nodes = [start(), start(), start()];
@@ -148,7 +148,7 @@ fn signals_to_all_nodes_within_a_second_stop_the_job() {
             nodes.iter().any(|node| node.stderr().contains("stopped by SIGTERM")).then_some(())
         });
     }
-    for node in ended(nodes, 1) {
+    for node in wait_for_all(nodes, 1) {
         assert!(node.stderr.contains("stopped by SIGTERM"), "{}", node.stderr);
     }
     for rank in 0..3 {
@@ -162,18 +162,18 @@ fn signals_to_all_nodes_within_a_second_stop_the_job() {
 fn final_failure_ends_all_nodes_with_one_cause() {
     for culprit in 0..3 {
         let (job, endpoint) = (Job::new(), endpoint());
-        let fails = format!("{WAITS}[ $RANK != {culprit} ] || exit 3\nexec sleep 1000\n");
+        let fails = format!("{WAITING_WORKER}[ $RANK != {culprit} ] || exit 3\nexec sleep 1000\n");
         let worker = job.script(&fails);
         let nodes = [(); 3].map(|()| node(&job, &endpoint, "3", &worker));
         wait_for_round(&job, 3);
         let since = Instant::now();
-        go(&job);
-        for node in ended(nodes, 1) {
+        release_workers(&job);
+        for node in wait_for_all(nodes, 1) {
             let root = node.stderr.split("Root Cause").nth(1).unwrap_or_default();
             assert!(root.contains("exitcode  : 3 (pid: "), "{}", node.stderr);
             assert!(root.contains(&format!("rank      : {culprit} (local_rank: 0)")), "{}", node.stderr);
         }
-        assert!(since.elapsed() < TOGETHER, "took {:?}", since.elapsed());
+        assert!(since.elapsed() < END_LIMIT, "took {:?}", since.elapsed());
         assert_eq!(job.processes(), [0; 0]);
     }
 }
@@ -186,11 +186,11 @@ fn failure_caused_by_node_loss_does_not_end_the_job() {
         "{}if [ $WORLD_SIZE = 2 ]; then while [ -d /proc/$(cat \"$JOB/other\") ]; do sleep 0.01; done; exit 1; fi\n",
         "echo $TORCHELASTIC_RESTART_COUNT > \"$JOB/up.$WORLD_SIZE.$RANK\"\nwhile [ ! -e \"$JOB/other\" ]; do sleep 0.01; done\n",
     ));
-    let [first, second] = two(&job, &endpoint, "1:2", &worker);
+    let [first, second] = start_two(&job, &endpoint, "1:2", &worker);
     std::fs::write(job.path("other"), second.pid().to_string()).unwrap();
     second.signal(Signal::SIGKILL);
     drop(second);
-    first.wait().expect(0);
+    first.wait().expect_exit_code(0);
     assert_eq!(wait_for_round(&job, 1).trim(), "0");
 }
 
@@ -198,22 +198,22 @@ fn failure_caused_by_node_loss_does_not_end_the_job() {
 fn rendezvous_server_announces_its_exit_and_its_death_is_detected() {
     for (signal, said) in [(Signal::SIGTERM, "was stopped by SIGTERM"), (Signal::SIGKILL, "is lost: ")] {
         let (job, endpoint) = (Job::new(), endpoint());
-        let worker = job.script(WAITS);
-        let [first, second] = two(&job, &endpoint, "2", &worker);
+        let worker = job.script(WAITING_WORKER);
+        let [first, second] = start_two(&job, &endpoint, "2", &worker);
         let since = Instant::now();
         first.signal(signal);
-        let ended = second.wait().expect(1);
-        assert!(since.elapsed() < TOGETHER, "took {:?}", since.elapsed());
+        let ended = second.wait().expect_exit_code(1);
+        assert!(since.elapsed() < END_LIMIT, "took {:?}", since.elapsed());
         assert!(ended.stderr.contains(said), "{}", ended.stderr);
         drop(first);
-        job.wait_until_all_gone(TOGETHER);
+        job.wait_until_no_processes(END_LIMIT);
     }
 }
 
 #[test]
 fn any_node_may_die_with_a_shared_file() {
     let job = Job::new();
-    let worker = job.script(WAITS);
+    let worker = job.script(WAITING_WORKER);
     let endpoint = job.path("shared").display().to_string();
     let start = |nodes| job.start(command(&job, &endpoint, nodes, ",store_type=file", &worker));
     // The first node becomes the coordinator.
@@ -224,10 +224,10 @@ fn any_node_may_die_with_a_shared_file() {
     let since = Instant::now();
     first.signal(Signal::SIGKILL);
     assert_eq!(wait_for_round(&job, 1).trim(), "0");
-    assert!(since.elapsed() < AGAIN, "took {:?}", since.elapsed());
-    go(&job);
-    second.wait().expect(0);
-    let late = start("1:2").wait().expect(1).stderr;
+    assert!(since.elapsed() < RESTART_LIMIT, "took {:?}", since.elapsed());
+    release_workers(&job);
+    second.wait().expect_exit_code(0);
+    let late = start("1:2").wait().expect_exit_code(1).stderr;
     assert!(late.contains("the job with --rdzv-id=job at ") && late.contains(" has ended well"), "{late}");
     drop(first);
     assert_eq!(job.processes(), [0; 0]);
@@ -239,10 +239,10 @@ fn failed_job_can_be_restarted_with_the_same_id() {
     let worker = job.script("[ -e \"$JOB/mended\" ] || exit 3\n");
     let endpoint = job.path("shared").display().to_string();
     let start = || job.start(command(&job, &endpoint, "2", ",store_type=file", &worker));
-    ended([start(), start()], 1);
+    wait_for_all([start(), start()], 1);
     std::fs::write(job.path("mended"), "").unwrap();
-    ended([start(), start()], 0);
-    let late = start().wait().expect(1).stderr;
+    wait_for_all([start(), start()], 0);
+    let late = start().wait().expect_exit_code(1).stderr;
     assert!(late.contains("--rdzv-id=job") && late.contains("has ended well"), "{late}");
     assert!(late.contains("try: another --rdzv-id"), "{late}");
 }
@@ -260,7 +260,7 @@ fn jobs_without_an_id_ignore_records_of_other_jobs() {
                 scope.spawn(|| {
                     for _ in 0..5 {
                         let command = command_as(&job, &[], endpoint, "2", conf, &worker);
-                        job.start(command).wait().expect(0);
+                        job.start(command).wait().expect_exit_code(0);
                     }
                 });
             }
@@ -271,7 +271,7 @@ fn jobs_without_an_id_ignore_records_of_other_jobs() {
 #[test]
 fn killed_job_can_be_restarted_with_another_number_of_nodes() {
     let job = Job::new();
-    let worker = job.script(WAITS);
+    let worker = job.script(WAITING_WORKER);
     let endpoint = job.path("shared").display().to_string();
     let start = |nodes| job.start(command(&job, &endpoint, nodes, ",store_type=file", &worker));
     let nodes = [start("2"), start("2")];
@@ -280,21 +280,21 @@ fn killed_job_can_be_restarted_with_another_number_of_nodes() {
     drop(nodes);
     let again = start("1");
     wait_for_round(&job, 1);
-    go(&job);
-    again.wait().expect(0);
+    release_workers(&job);
+    again.wait().expect_exit_code(0);
 }
 
 /// Starts two jobs of one node each at one endpoint; the first job serves it.
-fn strangers_at_one_endpoint(first_ends: &str) -> ([Job; 2], String, [Launcher; 2]) {
+fn two_jobs_at_one_endpoint(first_ends: &str) -> ([Job; 2], String, [Launcher; 2]) {
     let (jobs, endpoint) = ([Job::new(), Job::new()], endpoint());
     let start = |job: &Job, id: &str, ends: &str| {
-        let worker = job.script(&format!("{WAITS}{ends}\n"));
+        let worker = job.script(&format!("{WAITING_WORKER}{ends}\n"));
         let launcher = job.start(command_as(job, &[id], &endpoint, "1", "", &worker));
         wait_for_round(job, 1);
         launcher
     };
     let nodes = [start(&jobs[0], "--rdzv-id=a", first_ends), start(&jobs[1], "--rdzv-id=b", "exit 0")];
-    go(&jobs[0]);
+    release_workers(&jobs[0]);
     wait_until("the first to stay", || nodes[0].stderr().contains("another job meets at ").then_some(()));
     (jobs, endpoint, nodes)
 }
@@ -302,44 +302,44 @@ fn strangers_at_one_endpoint(first_ends: &str) -> ([Job; 2], String, [Launcher; 
 #[test]
 fn other_job_continues_after_the_job_serving_it_ends() {
     for (ends, code) in [("exit 0", 0), ("exit 3", 1)] {
-        let (jobs, endpoint, [first, second]) = strangers_at_one_endpoint(ends);
+        let (jobs, endpoint, [first, second]) = two_jobs_at_one_endpoint(ends);
         let third = Job::new();
         let late = third.start(command_as(&third, &["--rdzv-id=c"], &endpoint, "1", "", Path::new("true")));
-        let late = late.wait().expect(1).stderr;
+        let late = late.wait().expect_exit_code(1).stderr;
         assert!(late.contains("it stays only for others that have begun: use another port"), "{late}");
-        go(&jobs[1]);
-        let second = second.wait().expect(0).stderr;
+        release_workers(&jobs[1]);
+        let second = second.wait().expect_exit_code(0).stderr;
         assert!(!second.contains("lost") && !second.contains("error"), "{second}");
-        first.wait().expect(code);
+        first.wait().expect_exit_code(code);
     }
 }
 
 #[test]
 fn launcher_serving_another_job_announces_its_stop_by_signal() {
-    let (_jobs, endpoint, [first, second]) = strangers_at_one_endpoint("exit 0");
+    let (_jobs, endpoint, [first, second]) = two_jobs_at_one_endpoint("exit 0");
     let since = Instant::now();
     first.signal(Signal::SIGTERM);
-    let second = second.wait().expect(1).stderr;
-    assert!(since.elapsed() < TOGETHER, "took {:?}", since.elapsed());
+    let second = second.wait().expect_exit_code(1).stderr;
+    assert!(since.elapsed() < END_LIMIT, "took {:?}", since.elapsed());
     let said = format!("that served the rendezvous at {endpoint} has ended: it was stopped by SIGTERM");
     assert!(second.contains(&said), "{second}");
     // The job of the first node itself has succeeded.
-    first.wait().expect(0);
+    first.wait().expect_exit_code(0);
 }
 
 #[test]
 fn standby_node_exits_with_the_outcome_of_the_job() {
     for (workers_end, code) in [("", 0), ("exit 3\n", 1)] {
         let job = Job::new();
-        let worker = job.script(&format!("{WAITS}{workers_end}"));
+        let worker = job.script(&format!("{WAITING_WORKER}{workers_end}"));
         let endpoint = job.path("shared").display().to_string();
         let start = || job.start(command(&job, &endpoint, "1", ",store_type=file", &worker));
         let first = start();
         wait_for_round(&job, 1);
         let spare = start();
         wait_until("it to be a spare", || spare.stderr().contains("waits as a spare").then_some(()));
-        go(&job);
-        for node in ended([first, spare], code) {
+        release_workers(&job);
+        for node in wait_for_all([first, spare], code) {
             assert!(code != 0 || !node.stderr.contains("error: "), "{}", node.stderr);
         }
     }
@@ -348,22 +348,22 @@ fn standby_node_exits_with_the_outcome_of_the_job() {
 #[test]
 fn nodes_with_another_nnodes_are_refused() {
     let (job, endpoint) = (Job::new(), endpoint());
-    let worker = job.script(WAITS);
+    let worker = job.script(WAITING_WORKER);
     let first = node(&job, &endpoint, "2", &worker);
     wait_until("the endpoint", || TcpStream::connect(&endpoint).ok());
     wait_until("it to wait", || first.stderr().contains("1 of 2 nodes are here").then_some(()));
-    let other = node(&job, &endpoint, "1:3", &worker).wait().expect(1).stderr;
+    let other = node(&job, &endpoint, "1:3", &worker).wait().expect_exit_code(1).stderr;
     assert!(other.contains("--nnodes is 1:3 here and 2:2 on "), "{other}");
     let second = node(&job, &endpoint, "2", &worker);
     wait_for_round(&job, 2);
-    go(&job);
-    ended([first, second], 0);
+    release_workers(&job);
+    wait_for_all([first, second], 0);
 }
 
 #[test]
 fn unauthenticated_peers_cannot_join_or_disturb_the_job() {
     let (job, endpoint) = (Job::new(), endpoint());
-    let worker = job.script(WAITS);
+    let worker = job.script(WAITING_WORKER);
     let start = |token: Option<&str>, conf: &str| {
         let mut command = command(&job, &endpoint, "2", conf, &worker);
         if let Some(token) = token {
@@ -390,21 +390,21 @@ fn unauthenticated_peers_cannot_join_or_disturb_the_job() {
         })
         .collect();
     for token in [Some("open"), None] {
-        let refused = start(token, ",join_timeout=2").wait().expect(1).stderr;
+        let refused = start(token, ",join_timeout=2").wait().expect_exit_code(1).stderr;
         assert!(refused.contains("is CONVOKE_TOKEN the same on all nodes?"), "{refused}");
     }
     assert!(!job.path("up.2.0").exists());
     let second = start(Some("sesame"), "");
     wait_for_round(&job, 2);
-    go(&job);
-    ended([first, second], 0);
+    release_workers(&job);
+    wait_for_all([first, second], 0);
     drop(strangers);
 }
 
 #[test]
 fn foreign_service_at_the_endpoint_is_reported() {
-    type Talk = fn(&mut TcpStream);
-    let cases: [(Talk, &str); 5] = [
+    type Client = fn(&mut TcpStream);
+    let cases: [(Client, &str); 5] = [
         (|stream| drop(stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")), "it answers something else"),
         (|stream| drop(stream.write_all(b"SSH-2.0-OpenSSH_9.2p1\r\n")), "it answers something else"),
         (|stream| drop(stream.write_all(b"-ERR unknown command\r\n")), "it answers something else"),
@@ -423,7 +423,8 @@ fn foreign_service_at_the_endpoint_is_reported() {
             }
         });
         let conf = ",join_timeout=7";
-        let ended = job.start(command(&job, &endpoint, "2", conf, Path::new("true"))).wait().expect(1);
+        let ended =
+            job.start(command(&job, &endpoint, "2", conf, Path::new("true"))).wait().expect_exit_code(1);
         assert!(ended.stderr.contains(said), "no \"{said}\" in {}", ended.stderr);
     }
 }
@@ -440,7 +441,7 @@ fn restarts_of_all_nodes_count_against_the_job_limit() {
         command.env("PET_MAX_RESTARTS", "1");
         job.start(command)
     });
-    for node in ended(nodes, 1) {
+    for node in wait_for_all(nodes, 1) {
         let root = node.stderr.split("Root Cause").nth(1).unwrap_or_default();
         assert!(root.contains("rank      : 1 (local_rank: 0)"), "{}", node.stderr);
     }
@@ -453,8 +454,10 @@ fn restarts_of_all_nodes_count_against_the_job_limit() {
 #[test]
 fn waiting_nodes_report_present_and_missing_nodes_every_ten_seconds() {
     let (job, endpoint) = (Job::new(), endpoint());
-    let ended =
-        job.start(command(&job, &endpoint, "2", ",join_timeout=12", Path::new("true"))).wait().expect(1);
+    let ended = job
+        .start(command(&job, &endpoint, "2", ",join_timeout=12", Path::new("true")))
+        .wait()
+        .expect_exit_code(1);
     let line = "1 of 2 nodes are here: ";
     let said: Vec<_> = ended.stderr.lines().filter(|text| text.contains(line)).collect();
     assert!(said.len() >= 3, "at once, again, and why it ends: {}", ended.stderr);

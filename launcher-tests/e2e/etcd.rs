@@ -5,12 +5,12 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use convoke_launcher_tests::harness::{Ended, Job};
-use convoke_launcher_tests::hosts::{Hosts, lacks};
+use convoke_launcher_tests::harness::{Job, ProcessOutput};
+use convoke_launcher_tests::hosts::{Hosts, missing_requirement};
 use convoke_testkit::{free_port, free_ports, skip};
 
 /// A permanent error must be reported at once; the limit includes an allowance for a busy machine.
-const AT_ONCE: Duration = Duration::from_secs(10);
+const ERROR_LIMIT: Duration = Duration::from_secs(10);
 
 /// Number of ports of one etcd, counted from the base of `etcd.sh`: 3 client ports, and 3 peer ports ten
 /// numbers later.
@@ -27,7 +27,7 @@ impl Etcd {
     /// Starts etcd with these settings of `etcd.sh`. Reports a skipped test and returns `None` if etcd
     /// cannot run here.
     fn up(settings: &[(&str, &str)]) -> Option<Self> {
-        if let Some(why) = lacks(&["etcd", "etcdctl", "openssl"]) {
+        if let Some(why) = missing_requirement(&["etcd", "etcdctl", "openssl"]) {
             skip(format!("etcd: {why}"));
             return None;
         }
@@ -37,7 +37,7 @@ impl Etcd {
         settings.push(("TB_ETCD_PORT_BASE".to_owned(), base.to_string()));
         let state = tempfile::Builder::new().prefix("convoke-etcd-").tempdir().unwrap();
         let etcd = Self { state, settings, endpoint: format!("127.0.0.1:{}", base + 1) };
-        etcd.tell(&["up", "1"]);
+        etcd.run_script(&["up", "1"]);
         Some(etcd)
     }
 
@@ -47,7 +47,7 @@ impl Etcd {
         command
     }
 
-    fn tell(&self, arguments: &[&str]) -> String {
+    fn run_script(&self, arguments: &[&str]) -> String {
         let output = self.command(arguments).output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
         String::from_utf8_lossy(&output.stdout).into_owned()
@@ -65,7 +65,7 @@ impl Drop for Etcd {
 }
 
 /// Runs a job of one node with these settings and variables.
-fn run(job: &Job, endpoint: &str, conf: &str, variables: &[(&str, &str)], worker: &Path) -> Ended {
+fn run(job: &Job, endpoint: &str, conf: &str, variables: &[(&str, &str)], worker: &Path) -> ProcessOutput {
     let conf = format!("--rdzv-conf=last_call_timeout=1,join_timeout=60{conf}");
     let arguments = ["--rdzv-backend=etcd-v2", "--rdzv-id=job", "--nnodes=1", &conf];
     let mut command = job.command(arguments);
@@ -74,9 +74,9 @@ fn run(job: &Job, endpoint: &str, conf: &str, variables: &[(&str, &str)], worker
 }
 
 /// Asserts that the launcher ended promptly with exit code 1, and that its error contains `words`.
-fn expect(ended: Ended, since: Instant, words: &[&str]) {
-    let ended = ended.expect(1);
-    assert!(since.elapsed() < AT_ONCE, "took {:?}", since.elapsed());
+fn expect(ended: ProcessOutput, since: Instant, words: &[&str]) {
+    let ended = ended.expect_exit_code(1);
+    assert!(since.elapsed() < ERROR_LIMIT, "took {:?}", since.elapsed());
     for word in words {
         assert!(ended.stderr.contains(word), "no \"{word}\" in\n{}", ended.stderr);
     }
@@ -107,12 +107,12 @@ fn refused_certificate_is_reported_as_such() {
     let (ended, since) = start(&https(Path::new("/no/such.pem"), ""));
     expect(ended, since, &["CA certificate /no/such.pem: No such file"]);
 
-    let ended = run(&job, &etcd.endpoint, &https(&ca, &identity("client")), &[], &worker).expect(0);
+    let ended = run(&job, &etcd.endpoint, &https(&ca, &identity("client")), &[], &worker).expect_exit_code(0);
     assert_eq!(ended.stdout, "ran\n");
     // The options of torchrun's other etcd backend have other names.
     let names = https(&ca, &identity("client")).replace("ca_cert", "cacert").replace("ssl_cert", "cert");
     let names = names.replace("cert_key", "key");
-    let ended = run(&job, &etcd.endpoint, &names, &[], &worker).expect(1);
+    let ended = run(&job, &etcd.endpoint, &names, &[], &worker).expect_exit_code(1);
     assert!(ended.stderr.contains("has ended well"), "{}", ended.stderr);
 }
 
@@ -139,8 +139,8 @@ fn refused_password_is_reported_as_such() {
     std::fs::write(job.path("password"), "convokepw\n").unwrap();
     let file = job.path("password").display().to_string();
     let ended = run(&job, &etcd.endpoint, "", &[user, ("CONVOKE_ETCD_PASSWORD_FILE", &file)], &worker);
-    assert_eq!(ended.expect(0).stdout, "ran\n", "workers do not get the password");
-    let ended = run(&job, &etcd.endpoint, "", &right, &worker).expect(1);
+    assert_eq!(ended.expect_exit_code(0).stdout, "ran\n", "workers do not get the password");
+    let ended = run(&job, &etcd.endpoint, "", &right, &worker).expect_exit_code(1);
     assert!(ended.stderr.contains("has ended well"), "{}", ended.stderr);
 }
 
@@ -151,15 +151,15 @@ fn foreign_service_at_etcd_address_is_reported_with_its_answer() {
     let worker = job.script("echo ran\n");
     let dead = format!("127.0.0.1:{}", free_port());
     // The first endpoint of the list is dead; the launcher must use the second one.
-    let ended = run(&job, &format!("{dead},{}", etcd.endpoint), "", &[], &worker).expect(0);
+    let ended = run(&job, &format!("{dead},{}", etcd.endpoint), "", &[], &worker).expect_exit_code(0);
     assert_eq!(ended.stdout, "ran\n");
-    let ended = run(&job, &dead, ",join_timeout=1", &[], &worker).expect(1);
+    let ended = run(&job, &dead, ",join_timeout=1", &[], &worker).expect_exit_code(1);
     assert!(ended.stderr.contains(&dead) && ended.stderr.contains("refused"), "{}", ended.stderr);
     assert!(ended.stderr.contains("within 1 s"), "{}", ended.stderr);
     let user = [("CONVOKE_ETCD_USER", "x"), ("CONVOKE_ETCD_PASSWORD", "y")];
-    let ended = run(&job, &etcd.endpoint, "", &user, &worker).expect(1);
+    let ended = run(&job, &etcd.endpoint, "", &user, &worker).expect_exit_code(1);
     assert!(ended.stderr.contains("knows no users"), "{}", ended.stderr);
-    let ended = run(&job, &etcd.endpoint, ",protocol=https,join_timeout=1", &[], &worker).expect(1);
+    let ended = run(&job, &etcd.endpoint, ",protocol=https,join_timeout=1", &[], &worker).expect_exit_code(1);
     assert!(ended.stderr.contains(&etcd.endpoint), "{}", ended.stderr);
 }
 
@@ -177,13 +177,13 @@ fn jobs_in_one_etcd_ignore_records_of_each_other() {
     let broken = job.path("broken");
     for id in [&[][..], &["--rdzv-id=queued"]] {
         std::fs::write(&broken, "").unwrap();
-        run(id, "1").expect(1);
-        run(id, "1:2").expect(1);
+        run(id, "1").expect_exit_code(1);
+        run(id, "1:2").expect_exit_code(1);
         std::fs::remove_file(&broken).unwrap();
-        assert_eq!(run(id, "1").expect(0).stdout, "ran\n", "{id:?} may be queued again");
+        assert_eq!(run(id, "1").expect_exit_code(0).stdout, "ran\n", "{id:?} may be queued again");
     }
-    assert_eq!(run(&[], "1:3").expect(0).stdout, "ran\n", "who names no job means no certain one");
-    let late = run(&["--rdzv-id=queued"], "1").expect(1).stderr;
+    assert_eq!(run(&[], "1:3").expect_exit_code(0).stdout, "ran\n", "who names no job means no certain one");
+    let late = run(&["--rdzv-id=queued"], "1").expect_exit_code(1).stderr;
     assert!(late.contains("the job with --rdzv-id=queued at etcd"), "{late}");
 }
 
@@ -193,8 +193,8 @@ fn launcher_does_not_change_foreign_etcd_keys() {
     let Some(etcd) = Etcd::up(&[]) else { return };
     let job = Job::new();
     let worker = job.script("echo ran\n");
-    etcd.tell(&["ctl", "put", "/convoke/job/coordinator", r#"{"version":77}"#]);
+    etcd.run_script(&["ctl", "put", "/convoke/job/coordinator", r#"{"version":77}"#]);
     let since = Instant::now();
     expect(run(&job, &etcd.endpoint, "", &[], &worker), since, &["of version 77", "another --rdzv-id"]);
-    assert!(etcd.tell(&["ctl", "get", "/convoke/job/coordinator"]).contains("77"));
+    assert!(etcd.run_script(&["ctl", "get", "/convoke/job/coordinator"]).contains("77"));
 }

@@ -9,7 +9,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::process::{Command, Stdio};
 
-use convoke_testkit::programs::{root, shipped};
+use convoke_testkit::programs::{repository_root, user_program};
 
 /// Maximum number of lines of an example.
 const LINES: usize = 99;
@@ -18,7 +18,7 @@ const LINES: usize = 99;
 const EXAMPLES: [&str; 8] = ["ddp", "elastic", "first", "groups", "p2p", "pipeline", "ring", "sgd"];
 
 fn source(name: &str) -> String {
-    fs::read_to_string(root().join(format!("src/examples/{name}.rs"))).unwrap()
+    fs::read_to_string(repository_root().join(format!("src/examples/{name}.rs"))).unwrap()
 }
 
 /// Returns the command in the header of an example, and the lines that it prints.
@@ -41,9 +41,9 @@ fn every_example_prints_its_documented_output() {
         let (bin, work) = (folder.path().join("bin"), folder.path().join("work"));
         fs::create_dir(&bin).unwrap();
         fs::create_dir(&work).unwrap();
-        symlink(shipped("convoke"), bin.join("convoke")).unwrap();
+        symlink(user_program("convoke"), bin.join("convoke")).unwrap();
         for name in EXAMPLES {
-            symlink(shipped(name), bin.join(name)).unwrap();
+            symlink(user_program(name), bin.join(name)).unwrap();
         }
         let mut path = OsString::from(&bin);
         path.push(":");
@@ -74,14 +74,15 @@ fn examples_are_short() {
 
 #[test]
 fn docs_contain_every_example_with_its_command() {
-    let book = fs::read_to_string(root().join("docs/guides/examples.md")).unwrap();
+    let book = fs::read_to_string(repository_root().join("docs/guides/examples.md")).unwrap();
     for name in EXAMPLES {
         let (command, expected) = transcript(name);
         let transcript = format!("$ {command}\n{}\n", expected.join("\n"));
         assert!(book.contains(&transcript), "docs/guides/examples.md does not have:\n{transcript}");
     }
     let is_example = |name: &String| name != "lib";
-    let files = fs::read_dir(root().join("src/examples")).unwrap().map(|entry| entry.unwrap().path());
+    let files =
+        fs::read_dir(repository_root().join("src/examples")).unwrap().map(|entry| entry.unwrap().path());
     let files = files.filter(|path| path.extension().is_some_and(|extension| extension == "rs"));
     let files: BTreeSet<String> = files
         .map(|path| path.file_stem().unwrap().to_string_lossy().into_owned())

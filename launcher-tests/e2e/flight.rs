@@ -8,18 +8,18 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 
-use convoke_launcher_tests::harness::{Ended, Job, Launcher};
-use convoke_launcher_tests::worker_of;
-use convoke_testkit::programs::shipped;
+use convoke_launcher_tests::harness::{Job, Launcher, ProcessOutput};
+use convoke_launcher_tests::worker_command;
+use convoke_testkit::programs::user_program;
 use convoke_testkit::{free_port, skip, wait_until};
 
 const SUM: &str = "seq 1 all_reduce(f32, 1048576, sum)";
 
 /// Runs `convoke-flight` and returns its output.
-fn flight(arguments: &[&Path]) -> Ended {
-    let output = Command::new(shipped("convoke-flight")).args(arguments).output().unwrap();
+fn flight(arguments: &[&Path]) -> ProcessOutput {
+    let output = Command::new(user_program("convoke-flight")).args(arguments).output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).unwrap();
-    Ended { status: output.status, stdout: text(&output.stdout), stderr: text(&output.stderr) }
+    ProcessOutput { status: output.status, stdout: text(&output.stdout), stderr: text(&output.stderr) }
 }
 
 /// Runs `convoke-flight --json` and parses its output.
@@ -43,7 +43,7 @@ fn wait_for_line(folders: &[&Path], parts: &[&str]) {
 
 /// Extracts the summary of the recordings from the launcher's stderr, without times, and the folder of the
 /// recordings.
-fn told(stderr: &str) -> (String, PathBuf) {
+fn recorded_calls(stderr: &str) -> (String, PathBuf) {
     let line =
         |mark: &str| stderr.lines().find_map(|line| line.split_once(mark)).map(|(_, rest)| rest.trim());
     let calls = line("  calls     : ").or(line("convoke: group ")).unwrap_or_else(|| panic!("{stderr}"));
@@ -68,26 +68,26 @@ fn without_times(line: &str) -> String {
 }
 
 /// A job whose workers write recordings.
-trait Recorded {
+trait RecordingJob {
     /// Starts four workers with this scenario; their logs go to `logs`.
-    fn four(&self, scenario: &str, flags: &[&str], variables: &[(&str, &str)]) -> Launcher;
+    fn start_four(&self, scenario: &str, flags: &[&str], variables: &[(&str, &str)]) -> Launcher;
 
     /// Releases the worker that delays the others.
-    fn go(&self);
+    fn release(&self);
 
     /// Returns all files below a folder.
     fn files(&self, folder: &str) -> Vec<PathBuf>;
 }
 
-impl Recorded for Job {
-    fn four(&self, scenario: &str, flags: &[&str], variables: &[(&str, &str)]) -> Launcher {
+impl RecordingJob for Job {
+    fn start_four(&self, scenario: &str, flags: &[&str], variables: &[(&str, &str)]) -> Launcher {
         let mut command = self.command(["--nproc-per-node=4", "--log-dir=logs"]);
-        command.args(flags).args(worker_of("comm")).arg(scenario).arg(self.dir.path());
+        command.args(flags).args(worker_command("comm")).arg(scenario).arg(self.dir.path());
         command.envs(variables.iter().copied());
         self.start(command)
     }
 
-    fn go(&self) {
+    fn release(&self) {
         fs::write(self.path("go"), "").unwrap();
     }
 
@@ -109,7 +109,7 @@ impl Recorded for Job {
 #[test]
 fn flight_report_shows_waits_during_hang_and_after_kill() {
     let job = Job::new();
-    let launcher = job.four("late", &[], &[]);
+    let launcher = job.start_four("late", &[], &[]);
     let logs = job.path("logs");
     let waiting = format!("ranks 0,1,3 wait in {SUM} for rank 2 (");
     wait_for_line(&[&logs], &["group world: rank 2 is at seq 0 barrier() (idle ", &waiting]);
@@ -118,8 +118,8 @@ fn flight_report_shows_waits_during_hang_and_after_kill() {
     assert_eq!((recordings[1]["rank"].as_i64(), recordings[1]["alive"].as_bool()), (Some(1), Some(true)));
     kill(Pid::from_raw(i32::try_from(pid).unwrap()), Signal::SIGKILL).unwrap();
 
-    let ended = launcher.wait().expect(1);
-    let (calls, folder) = told(&ended.stderr);
+    let ended = launcher.wait().expect_exit_code(1);
+    let (calls, folder) = recorded_calls(&ended.stderr);
     let parts = [
         format!("group world: rank 1 died in {SUM}; rank 2 was at seq 0 barrier(); "),
         // The line may end "for rank 2", "for ranks 1,2" or without a rank: the ranks may have seen rank 1
@@ -128,7 +128,7 @@ fn flight_report_shows_waits_during_hang_and_after_kill() {
     ];
     assert!(parts.iter().all(|part| calls.contains(part)), "{calls}");
     // `convoke-flight` must read an equal summary from the files after the job has ended.
-    let later = flight(&[&folder]).expect(0).stdout;
+    let later = flight(&[&folder]).expect_exit_code(0).stdout;
     assert_eq!(without_times(later.lines().next().unwrap()), calls);
     assert!(later.contains(" on ") && later.contains("ended by signal SIGKILL: 2 calls"), "{later}");
     let last = format!("{SUM} by shm, ");
@@ -138,8 +138,8 @@ fn flight_report_shows_waits_during_hang_and_after_kill() {
 #[test]
 fn timeout_report_and_file_name_ranks_that_did_not_call() {
     let job = Job::new();
-    let ended = job.four("timeout", &["--report-file=report.json"], &[]).wait().expect(1);
-    let (calls, folder) = told(&ended.stderr);
+    let ended = job.start_four("timeout", &["--report-file=report.json"], &[]).wait().expect_exit_code(1);
+    let (calls, folder) = recorded_calls(&ended.stderr);
     let expected =
         format!("group world: rank 2 was at seq 0 barrier(); ranks 0,1,3 waited in {SUM} for rank 2 (rank ");
     assert!(calls.starts_with(&expected) && calls.ends_with(" timed out waiting for rank 2)"), "{calls}");
@@ -153,19 +153,19 @@ fn timeout_report_and_file_name_ranks_that_did_not_call() {
 fn all_ranks_report_a_user_function_that_never_returns() {
     for (scenario, count) in [("function", 8), ("long-function", 1 << 20)] {
         let job = Job::new();
-        let launcher = job.four(scenario, &[], &[]);
+        let launcher = job.start_four(scenario, &[], &[]);
         let call = format!("seq 1 all_reduce(f32, {count}, custom)");
         wait_for_line(&[&job.path("logs")], &[&format!("ranks 0-3 wait in {call}")]);
-        job.go();
-        launcher.wait().expect(0);
+        job.release();
+        launcher.wait().expect_exit_code(0);
     }
 }
 
 #[test]
 fn report_shows_both_of_two_differing_calls() {
     let job = Job::new();
-    let ended = job.four("mismatch", &[], &[]).wait().expect(1);
-    let (calls, _) = told(&ended.stderr);
+    let ended = job.start_four("mismatch", &[], &[]).wait().expect_exit_code(1);
+    let (calls, _) = recorded_calls(&ended.stderr);
     assert!(calls.contains("rank 2 waited in seq 1 all_reduce(f32, 7, sum)"), "{calls}");
     assert!(calls.contains("waited in seq 1 all_reduce(f32, 8, sum)"), "{calls}");
     assert!(calls.contains(" differ)"), "{calls}");
@@ -174,7 +174,7 @@ fn report_shows_both_of_two_differing_calls() {
 #[test]
 fn deadlock_across_groups_is_reported_when_user_stops_the_job() {
     let job = Job::new();
-    let launcher = job.four("groups", &[], &[]);
+    let launcher = job.start_four("groups", &[], &[]);
     let logs = job.path("logs");
     let world = [
         "group world: rank 0 is in group world/0.0: recv(f32, 3, tag 7) from rank 2",
@@ -185,8 +185,8 @@ fn deadlock_across_groups_is_reported_when_user_stops_the_job() {
     let half = "group world/0.0: rank 2 is in group world: seq 4 barrier(); rank 0 waits in recv(f32, 3, tag 7) from rank 2";
     assert!(lines.lines().any(|line| line.starts_with(half)), "{lines}");
     launcher.signal(Signal::SIGINT);
-    let ended = launcher.wait().expect(1);
-    let (_, folder) = told(&ended.stderr);
+    let ended = launcher.wait().expect_exit_code(1);
+    let (_, folder) = recorded_calls(&ended.stderr);
     let past = "convoke: group world: rank 0 was in group world/0.0: recv(f32, 3, tag 7) from rank 2, \
                 here after seq 3 subgroup/split(); ranks 1-3 waited in seq 4 barrier() for rank 0 (";
     assert!(ended.stderr.contains(past), "{}", ended.stderr);
@@ -196,17 +196,17 @@ fn deadlock_across_groups_is_reported_when_user_stops_the_job() {
 #[test]
 fn guard_loss_report_includes_worker_states_and_calls() {
     let job = Job::new();
-    let launcher = job.four("late", &["--report-file=report.json"], &[]);
+    let launcher = job.start_four("late", &["--report-file=report.json"], &[]);
     let logs = job.path("logs");
     let waiting = format!("ranks 0,1,3 wait in {SUM} for rank 2 (");
     wait_for_line(&[&logs], &[&waiting]);
     let guard = launcher.guard();
     kill(guard, Signal::SIGKILL).unwrap();
 
-    let ended = launcher.wait().expect(1);
+    let ended = launcher.wait().expect_exit_code(1);
     let loss = format!("the guard process (pid {guard}) was killed by SIGKILL");
     assert!(ended.stderr.contains(&loss), "{}", ended.stderr);
-    let (calls, folder) = told(&ended.stderr);
+    let (calls, folder) = recorded_calls(&ended.stderr);
     assert!(ended.stderr.contains("convoke: recorded calls: convoke-flight "), "{}", ended.stderr);
     let expected = format!("rank 2 was at seq 0 barrier(); ranks 0,1,3 waited in {SUM} for rank 2");
     assert!(calls.contains(&expected), "{calls}");
@@ -231,33 +231,33 @@ fn guard_loss_report_includes_worker_states_and_calls() {
 #[test]
 fn successful_job_deletes_recordings_and_report_names_unjoined_ranks() {
     let job = Job::new();
-    let launcher = job.four("absent", &[], &[]);
+    let launcher = job.start_four("absent", &[], &[]);
     let logs = job.path("logs");
     wait_for_line(&[&logs], &["group world: ranks 0,1,3 look for the others (", "; no recording of rank 2"]);
-    job.go();
-    let ended = launcher.wait().expect(0);
+    job.release();
+    let ended = launcher.wait().expect_exit_code(0);
     assert_eq!((job.files("logs"), job.files("tmp")), (vec![], vec![]), "{}", ended.stderr);
     assert!(!ended.stderr.contains("flight"), "{}", ended.stderr);
-    let nothing = flight(&[&logs]).expect(1);
+    let nothing = flight(&[&logs]).expect_exit_code(1);
     assert!(nothing.stdout.is_empty() && nothing.stderr.contains("no recordings"), "{}", nothing.stderr);
 }
 
 #[test]
 fn crash_outside_calls_is_reported_and_user_folder_keeps_recordings() {
     let job = Job::new();
-    let launcher = job.four("crash", &["--max-restarts=1"], &[("CONVOKE_FLIGHT_DIR", "mine")]);
+    let launcher = job.start_four("crash", &["--max-restarts=1"], &[("CONVOKE_FLIGHT_DIR", "mine")]);
     wait_for_line(&[&job.path("mine")], &["ranks 0,1,3 wait in seq 1 barrier() for rank 2"]);
-    job.go();
-    let ended = launcher.wait().expect(1);
+    job.release();
+    let ended = launcher.wait().expect_exit_code(1);
     let line =
         "group world: rank 2 died after seq 0 barrier(); ranks 0,1,3 waited in seq 1 barrier() for rank 2";
     let warned = ended.stderr.lines().find(|line| line.contains("convoke: warning: group"));
     assert!(warned.is_some_and(|warning| warning.contains(line)), "{}", ended.stderr);
-    let (calls, folder) = told(&ended.stderr);
+    let (calls, folder) = recorded_calls(&ended.stderr);
     // In the second attempt the other ranks may not have reached the barrier.
     assert!(calls.starts_with("group world: rank 2 died after seq 0 barrier(); "), "{calls}");
     assert_eq!((folder, job.files("mine").len()), (job.path("mine"), 8));
-    let both = flight(&[&job.path("mine")]).expect(0).stdout;
+    let both = flight(&[&job.path("mine")]).expect_exit_code(0).stdout;
     let lines: Vec<&str> = both.lines().take(2).collect();
     assert!(lines[0].starts_with("earlier group world: ") && lines[1].starts_with("group world: "), "{both}");
     assert!(both.contains("rank 2 of 4 after restart 1, pid "), "{both}");
@@ -266,9 +266,9 @@ fn crash_outside_calls_is_reported_and_user_folder_keeps_recordings() {
 #[test]
 fn empty_variable_disables_recording_and_bad_folder_warns_once() {
     let job = Job::new();
-    let ended = job.four("good", &[], &[("CONVOKE_FLIGHT_DIR", "")]).wait().expect(0);
+    let ended = job.start_four("good", &[], &[("CONVOKE_FLIGHT_DIR", "")]).wait().expect_exit_code(0);
     assert!(!ended.stderr.contains("FLIGHT"), "{}", ended.stderr);
-    let ended = job.four("good", &[], &[("CONVOKE_FLIGHT_DIR", "/proc/no")]).wait().expect(0);
+    let ended = job.start_four("good", &[], &[("CONVOKE_FLIGHT_DIR", "/proc/no")]).wait().expect_exit_code(0);
     let warnings: Vec<&str> =
         ended.stderr.lines().filter(|line| line.contains("CONVOKE_FLIGHT_DIR")).collect();
     assert_eq!(warnings.len(), 1, "{}", ended.stderr);
@@ -280,7 +280,7 @@ fn empty_variable_disables_recording_and_bad_folder_warns_once() {
     // launcher.
     let mut command = job.command(["--log-dir=/dev/null", "--no-python", "env"]);
     command.env("CONVOKE_FLIGHT_DIR", "");
-    assert!(!job.start(command).wait().expect(0).stdout.contains("CONVOKE_FLIGHT_DIR"));
+    assert!(!job.start(command).wait().expect_exit_code(0).stdout.contains("CONVOKE_FLIGHT_DIR"));
 }
 
 #[test]
@@ -293,13 +293,13 @@ fn full_disk_does_not_disturb_the_workers() {
     fs::create_dir(job.path("full")).unwrap();
     // The file system has room for one recording of four.
     let through = "mount -t tmpfs -o size=200k tmpfs full && \"$@\" && ls full | wc -l > seen";
-    let [program, role] = worker_of("comm");
-    let mut command = job.command_through(
+    let [program, role] = worker_command("comm");
+    let mut command = job.wrapped_command(
         &["unshare", "-m", "sh", "-c", through, "sh"],
         ["--nproc-per-node=4", "--log-dir=logs", &program, &role, "good"],
     );
     command.env("CONVOKE_FLIGHT_DIR", "full");
-    let ended = job.start(command).wait().expect(0);
+    let ended = job.start(command).wait().expect_exit_code(0);
     assert!(!ended.stderr.contains("flight"), "{}", ended.stderr);
     assert_eq!(fs::read_to_string(job.path("seen")).unwrap().trim(), "1");
 }
@@ -311,7 +311,7 @@ fn report_combines_recordings_of_two_nodes() {
     let node = |rank: &str| {
         let mut command = job.command(["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1"]);
         command.args(["--node-rank", rank, "--master-port", &port, "--log-dir", &format!("logs{rank}")]);
-        command.args(worker_of("comm")).arg("late").arg(job.dir.path());
+        command.args(worker_command("comm")).arg("late").arg(job.dir.path());
         job.start(command)
     };
     let nodes = [node("0"), node("1")];
@@ -319,7 +319,7 @@ fn report_combines_recordings_of_two_nodes() {
     let whole = format!("ranks 0,1,3 wait in {SUM} for rank 2 (");
     wait_for_line(&[&first, &second], &["group world: rank 2 is at seq 0 barrier() (idle ", &whole]);
     wait_for_line(&[&first], &[&format!("ranks 0,1 wait in {SUM} for "), "; no recording of ranks 2,3"]);
-    job.go();
-    nodes.into_iter().for_each(|node| drop(node.wait().expect(0)));
+    job.release();
+    nodes.into_iter().for_each(|node| drop(node.wait().expect_exit_code(0)));
     assert_eq!((job.files("logs0"), job.files("logs1")), (vec![], vec![]));
 }

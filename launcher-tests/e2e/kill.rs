@@ -6,14 +6,14 @@ use std::net::TcpStream;
 use std::os::unix::process::ExitStatusExt;
 use std::time::Duration;
 
-use convoke_launcher_tests::harness::{Job, describe};
-use convoke_testkit::programs::with_faults;
+use convoke_launcher_tests::harness::{Job, describe_process};
+use convoke_testkit::programs::fault_injection_program;
 use convoke_testkit::{Random, free_port, wait_until};
 
 /// Number of kills for each of the two processes, over all phases.
 const KILLS: u64 = 200;
 /// A promised deadline with an allowance for a busy machine; the typical time is milliseconds.
-const GONE_WITHIN: Duration = Duration::from_secs(10);
+const END_LIMIT: Duration = Duration::from_secs(10);
 
 /// The job has two failing attempts, then a successful one. Each worker leaves a process that forked twice
 /// and has its own session. Rank 1 ends the attempt while the others would continue.
@@ -54,7 +54,7 @@ fn shared_memory() -> BTreeSet<OsString> {
 
 /// Runs one job and kills `who` at a moment that `seed` selects. Returns true if the kill came before the
 /// job ended.
-fn killed_once(who: &str, points: &[(&str, u64)], seed: u64) -> bool {
+fn kill_once(who: &str, points: &[(&str, u64)], seed: u64) -> bool {
     let mut random = Random::from_seed(seed);
     let mut random = |bound: u64| random.next() % bound;
     let (point, times) = points[usize::try_from(random(points.len() as u64)).unwrap()];
@@ -66,7 +66,7 @@ fn killed_once(who: &str, points: &[(&str, u64)], seed: u64) -> bool {
     // The port stays reserved, so that no other process serves it after the job.
     let port = format!("--master-port={}", free_port());
     let flags = ["--nproc-per-node=3", "--max-restarts=2", "--shutdown-timeout=1", "--log-dir=logs", &port];
-    let mut command = job.command_of_other(with_faults("convoke-faults"), flags);
+    let mut command = job.command_for_program(fault_injection_program("convoke-faults"), flags);
     command.arg(&worker).env("CONVOKE_FAULT", &plan);
     let ended = job.start(command).wait();
     let context = || format!("plan {plan}: {}\n{}", ended.status, ended.stderr);
@@ -76,10 +76,10 @@ fn killed_once(who: &str, points: &[(&str, u64)], seed: u64) -> bool {
         _ => ended.stderr.contains("guard process"),
     };
     if hit && who == "launcher" {
-        job.wait_until_all_gone(GONE_WITHIN);
+        job.wait_until_no_processes(END_LIMIT);
     }
     // If a launcher ends by itself, no process of the job may outlive it.
-    let left: Vec<_> = job.processes().into_iter().map(describe).collect();
+    let left: Vec<_> = job.processes().into_iter().map(describe_process).collect();
     assert!(left.is_empty(), "left over: {left:?}; {}", context());
     if !hit {
         assert_eq!(ended.status.code(), Some(0), "{}", context());
@@ -106,19 +106,19 @@ fn killed_once(who: &str, points: &[(&str, u64)], seed: u64) -> bool {
     hit
 }
 
-fn killed_often(who: &str, points: &[(&str, u64)]) {
+fn kill_often(who: &str, points: &[(&str, u64)]) {
     let seed = seed();
-    let hits = (0..KILLS).filter(|round| killed_once(who, points, seed ^ (round + 1))).count();
+    let hits = (0..KILLS).filter(|round| kill_once(who, points, seed ^ (round + 1))).count();
     println!("{who} killed in {hits} of {KILLS} jobs");
     assert!(hits as u64 > KILLS / 2, "the plans hardly ever come true: {hits} of {KILLS}");
 }
 
 #[test]
 fn killed_launcher_leaves_no_process() {
-    killed_often("launcher", &LAUNCHER_POINTS);
+    kill_often("launcher", &LAUNCHER_POINTS);
 }
 
 #[test]
 fn killed_guard_leaves_no_process() {
-    killed_often("guard", &GUARD_POINTS);
+    kill_often("guard", &GUARD_POINTS);
 }

@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::Signal;
 
 use convoke_launcher_tests::harness::{Job, Launcher};
-use convoke_testkit::{PATIENCE, free_port, wait_until};
+use convoke_testkit::{TEST_TIMEOUT, free_port, wait_until};
 
 /// Time from the end of one node to the end of the others: one promised second, plus an allowance for a busy
 /// machine.
-const TOGETHER: Duration = Duration::from_secs(6);
+const END_LIMIT: Duration = Duration::from_secs(6);
 
 fn node(job: &Job, port: &str, nodes: u32, rank: u32, worker: &Path) -> Launcher {
     let mut command = job.command(["--master-addr=127.0.0.1", "--master-port", port]);
@@ -21,7 +21,7 @@ fn node(job: &Job, port: &str, nodes: u32, rank: u32, worker: &Path) -> Launcher
 }
 
 /// Starts three nodes whose workers run `extra` and then wait for ever; `extra` may select a rank by itself.
-fn three(job: &Job, extra: &str) -> [Launcher; 3] {
+fn start_three(job: &Job, extra: &str) -> [Launcher; 3] {
     let worker = job.script(&format!("echo $PPID > \"$JOB/up.$RANK\"\n{extra}\nexec sleep 1000\n"));
     let port = free_port().to_string();
     let nodes = [0, 1, 2].map(|rank| node(job, &port, 3, rank, &worker));
@@ -36,11 +36,11 @@ fn final_failure_ends_all_nodes_with_one_cause() {
     for culprit in 0..3 {
         let job = Job::new();
         let fail = "while [ ! -e \"$JOB/go\" ]; do sleep 0.01; done\n[ $RANK = CULPRIT ] && exit 3\n";
-        let nodes = three(&job, &fail.replace("CULPRIT", &culprit.to_string()));
+        let nodes = start_three(&job, &fail.replace("CULPRIT", &culprit.to_string()));
         std::fs::write(job.path("go"), "").unwrap();
         let start = Instant::now();
         for (rank, node) in nodes.into_iter().enumerate() {
-            let ended = node.wait().expect(1);
+            let ended = node.wait().expect_exit_code(1);
             let root = ended.stderr.split("Root Cause").nth(1).unwrap_or_default();
             assert!(root.contains("exitcode  : 3 (pid: "), "node {rank}: {}", ended.stderr);
             assert!(root.contains(&format!("rank      : {culprit} (local_rank: 0)")), "{}", ended.stderr);
@@ -50,7 +50,7 @@ fn final_failure_ends_all_nodes_with_one_cause() {
                 assert!(ended.stderr.contains(&format!("node {culprit} (")), "node {rank}: {}", ended.stderr);
             }
         }
-        assert!(start.elapsed() < TOGETHER, "took {:?}", start.elapsed());
+        assert!(start.elapsed() < END_LIMIT, "took {:?}", start.elapsed());
         assert_eq!(job.processes(), [0; 0]);
     }
 }
@@ -59,7 +59,7 @@ fn final_failure_ends_all_nodes_with_one_cause() {
 fn killed_launcher_ends_all_nodes_and_is_named() {
     for culprit in 0..3 {
         let job = Job::new();
-        let nodes = three(&job, "");
+        let nodes = start_three(&job, "");
         nodes[culprit].signal(Signal::SIGKILL);
         let start = Instant::now();
         for (rank, node) in nodes.into_iter().enumerate() {
@@ -70,8 +70,8 @@ fn killed_launcher_ends_all_nodes_and_is_named() {
                 assert_eq!(ended.status.code(), Some(1));
             }
         }
-        assert!(start.elapsed() < TOGETHER, "took {:?}", start.elapsed());
-        job.wait_until_all_gone(PATIENCE);
+        assert!(start.elapsed() < END_LIMIT, "took {:?}", start.elapsed());
+        job.wait_until_no_processes(TEST_TIMEOUT);
     }
 }
 
@@ -79,26 +79,26 @@ fn killed_launcher_ends_all_nodes_and_is_named() {
 fn signal_to_one_node_reaches_workers_of_all_nodes() {
     let job = Job::new();
     let says = "trap 'echo INT > \"$JOB/got.$RANK\"; exit 0' INT\nwhile :; do sleep 0.02; done";
-    let nodes = three(&job, says);
+    let nodes = start_three(&job, says);
     nodes[1].signal(Signal::SIGINT);
     for rank in 0..3 {
         assert_eq!(job.wait_for_file(&format!("got.{rank}")), "INT\n");
     }
-    nodes.into_iter().for_each(|node| drop(node.wait().expect(1)));
+    nodes.into_iter().for_each(|node| drop(node.wait().expect_exit_code(1)));
 }
 
 #[test]
 fn signal_to_one_node_ends_all_nodes() {
     let job = Job::new();
-    let nodes = three(&job, "");
+    let nodes = start_three(&job, "");
     nodes[1].signal(Signal::SIGTERM);
     let start = Instant::now();
     for (rank, node) in nodes.into_iter().enumerate() {
-        let ended = node.wait().expect(1);
+        let ended = node.wait().expect_exit_code(1);
         let said = if rank == 1 { "stopped by SIGTERM" } else { "was stopped by SIGTERM" };
         assert!(ended.stderr.contains(said), "node {rank}: {}", ended.stderr);
     }
-    assert!(start.elapsed() < TOGETHER, "took {:?}", start.elapsed());
+    assert!(start.elapsed() < END_LIMIT, "took {:?}", start.elapsed());
 }
 
 #[test]
@@ -109,7 +109,7 @@ fn nodes_exit_quietly_in_any_order_after_success() {
         let port = free_port().to_string();
         let nodes = [0, 1, 2].map(|rank| node(&job, &port, 3, rank, &worker));
         for node in nodes {
-            assert_eq!(node.wait().expect(0).stderr, "");
+            assert_eq!(node.wait().expect_exit_code(0).stderr, "");
         }
     }
 }
@@ -128,12 +128,12 @@ fn duplicate_node_rank_is_refused_without_disturbing_the_job() {
             both.iter_mut().flatten().position(|launcher| launcher.child.try_wait().unwrap().is_some())?;
         both[at].take()
     });
-    let refused = refused.wait().expect(1);
+    let refused = refused.wait().expect_exit_code(1);
     assert!(refused.stderr.contains("node rank 1 is taken: pid "), "{}", refused.stderr);
     let last = node(&job, &port, 3, 2, &worker);
-    first.wait().expect(0);
-    last.wait().expect(0);
-    both.into_iter().flatten().for_each(|accepted| drop(accepted.wait().expect(0)));
+    first.wait().expect_exit_code(0);
+    last.wait().expect_exit_code(0);
+    both.into_iter().flatten().for_each(|accepted| drop(accepted.wait().expect_exit_code(0)));
 }
 
 #[test]
@@ -144,7 +144,7 @@ fn both_sides_report_different_nnodes() {
     let first = node(&job, &port, 2, 0, &worker);
     let second = node(&job, &port, 3, 1, &worker);
     for node in [first, second] {
-        let ended = node.wait().expect(1);
+        let ended = node.wait().expect_exit_code(1);
         assert!(ended.stderr.contains("--nnodes is 3 here (node 1) and 2 on node 0"), "{}", ended.stderr);
     }
 }
@@ -160,7 +160,7 @@ fn missing_nodes_are_named() {
         job.start(command)
     };
     let nodes = [start(0), start(2)];
-    let [first, third] = nodes.map(|node| node.wait().expect(1));
+    let [first, third] = nodes.map(|node| node.wait().expect_exit_code(1));
     assert!(first.stderr.contains("2 of 4 nodes did not join within 3 s"), "{}", first.stderr);
     assert!(first.stderr.contains("start convoke on nodes 1, 3 with"), "{}", first.stderr);
     assert!(third.stderr.contains("node 0 ("), "{}", third.stderr);
@@ -174,7 +174,7 @@ fn unreachable_master_is_named_during_the_wait_and_finally() {
         job.command(["--nnodes=2", "--node-rank=1", "--master-addr=127.0.0.1", "--rdzv-conf=timeout=3"]);
     let port = free_port().to_string();
     command.args(["--master-port", &port, "true"]);
-    let ended = job.start(command).wait().expect(1);
+    let ended = job.start(command).wait().expect_exit_code(1);
     let waiting = format!("waiting for node 0 at 127.0.0.1:{port}: Connection refused");
     assert_eq!(ended.stderr.matches(&waiting).count(), 1, "{}", ended.stderr);
     assert!(
@@ -196,7 +196,7 @@ fn address_local_to_every_host_is_questioned_and_finally_reported() {
     for (flags, start) in
         [(&fixed[..], "--master-addr is 127.0.0.1"), (&elastic[..], "--rdzv-endpoint is localhost")]
     {
-        let ended = job.run(flags).expect(1);
+        let ended = job.run(flags).expect_exit_code(1);
         let doubt = format!("{start}, by which every host means itself");
         assert_eq!(ended.stderr.matches(&format!("warning: {doubt}")).count(), 1, "{}", ended.stderr);
         assert_eq!(ended.stderr.matches(&format!("likely: {doubt}")).count(), 1, "{}", ended.stderr);
@@ -208,7 +208,7 @@ fn process_that_owns_the_port_is_named() {
     let job = Job::new();
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port().to_string();
-    let ended = job.run(["--master-port", &port, "true"]).expect(1);
+    let ended = job.run(["--master-port", &port, "true"]).expect_exit_code(1);
     let me = std::process::id();
     assert!(ended.stderr.contains(&format!("127.0.0.1:{port} is in use by ")), "{}", ended.stderr);
     assert!(ended.stderr.contains(&format!("(pid {me})")), "{}", ended.stderr);

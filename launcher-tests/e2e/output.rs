@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
-use convoke_launcher_tests::{numbered_line, worker_of};
+use convoke_launcher_tests::{numbered_line, worker_command};
 
-use convoke_launcher_tests::harness::{Ended, Job};
+use convoke_launcher_tests::harness::{Job, ProcessOutput};
 use convoke_testkit::skip;
 
 const WORKERS: usize = 8;
@@ -44,11 +44,11 @@ fn print_rate(what: &str, bytes: usize, start: Instant) {
 fn teed_lines_of_eight_busy_workers_stay_whole_and_complete() {
     let job = Job::new();
     let mut command = job.command(["--tee=3", "--log-dir=logs", &format!("--nproc-per-node={WORKERS}")]);
-    let [program, role] = worker_of("plain");
+    let [program, role] = worker_command("plain");
     command.args([&program, &role, "lines", &LINES.to_string()]);
     command.env("OMP_NUM_THREADS", "1");
     let start = Instant::now();
-    let ended = job.start(command).wait().expect(0);
+    let ended = job.start(command).wait().expect_exit_code(0);
     print_rate("teed", ended.stdout.len() + ended.stderr.len(), start);
     expect_all_lines(&ended.stdout, |rank| format!("[default{rank}]:"));
     expect_all_lines(&ended.stderr, |rank| format!("[default{rank}]:"));
@@ -66,18 +66,18 @@ fn teed_lines_of_eight_busy_workers_stay_whole_and_complete() {
 fn stderr_lines_of_eight_busy_workers_stay_whole_and_complete() {
     let job = Job::new();
     let mut command = job.command([&format!("--nproc-per-node={WORKERS}")]);
-    let [program, role] = worker_of("plain");
+    let [program, role] = worker_command("plain");
     command.args([&program, &role, "lines", &LINES.to_string(), "stderr"]);
     command.env("OMP_NUM_THREADS", "1");
     let start = Instant::now();
-    let ended = job.start(command).wait().expect(0);
+    let ended = job.start(command).wait().expect_exit_code(0);
     print_rate("stderr", ended.stderr.len(), start);
     expect_all_lines(&ended.stderr, |_| String::new());
 }
 
 /// Runs the launcher in its own mount namespace after the shell commands `mounts`. Reports a skipped test
 /// and returns `None` if that is impossible here.
-fn with_mounts(job: &Job, mounts: &str, arguments: &[&str], worker: &str) -> Option<Ended> {
+fn with_mounts(job: &Job, mounts: &str, arguments: &[&str], worker: &str) -> Option<ProcessOutput> {
     let possible = Command::new("unshare").args(["-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]).output();
     let why = match possible {
         Ok(output) if output.status.success() => None,
@@ -89,7 +89,7 @@ fn with_mounts(job: &Job, mounts: &str, arguments: &[&str], worker: &str) -> Opt
         return None;
     }
     let through = format!("set -e\nmkdir disk\n{mounts}\nexec \"$@\"\n");
-    let mut command = job.command_through(&["unshare", "-m", "sh", "-c", &through, "sh"], arguments);
+    let mut command = job.wrapped_command(&["unshare", "-m", "sh", "-c", &through, "sh"], arguments);
     command.arg(job.script(worker)).env("OMP_NUM_THREADS", "1");
     Some(job.start(command).wait())
 }
@@ -108,7 +108,7 @@ fn full_disk_is_reported_once_and_the_job_continues() {
         let meet = "if [ $RANK = 0 ]; then : > both; else : < both; fi\n[ $TORCHELASTIC_RESTART_COUNT = 1 ]";
         let worker = WRITES.replace("exit 0", meet);
         let Some(ended) = with_mounts(&job, mounts, &arguments, &worker) else { return };
-        let ended = ended.expect(0);
+        let ended = ended.expect_exit_code(0);
         let told: Vec<_> =
             ended.stderr.lines().filter(|line| line.contains("No space left on device")).collect();
         assert_eq!(told.len(), 1, "{flag}: {told:?}");
@@ -134,7 +134,7 @@ fn unusable_log_folder_is_reported_once_and_the_job_continues() {
         let folder_flag = format!("--log-dir={folder}");
         let arguments = [folder_flag.as_str(), "--redirects=3", "--max-restarts=1"];
         let Some(ended) = with_mounts(&job, read_only, &arguments, worker) else { return };
-        let ended = ended.expect(0);
+        let ended = ended.expect_exit_code(0);
         let told = format!("warning: no log files: cannot make a directory in {folder}: {error} (os error ");
         assert_eq!(ended.stderr.matches(&told).count(), 1, "{folder}: {}", ended.stderr);
         assert_eq!(ended.stderr.matches("--log-dir").count(), 1, "{folder}: {}", ended.stderr);
@@ -157,7 +157,7 @@ fn unwritable_stdout_is_reported_once_and_the_job_continues() {
             };
             let mut command = job.command(["--tee=1", "--log-dir=logs", "--max-restarts=1"]);
             command.arg(job.script(&format!("{worker}\n[ $TORCHELASTIC_RESTART_COUNT = 1 ]\n")));
-            let ended = job.start_to(command, Some(stdout)).wait().expect(0);
+            let ended = job.start_with_stdout(command, Some(stdout)).wait().expect_exit_code(0);
             let error = if full { "no storage space" } else { "broken pipe" };
             let told = format!("convoke: warning: cannot write to stdout: {error}; the job goes on\n");
             assert_eq!(ended.stderr.matches(&told).count(), 1, "{worker}: {}", ended.stderr);
@@ -177,9 +177,9 @@ fn unwritable_stderr_does_not_end_the_job() {
     for redirection in ["2>/dev/full", "2>&-"] {
         let job = Job::new();
         let through = format!("exec \"$@\" {redirection}");
-        let mut command = job.command_through(&["sh", "-c", &through, "sh"], ["--nproc-per-node=2"]);
+        let mut command = job.wrapped_command(&["sh", "-c", &through, "sh"], ["--nproc-per-node=2"]);
         command.arg(job.script("seq 10000 >&2\necho done\n"));
-        let ended = job.start(command).wait().expect(0);
+        let ended = job.start(command).wait().expect_exit_code(0);
         assert_eq!(ended.stdout, "done\ndone\n", "{redirection}");
     }
 }

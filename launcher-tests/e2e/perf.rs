@@ -1,8 +1,8 @@
 //! `convoke-perf` between hosts names the host whose network is slow.
 
-use convoke_launcher_tests::harness::{Ended, Job, Launcher};
+use convoke_launcher_tests::harness::{Job, Launcher, ProcessOutput};
 use convoke_launcher_tests::hosts::Hosts;
-use convoke_testkit::programs::shipped;
+use convoke_testkit::programs::user_program;
 use convoke_testkit::skip;
 
 /// Bandwidth of the slow host's link in Mbit/s, in each direction. The other links have no limit, and are
@@ -10,7 +10,7 @@ use convoke_testkit::skip;
 const MBIT: &str = "50";
 
 /// Runs `convoke-perf ARGUMENTS` on `count` hosts, one rank on each; returns the output of node 0.
-fn run(hosts: &Hosts, count: usize, arguments: &[&str]) -> Ended {
+fn run(hosts: &Hosts, count: usize, arguments: &[&str]) -> ProcessOutput {
     let job = Job::new();
     let nodes: Vec<Launcher> = (0..count)
         .map(|node| {
@@ -20,20 +20,21 @@ fn run(hosts: &Hosts, count: usize, arguments: &[&str]) -> Ended {
             let node_rank = format!("--node-rank={node}");
             let nnodes = format!("--nnodes={count}");
             let flags = [&nnodes, node_rank.as_str(), "--master-addr=h1", "--master-port=29500"];
-            let mut command = job.command_through(&through, flags);
-            command.arg(shipped("convoke-perf")).args(arguments);
-            command.env("TESTBED_DIR", hosts.state()).env("OMP_NUM_THREADS", "1");
+            let mut command = job.wrapped_command(&through, flags);
+            command.arg(user_program("convoke-perf")).args(arguments);
+            command.env("TESTBED_DIR", hosts.state_dir()).env("OMP_NUM_THREADS", "1");
             job.start(command)
         })
         .collect();
-    let mut ended: Vec<Ended> = nodes.into_iter().map(|node| node.wait().expect(0)).collect();
+    let mut ended: Vec<ProcessOutput> =
+        nodes.into_iter().map(|node| node.wait().expect_exit_code(0)).collect();
     ended.swap_remove(0)
 }
 
 #[test]
 fn perf_names_the_slowest_host_pair_and_the_slow_host() {
     let Ok(hosts) = Hosts::up(3).inspect_err(|why| skip(format!("hosts: {why}"))) else { return };
-    hosts.tell(["rate", "2", MBIT]).unwrap();
+    hosts.run_script(["rate", "2", MBIT]).unwrap();
     let told = run(&hosts, 3, &["pairs", "--pair-bytes=1M"]).stdout;
     assert!(told.contains("3 ranks on 3 hosts") && told.contains("h2: rank 1"), "{told}");
     let line =

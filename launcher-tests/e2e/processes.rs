@@ -11,7 +11,7 @@ use convoke_testkit::wait_until;
 fn processes_outliving_a_successful_worker_are_stopped_and_named() {
     let job = Job::new();
     let worker = job.script("setsid --fork sleep 1000\n");
-    let ended = job.run(["--no-python".as_ref(), worker.as_os_str()]).expect(0);
+    let ended = job.run(["--no-python".as_ref(), worker.as_os_str()]).expect_exit_code(0);
     assert!(
         ended.stderr.contains("stopped processes that outlived their workers: sleep (pid "),
         "{}",
@@ -24,7 +24,7 @@ fn processes_outliving_a_successful_worker_are_stopped_and_named() {
 fn keep_orphans_flag_keeps_orphans_running() {
     let job = Job::new();
     let worker = job.script("setsid --fork sleep 1000\n");
-    let ended = job.run(["--orphans=keep".as_ref(), worker.as_os_str()]).expect(0);
+    let ended = job.run(["--orphans=keep".as_ref(), worker.as_os_str()]).expect_exit_code(0);
     assert_eq!(ended.stderr, "");
     // `setsid --fork` itself may not have exited yet.
     wait_until("the orphan alone to live on", || (job.processes().len() == 1).then_some(()));
@@ -39,7 +39,7 @@ fn each_worker_leads_a_process_group_without_a_terminal() {
         let worker = job.script("cut -d ' ' -f 1,5-7 /proc/$$/stat > \"$JOB/stat.$RANK\"\n");
         let arguments =
             [format!("--nproc-per-node={workers}"), "--no-python".into(), worker.display().to_string()];
-        job.run(arguments).expect(0);
+        job.run(arguments).expect_exit_code(0);
         for rank in 0..workers {
             let stat = std::fs::read_to_string(job.path(&format!("stat.{rank}"))).unwrap();
             let words: Vec<&str> = stat.split_whitespace().collect();
@@ -64,7 +64,7 @@ kill -0 $(cat "$JOB/daemon") 2>/dev/null && exit 1
 exit 0
 "#,
     );
-    job.run(["--max-restarts=1".as_ref(), worker.as_os_str()]).expect(0);
+    job.run(["--max-restarts=1".as_ref(), worker.as_os_str()]).expect_exit_code(0);
 }
 
 #[test]
@@ -81,7 +81,7 @@ fn guard_ignores_scheduler_signals_sent_to_every_process() {
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(guard), Signal::SIGTERM).unwrap();
     nix::sys::signal::kill(nix::unistd::Pid::from_raw(guard), Signal::SIGINT).unwrap();
     launcher.signal(Signal::SIGTERM);
-    launcher.wait().expect(1);
+    launcher.wait().expect_exit_code(1);
     job.wait_for_file("got.0");
     job.wait_for_file("got.1");
 }
@@ -95,12 +95,12 @@ fn workers_receive_signals_that_the_launcher_inherited_as_ignored() {
         let worker = "echo > \"$JOB/up.$RANK\"; exec sleep 1000";
         let handled = "--signals-to-handle=SIGINT,SIGQUIT";
         let arguments = ["--nproc-per-node=2", handled, "sh", "-c", worker];
-        let launcher = job.start(job.command_through(&through, arguments));
+        let launcher = job.start(job.wrapped_command(&through, arguments));
         job.wait_for_file("up.0");
         job.wait_for_file("up.1");
         let start = Instant::now();
         launcher.signal(signal);
-        launcher.wait().expect(1);
+        launcher.wait().expect_exit_code(1);
         assert!(start.elapsed() < Duration::from_secs(10), "{signal} took {:?}", start.elapsed());
     }
 }
@@ -110,7 +110,8 @@ fn unexecutable_program_is_named() {
     let job = Job::new();
     std::fs::write(job.path("no-program"), "x").unwrap();
     for (program, what) in [("/no/such/program", "No such file"), ("./no-program", "Permission denied")] {
-        let ended = job.run(["--no-python", "--nproc-per-node=2", "--max-restarts=3", program]).expect(1);
+        let ended =
+            job.run(["--no-python", "--nproc-per-node=2", "--max-restarts=3", program]).expect_exit_code(1);
         let expected = format!("could not be started: {program}: {what}");
         assert!(ended.stderr.contains(&expected), "{}", ended.stderr);
         assert_eq!(
@@ -136,7 +137,7 @@ fn stopped_worker_is_also_ended() {
     job.wait_for_file("up.0");
     job.wait_for_file("up.1");
     launcher.signal(Signal::SIGTERM);
-    launcher.wait().expect(1);
+    launcher.wait().expect_exit_code(1);
     assert_eq!(job.processes(), [0; 0]);
 }
 
@@ -146,5 +147,5 @@ fn launcher_runs_on_kernels_without_pidfd() {
     let worker = job.script("[ $TORCHELASTIC_RESTART_COUNT = 1 ]\n");
     let mut command = job.command(["--nproc-per-node=3", "--max-restarts=1"]);
     command.arg(&worker).env("CONVOKE_NO_PIDFD", "1");
-    job.start(command).wait().expect(0);
+    job.start(command).wait().expect_exit_code(0);
 }

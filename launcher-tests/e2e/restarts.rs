@@ -23,7 +23,7 @@ fn worker_that_fails_at_once_restarts_with_a_delay() {
     wait_until("six starts", || (starts(&job) >= 6).then_some(()));
     assert!(start.elapsed() >= Duration::from_secs(3), "{:?}", start.elapsed());
     launcher.signal(Signal::SIGTERM);
-    let ended = launcher.wait().expect(1);
+    let ended = launcher.wait().expect_exit_code(1);
     assert!(starts(&job) <= 7, "{}", starts(&job));
     let waiting =
         "convoke: waiting before the restart: the workers failed quickly 4 times in a row (1 s left)\n";
@@ -37,7 +37,7 @@ fn restart_waits_for_the_delay_that_the_user_sets() {
     let worker = job.script("echo x >> \"$JOB/starts\"\nexit 3\n");
     let start = Instant::now();
     let worker = worker.to_str().unwrap();
-    job.run(["--max-restarts=2", "--restart-delay=0.7", worker]).expect(1);
+    job.run(["--max-restarts=2", "--restart-delay=0.7", worker]).expect_exit_code(1);
     assert_eq!(starts(&job), 3);
     assert!(start.elapsed() >= Duration::from_millis(1400), "{:?}", start.elapsed());
 }
@@ -50,7 +50,7 @@ fn identical_repeated_failure_ends_the_job() {
         "echo x >> \"$JOB/starts\"\n[ $(wc -l < \"$JOB/starts\") = 2 ] && exit 4\necho 'no such data set' >&2\nexit 3\n",
     );
     let worker = worker.to_str().unwrap();
-    let ended = job.run(["--max-restarts=100", "--restart-stop-after-same=2", worker]).expect(1);
+    let ended = job.run(["--max-restarts=100", "--restart-stop-after-same=2", worker]).expect_exit_code(1);
     assert_eq!(starts(&job), 4, "{}", ended.stderr);
     let said = "convoke: error: rank 0 exited with code 3 for the same reason 2 times in a row: it is not restarted again \
                 (--restart-stop-after-same=2)\n";

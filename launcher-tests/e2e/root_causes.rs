@@ -3,12 +3,12 @@
 
 use std::time::{Duration, Instant};
 
-use convoke_launcher_tests::harness::{Ended, Job, Launcher};
-use convoke_launcher_tests::worker_of;
-use convoke_testkit::{Random, free_port, is_full};
+use convoke_launcher_tests::harness::{Job, Launcher, ProcessOutput};
+use convoke_launcher_tests::worker_command;
+use convoke_testkit::{Random, free_port, is_full_test_run};
 
 /// Argument HOW of the worker, class in the report, and text of the report for each kind of end.
-const ENDINGS: [(&str, &str, &str); 8] = [
+const EXITS: [(&str, &str, &str); 8] = [
     ("error", "exit", "the data set is empty"),
     ("panic", "panic", "the loader is gone"),
     ("exit", "exit", "exitcode  : 3 (pid: "),
@@ -21,11 +21,11 @@ const ENDINGS: [(&str, &str, &str); 8] = [
 
 /// Time limit from the start of the launchers to the end of the last one, with an allowance for a busy
 /// machine.
-const TOGETHER: Duration = Duration::from_secs(20);
+const END_LIMIT: Duration = Duration::from_secs(20);
 
 /// One job: `nodes` with `each` workers; rank `who` ends early.
 #[derive(Debug, Clone, Copy)]
-struct Run {
+struct Scenario {
     how: (&'static str, &'static str, &'static str),
     who: usize,
     work: &'static str,
@@ -35,12 +35,12 @@ struct Run {
     backend: &'static str,
 }
 
-impl Run {
+impl Scenario {
     fn random(random: &mut Random) -> Self {
         let nodes = 1 + random.below(2);
         let each = if nodes == 1 { 3 } else { 2 };
         loop {
-            let how = ENDINGS[random.below(ENDINGS.len())];
+            let how = EXITS[random.below(EXITS.len())];
             let work = ["reduce", "ring", "apart"][random.below(3)];
             // A rank that no other rank needs may leave.
             let misses_nobody = work == "apart" && how.0 == "return";
@@ -67,14 +67,14 @@ impl Run {
                     command.arg("--rdzv-backend=c10d").arg(format!("--rdzv-endpoint=127.0.0.1:{port}"));
                 }
             }
-            command.args(worker_of("ending")).args([self.how.0, &self.who.to_string(), self.work]);
+            command.args(worker_command("exit")).args([self.how.0, &self.who.to_string(), self.work]);
             job.start(command)
         };
         (0..self.nodes).map(start).collect()
     }
 
     /// Returns a description of the errors in a node's report, or `None`.
-    fn complaint(self, ended: &Ended) -> Option<String> {
+    fn mismatch(self, ended: &ProcessOutput) -> Option<String> {
         let (how, class, words) = self.how;
         let root = ended.stderr.split("Root Cause").nth(1).unwrap_or_default();
         let rank = format!("rank      : {} (local_rank: {})", self.who, self.who % self.each);
@@ -89,13 +89,13 @@ impl Run {
 #[test]
 fn first_failed_worker_is_root_cause_with_its_own_message() {
     let mut random = Random::new("first_failed_worker_is_root_cause_with_its_own_message");
-    for _ in 0..if is_full() { 500 } else { 40 } {
-        let run = Run::random(&mut random);
+    for _ in 0..if is_full_test_run() { 500 } else { 40 } {
+        let run = Scenario::random(&mut random);
         let job = Job::new();
         let nodes = run.start(&job);
         let start = Instant::now();
-        let complaints: Vec<_> = nodes.into_iter().filter_map(|node| run.complaint(&node.wait())).collect();
-        assert!(complaints.is_empty(), "{}", complaints.join("\n"));
-        assert!(start.elapsed() < TOGETHER, "{run:?} took {:?}", start.elapsed());
+        let mismatches: Vec<_> = nodes.into_iter().filter_map(|node| run.mismatch(&node.wait())).collect();
+        assert!(mismatches.is_empty(), "{}", mismatches.join("\n"));
+        assert!(start.elapsed() < END_LIMIT, "{run:?} took {:?}", start.elapsed());
     }
 }

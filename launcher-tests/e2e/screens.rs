@@ -7,13 +7,13 @@ use std::fmt::Write;
 use std::fs;
 use std::process::Command;
 
-use convoke_launcher_tests::harness::{Ended, Job, Launcher};
-use convoke_launcher_tests::worker_of;
-use convoke_testkit::programs::{root, shipped};
+use convoke_launcher_tests::harness::{Job, Launcher, ProcessOutput};
+use convoke_launcher_tests::worker_command;
+use convoke_testkit::programs::{repository_root, user_program};
 use convoke_testkit::{free_port, wait_until};
 use nix::sys::signal::Signal;
 
-const BEGINNING: &str = "# Screens
+const PAGE_HEADER: &str = "# Screens
 This page shows the output of `convoke` for successful and failed jobs. A test makes these screens and compares them
 with this page, except numbers, host names and paths. [The command line](cli.md#output) says where output goes. The
 [failure model](failure-model.md#causes) lists the causes.
@@ -23,19 +23,25 @@ with this page, except numbers, host names and paths. [The command line](cli.md#
 struct Screen {
     title: &'static str,
     /// The command line that the user typed.
-    typed: &'static str,
+    command_line: &'static str,
     text: String,
 }
 
-fn screen(title: &'static str, typed: &'static str, job: &Job, ended: &Ended, code: i32) -> Screen {
+fn screen(
+    title: &'static str,
+    command_line: &'static str,
+    job: &Job,
+    ended: &ProcessOutput,
+    code: i32,
+) -> Screen {
     assert_eq!(ended.status.code(), Some(code), "{title}: {}", ended.stderr);
     let text = format!("{}{}", ended.stderr, ended.stdout);
-    Screen { title, typed, text: plain(&text, job) }
+    Screen { title, command_line, text: without_host_names(&text, job) }
 }
 
 /// Replaces the names and paths of this machine.
-fn plain(text: &str, job: &Job) -> String {
-    let [worker, _] = worker_of("plain");
+fn without_host_names(text: &str, job: &Job) -> String {
+    let [worker, _] = worker_command("plain");
     let host = nix::unistd::gethostname().unwrap().into_string().unwrap();
     let me = std::env::current_exe().unwrap().file_name().unwrap().to_string_lossy().into_owned();
     // /proc keeps 15 bytes of a process name.
@@ -57,7 +63,7 @@ fn plain(text: &str, job: &Job) -> String {
 
 /// Returns the text without the parts that may differ: numbers, lists of numbers, and lengths of horizontal
 /// lines.
-fn shape(text: &str) -> String {
+fn without_numbers(text: &str) -> String {
     let mut shape = String::new();
     // Some versions of Python do not mark the position in a line.
     let is_mark = |line: &&str| !line.trim().is_empty() && line.trim().chars().all(|c| c == '^' || c == '~');
@@ -90,12 +96,12 @@ fn python(job: &Job, name: &str, text: &str) -> String {
 
 fn with_workers() -> Vec<Screen> {
     let mut screens = Vec::new();
-    let mut add = |title, typed, arguments: &[&str], script: &str, code| {
+    let mut add = |title, command_line, arguments: &[&str], script: &str, code| {
         let job = Job::new();
         let train = python(&job, "train.py", script);
         let mut command = job.command(arguments);
         command.arg(&train).env("HERE", job.path(""));
-        screens.push(screen(title, typed, &job, &job.start(command).wait(), code));
+        screens.push(screen(title, command_line, &job, &job.start(command).wait(), code));
     };
     add(
         "A good run",
@@ -136,12 +142,12 @@ fn with_workers() -> Vec<Screen> {
     screens
 }
 
-fn rust() -> Vec<Screen> {
+fn rust_workers() -> Vec<Screen> {
     let mut screens = Vec::new();
     for (how, title) in [("error", "An error in Rust"), ("panic", "A panic in Rust")] {
         let job = Job::new();
         let mut command = job.command(["--nproc-per-node=1"]);
-        command.args(worker_of("ending")).args([how, "0", "reduce"]);
+        command.args(worker_command("exit")).args([how, "0", "reduce"]);
         screens.push(screen(title, "convoke ./worker", &job, &job.start(command).wait(), 1));
     }
     screens
@@ -156,7 +162,7 @@ fn before_the_first_worker() -> Vec<Screen> {
     let ended = job.run(["--master-port", &port, "true"]);
     let port = screen("A port in use", "convoke --master-port=29500 train.py", &job, &ended, 1);
     let words = ["sh", "-c", "ulimit -n 40; exec \"$@\"", "sh"];
-    let command = job.command_through(&words, ["--nproc-per-node=24", "--tee=3", "--log-dir=logs", "true"]);
+    let command = job.wrapped_command(&words, ["--nproc-per-node=24", "--tee=3", "--log-dir=logs", "true"]);
     let ended = job.start(command).wait();
     let files = screen(
         "Too few open files",
@@ -168,7 +174,7 @@ fn before_the_first_worker() -> Vec<Screen> {
     vec![flag, port, files]
 }
 
-fn while_they_run() -> Vec<Screen> {
+fn while_running() -> Vec<Screen> {
     let job = Job::new();
     let worker = job.script("echo 1 > \"$JOB/up\"\nexec sleep 1000\n");
     let launcher = job.start(job.command([&worker]));
@@ -178,10 +184,10 @@ fn while_they_run() -> Vec<Screen> {
 
     let job = Job::new();
     let mut command = job.command(["--nproc-per-node=4", "--log-dir=logs"]);
-    command.args(worker_of("comm")).arg("late").arg(job.dir.path());
+    command.args(worker_command("comm")).arg("late").arg(job.dir.path());
     let launcher = job.start(command);
     wait_until("three ranks to wait for the fourth", || {
-        let seen = Command::new(shipped("convoke-flight")).arg(job.path("logs")).output().unwrap();
+        let seen = Command::new(user_program("convoke-flight")).arg(job.path("logs")).output().unwrap();
         let seen = String::from_utf8_lossy(&seen.stdout).into_owned();
         (seen.contains("ranks 0,1,3 wait in seq 1 ") && seen.contains(" for rank 2")).then_some(())
     });
@@ -220,17 +226,17 @@ fn while_they_run() -> Vec<Screen> {
 
 #[test]
 fn screens_match_the_docs() {
-    let screens = [with_workers(), rust(), before_the_first_worker(), while_they_run()].concat();
-    let mut page = BEGINNING.to_owned();
-    for Screen { title, typed, text } in &screens {
-        let _ = write!(page, "\n## {title}\n```text\n$ {typed}\n{}\n```\n", text.trim_matches('\n'));
+    let screens = [with_workers(), rust_workers(), before_the_first_worker(), while_running()].concat();
+    let mut page = PAGE_HEADER.to_owned();
+    for Screen { title, command_line, text } in &screens {
+        let _ = write!(page, "\n## {title}\n```text\n$ {command_line}\n{}\n```\n", text.trim_matches('\n'));
     }
-    let path = root().join("docs/reference/screens.md");
+    let path = repository_root().join("docs/reference/screens.md");
     if std::env::var_os("CONVOKE_WRITE_SCREENS").is_some() {
         fs::write(&path, &page).unwrap();
     }
     let docs = fs::read_to_string(&path).unwrap();
-    let (docs, seen) = (shape(&docs), shape(&page));
+    let (docs, seen) = (without_numbers(&docs), without_numbers(&page));
     if let Some((docs, seen)) = docs.lines().zip(seen.lines()).find(|(docs, seen)| docs != seen) {
         panic!("docs/reference/screens.md shows\n  {docs}\nthe screen is\n  {seen}\nof the page\n{page}");
     }

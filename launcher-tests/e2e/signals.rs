@@ -20,7 +20,7 @@ fn worker(job: &Job, extra: &str) -> std::path::PathBuf {
 }
 
 /// Starts the launcher and waits until its workers are up.
-fn started(job: &Job, command: Command, workers: usize) -> Launcher {
+fn start_and_wait(job: &Job, command: Command, workers: usize) -> Launcher {
     let launcher = job.start(command);
     for rank in 0..workers {
         job.wait_for_file(&format!("up.{rank}"));
@@ -28,13 +28,13 @@ fn started(job: &Job, command: Command, workers: usize) -> Launcher {
     launcher
 }
 
-fn two(job: &Job, extra: &str) -> Launcher {
+fn start_two(job: &Job, extra: &str) -> Launcher {
     let mut command = job.command(["--nproc-per-node=2"]);
     command.arg(worker(job, extra));
-    started(job, command, 2)
+    start_and_wait(job, command, 2)
 }
 
-fn go(job: &Job) {
+fn release_workers(job: &Job) {
     std::fs::write(job.path("go"), "\n").unwrap();
 }
 
@@ -54,15 +54,15 @@ fn inherited_ignored_signal_ends_nothing() {
         let job = Job::new();
         let name = &signal.as_str()[3..];
         let trap = format!("trap '' {name}; exec \"$0\" \"$@\"");
-        let mut command = job.command_through(&["sh", "-c", &trap], ["--nproc-per-node=2"]);
+        let mut command = job.wrapped_command(&["sh", "-c", &trap], ["--nproc-per-node=2"]);
         command.arg(worker(&job, ""));
-        let launcher = started(&job, command, 2);
+        let launcher = start_and_wait(&job, command, 2);
         launcher.signal(signal);
         // If the launcher reported the ignored signal, it would do so before it reports SIGUSR2.
         launcher.signal(Signal::SIGUSR2);
         wait_until("SIGUSR2 to be told", || launcher.stderr().contains("SIGUSR2 was not sent").then_some(()));
-        go(&job);
-        let ended = launcher.wait().expect(0);
+        release_workers(&job);
+        let ended = launcher.wait().expect_exit_code(0);
         assert!(!ended.stderr.contains(signal.as_str()), "{}", ended.stderr);
     }
 }
@@ -72,23 +72,23 @@ fn signals_listed_by_the_user_count_even_if_inherited_ignored() {
     let job = Job::new();
     let trap = "trap '' HUP; exec \"$0\" \"$@\"";
     let mut command =
-        job.command_through(&["sh", "-c", trap], ["--signals-to-handle=SIGHUP", "--shutdown-timeout=1"]);
+        job.wrapped_command(&["sh", "-c", trap], ["--signals-to-handle=SIGHUP", "--shutdown-timeout=1"]);
     command.arg(worker(&job, ""));
-    let launcher = started(&job, command, 1);
+    let launcher = start_and_wait(&job, command, 1);
     launcher.signal(Signal::SIGHUP);
     // The worker inherits the ignored SIGHUP, so the launcher kills it after the grace period.
-    assert!(launcher.wait().expect(1).stderr.contains("stopped by SIGHUP"));
+    assert!(launcher.wait().expect_exit_code(1).stderr.contains("stopped by SIGHUP"));
 }
 
 #[test]
 fn signal_caught_by_workers_is_forwarded_and_ends_nothing() {
     let job = Job::new();
-    let launcher = two(&job, "[ $RANK = 0 ] && trap 'echo saved > \"$JOB/saved\"' USR1");
+    let launcher = start_two(&job, "[ $RANK = 0 ] && trap 'echo saved > \"$JOB/saved\"' USR1");
     launcher.signal(Signal::SIGUSR1);
     job.wait_for_file("saved");
     wait_until("a word on rank 1", || launcher.stderr().contains("rank 1").then_some(()));
-    go(&job);
-    let ended = launcher.wait().expect(0);
+    release_workers(&job);
+    let ended = launcher.wait().expect_exit_code(0);
     let said = "convoke: SIGUSR1 was not sent to rank 1, which would be killed by it: it is not caught there, the others got it\n";
     assert!(ended.stderr.contains(said), "{}", ended.stderr);
     assert_eq!(job.wait_for_file("done.1"), "done\n");
@@ -100,11 +100,11 @@ fn program_started_by_a_shell_receives_forwarded_signals() {
     let script = "sh -c 'trap \"echo saved > $JOB/saved\" WINCH; echo $$ > $JOB/up.0; while [ ! -e $JOB/go ]; do sleep 0.01; done; :'; :\n";
     let mut command = job.command(["--forward-signals=SIGWINCH,SIGUSR1"]);
     command.arg(job.script(script));
-    let launcher = started(&job, command, 1);
+    let launcher = start_and_wait(&job, command, 1);
     launcher.signal(Signal::SIGWINCH);
     job.wait_for_file("saved");
-    go(&job);
-    assert_eq!(launcher.wait().expect(0).stderr, "");
+    release_workers(&job);
+    assert_eq!(launcher.wait().expect_exit_code(0).stderr, "");
 }
 
 #[test]
@@ -112,7 +112,7 @@ fn no_catchable_signal_ends_the_launcher_silently() {
     // Signal 40 is a real-time signal.
     for number in [14, 26, 27, 29, 30, 24, 25, 6, 16, 40] {
         let job = Job::new();
-        let launcher = two(&job, "trap 'echo saved > \"$JOB/saved.$RANK\"; exit 0' TERM");
+        let launcher = start_two(&job, "trap 'echo saved > \"$JOB/saved.$RANK\"; exit 0' TERM");
         // `nix` has no names for real-time signals, so the test uses kill(1).
         let sent = Command::new("kill").arg(format!("-{number}")).arg(launcher.pid().to_string()).status();
         assert!(sent.unwrap().success());
@@ -128,13 +128,13 @@ fn no_catchable_signal_ends_the_launcher_silently() {
 }
 
 /// On SIGTERM or SIGINT the worker saves a checkpoint, which takes until the file `go` exists.
-const SAVES: &str = "trap 'echo begun > \"$JOB/begun.$RANK\"; while [ ! -e \"$JOB/go\" ]; do sleep 0.01; done; echo saved > \"$JOB/saved.$RANK\"; exit 0' TERM INT";
+const SAVING_WORKER: &str = "trap 'echo begun > \"$JOB/begun.$RANK\"; while [ ! -e \"$JOB/go\" ]; do sleep 0.01; done; echo saved > \"$JOB/saved.$RANK\"; exit 0' TERM INT";
 
 #[test]
 fn repeated_scheduler_signal_does_not_shorten_the_grace_period() {
     for first in [Signal::SIGTERM, Signal::SIGUSR1, Signal::SIGHUP] {
         let job = Job::new();
-        let launcher = two(&job, SAVES.replace("TERM INT", "TERM INT HUP").as_str());
+        let launcher = start_two(&job, SAVING_WORKER.replace("TERM INT", "TERM INT HUP").as_str());
         launcher.signal(first);
         launcher.signal(Signal::SIGTERM);
         (0..2).for_each(|rank| drop(job.wait_for_file(&format!("begun.{rank}"))));
@@ -145,8 +145,8 @@ fn repeated_scheduler_signal_does_not_shorten_the_grace_period() {
         // The launcher handles signals in order: its report of SIGUSR2 shows that it has handled the others.
         launcher.signal(Signal::SIGUSR2);
         wait_until("SIGUSR2 to be told", || launcher.stderr().contains("SIGUSR2").then_some(()));
-        go(&job);
-        launcher.wait().expect(1);
+        release_workers(&job);
+        launcher.wait().expect_exit_code(1);
         for rank in 0..2 {
             assert_eq!(job.wait_for_file(&format!("saved.{rank}")), "saved\n", "after {first}");
         }
@@ -157,7 +157,7 @@ fn repeated_scheduler_signal_does_not_shorten_the_grace_period() {
 fn workers_can_save_when_all_nodes_are_signalled_at_once() {
     let job = Job::new();
     let port = free_port().to_string();
-    let script = worker(&job, SAVES);
+    let script = worker(&job, SAVING_WORKER);
     let nodes = [0, 1].map(|node| {
         let mut command = job.command(["--nnodes=2", "--master-addr=127.0.0.1", "--master-port", &port]);
         command.arg(format!("--node-rank={node}")).arg(&script);
@@ -168,9 +168,9 @@ fn workers_can_save_when_all_nodes_are_signalled_at_once() {
     (0..2).for_each(|rank| drop(job.wait_for_file(&format!("begun.{rank}"))));
     // A repeated signal must not cut the checkpoint short, even on a node that already knows of the stop.
     nodes.iter().for_each(|node| node.signal(Signal::SIGTERM));
-    go(&job);
+    release_workers(&job);
     for node in nodes {
-        node.wait().expect(1);
+        node.wait().expect_exit_code(1);
     }
     for rank in 0..2 {
         assert_eq!(job.wait_for_file(&format!("saved.{rank}")), "saved\n");
@@ -180,19 +180,19 @@ fn workers_can_save_when_all_nodes_are_signalled_at_once() {
 /// Starts a launcher on its own terminal. The returned file is the keyboard of this terminal.
 fn at_a_terminal(job: &Job, script: &Path) -> (Launcher, File) {
     let pty = nix::pty::openpty(None, None).unwrap();
-    let mut command = job.command_through(&["setsid", "--ctty"], ["--nproc-per-node=2"]);
+    let mut command = job.wrapped_command(&["setsid", "--ctty"], ["--nproc-per-node=2"]);
     command.arg(script).stdin(pty.slave);
-    (started(job, command, 2), File::from(pty.master))
+    (start_and_wait(job, command, 2), File::from(pty.master))
 }
 
 #[test]
 fn first_ctrl_c_lets_workers_save_and_second_does_not() {
     let job = Job::new();
-    let (launcher, mut keys) = at_a_terminal(&job, &worker(&job, SAVES));
+    let (launcher, mut keys) = at_a_terminal(&job, &worker(&job, SAVING_WORKER));
     keys.write_all(b"\x03").unwrap();
     (0..2).for_each(|rank| drop(job.wait_for_file(&format!("begun.{rank}"))));
     keys.write_all(b"\x03").unwrap();
-    launcher.wait().expect(1);
+    launcher.wait().expect_exit_code(1);
     assert!(!job.path("saved.0").exists());
     assert_eq!(job.processes(), [0; 0]);
 }
@@ -208,8 +208,8 @@ fn ctrl_z_stops_workers_and_fg_continues_them() {
     let is_stopped = |&pid: &i32| matches!(state(pid).as_str(), "T" | "D");
     wait_until("the workers to stop", || all.iter().all(is_stopped).then_some(()));
     kill(own, Signal::SIGCONT).unwrap();
-    go(&job);
-    let ended = launcher.wait().expect(0);
+    release_workers(&job);
+    let ended = launcher.wait().expect_exit_code(0);
     assert!(ended.stderr.contains("`fg` or `bg` continues them\n"), "{}", ended.stderr);
     assert!(ended.stderr.contains("continued after "), "{}", ended.stderr);
 }
@@ -235,6 +235,6 @@ fn workers_receive_terminal_size_changes() {
     // A real terminal would send SIGWINCH to its foreground process group.
     kill(Pid::from_raw(child.id().cast_signed()), Signal::SIGWINCH).unwrap();
     assert_eq!(job.wait_for_file("size"), "20 60\n");
-    go(&job);
+    release_workers(&job);
     assert!(child.wait().unwrap().success());
 }

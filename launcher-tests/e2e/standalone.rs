@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use convoke_launcher_tests::harness::Job;
-use convoke_launcher_tests::worker_of;
+use convoke_launcher_tests::worker_command;
 use convoke_testkit::wait_until;
 
 #[test]
@@ -15,7 +15,7 @@ fn fifty_concurrent_jobs_succeed_on_separate_ports() {
     let mut launchers: Vec<_> = (0..JOBS)
         .map(|_| {
             let mut command = job.command(["--standalone", &format!("--nproc-per-node={WORKERS}")]);
-            command.args(worker_of("plain")).arg("connect").arg(job.path("up"));
+            command.args(worker_command("plain")).arg("connect").arg(job.path("up"));
             job.start(command)
         })
         .collect();
@@ -34,7 +34,7 @@ fn fifty_concurrent_jobs_succeed_on_separate_ports() {
     assert_eq!(ports.len(), JOBS, "{names:?}");
     std::fs::write(job.path("up").join("go"), "").unwrap();
     for launcher in launchers {
-        assert_eq!(launcher.wait().expect(0).stderr, "");
+        assert_eq!(launcher.wait().expect_exit_code(0).stderr, "");
     }
 }
 
@@ -45,12 +45,12 @@ fn successful_job_prints_nothing_and_leaves_no_folder() {
     std::fs::create_dir(&folder).unwrap();
     let mut command = job.command(["--standalone", "--nproc-per-node=2"]);
     command.arg(&worker).env("TMPDIR", &folder);
-    let ended = job.start(command).wait().expect(0);
+    let ended = job.start(command).wait().expect_exit_code(0);
     assert_eq!((ended.stdout.as_str(), ended.stderr.as_str()), ("done\ndone\n", ""));
     assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
     // The launcher must not delete the output of the workers.
     let mut command = job.command(["--standalone", "--redirects=3"]);
     command.arg(&worker).env("TMPDIR", &folder);
-    job.start(command).wait().expect(0);
+    job.start(command).wait().expect_exit_code(0);
     assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 1);
 }

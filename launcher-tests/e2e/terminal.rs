@@ -22,7 +22,7 @@ fn on_a_terminal(job: &Job, mut command: Command) -> String {
 }
 
 /// Builds the launcher command of node 0 in a job of two nodes; node 1 never starts.
-fn alone(job: &Job) -> Command {
+fn command_of_node_0(job: &Job) -> Command {
     let mut command =
         job.command(["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port"]);
     command.args([&free_port().to_string(), "--rdzv-conf=timeout=3", "true"]);
@@ -34,7 +34,7 @@ const WAITING: &str = "1 of 2 nodes are here, waiting for node 1";
 #[test]
 fn terminal_shows_one_updating_line_while_nodes_join() {
     let job = Job::new();
-    let seen = on_a_terminal(&job, alone(&job));
+    let seen = on_a_terminal(&job, command_of_node_0(&job));
     let (live, rest) = seen.rsplit_once("\r\x1b[2K").expect(&seen);
     assert!(live.matches(WAITING).count() >= 2, "kept up to date: {seen:?}");
     // A second line stays on the screen: it explains why the other node may never join.
@@ -49,7 +49,7 @@ fn terminal_shows_one_updating_line_while_nodes_join() {
 #[test]
 fn log_file_gets_one_line_per_change() {
     let job = Job::new();
-    let ended = job.start(alone(&job)).wait().expect(1);
+    let ended = job.start(command_of_node_0(&job)).wait().expect_exit_code(1);
     assert_eq!(ended.stderr.matches(WAITING).count(), 1, "{}", ended.stderr);
     assert!(!ended.stderr.contains(['\r', '\x1b']), "{:?}", ended.stderr);
 }
@@ -79,6 +79,6 @@ fn report_is_coloured_on_a_terminal_unless_disabled() {
     plain.env("NO_COLOR", "1");
     let seen = on_a_terminal(&job, plain);
     assert!(seen.contains("Root Cause") && !seen.contains("\x1b[1"), "{seen:?}");
-    let ended = job.start(job.command([&worker])).wait().expect(1);
+    let ended = job.start(job.command([&worker])).wait().expect_exit_code(1);
     assert!(!ended.stderr.contains('\x1b'), "{:?}", ended.stderr);
 }

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 use std::process::Command;
 
-use convoke_launcher_tests::harness::{Ended, Job};
-use convoke_testkit::programs::shipped;
+use convoke_launcher_tests::harness::{Job, ProcessOutput};
+use convoke_testkit::programs::user_program;
 use convoke_testkit::{free_port, skip};
 
 /// Returns true if Python is installed; otherwise reports a skipped test.
@@ -39,14 +39,14 @@ const UNDERSCORE: &str = "parser.add_argument('--local_rank', type=int, default=
 const BOTH: &str = "parser.add_argument('--local-rank', '--local_rank', type=int, default=-1)";
 
 /// Runs the launcher with `flags` and the script for `parse`.
-fn run(job: &Job, flags: &str, parse: &str) -> Ended {
+fn run(job: &Job, flags: &str, parse: &str) -> ProcessOutput {
     let mut command = job.command(flags.split_whitespace());
     command.arg(script(job, parse)).args(["--lr", "0.1"]);
     job.start(command).wait()
 }
 
-fn expect_two_ranks(ended: Ended) {
-    let ended = ended.expect(0);
+fn expect_two_ranks(ended: ProcessOutput) {
+    let ended = ended.expect_exit_code(0);
     let mut lines: Vec<_> = ended.stdout.lines().collect();
     lines.sort_unstable();
     assert_eq!(lines, ["rank 0 of 2", "rank 1 of 2"], "{}", ended.stderr);
@@ -87,7 +87,7 @@ fn two_nodes_accept_underscores_in_all_flags() {
         job.start(command)
     });
     for (rank, node) in nodes.into_iter().enumerate() {
-        assert_eq!(node.wait().expect(0).stdout, format!("rank {rank} of 2\n"));
+        assert_eq!(node.wait().expect_exit_code(0).stdout, format!("rank {rank} of 2\n"));
     }
 }
 
@@ -98,10 +98,10 @@ fn launcher_called_torchrun_behaves_the_same() {
     }
     let job = Job::new();
     let link = job.path("torchrun");
-    std::os::unix::fs::symlink(shipped("convoke"), &link).unwrap();
+    std::os::unix::fs::symlink(user_program("convoke"), &link).unwrap();
     let through = "shift; exec \"$@\"";
     let mut command = job
-        .command_through(&["sh", "-c", through, "sh"], ["./torchrun", "--standalone", "--nproc_per_node=2"]);
+        .wrapped_command(&["sh", "-c", through, "sh"], ["./torchrun", "--standalone", "--nproc_per_node=2"]);
     command.arg(script(&job, "")).args(["--lr", "0.1"]);
     expect_two_ranks(job.start(command).wait());
 }
@@ -115,7 +115,7 @@ fn script_rejecting_local_rank_argument_gets_advice() {
         ("--pass-local-rank", UNDERSCORE, "give convoke --pass-local-rank=underscore"),
         ("--pass-local-rank=underscore", "", "leave --pass-local-rank out"),
     ] {
-        let ended = run(&Job::new(), flag, parse).expect(1);
+        let ended = run(&Job::new(), flag, parse).expect_exit_code(1);
         let given = if parse.is_empty() { "--local_rank=0" } else { "--local-rank=0" };
         assert!(ended.stderr.contains(&format!("unrecognized arguments: {given}")), "{}", ended.stderr);
         let report = ended.stderr.split("Root Cause").nth(1).unwrap_or_default();

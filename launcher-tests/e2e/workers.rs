@@ -3,20 +3,20 @@
 use std::process::Command;
 
 use convoke_launcher_tests::harness::Job;
-use convoke_launcher_tests::worker_of;
+use convoke_launcher_tests::worker_command;
 use convoke_testkit::free_port;
 
 /// Builds a launcher command whose workers write `count` messages of the agent channel to files.
 fn channel(job: &Job, flags: &[&str], count: &str) -> Command {
     let mut command = job.command(flags);
-    command.args(worker_of("channel")).args(["heard", count]);
+    command.args(worker_command("channel")).args(["heard", count]);
     command
 }
 
 #[test]
 fn each_worker_gets_the_generation_and_a_token() {
     let job = Job::new();
-    job.start(channel(&job, &["--nproc-per-node=2"], "1")).wait().expect(0);
+    job.start(channel(&job, &["--nproc-per-node=2"], "1")).wait().expect_exit_code(0);
     for rank in 0..2 {
         assert_eq!(job.wait_for_file(&format!("heard.{rank}")), "hello same_generation=true token=32\n");
     }
@@ -28,12 +28,12 @@ fn valid_user_token_is_passed_on_and_invalid_one_refused() {
     std::fs::write(job.path("secret"), "0123456789\n").unwrap();
     let mut command = channel(&job, &[], "1");
     command.env("CONVOKE_TOKEN_FILE", "secret");
-    job.start(command).wait().expect(0);
+    job.start(command).wait().expect_exit_code(0);
     assert_eq!(job.wait_for_file("heard.0"), "hello same_generation=true token=10\n");
 
     let mut command = channel(&job, &[], "1");
     command.env("CONVOKE_TOKEN_FILE", "/no/such/file");
-    let ended = job.start(command).wait().expect(1);
+    let ended = job.start(command).wait().expect_exit_code(1);
     assert!(ended.stderr.contains("CONVOKE_TOKEN_FILE=/no/such/file: No such file"), "{}", ended.stderr);
 }
 
@@ -41,10 +41,10 @@ fn valid_user_token_is_passed_on_and_invalid_one_refused() {
 fn launcher_reports_a_dead_peer_to_workers() {
     let job = Job::new();
     // The surviving workers ignore SIGTERM, so that they have time to record the message.
-    let worker = job.script(&format!("trap '' TERM\nexec {} heard 2\n", worker_of("channel").join(" ")));
+    let worker = job.script(&format!("trap '' TERM\nexec {} heard 2\n", worker_command("channel").join(" ")));
     let mut command = job.command(["--nproc-per-node=3"]);
     command.arg(&worker).env("DIE_AFTER_HELLO", "1");
-    job.start(command).wait().expect(1);
+    job.start(command).wait().expect_exit_code(1);
     for rank in [0, 2] {
         let heard = job.wait_for_file(&format!("heard.{rank}"));
         assert_eq!(heard, "hello same_generation=true token=32\nexit 1 Code(1)\n");
@@ -68,7 +68,7 @@ echo $CONVOKE_GENERATION > "$JOB/generation.$RANK.$TORCHELASTIC_RESTART_COUNT"
     };
     let nodes = [node("0"), node("1")];
     for node in nodes {
-        node.wait().expect(0);
+        node.wait().expect_exit_code(0);
     }
     let generation = |rank: u32, restart: u32| job.wait_for_file(&format!("generation.{rank}.{restart}"));
     assert_eq!(generation(0, 0), generation(1, 0));
@@ -81,21 +81,21 @@ echo $CONVOKE_GENERATION > "$JOB/generation.$RANK.$TORCHELASTIC_RESTART_COUNT"
 fn program_with_a_fast_interval_timer_runs_under_the_launcher() {
     let job = Job::new();
     let mut command = job.command(["--nproc-per-node=4"]);
-    command.args(worker_of("timers"));
-    job.start(command).wait().expect(0);
+    command.args(worker_command("timers"));
+    job.start(command).wait().expect_exit_code(0);
 }
 
 #[test]
 fn workers_join_and_leave_100_times_through_the_launcher_store() {
     let job = Job::new();
     let mut command = job.command(["--nproc-per-node=3"]);
-    command.args(worker_of("comm")).arg("again");
-    job.start(command).wait().expect(0);
+    command.args(worker_command("comm")).arg("again");
+    job.start(command).wait().expect_exit_code(0);
 }
 
 #[test]
 fn workers_start_with_no_signal_blocked() {
     let job = Job::new();
-    let ended = job.run(["--no-python", "grep", "SigBlk", "/proc/self/status"]).expect(0);
+    let ended = job.run(["--no-python", "grep", "SigBlk", "/proc/self/status"]).expect_exit_code(0);
     assert_eq!(ended.stdout, "SigBlk:\t0000000000000000\n");
 }

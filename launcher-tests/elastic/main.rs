@@ -8,5 +8,5 @@
 
 mod addresses;
 mod cases;
+mod cluster;
 mod table;
-mod world;

@@ -6,24 +6,24 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use convoke_launcher_tests::kills::WORLD;
+use convoke_launcher_tests::kills::WORLD_SIZE;
 use convoke_store::StoreServer;
 use convoke_testkit::process::{self, Process};
-use convoke_testkit::programs::with_faults;
-use convoke_testkit::{Random, is_full, wait_until};
+use convoke_testkit::programs::fault_injection_program;
+use convoke_testkit::{Random, is_full_test_run, wait_until};
 
 /// Number of kills in the short form.
 const KILLS: u64 = 60;
 
 /// Runs one job and returns each rank's output, or `None` for the rank that was killed.
-fn run(victim: usize, moment: Option<u64>) -> Vec<Option<String>> {
+fn run(victim: usize, fault_point: Option<u64>) -> Vec<Option<String>> {
     let store = StoreServer::bind(&["127.0.0.1:0".parse().unwrap()]).unwrap();
-    let ranks: Vec<Process> = (0..WORLD)
+    let ranks: Vec<Process> = (0..WORLD_SIZE)
         .map(|rank| {
-            let mut command = process::program(with_faults("test-worker-faults"));
-            process::as_rank(&mut command, rank, WORLD, store.port());
+            let mut command = process::program(fault_injection_program("test-worker-faults"));
+            process::set_rank_variables(&mut command, rank, WORLD_SIZE, store.port());
             command.args(["killed", &victim.to_string()]);
-            command.args(moment.filter(|_| rank == victim).map(|moment| moment.to_string()));
+            command.args(fault_point.filter(|_| rank == victim).map(|fault_point| fault_point.to_string()));
             Process::start(&mut command)
         })
         .collect();
@@ -32,8 +32,8 @@ fn run(victim: usize, moment: Option<u64>) -> Vec<Option<String>> {
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         let was_killed = rank == victim && output.status.code().is_none();
         let (said, error) = (text(&output.stdout), text(&output.stderr));
-        let where_ = format!("rank {rank}, victim {victim} at {moment:?}");
-        assert!(was_killed || output.status.success(), "{where_}: {said} {error}");
+        let context = format!("rank {rank}, victim {victim} at {fault_point:?}");
+        assert!(was_killed || output.status.success(), "{context}: {said} {error}");
         (!was_killed).then_some(said)
     });
     ended.collect()
@@ -50,21 +50,21 @@ fn sockets() -> BTreeSet<String> {
 #[test]
 fn survivors_name_a_rank_killed_at_any_time() {
     let number = |name: &str| std::env::var(name).ok().and_then(|text| text.parse::<u64>().ok());
-    let kills = number("CONVOKE_KILLS").unwrap_or(if is_full() { 1000 } else { KILLS });
+    let kills = number("CONVOKE_KILLS").unwrap_or(if is_full_test_run() { 1000 } else { KILLS });
     let mut random = Random::new("kills::survivors_name_a_rank_killed_at_any_time");
     let mut below = |bound: u64| random.next() % bound;
     let before = sockets();
     let whole = run(0, None);
-    let moments =
+    let fault_points =
         whole[0].as_deref().and_then(|said| said.split("after ").nth(1)?.split(' ').next()?.parse().ok());
-    let moments: u64 = moments.unwrap_or_else(|| panic!("{whole:?}"));
+    let fault_points: u64 = fault_points.unwrap_or_else(|| panic!("{whole:?}"));
     let (mut ends, mut killed, mut runs) = (BTreeMap::new(), 0, 0);
     while killed < kills {
         // One run in eight kills within the first 40 fault points, in which the group forms. An equal share
         // for formation would test calls too rarely.
-        let moment = if runs % 8 == 0 { below(40) } else { below(moments) };
-        let victim = below(WORLD as u64) as usize;
-        let ended = run(victim, Some(moment));
+        let fault_point = if runs % 8 == 0 { below(40) } else { below(fault_points) };
+        let victim = below(WORLD_SIZE as u64) as usize;
+        let ended = run(victim, Some(fault_point));
         let through = ended.iter().flatten().filter(|said| said.contains("through")).count();
         // The victim may finish before the chosen point, because ranks pass different numbers of fault
         // points.
@@ -72,7 +72,7 @@ fn survivors_name_a_rank_killed_at_any_time() {
         killed += u64::from(was_killed);
         runs += 1;
         *ends.entry((was_killed, through)).or_insert(0) += 1;
-        assert!(runs < 3 * kills, "{ends:?} of {moments} moments");
+        assert!(runs < 3 * kills, "{ends:?} of {fault_points} fault points");
     }
     for ((was_killed, through), times) in &ends {
         let what = if *was_killed { "killed" } else { "not reached" };

@@ -13,6 +13,6 @@ mod deaths;
 mod job;
 mod kills;
 mod networks;
-mod stops;
+mod silent_ranks;
 mod table;
 mod training;

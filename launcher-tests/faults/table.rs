@@ -1,4 +1,4 @@
-//! Times of one kind of case: checked against bounds, and written as a row of the table in
+//! Measurements of one kind of case: checked against bounds, and written as a row of the table in
 //! docs/measurements/faults.md.
 
 use std::fs::OpenOptions;
@@ -7,15 +7,15 @@ use std::time::Duration;
 
 /// Bounds for the times of one kind of case.
 #[derive(Debug, Clone, Copy)]
-pub struct Promise {
+pub struct TimeBounds {
     pub median: Duration,
     pub longest: Duration,
 }
 
-impl Promise {
+impl TimeBounds {
     /// The death of a process on this host is detected after 100 ms in the median
     /// (docs/measurements/faults.md). The remainder is an allowance for a busy machine.
-    pub const AT_ONCE: Self = Self { median: Duration::from_secs(1), longest: Duration::from_secs(5) };
+    pub const LOCAL_DEATH: Self = Self { median: Duration::from_secs(1), longest: Duration::from_secs(5) };
 
     pub fn within(bound: Duration) -> Self {
         Self { median: bound, longest: bound }
@@ -23,31 +23,31 @@ impl Promise {
 }
 
 /// The measured times of one kind of case.
-pub struct Times {
+pub struct Measurements {
     case: &'static str,
     named: &'static str,
-    promise: Promise,
+    bounds: TimeBounds,
     all: Vec<Duration>,
 }
 
-impl Times {
-    pub fn new(case: &'static str, named: &'static str, promise: Promise) -> Self {
-        Self { case, named, promise, all: Vec::new() }
+impl Measurements {
+    pub fn new(case: &'static str, named: &'static str, bounds: TimeBounds) -> Self {
+        Self { case, named, bounds, all: Vec::new() }
     }
 
     pub fn add(&mut self, time: Duration) {
-        let longest = self.promise.longest;
+        let longest = self.bounds.longest;
         assert!(time <= longest, "{}: {time:.3?}, promised are {longest:?}", self.case);
         self.all.push(time);
     }
 
     /// Checks the median and writes the row.
-    pub fn hand_in(mut self) {
+    pub fn finish(mut self) {
         self.all.sort_unstable();
         let Some(&longest) = self.all.last() else { return };
         let median = self.all[self.all.len() / 2];
-        let promised = self.promise.median;
-        assert!(median <= promised, "{}: median {median:.3?}, promised are {promised:?}", self.case);
+        let limit = self.bounds.median;
+        assert!(median <= limit, "{}: median {median:.3?}, promised are {limit:?}", self.case);
         let ms = |time: Duration| match time.as_secs_f64() * 1000.0 {
             ms if ms < 10.0 => format!("{ms:.1} ms"),
             ms if ms < 1000.0 => format!("{ms:.0} ms"),

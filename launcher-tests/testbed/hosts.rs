@@ -8,9 +8,9 @@ use std::process::{Command, Output};
 #[derive(Debug)]
 pub struct Hosts {
     state: tempfile::TempDir,
-    leash: PipeReader,
+    orphan_guard: PipeReader,
     /// The write end of the pipe; the hosts end when it closes.
-    held: Option<PipeWriter>,
+    orphan_guard_writer: Option<PipeWriter>,
 }
 
 impl Hosts {
@@ -19,13 +19,13 @@ impl Hosts {
     /// # Errors
     /// Returns the reason why this machine cannot have simulated hosts.
     pub fn up(count: usize) -> Result<Self, String> {
-        if let Some(why) = lacks(&["ip", "nsenter", "unshare", "pgrep"]) {
+        if let Some(why) = missing_requirement(&["ip", "nsenter", "unshare", "pgrep"]) {
             return Err(why);
         }
         let state = tempfile::Builder::new().prefix("convoke-hosts-").tempdir();
         let state = state.map_err(|error| error.to_string())?;
-        let (leash, held) = io::pipe().map_err(|error| error.to_string())?;
-        let hosts = Self { state, leash, held: Some(held) };
+        let (orphan_guard, orphan_guard_writer) = io::pipe().map_err(|error| error.to_string())?;
+        let hosts = Self { state, orphan_guard, orphan_guard_writer: Some(orphan_guard_writer) };
         let up = hosts.command(["up", &count.to_string()]).output();
         text(up).map(|_| hosts)
     }
@@ -35,8 +35,8 @@ impl Hosts {
     ///
     /// # Errors
     /// Returns an error if [`Self::up`] does, or if the machine has no tap devices.
-    pub fn up_with_wires(count: usize) -> Result<Self, String> {
-        Self::can_have_wires()?;
+    pub fn up_with_tap_links(count: usize) -> Result<Self, String> {
+        Self::check_tap_links()?;
         Self::up(count)
     }
 
@@ -44,7 +44,7 @@ impl Hosts {
     ///
     /// # Errors
     /// Says what is missing and how to get it.
-    pub fn can_have_wires() -> Result<(), String> {
+    pub fn check_tap_links() -> Result<(), String> {
         let tap = std::fs::File::options().read(true).write(true).open("/dev/net/tun");
         let remedy = "`modprobe tun` on the machine, and in a container `docker run --device /dev/net/tun`";
         tap.map(drop).map_err(|error| format!("no tap devices: /dev/net/tun: {error}; {remedy}"))
@@ -55,11 +55,11 @@ impl Hosts {
         let mut command = Command::new(Self::script());
         let arguments: Vec<_> = arguments.into_iter().collect();
         if arguments.first() != Some(&"exec")
-            && let Ok(leash) = self.leash.try_clone()
+            && let Ok(orphan_guard) = self.orphan_guard.try_clone()
         {
-            command.env("TESTBED_LEASH", "1").stdin(leash);
+            command.env("TESTBED_LEASH", "1").stdin(orphan_guard);
         }
-        command.args(arguments).env("TESTBED_DIR", self.state());
+        command.args(arguments).env("TESTBED_DIR", self.state_dir());
         command
     }
 
@@ -67,25 +67,25 @@ impl Hosts {
     ///
     /// # Errors
     /// Returns the error output of `hosts.sh`.
-    pub fn tell<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Result<String, String> {
+    pub fn run_script<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Result<String, String> {
         text(self.command(arguments).output())
     }
 
     /// Closes the pipe, as the kernel does when this process is killed; the hosts then end by themselves.
-    pub fn abandon(&mut self) {
-        self.held = None;
+    pub fn close_orphan_guard(&mut self) {
+        self.orphan_guard_writer = None;
     }
 
     /// The TESTBED_DIR of these hosts.
     #[must_use]
-    pub fn state(&self) -> &Path {
+    pub fn state_dir(&self) -> &Path {
         self.state.path()
     }
 
     /// The path of `hosts.sh`.
     #[must_use]
     pub fn script() -> PathBuf {
-        convoke_testkit::programs::root().join("launcher-tests/testbed/hosts.sh")
+        convoke_testkit::programs::repository_root().join("launcher-tests/testbed/hosts.sh")
     }
 }
 
@@ -103,7 +103,7 @@ fn text(output: io::Result<Output>) -> Result<String, String> {
 
 /// Returns the reason why tests that need root and these programs cannot run here; `None` if they can.
 #[must_use]
-pub fn lacks(tools: &[&str]) -> Option<String> {
+pub fn missing_requirement(tools: &[&str]) -> Option<String> {
     if !nix::unistd::geteuid().is_root() {
         return Some("not root".to_owned());
     }

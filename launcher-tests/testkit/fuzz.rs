@@ -7,21 +7,21 @@ use crate::{Random, memory};
 /// Number of messages that [`fuzz`] makes.
 const ROUNDS: usize = 20_000;
 /// Replacement bytes that keep a text valid as text.
-const OF_TEXTS: &[u8] = b"0123456789-.e\"{}[],:=/&";
+const TEXT_BYTES: &[u8] = b"0123456789-.e\"{}[],:=/&";
 
 /// Passes damaged copies of the `good` messages, and random bytes, to `decode`.
 ///
-/// `decode` may reject a message, but must not panic nor use more than `most_bytes`. A decoded value must
-/// survive `encode` and a second `decode`. Panics unless the test binary has [`memory::Counting`] as its
-/// allocator.
+/// `decode` may reject a message, but must not panic nor use more than `max_bytes`. A decoded value must
+/// survive `encode` and a second `decode`. Panics unless the test binary has [`memory::CountingAllocator`] as
+/// its allocator.
 pub fn fuzz<T: PartialEq + Debug>(
     test: &'static str,
     good: &[impl AsRef<[u8]>],
-    most_bytes: usize,
+    max_bytes: usize,
     decode: impl Fn(&[u8]) -> Option<T>,
     encode: impl Fn(&T) -> Vec<u8>,
 ) {
-    assert!(memory::is_counting(), "{test}: this test binary does not count memory");
+    assert!(memory::counts_memory(), "{test}: this test binary does not count memory");
     for good in good {
         let read = decode(good.as_ref());
         assert!(read.is_some(), "{test}: not even {:?} is read", String::from_utf8_lossy(good.as_ref()));
@@ -29,9 +29,9 @@ pub fn fuzz<T: PartialEq + Debug>(
     }
     let mut random = Random::new(test);
     for round in 0..ROUNDS {
-        let bytes = damaged(&mut random, good[round % good.len()].as_ref());
-        let (read, used) = memory::most_of(|| decode(&bytes));
-        assert!(used <= most_bytes, "{test}: {used} bytes for {bytes:?}");
+        let bytes = mutate(&mut random, good[round % good.len()].as_ref());
+        let (read, used) = memory::peak_bytes(|| decode(&bytes));
+        assert!(used <= max_bytes, "{test}: {used} bytes for {bytes:?}");
         if let Some(read) = read {
             assert_eq!(decode(&encode(&read)), Some(read), "{test}: {bytes:?}");
         }
@@ -39,15 +39,18 @@ pub fn fuzz<T: PartialEq + Debug>(
 }
 
 /// Returns `good` with some bytes changed, added or cut off; sometimes random bytes instead.
-fn damaged(random: &mut Random, good: &[u8]) -> Vec<u8> {
+fn mutate(random: &mut Random, good: &[u8]) -> Vec<u8> {
     let mut bytes = good.to_vec();
     if random.below(16) == 0 {
         bytes = (0..random.below(2 * good.len() + 8)).map(|_| random.next() as u8).collect();
     }
     for _ in 0..random.below(6) {
         let at = random.below(bytes.len() + 1);
-        let byte =
-            if random.below(2) == 0 { OF_TEXTS[random.below(OF_TEXTS.len())] } else { random.next() as u8 };
+        let byte = if random.below(2) == 0 {
+            TEXT_BYTES[random.below(TEXT_BYTES.len())]
+        } else {
+            random.next() as u8
+        };
         match random.below(4) {
             0 => bytes.truncate(at),
             1 => bytes.insert(at, byte),

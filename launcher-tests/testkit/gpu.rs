@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use rustix::fs::{FlockOperation, flock};
 
 use crate::assert_one_passed;
-use crate::programs::{root, target};
+use crate::programs::{repository_root, target_dir};
 
 /// Library, compiler, source, linker arguments.
 const LIBRARIES: [(&str, &str, &str, &[&str]); 4] = [
@@ -19,19 +19,19 @@ const LIBRARIES: [(&str, &str, &str, &[&str]); 4] = [
     ("libnvidia-ml.so.1", "cc", "nvml.c", &[]),
 ];
 /// Environment variable that is set in a process with simulated GPUs.
-const MARK: &str = "CONVOKE_TEST_SIMULATED";
+const SIMULATED_GPUS_MARK: &str = "CONVOKE_TEST_SIMULATED";
 
 /// Returns a folder with the libraries, for LD_LIBRARY_PATH. The first test of a test run compiles them.
 pub fn libraries() -> &'static PathBuf {
     static COMPILED: OnceLock<PathBuf> = OnceLock::new();
     COMPILED.get_or_init(|| {
-        let folder = target().join("tmp/simulated-gpu");
+        let folder = target_dir().join("tmp/simulated-gpu");
         fs::create_dir_all(&folder).unwrap();
         // One process compiles while the others wait; each process holds this lock during its check.
         let lock = fs::File::create(folder.join("lock")).unwrap();
         flock(&lock, FlockOperation::LockExclusive).unwrap();
-        for (library, compiler, source, linked) in LIBRARIES {
-            let source = root().join("launcher-tests/gpu").join(source);
+        for (library, compiler, source, linker_arguments) in LIBRARIES {
+            let source = repository_root().join("launcher-tests/gpu").join(source);
             let library = folder.join(library);
             if is_newer(&library, &source).unwrap_or(false) {
                 continue;
@@ -40,7 +40,11 @@ pub fn libraries() -> &'static PathBuf {
             // intact.
             let made = library.with_extension("new");
             let mut command = Command::new(compiler);
-            command.args(["-O1", "-shared", "-fPIC", "-pthread", "-o"]).arg(&made).arg(&source).args(linked);
+            command
+                .args(["-O1", "-shared", "-fPIC", "-pthread", "-o"])
+                .arg(&made)
+                .arg(&source)
+                .args(linker_arguments);
             assert!(command.status().unwrap().success(), "{} was not compiled", source.display());
             fs::rename(made, library).unwrap();
         }
@@ -54,8 +58,8 @@ fn is_newer(library: &PathBuf, source: &PathBuf) -> io::Result<bool> {
 
 /// Returns true if this process has simulated GPUs.
 #[must_use]
-pub fn is_inside() -> bool {
-    std::env::var_os(MARK).is_some()
+pub fn has_simulated_gpus() -> bool {
+    std::env::var_os(SIMULATED_GPUS_MARK).is_some()
 }
 
 /// Returns true in a process with simulated GPUs.
@@ -64,14 +68,14 @@ pub fn is_inside() -> bool {
 /// A new process is needed because the libraries must be present when a process starts. Panics if that test
 /// fails.
 #[must_use]
-pub fn is_simulated(test: &str, variables: &[(&str, &str)]) -> bool {
-    if is_inside() {
+pub fn run_with_simulated_gpus(test: &str, variables: &[(&str, &str)]) -> bool {
+    if has_simulated_gpus() {
         return true;
     }
     let mut child = Command::new(std::env::current_exe().unwrap());
-    child.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(MARK, "1");
+    child.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(SIMULATED_GPUS_MARK, "1");
     child.env("LD_LIBRARY_PATH", libraries()).env("SIMULATED_GPUS", "4").envs(variables.iter().copied());
-    child.env("SIMULATED_NCCL_DIR", target().join("tmp")).env_remove("CUDA_VISIBLE_DEVICES");
+    child.env("SIMULATED_NCCL_DIR", target_dir().join("tmp")).env_remove("CUDA_VISIBLE_DEVICES");
     assert_one_passed(&child.output().unwrap());
     false
 }

@@ -9,30 +9,30 @@
     missing_debug_implementations
 )]
 
-mod asleep;
+mod barrier;
 mod fuzz;
-mod gate;
 pub mod gpu;
 pub mod memory;
 mod ports;
 pub mod process;
 pub mod programs;
 mod random;
-mod scene;
 mod skip;
+mod subprocess;
+mod thread;
 mod wait;
 
-pub use asleep::Thread;
+pub use barrier::TimedBarrier;
 pub use fuzz::fuzz;
-pub use gate::Gate;
 pub use ports::{free_port, free_ports};
 pub use random::Random;
-pub use scene::{assert_one_passed, scene, scene_variable};
 pub use skip::skip;
-pub use wait::{PATIENCE, try_until, try_until_within, wait_until};
+pub use subprocess::{assert_one_passed, subprocess_test, subprocess_variable};
+pub use thread::Thread;
+pub use wait::{TEST_TIMEOUT, try_wait_until, try_wait_until_within, wait_until};
 
 /// Returns true if tests run in their long form: `scripts/check --full` sets CONVOKE_FULL.
 #[must_use]
-pub fn is_full() -> bool {
+pub fn is_full_test_run() -> bool {
     std::env::var_os("CONVOKE_FULL").is_some_and(|value| value == "1")
 }

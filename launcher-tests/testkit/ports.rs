@@ -7,8 +7,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// First port: below the kernel's ephemeral ports, above the ports of `scripts/quickstart`.
-const FIRST: u32 = 12_000;
-const COUNT: u32 = 8_000;
+const FIRST_PORT: u32 = 12_000;
+const PORT_COUNT: u32 = 8_000;
 
 /// One Unix socket for each port that this process has reserved. It tells other tests on this machine that
 /// the port is taken.
@@ -27,16 +27,16 @@ pub fn free_port() -> u16 {
 #[must_use]
 pub fn free_ports(count: u16) -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
-    for _ in 0..COUNT {
+    for _ in 0..PORT_COUNT {
         let number = std::process::id().wrapping_mul(97).wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed));
-        let first = (FIRST + number % COUNT) as u16;
+        let first = (FIRST_PORT + number % PORT_COUNT) as u16;
         let reserved: Option<Vec<_>> = (first..first + count).map(reserve).collect();
         if let Some(reserved) = reserved {
             RESERVED.lock().unwrap().extend(reserved);
             return first;
         }
     }
-    panic!("no {count} free ports from {FIRST} to {}", FIRST + COUNT - 1)
+    panic!("no {count} free ports from {FIRST_PORT} to {}", FIRST_PORT + PORT_COUNT - 1)
 }
 
 fn reserve(port: u16) -> Option<UnixListener> {

@@ -4,9 +4,10 @@ use std::ffi::OsStr;
 use std::process::{Child, Command, Output, Stdio};
 
 /// Prefixes of the variables that describe a job to a program, or a test run to a test.
-const OF_A_JOB: [&str; 7] = ["PET_", "TORCHELASTIC_", "CONVOKE_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_"];
+const JOB_VARIABLE_PREFIXES: [&str; 7] =
+    ["PET_", "TORCHELASTIC_", "CONVOKE_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_"];
 /// The variable by which `scripts/check` finds its processes.
-const MARK: &str = "CONVOKE_CHECK_RUN";
+const CHECK_RUN_VARIABLE: &str = "CONVOKE_CHECK_RUN";
 
 /// A process that is killed when this value is dropped, so that no process outlives a failing test.
 pub struct Process(Option<Child>);
@@ -42,16 +43,16 @@ impl Drop for Process {
 /// to pipes.
 pub fn program(program: impl AsRef<OsStr>) -> Command {
     let mut command = Command::new(program);
-    without_job_variables(&mut command);
+    remove_job_variables(&mut command);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }
 
 /// Removes job variables from `command`, except the mark by which `scripts/check` finds its processes.
-pub fn without_job_variables(command: &mut Command) -> &mut Command {
+pub fn remove_job_variables(command: &mut Command) -> &mut Command {
     for (name, _) in std::env::vars_os() {
         let text = name.to_string_lossy();
-        if text != MARK && OF_A_JOB.iter().any(|begin| text.starts_with(begin)) {
+        if text != CHECK_RUN_VARIABLE && JOB_VARIABLE_PREFIXES.iter().any(|begin| text.starts_with(begin)) {
             command.env_remove(&name);
         }
     }
@@ -59,7 +60,7 @@ pub fn without_job_variables(command: &mut Command) -> &mut Command {
 }
 
 /// Makes `command` a rank of a job whose store outlives every rank, like the store of a launcher.
-pub fn as_rank(command: &mut Command, rank: usize, world: usize, port: u16) {
+pub fn set_rank_variables(command: &mut Command, rank: usize, world: usize, port: u16) {
     command
         .env("RANK", rank.to_string())
         .env("WORLD_SIZE", world.to_string())

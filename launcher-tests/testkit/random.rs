@@ -14,7 +14,7 @@ impl Random {
     #[must_use]
     pub fn new(test: &'static str) -> Self {
         let given = std::env::var("CONVOKE_SEED").ok();
-        let seed = given.map_or_else(chosen_by_the_system, |text| {
+        let seed = given.map_or_else(system_seed, |text| {
             text.parse().unwrap_or_else(|_| panic!("CONVOKE_SEED={text}: not a number below 2^64"))
         });
         Self { state: seed, seed, test }
@@ -43,7 +43,7 @@ impl Random {
     }
 }
 
-fn chosen_by_the_system() -> u64 {
+fn system_seed() -> u64 {
     let mut bytes = [0; 8];
     getrandom::fill(&mut bytes).unwrap();
     u64::from_ne_bytes(bytes)

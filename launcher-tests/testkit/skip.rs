@@ -22,10 +22,10 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::{assert_one_passed, scene};
+    use crate::{assert_one_passed, subprocess_test};
 
     #[test]
-    #[ignore = "a scene of skips_are_collected_in_a_file"]
+    #[ignore = "a subprocess test of skips_are_collected_in_a_file"]
     fn scene_that_skips_twice() {
         skip("no hosts");
         skip(format_args!("no {}", "mounts"));
@@ -34,8 +34,10 @@ mod tests {
     #[test]
     fn skips_are_collected_in_a_file() {
         let file = std::env::temp_dir().join(format!("convoke-skips-{}", std::process::id()));
-        let output =
-            scene("skip::tests::scene_that_skips_twice").env("CONVOKE_SKIPS", &file).output().unwrap();
+        let output = subprocess_test("skip::tests::scene_that_skips_twice")
+            .env("CONVOKE_SKIPS", &file)
+            .output()
+            .unwrap();
         assert_one_passed(&output);
         let collected = fs::read_to_string(&file).unwrap();
         fs::remove_file(&file).unwrap();

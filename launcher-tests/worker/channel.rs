@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use convoke_env::{AgentChannel, ToWorker, WorkerEnv};
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
     let [path, count] = arguments else {
@@ -20,7 +20,7 @@ pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
     let mut channel = AgentChannel::inherited()?.ok_or("no agent channel")?;
     let mut file = std::fs::File::create(format!("{path}.{}", worker.rank))?;
     for _ in 0..count.parse::<usize>()? {
-        let line = match channel.receive(PATIENCE)? {
+        let line = match channel.receive(TEST_TIMEOUT)? {
             ToWorker::Hello { generation, token } => {
                 let same = Some(generation) == worker.generation;
                 format!(
@@ -42,7 +42,7 @@ pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
 
 /// Waits until all other workers have recorded their hello message. They must run before one worker dies.
 fn wait_for_hellos(path: &str, me: &WorkerEnv) -> Result<(), Box<dyn Error>> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     for rank in (0..me.world_size).filter(|&rank| rank != me.rank) {
         while !std::fs::read_to_string(format!("{path}.{rank}")).is_ok_and(|text| text.ends_with('\n')) {
             if Instant::now() > deadline {

@@ -16,7 +16,7 @@ use super::Outcome;
 /// minimum, and several chunks.
 const COUNTS: [usize; 4] = [5, 16_383, 16_384, 400_003];
 /// Number of elements of the `all_reduce` whose traffic is counted.
-const COUNTED: usize = 1 << 20;
+const TRAFFIC_COUNT: usize = 1 << 20;
 
 pub(super) fn run() -> Outcome {
     let world = convoke_comm::init()?;
@@ -29,7 +29,7 @@ pub(super) fn run() -> Outcome {
             check(&part)?;
         }
     }
-    count(&world)
+    measure_traffic(&world)
 }
 
 fn check(group: &Group) -> Outcome {
@@ -107,11 +107,11 @@ fn expect(right: bool, what: &str, group: &Group, count: usize) -> Outcome {
     Err(format!("{what} of {count} elements is wrong on rank {rank} of {size} in {name}").into())
 }
 
-fn count(world: &Group) -> Outcome {
+fn measure_traffic(world: &Group) -> Outcome {
     let sent = || -> Result<u64, Box<dyn Error>> {
         Ok(std::fs::read_to_string("/sys/class/net/eth0/statistics/tx_bytes")?.trim().parse()?)
     };
-    let mut buf = vec![1.0_f32; COUNTED];
+    let mut buf = vec![1.0_f32; TRAFFIC_COUNT];
     world.barrier()?;
     let before = sent()?;
     world.barrier()?;

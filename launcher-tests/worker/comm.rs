@@ -7,9 +7,9 @@ use std::time::{Duration, Instant};
 
 use convoke_comm::{CommError, ReduceOp, Reduction, Session, World};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 /// The rank that deviates from the others.
-const ODD_ONE: usize = 2;
+const OUTLIER: usize = 2;
 
 pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
     let (scenario, directory) = match *arguments {
@@ -17,21 +17,21 @@ pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
         [scenario, directory] => (scenario, Path::new(directory)),
         _ => return Err("usage: test-worker comm SCENARIO [DIRECTORY]".into()),
     };
-    let timeout = if scenario == "timeout" { Duration::from_millis(500) } else { PATIENCE };
-    if scenario == "absent" && std::env::var("RANK")? == ODD_ONE.to_string() {
+    let timeout = if scenario == "timeout" { Duration::from_millis(500) } else { TEST_TIMEOUT };
+    if scenario == "absent" && std::env::var("RANK")? == OUTLIER.to_string() {
         wait_for_go(directory)?;
     }
     if scenario == "again" {
-        return again();
+        return rejoin_repeatedly();
     }
     let world = Session::join()?.with_options(|options| options.timeout(timeout)).world()?;
     world.barrier()?;
-    let odd = world.rank() == ODD_ONE;
+    let is_outlier = world.rank() == OUTLIER;
     match scenario {
         "good" | "absent" => {}
-        // The odd rank does not join the collective of the others, at least for a while.
+        // The outlier does not join the collective of the others, at least for a while.
         "late" | "timeout" => {
-            if odd {
+            if is_outlier {
                 wait_for_go(directory)?;
             }
             sum(&world, 1 << 20)?;
@@ -47,8 +47,8 @@ pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
             });
             world.all_reduce(&mut vec![1.0_f32; if scenario == "function" { 8 } else { 1 << 20 }], waits)?;
         }
-        "mismatch" => sum(&world, if odd { 7 } else { 8 })?,
-        // Rank 0 waits for a message from the odd rank in their common group. The odd rank waits for rank 0
+        "mismatch" => sum(&world, if is_outlier { 7 } else { 8 })?,
+        // Rank 0 waits for a message from the outlier in their common group. The outlier waits for rank 0
         // in the world.
         "groups" => {
             let even = world.rank().is_multiple_of(2);
@@ -59,7 +59,7 @@ pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
             world.barrier()?;
         }
         "crash" => {
-            if odd {
+            if is_outlier {
                 wait_for_go(directory)?;
                 std::process::abort();
             }
@@ -72,7 +72,7 @@ pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
 }
 
 /// Joins, runs a collective and leaves, 100 times.
-fn again() -> Result<(), Box<dyn Error>> {
+fn rejoin_repeatedly() -> Result<(), Box<dyn Error>> {
     for round in 0..100 {
         let world = convoke_comm::init().map_err(|error| format!("round {round}: {error}"))?;
         sum(&world, 100)?;
@@ -85,7 +85,7 @@ fn sum(world: &World, count: usize) -> Result<(), CommError> {
 }
 
 fn wait_for_go(directory: &Path) -> Result<(), Box<dyn Error>> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     while !directory.join("go").exists() {
         if Instant::now() > deadline {
             return Err("waited in vain".into());

@@ -1,4 +1,4 @@
-//! `test-worker-faults fault ORDERS`: a rank of the fault matrix. It makes its calls, injects the ordered
+//! `test-worker-faults fault CONFIG`: a rank of the fault matrix. It makes its calls, injects the configured
 //! fault, and reports its result.
 //!
 //! `test-worker-faults fault store FOLDER` serves the store of a job until its stdin closes.
@@ -12,8 +12,8 @@ use std::process::ExitCode;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::fault::{Act, Failed, Orders, Report, Work, note, now};
-use convoke_comm::{CommError, Loss, Moment, ReduceOp, Session, World};
+use crate::fault_spec::{FaultKind, FaultTestConfig, Operation, Report, ReportedError, now, write_json};
+use convoke_comm::{CommError, FaultPoint, LossReason, ReduceOp, Session, World};
 use convoke_store::StoreServer;
 use nix::libc;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
@@ -22,49 +22,53 @@ use nix::unistd::{ForkResult, fork};
 
 const MIB: usize = 1 << 20;
 
-static ORDERS: OnceLock<(usize, Orders)> = OnceLock::new();
+static CONFIG: OnceLock<(usize, FaultTestConfig)> = OnceLock::new();
 
 pub(super) fn run(arguments: &[&str]) -> Result<ExitCode, Box<dyn Error>> {
     match *arguments {
         ["store", folder] => serve(Path::new(folder)).map(|()| ExitCode::SUCCESS),
-        [orders] => work(serde_json::from_str(orders)?),
-        _ => Err("usage: test-worker-faults fault ORDERS | fault store FOLDER".into()),
+        [config] => run_rank(serde_json::from_str(config)?),
+        _ => Err("usage: test-worker-faults fault CONFIG | fault store FOLDER".into()),
     }
 }
 
 fn serve(folder: &Path) -> Result<(), Box<dyn Error>> {
     let server = StoreServer::bind(&[SocketAddr::from(([0, 0, 0, 0], 0))])?;
-    note(folder, "port", 0, &server.port())?;
+    write_json(folder, "port", 0, &server.port())?;
     std::io::stdin().read_to_end(&mut Vec::new())?;
     Ok(())
 }
 
 #[allow(unsafe_code)]
-fn work(orders: Orders) -> Result<ExitCode, Box<dyn Error>> {
+fn run_rank(config: FaultTestConfig) -> Result<ExitCode, Box<dyn Error>> {
     // A launcher sends SIGTERM to the others when one rank dies. They ignore it, because the test checks how
     // the runtime itself detects the death.
     // SAFETY: no handler is installed.
     unsafe { signal(Signal::SIGTERM, SigHandler::SigIgn) }?;
     let rank = std::env::var("RANK")?.parse()?;
-    let (rank, orders) = ORDERS.get_or_init(|| (rank, orders));
-    convoke_comm::on_moment(|Moment { point, seq, bytes }| moment(point, seq, bytes));
+    let (rank, config) = CONFIG.get_or_init(|| (rank, config));
+    convoke_comm::on_fault_point(|FaultPoint { point, seq, bytes }| inject_fault(point, seq, bytes));
     let mut world = None;
-    let (calls, outcome) = calls(*rank, orders, &mut world);
-    let returned = now();
+    let (calls, outcome) = run_calls(*rank, config, &mut world);
+    let returned_at = now();
     drop(world);
-    let failed = outcome.err().map(|error| failed(&error));
-    let code = ExitCode::from(u8::from(failed.is_some()));
-    let report = Report { rank: *rank, calls, returned, left: now(), failed };
-    note(&orders.folder, "report", *rank, &report)?;
+    let error = outcome.err().map(|error| reported_error(&error));
+    let code = ExitCode::from(u8::from(error.is_some()));
+    let report = Report { rank: *rank, calls, returned_at, left_at: now(), error };
+    write_json(&config.folder, "report", *rank, &report)?;
     Ok(code)
 }
 
 /// Returns the number of calls that succeeded, and the error that ended them.
-fn calls(rank: usize, orders: &Orders, world: &mut Option<World>) -> (u64, Result<(), CommError>) {
+fn run_calls(
+    rank: usize,
+    config: &FaultTestConfig,
+    world: &mut Option<World>,
+) -> (u64, Result<(), CommError>) {
     let joined = Session::join().and_then(|session| {
         let times = |options: convoke_comm::GroupOptions| {
-            let options = options.timeout(orders.timeout).init_timeout(orders.init_timeout);
-            options.peer_timeout(orders.peer_timeout)
+            let options = options.timeout(config.timeout).init_timeout(config.init_timeout);
+            options.peer_timeout(config.peer_timeout)
         };
         session.with_options(times).world()
     });
@@ -72,50 +76,50 @@ fn calls(rank: usize, orders: &Orders, world: &mut Option<World>) -> (u64, Resul
         Ok(joined) => world.insert(joined),
         Err(error) => return (0, Err(error)),
     };
-    let mut memory = Memory::default();
-    let calls = orders.early.filter(|&(who, _)| who == rank).map_or(orders.calls, |(_, calls)| calls);
+    let mut buffers = Buffers::default();
+    let calls = config.early_leave.filter(|&(who, _)| who == rank).map_or(config.calls, |(_, calls)| calls);
     for seq in 0..calls {
-        // The rank announces that it is in its calls. With `Idle` it never leaves the first call, so the
+        // The rank announces that it is in its calls. With `UnmatchedRecv` it never leaves the first call, so the
         // mark comes before that call.
-        if seq == if orders.work == Work::Idle { 0 } else { 2 } {
-            let _ = note(&orders.folder, "up", rank, &());
+        if seq == if config.operation == Operation::UnmatchedRecv { 0 } else { 2 } {
+            let _ = write_json(&config.folder, "up", rank, &());
         }
-        moment("computing", seq, 0);
-        if let Err(error) = memory.call(world, orders.work, seq) {
+        inject_fault("computing", seq, 0);
+        if let Err(error) = buffers.call(world, config.operation, seq) {
             return (seq, Err(error));
         }
-        std::thread::sleep(orders.pause);
+        std::thread::sleep(config.pause);
     }
     (calls, Ok(()))
 }
 
 #[derive(Default)]
-struct Memory {
+struct Buffers {
     numbers: Vec<f32>,
     bytes: Vec<u8>,
     more_bytes: Vec<u8>,
 }
 
-impl Memory {
-    fn call(&mut self, world: &World, work: Work, seq: u64) -> Result<(), CommError> {
+impl Buffers {
+    fn call(&mut self, world: &World, operation: Operation, seq: u64) -> Result<(), CommError> {
         let (rank, size) = (world.rank(), world.size());
         let (next, previous) = ((rank + 1) % size, (rank + size - 1) % size);
-        match work {
-            Work::Small => self.sum(world, 1),
-            Work::Direct => self.sum(world, 16 << 10),
+        match operation {
+            Operation::SmallAllReduce => self.sum(world, 1),
+            Operation::DirectAllReduce => self.sum(world, 16 << 10),
             // 8 MiB, because direct exchange handles smaller sums.
-            Work::Ring => self.sum(world, 2 * MIB),
-            Work::Broadcast => {
+            Operation::RingAllReduce => self.sum(world, 2 * MIB),
+            Operation::Broadcast => {
                 self.bytes.resize(4 * MIB, 0);
                 world.broadcast(&mut self.bytes, seq as usize % size)
             }
-            Work::Barrier => world.barrier(),
-            Work::AllToAll => {
+            Operation::Barrier => world.barrier(),
+            Operation::AllToAll => {
                 self.bytes.resize(MIB / 4 * size, 0);
                 self.more_bytes.resize(MIB / 4 * size, 0);
                 world.all_to_all(&self.bytes, &mut self.more_bytes)
             }
-            Work::Messages => {
+            Operation::MessageRing => {
                 self.bytes.resize(MIB, 0);
                 if rank == 0 {
                     world.send(&self.bytes, next, 0)?;
@@ -123,7 +127,7 @@ impl Memory {
                 world.recv(&mut self.bytes, previous, 0)?;
                 if rank == 0 { Ok(()) } else { world.send(&self.bytes, next, 0) }
             }
-            Work::Idle => world.recv(&mut [0_u8], next, 0),
+            Operation::UnmatchedRecv => world.recv(&mut [0_u8], next, 0),
         }
     }
 
@@ -137,7 +141,7 @@ impl Memory {
     }
 }
 
-fn failed(error: &CommError) -> Failed {
+fn reported_error(error: &CommError) -> ReportedError {
     let (kind, named) = match error {
         CommError::PeerLost { rank, .. } => ("PeerLost", vec![*rank]),
         CommError::Timeout { missing, .. } => ("Timeout", missing.clone()),
@@ -151,67 +155,67 @@ fn failed(error: &CommError) -> Failed {
     };
     let how = match error {
         CommError::PeerLost { how, .. } => Some(match how {
-            Loss::Signal { signal } => format!("Signal {signal}"),
-            Loss::Exit { code } => format!("Exit {code}"),
-            Loss::Unreachable { .. } => "Unreachable".to_owned(),
+            LossReason::Signal { signal } => format!("Signal {signal}"),
+            LossReason::Exit { code } => format!("Exit {code}"),
+            LossReason::Unreachable { .. } => "Unreachable".to_owned(),
             other => format!("{other:?}"),
         }),
         _ => None,
     };
-    let place = error.place();
-    Failed {
+    let context = error.context();
+    ReportedError {
         kind: kind.to_owned(),
-        how,
-        blamed: error.blame(),
-        named,
-        by: place.map(|place| place.reported_by),
-        confirmed: place.is_some_and(|place| place.confirmed),
+        loss_reason: how,
+        suspect: error.suspect_rank(),
+        named_ranks: named,
+        detected_by: context.map(|context| context.reported_by),
+        confirmed: context.is_some_and(|context| context.confirmed),
         text: error.to_string(),
     }
 }
 
-/// Injects the ordered fault at its fault point. Records the time at which the rank begins to leave.
-fn moment(point: &str, seq: u64, bytes: usize) {
+/// Injects the configured fault at its fault point. Records the time at which the rank begins to leave.
+fn inject_fault(point: &str, seq: u64, bytes: usize) {
     static DONE: AtomicBool = AtomicBool::new(false);
-    let Some((rank, Orders { faults, folder, .. })) = ORDERS.get() else { return };
+    let Some((rank, FaultTestConfig { faults, folder, .. })) = CONFIG.get() else { return };
     if point == "leaving" {
-        let _ = note(folder, "leaving", *rank, &now());
+        let _ = write_json(folder, "leaving", *rank, &now());
     }
     let Some(fault) = faults.iter().find(|fault| fault.rank == *rank) else { return };
     let here = fault.point == point && seq >= fault.seq && bytes >= fault.bytes;
     if !here || DONE.swap(true, Ordering::Relaxed) {
         return;
     }
-    let _ = note(folder, "fault", *rank, &now());
-    act(fault.act);
+    let _ = write_json(folder, "fault", *rank, &now());
+    inject(fault.kind);
 }
 
 #[allow(unsafe_code, clippy::exit)]
-fn act(act: Act) {
-    match act {
-        Act::Kill => drop(raise(Signal::SIGKILL)),
-        Act::Exit => std::process::exit(3),
-        Act::Close => {
+fn inject(kind: FaultKind) {
+    match kind {
+        FaultKind::Kill => drop(raise(Signal::SIGKILL)),
+        FaultKind::Exit => std::process::exit(3),
+        FaultKind::CloseSockets => {
             close_sockets();
-            forever();
+            park_forever();
         }
-        Act::HoldAndDie => {
+        FaultKind::DieHoldingSockets => {
             for socket in sockets() {
                 // SAFETY: the descriptor is open, and its copy stays open on purpose.
                 unsafe { libc::fcntl(socket, libc::F_DUPFD_CLOEXEC, 0) };
             }
-            outlived();
+            die_leaving_child();
         }
-        Act::ForkAndDie => outlived(),
-        Act::Stop => drop(raise(Signal::SIGSTOP)),
-        Act::Sleep(time) => std::thread::sleep(time),
-        Act::NoDescriptors => no_descriptors(),
+        FaultKind::DieLeavingChild => die_leaving_child(),
+        FaultKind::Stop => drop(raise(Signal::SIGSTOP)),
+        FaultKind::Sleep(time) => std::thread::sleep(time),
+        FaultKind::ExhaustDescriptors => exhaust_descriptors(),
     }
 }
 
 /// Kills this process and leaves a child behind.
 #[allow(unsafe_code)]
-fn outlived() {
+fn die_leaving_child() {
     let piped = target(0).is_some_and(|target| target.starts_with("pipe:"));
     // SAFETY: the child makes only system calls until it ends with _exit.
     match unsafe { fork() } {
@@ -257,7 +261,7 @@ fn close_sockets() {
     }
 }
 
-fn no_descriptors() {
+fn exhaust_descriptors() {
     let highest = descriptors().into_iter().max().unwrap_or(0);
     // The loop fills gaps in the descriptor table, so that the limit below leaves no free number.
     while let Ok(file) = std::fs::File::open("/dev/null") {
@@ -271,7 +275,7 @@ fn no_descriptors() {
     }
 }
 
-fn forever() -> ! {
+fn park_forever() -> ! {
     loop {
         std::thread::park();
     }

@@ -3,18 +3,18 @@
 mod channel;
 mod collectives;
 mod comm;
-mod ending;
+mod exit;
 mod failing;
 #[cfg(feature = "faults")]
 mod fault;
 mod group;
-mod intruder;
 #[cfg(feature = "faults")]
 mod killed;
 mod plain;
 mod timers;
 #[cfg(feature = "faults")]
 mod training;
+mod unauthenticated;
 
 use std::error::Error;
 use std::process::ExitCode;
@@ -35,12 +35,12 @@ pub fn main() -> Result<ExitCode, Box<dyn Error>> {
         "channel" => channel::run(&arguments),
         "collectives" => collectives::run(),
         "comm" => comm::run(&arguments),
-        "ending" => ending::run(&arguments),
+        "exit" => exit::run(&arguments),
         "failing" => failing::run(&arguments),
         #[cfg(feature = "faults")]
         "fault" => return fault::run(&arguments),
         "group" => group::run(),
-        "intruder" => intruder::run(&arguments),
+        "unauthenticated" => unauthenticated::run(&arguments),
         #[cfg(feature = "faults")]
         "killed" => killed::run(&arguments),
         "plain" => plain::run(&arguments),

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use crate::numbered_line;
 use convoke_env::WorkerEnv;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 /// Size of a piece; it is no multiple of any line's length.
 const PIECE_BYTES: usize = 10_007;
 
@@ -53,9 +53,9 @@ fn connect(directory: &Path) -> Result<(), Box<dyn Error>> {
     wait_for(|| directory.join("go").exists())
 }
 
-fn wait_for(there: impl Fn() -> bool) -> Result<(), Box<dyn Error>> {
-    let deadline = Instant::now() + PATIENCE;
-    while !there() {
+fn wait_for(condition: impl Fn() -> bool) -> Result<(), Box<dyn Error>> {
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    while !condition() {
         if Instant::now() > deadline {
             return Err("waited in vain".into());
         }

@@ -45,6 +45,6 @@ impl Group {
     /// Returns the transport of this group.
     #[must_use]
     pub fn backend(&self) -> Backend {
-        if self.is_in_memory() { Backend::SharedMemory } else { Backend::Tcp }
+        if self.uses_shared_memory() { Backend::SharedMemory } else { Backend::Tcp }
     }
 }

@@ -189,7 +189,7 @@ impl Call {
     }
 
     /// Marks the call of a message as that of its sender, for a report of what the rank waits in.
-    pub(crate) fn of_sender(self) -> Self {
+    pub(crate) fn as_send(self) -> Self {
         self.with_lens(1)
     }
 
@@ -201,7 +201,9 @@ impl Call {
     /// products.
     pub(crate) fn rounding(&self) -> Rounding {
         match self.op {
-            Some(op) if op.rounds(self.dtype) => Rounding::Once { wide_shares: op == ReduceOp::PremulSum },
+            Some(op) if op.accumulates_in_f32(self.dtype) => {
+                Rounding::Once { wide_inputs: op == ReduceOp::PremulSum }
+            }
             Some(_) | None => Rounding::Stepwise,
         }
     }
@@ -270,15 +272,15 @@ impl fmt::Display for Call {
 /// Source, size and element type of a message, like `MPI_Status`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Envelope {
-    pub(crate) from: usize,
+    pub(crate) source: usize,
     pub(crate) call: Call,
 }
 
 impl Envelope {
     /// Returns the rank that sent the message.
     #[must_use]
-    pub const fn from(&self) -> usize {
-        self.from
+    pub const fn source(&self) -> usize {
+        self.source
     }
 
     /// Returns the number of elements of the message.

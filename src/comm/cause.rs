@@ -6,11 +6,11 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::call::Call;
-use crate::error::{CommError, Loss, Place};
+use crate::error::{CallContext, CommError, LossReason};
 use crate::frame::CONTROL_PAYLOAD_BYTES;
 
 /// Limit on the ranks that a report names.
-pub(crate) const NAMED_RANKS: usize = 64;
+pub(crate) const MAX_REPORTED_RANKS: usize = 64;
 /// Limit on the characters of a text from the program or the operating system.
 const TEXT_CHARS: usize = 256;
 
@@ -23,7 +23,7 @@ pub(crate) fn is_consequence() -> bool {
 }
 
 /// Clears the mark, since a new group has formed after the failure.
-pub(crate) fn forget() {
+pub(crate) fn clear_consequence() {
     IS_CONSEQUENCE.store(false, Ordering::SeqCst);
 }
 
@@ -31,7 +31,7 @@ pub(crate) fn forget() {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "type")]
 pub(crate) enum Cause {
-    PeerLost { rank: usize, how: Loss },
+    PeerLost { rank: usize, how: LossReason },
     Timeout { missing: Vec<usize>, after_ms: u64 },
     Mismatch { rank: usize, theirs: Call, theirs_seq: u64, ours: Call, ours_seq: u64 },
     Aborted { reason: String },
@@ -50,14 +50,14 @@ pub(crate) struct Report {
 impl Report {
     pub(crate) fn new(by: usize, mut cause: Cause) -> Self {
         match &mut cause {
-            Cause::Timeout { missing, .. } => missing.truncate(NAMED_RANKS),
+            Cause::Timeout { missing, .. } => missing.truncate(MAX_REPORTED_RANKS),
             Cause::Aborted { reason: text }
             | Cause::Exhausted { what: text }
             | Cause::Protocol { what: text, .. }
-            | Cause::PeerLost { how: Loss::Unreachable { what: text }, .. } => cut(text),
+            | Cause::PeerLost { how: LossReason::Unreachable { what: text }, .. } => truncate(text),
             Cause::Unauthorized { from, what } => {
-                cut(from);
-                cut(what);
+                truncate(from);
+                truncate(what);
             }
             Cause::PeerLost { .. } | Cause::Mismatch { .. } => {}
         }
@@ -65,7 +65,7 @@ impl Report {
     }
 
     /// Records that a group in which this process is rank `me` ended for this cause.
-    pub(crate) fn note(&self, me: usize) {
+    pub(crate) fn record(&self, me: usize) {
         let by_another = match self.cause {
             Cause::PeerLost { rank, .. } => rank != me,
             Cause::Aborted { .. } | Cause::Exhausted { .. } => self.by != me,
@@ -91,26 +91,28 @@ impl Report {
         Ok(Self::new(report.by, report.cause))
     }
 
-    /// Returns the error for a call at `place`; `address` maps a rank to its address.
-    pub(crate) fn error(&self, place: Place, address: impl Fn(usize) -> String) -> CommError {
-        let place = Box::new(place);
+    /// Returns the error for a call at `context`; `address` maps a rank to its address.
+    pub(crate) fn error(&self, context: CallContext, address: impl Fn(usize) -> String) -> CommError {
+        let context = Box::new(context);
         match self.cause.clone() {
-            Cause::PeerLost { rank, how } => CommError::PeerLost { rank, address: address(rank), how, place },
+            Cause::PeerLost { rank, how } => {
+                CommError::PeerLost { rank, address: address(rank), how, context }
+            }
             Cause::Timeout { missing, after_ms } => {
-                CommError::Timeout { missing, after: Duration::from_millis(after_ms), place }
+                CommError::Timeout { missing, after: Duration::from_millis(after_ms), context }
             }
             Cause::Mismatch { rank, theirs, theirs_seq, ours, ours_seq } => {
-                CommError::Mismatch { rank, theirs, theirs_seq, by: self.by, ours, ours_seq, place }
+                CommError::Mismatch { rank, theirs, theirs_seq, by: self.by, ours, ours_seq, context }
             }
-            Cause::Aborted { reason } => CommError::Aborted { by: self.by, reason, place },
-            Cause::Exhausted { what } => CommError::Exhausted { rank: self.by, what, place },
-            Cause::Protocol { peer, what } => CommError::Protocol { peer, what, place },
+            Cause::Aborted { reason } => CommError::Aborted { by: self.by, reason, context },
+            Cause::Exhausted { what } => CommError::Exhausted { rank: self.by, what, context },
+            Cause::Protocol { peer, what } => CommError::Protocol { peer, what, context },
             Cause::Unauthorized { from, what } => CommError::Unauthorized { from, what },
         }
     }
 }
 
-fn cut(text: &mut String) {
+fn truncate(text: &mut String) {
     if let Some((index, _)) = text.char_indices().nth(TEXT_CHARS) {
         text.truncate(index);
     }
@@ -125,8 +127,8 @@ mod tests {
     fn causes() -> Vec<Cause> {
         let call = Call::new(CallKind::Barrier, Dtype::U8, None, 0, 0);
         vec![
-            Cause::PeerLost { rank: 3, how: Loss::Signal { signal: 9 } },
-            Cause::PeerLost { rank: 3, how: Loss::Unreachable { what: "\u{1}".repeat(5000) } },
+            Cause::PeerLost { rank: 3, how: LossReason::Signal { signal: 9 } },
+            Cause::PeerLost { rank: 3, how: LossReason::Unreachable { what: "\u{1}".repeat(5000) } },
             Cause::Timeout { missing: (0..1000).map(|rank| rank + usize::MAX / 2).collect(), after_ms: 5 },
             Cause::Mismatch { rank: 1, theirs: call, theirs_seq: 7, ours: call, ours_seq: 8 },
             Cause::Aborted { reason: "\u{1F980}".repeat(5000) },

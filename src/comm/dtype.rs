@@ -189,7 +189,7 @@ impl ReduceOp {
 
     /// Returns true if exact results need more digits than `dtype` has. They are then kept as `f32`, and
     /// rounded once at the end.
-    pub(crate) const fn rounds(self, dtype: Dtype) -> bool {
+    pub(crate) const fn accumulates_in_f32(self, dtype: Dtype) -> bool {
         dtype.is_half() && matches!(self, Self::Sum | Self::Product | Self::Avg | Self::PremulSum)
     }
 
@@ -247,7 +247,7 @@ pub(crate) mod sealed {
         fn bytes(self) -> [u8; 16];
 
         /// Returns the number with these bytes, as [`Self::bytes`] made them.
-        fn of_bytes(bytes: [u8; 16]) -> Option<Self>;
+        fn from_bytes(bytes: [u8; 16]) -> Option<Self>;
     }
 }
 
@@ -263,7 +263,7 @@ pub trait Element: sealed::Sealed + Send + Sync + 'static {
 }
 
 /// Conversion between an element and its bytes in native order.
-pub(crate) trait Bytes<const N: usize>: Copy {
+pub(crate) trait NativeBytes<const N: usize>: Copy {
     fn read(bytes: [u8; N]) -> Self;
     fn write(self) -> [u8; N];
 }
@@ -272,17 +272,17 @@ macro_rules! elements {
     ($($rust:ty, $dtype:ident, $factor:ty;)*) => {$(
         impl sealed::Sealed for $rust {
             fn zero() -> Self {
-                <Self as Bytes<{ size_of::<Self>() }>>::read([0; size_of::<Self>()])
+                <Self as NativeBytes<{ size_of::<Self>() }>>::read([0; size_of::<Self>()])
             }
 
             fn read(bytes: &[u8], values: &mut Vec<Self>) {
                 values.clear();
-                values.extend(bytes.as_chunks().0.iter().copied().map(<Self as Bytes<_>>::read));
+                values.extend(bytes.as_chunks().0.iter().copied().map(<Self as NativeBytes<_>>::read));
             }
 
             fn write(values: &[Self], bytes: &mut [u8]) {
                 for (bytes, value) in bytes.as_chunks_mut().0.iter_mut().zip(values) {
-                    *bytes = <Self as Bytes<_>>::write(*value);
+                    *bytes = <Self as NativeBytes<_>>::write(*value);
                 }
             }
         }
@@ -302,7 +302,7 @@ elements! {
 
 macro_rules! numbers {
     ($($number:ty),*) => {$(
-        impl Bytes<{ size_of::<$number>() }> for $number {
+        impl NativeBytes<{ size_of::<$number>() }> for $number {
             #[inline(always)]
             fn read(bytes: [u8; size_of::<$number>()]) -> Self {
                 Self::from_ne_bytes(bytes)
@@ -317,7 +317,7 @@ macro_rules! numbers {
 
 numbers!(i8, u8, i16, u16, i32, u32, i64, u64, f32, f64, f16, bf16);
 
-impl Bytes<1> for bool {
+impl NativeBytes<1> for bool {
     /// Accepts any byte, since a peer may send values other than 0 and 1.
     fn read([byte]: [u8; 1]) -> Self {
         byte != 0
@@ -329,7 +329,7 @@ impl Bytes<1> for bool {
 
 macro_rules! complex {
     ($($float:ty),*) => {$(
-        impl Bytes<{ 2 * size_of::<$float>() }> for Complex<$float> {
+        impl NativeBytes<{ 2 * size_of::<$float>() }> for Complex<$float> {
             #[inline(always)]
             fn read(bytes: [u8; 2 * size_of::<$float>()]) -> Self {
                 let mut parts = [0.0; 2];
@@ -377,7 +377,7 @@ mod tests {
         assert_eq!([ReduceOp::Sum, ReduceOp::Bxor, ReduceOp::Custom].map(ReduceOp::to_wire), [0, 7, 9]);
     }
 
-    fn is_as_in_memory<T: Element + PartialEq + fmt::Debug>(values: &[T], bytes: &[u8]) {
+    fn check_bytes<T: Element + PartialEq + fmt::Debug>(values: &[T], bytes: &[u8]) {
         assert_eq!((T::DTYPE.size_bytes(), size_of_val(values)), (size_of::<T>(), bytes.len()));
         let mut written = vec![0; bytes.len()];
         T::write(values, &mut written);
@@ -389,16 +389,16 @@ mod tests {
 
     #[test]
     fn elements_keep_their_memory_bytes() {
-        is_as_in_memory(&[-2_i16, 3], &[(-2_i16).to_ne_bytes(), 3_i16.to_ne_bytes()].concat());
-        is_as_in_memory(&[1.5_f64], &1.5_f64.to_ne_bytes());
-        is_as_in_memory(
+        check_bytes(&[-2_i16, 3], &[(-2_i16).to_ne_bytes(), 3_i16.to_ne_bytes()].concat());
+        check_bytes(&[1.5_f64], &1.5_f64.to_ne_bytes());
+        check_bytes(
             &[f16::from_f32(1.0), f16::from_bits(7)],
             &[0x3C00_u16, 7].map(u16::to_ne_bytes).concat(),
         );
-        is_as_in_memory(&[bf16::from_f32(1.0)], &0x3F80_u16.to_ne_bytes());
-        is_as_in_memory(&[true, false], &[1, 0]);
-        is_as_in_memory(&[Complex::new(1.0_f32, 2.0)], &[1.0_f32, 2.0].map(f32::to_ne_bytes).concat());
-        is_as_in_memory(&[Complex::new(1.0, -2.0)], &[1.0_f64, -2.0].map(f64::to_ne_bytes).concat());
+        check_bytes(&[bf16::from_f32(1.0)], &0x3F80_u16.to_ne_bytes());
+        check_bytes(&[true, false], &[1, 0]);
+        check_bytes(&[Complex::new(1.0_f32, 2.0)], &[1.0_f32, 2.0].map(f32::to_ne_bytes).concat());
+        check_bytes(&[Complex::new(1.0, -2.0)], &[1.0_f64, -2.0].map(f64::to_ne_bytes).concat());
     }
 
     #[test]

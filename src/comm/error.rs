@@ -20,30 +20,30 @@ use crate::call::Call;
 #[non_exhaustive]
 pub enum CommError {
     /// A rank was lost.
-    #[error("rank {rank} at {address} {how}; {place}")]
+    #[error("rank {rank} at {address} {how}; {context}")]
     PeerLost {
         /// The lost rank.
         rank: usize,
         /// The address at which it listened.
         address: String,
         /// The kind of loss, as far as it is known.
-        how: Loss,
+        how: LossReason,
         /// The call that failed on this rank, and its progress.
-        place: Box<Place>,
+        context: Box<CallContext>,
     },
     /// The deadline passed.
-    #[error("timed out after {} ms waiting for rank(s) {}; {place}", after.as_millis(), Ranks(missing))]
+    #[error("timed out after {} ms waiting for rank(s) {}; {context}", after.as_millis(), Ranks(missing))]
     Timeout {
         /// The ranks that were waited for; at most 64 of them.
         missing: Vec<usize>,
         /// The time that the first rank to time out has waited.
         after: Duration,
         /// The call that failed on this rank, and its progress.
-        place: Box<Place>,
+        context: Box<CallContext>,
     },
     /// Two ranks made different calls where all ranks must make equal calls.
     #[error(
-        "rank {rank} called {theirs} as call {theirs_seq} of the group, rank {by} called {ours} as call {ours_seq}; {place}"
+        "rank {rank} called {theirs} as call {theirs_seq} of the group, rank {by} called {ours} as call {ours_seq}; {context}"
     )]
     Mismatch {
         /// The rank whose call differs from that of `by`.
@@ -59,37 +59,37 @@ pub enum CommError {
         /// Sequence number of that call among the collectives of `by`, from 0.
         ours_seq: u64,
         /// The call that failed on this rank, and its progress.
-        place: Box<Place>,
+        context: Box<CallContext>,
     },
     /// The program ended the group.
-    #[error("aborted by rank {by}: {reason}; {place}")]
+    #[error("aborted by rank {by}: {reason}; {context}")]
     Aborted {
         /// The rank that called `abort`.
         by: usize,
         /// The text that it passed to `abort`.
         reason: String,
         /// The call that failed on this rank, and its progress.
-        place: Box<Place>,
+        context: Box<CallContext>,
     },
     /// A rank has no file descriptor left for the connections of the group.
-    #[error("rank {rank} has no file descriptor left: {what}; {place}")]
+    #[error("rank {rank} has no file descriptor left: {what}; {context}")]
     Exhausted {
         /// The rank without a descriptor.
         rank: usize,
         /// The limit of descriptors, the number that the group needs, and advice.
         what: String,
         /// The call that failed on this rank, and its progress.
-        place: Box<Place>,
+        context: Box<CallContext>,
     },
     /// A connected rank sent an invalid frame.
-    #[error("rank {peer} broke the protocol: {what}; {place}")]
+    #[error("rank {peer} broke the protocol: {what}; {context}")]
     Protocol {
         /// The rank that sent it.
         peer: usize,
         /// The violation.
         what: String,
         /// The call that failed on this rank, and its progress.
-        place: Box<Place>,
+        context: Box<CallContext>,
     },
     /// A connection could not prove that it belongs to this job.
     #[error("{from} does not belong to this job: {what}")]
@@ -199,7 +199,7 @@ impl fmt::Debug for CommError {
 impl CommError {
     /// Returns the rank to inspect first, if the error points to one.
     #[must_use]
-    pub fn blame(&self) -> Option<usize> {
+    pub fn suspect_rank(&self) -> Option<usize> {
         match self {
             Self::PeerLost { rank, .. } | Self::Mismatch { rank, .. } => Some(*rank),
             Self::Timeout { missing: ranks, .. } | Self::Bootstrap { ranks, .. } => ranks.first().copied(),
@@ -208,7 +208,7 @@ impl CommError {
                 Some(*rank)
             }
             #[cfg(feature = "nccl")]
-            Self::Device(error) => error.blame(),
+            Self::Device(error) => error.suspect_rank(),
             Self::Unauthorized { .. }
             | Self::InvalidArgument(_)
             | Self::Url { .. }
@@ -227,14 +227,14 @@ impl CommError {
 
     /// Returns the failed call and its progress; `None` for errors that do not end the group.
     #[must_use]
-    pub fn place(&self) -> Option<&Place> {
+    pub fn context(&self) -> Option<&CallContext> {
         match self {
-            Self::PeerLost { place, .. }
-            | Self::Timeout { place, .. }
-            | Self::Mismatch { place, .. }
-            | Self::Aborted { place, .. }
-            | Self::Exhausted { place, .. }
-            | Self::Protocol { place, .. } => Some(place),
+            Self::PeerLost { context, .. }
+            | Self::Timeout { context, .. }
+            | Self::Mismatch { context, .. }
+            | Self::Aborted { context, .. }
+            | Self::Exhausted { context, .. }
+            | Self::Protocol { context, .. } => Some(context),
             #[cfg(feature = "nccl")]
             Self::Device(_) => None,
             Self::Object { .. }
@@ -264,7 +264,7 @@ impl CommError {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "type")]
 #[non_exhaustive]
-pub enum Loss {
+pub enum LossReason {
     /// The launcher reports that a signal ended the process.
     Signal {
         /// Number of the signal.
@@ -288,7 +288,7 @@ pub enum Loss {
     Panicked,
 }
 
-impl From<ExitCause> for Loss {
+impl From<ExitCause> for LossReason {
     fn from(cause: ExitCause) -> Self {
         match cause {
             ExitCause::Code(code) => Self::Exit { code },
@@ -297,7 +297,7 @@ impl From<ExitCause> for Loss {
     }
 }
 
-impl fmt::Display for Loss {
+impl fmt::Display for LossReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Signal { signal } => match signal_name(*signal) {
@@ -332,7 +332,7 @@ fn signal_name(signal: i32) -> Option<&'static str> {
 /// The call that failed, and its progress.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
-pub struct Place {
+pub struct CallContext {
     /// Name of the group.
     pub group: String,
     /// The call, if one was pending or being made.
@@ -349,7 +349,7 @@ pub struct Place {
     pub confirmed: bool,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for CallContext {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { group, call, seq, received_bytes, expected_bytes, reported_by, confirmed } = self;
         write!(f, "group {group}")?;
@@ -383,7 +383,7 @@ mod tests {
 
     #[test]
     fn returning_an_error_from_main_prints_its_message() {
-        let place = Place {
+        let context = CallContext {
             group: "world".to_owned(),
             call: None,
             seq: 7,
@@ -396,17 +396,17 @@ mod tests {
             rank: 3,
             address: "10.0.0.1:4000".to_owned(),
             how,
-            place: Box::new(place.clone()),
+            context: Box::new(context.clone()),
         };
         // The launcher matches these texts in the last output of a worker (`cause`).
         assert_eq!(
-            format!("Error: {:?}", lost(Loss::Disconnected)),
+            format!("Error: {:?}", lost(LossReason::Disconnected)),
             "Error: rank 3 at 10.0.0.1:4000 closed its connections without a word: did it die?; group world, \
              reported by rank 1"
         );
         let refused =
             CommError::System { what: "cannot listen".to_owned(), source: io::ErrorKind::AddrInUse.into() };
-        for error in [lost(Loss::Left), refused, CommError::InvalidArgument("no".to_owned())] {
+        for error in [lost(LossReason::Left), refused, CommError::InvalidArgument("no".to_owned())] {
             assert_eq!(format!("{error:?}"), error.to_string());
             assert_eq!(format!("{error:#?}"), error.to_string());
         }

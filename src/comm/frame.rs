@@ -4,7 +4,7 @@
 //!
 //! ```text
 //!  0  magic "CVK1"     8  generation (16)   32  seq (8)            56  len (8)
-//!  4  version         24  group (8)         40  call (16)          64  spare (16), zero
+//!  4  version         24  group (8)         40  call (16)          64  reserved (16), zero
 //!  5  kind
 //!  6  flags (2), zero
 //! ```
@@ -46,18 +46,18 @@ pub(crate) enum Kind {
     Message,
     /// Flow control: the receiver has consumed `seq` bytes of small messages.
     Credit,
-    /// Request to connect on lane `seq`, from the rank that accepts on that pair.
+    /// Request to open a connection of kind `seq`, from the rank that accepts on that pair.
     Open,
     /// The operation in which the sender waits: `seq`, `call`. The payload lists the ranks it waits for, 4
     /// bytes each.
     State,
     /// Query for [`Self::State`]; `seq` is 1 if the sender waits for messages only.
-    Ask,
+    StateQuery,
     /// The group has failed; payload: [`crate::cause::Report`].
     Abort,
     /// The sender leaves the group in good order, with no operation pending.
     Goodbye,
-    /// Bootstrap of shared memory; payload: [`crate::shm::meeting`].
+    /// Bootstrap of shared memory; payload: [`crate::shm::bootstrap`].
     Share,
 }
 
@@ -75,7 +75,7 @@ impl Kind {
         Self::Credit,
         Self::Open,
         Self::State,
-        Self::Ask,
+        Self::StateQuery,
         Self::Abort,
         Self::Goodbye,
         Self::Share,
@@ -138,7 +138,7 @@ impl Frame {
     }
 
     pub(crate) fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, FrameError> {
-        let magic = take::<4>(bytes, 0);
+        let magic = bytes_at::<4>(bytes, 0);
         if magic != MAGIC {
             return Err(FrameError::Magic(magic));
         }
@@ -149,23 +149,23 @@ impl Frame {
         if bytes[6..8].iter().chain(&bytes[64..]).any(|&byte| byte != 0) {
             return Err(FrameError::Reserved(kind));
         }
-        let len = u64::from_le_bytes(take(bytes, 56));
+        let len = u64::from_le_bytes(bytes_at(bytes, 56));
         if !kind.carries_elements() && len > CONTROL_PAYLOAD_BYTES as u64 {
             return Err(FrameError::Length { kind, len });
         }
         Ok(Self {
             kind,
-            generation: Generation::from_bytes(take(bytes, 8)),
-            group: u64::from_le_bytes(take(bytes, 24)),
-            seq: u64::from_le_bytes(take(bytes, 32)),
-            call: take(bytes, 40),
+            generation: Generation::from_bytes(bytes_at(bytes, 8)),
+            group: u64::from_le_bytes(bytes_at(bytes, 24)),
+            seq: u64::from_le_bytes(bytes_at(bytes, 32)),
+            call: bytes_at(bytes, 40),
             len,
         })
     }
 }
 
 /// Returns the `N` bytes at `at`; the caller ensures that they exist.
-fn take<const N: usize>(bytes: &[u8; HEADER_BYTES], at: usize) -> [u8; N] {
+fn bytes_at<const N: usize>(bytes: &[u8; HEADER_BYTES], at: usize) -> [u8; N] {
     let mut out = [0; N];
     out.copy_from_slice(&bytes[at..at + N]);
     out
@@ -231,7 +231,7 @@ pub(crate) mod tests {
             (Kind::Credit, 10),
             (Kind::Open, 11),
             (Kind::State, 12),
-            (Kind::Ask, 13),
+            (Kind::StateQuery, 13),
             (Kind::Abort, 14),
             (Kind::Goodbye, 15),
             (Kind::Share, 16),

@@ -4,6 +4,7 @@ pub(crate) mod alloc;
 mod blocks;
 pub(crate) mod buffers;
 mod coalesced;
+mod collectives;
 #[cfg(feature = "nccl")]
 mod device;
 pub(crate) mod messages;
@@ -13,7 +14,6 @@ mod scan;
 mod shrink;
 mod subgroup;
 mod unequal;
-mod whole;
 pub(crate) mod work;
 
 use std::any::Any;
@@ -27,22 +27,22 @@ use std::time::{Duration, Instant};
 use convoke_env::Generation;
 use convoke_store::{PrefixStore, Store};
 
-use crate::bootstrap::{self, Formed, Invitation};
+use crate::bootstrap::{self, BootstrapConfig, ConnectedGroup};
 use crate::call::{Call, CallKind, Envelope};
 #[cfg(feature = "nccl")]
-use crate::device::side::Side;
+use crate::device::backend::DeviceBackend;
 use crate::dtype::{Dtype, Element, ReduceOp};
-use crate::engine::buffer::Lent;
-use crate::engine::{self, Engine, Limit, Operation, Shared, Sharing, Ticket, Way};
+use crate::engine::buffer::BorrowedBuffer;
+use crate::engine::{self, Completion, CoreSharing, Engine, Operation, Shared, TimeLimit, Transport};
 use crate::error::CommError;
 use crate::kernels::{self, Kernel};
-use crate::links::fork::forks;
+use crate::links::fork::fork_count;
 use crate::options::GroupOptions;
 use crate::plan::{self, Algorithm, Blocks, Plan, Rounding, Topology, Tuning};
 use crate::reduction::Reduction;
 use crate::shm;
 use crate::shm::allocations::Allocations;
-pub(crate) use subgroup::Agreed;
+pub(crate) use subgroup::SubgroupAgreement;
 
 /// Number of cached plans; a plan serves later calls with an equal descriptor.
 const PLANS: usize = 16;
@@ -61,7 +61,7 @@ type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
 /// Results are equal to the last bit on all ranks. They are also equal between runs with an equal number of
 /// ranks and an equal distribution over hosts. Payloads of NaN are excepted.
 ///
-/// A call that fails with [`CommError::place`] ends the group on all ranks. Clones are handles of one
+/// A call that fails with [`CommError::context`] ends the group on all ranks. Clones are handles of one
 /// group. When the last handle is dropped, or one is [destroyed](Self::destroy), the group says goodbye to
 /// its peers and frees all threads, sockets and files.
 ///
@@ -75,18 +75,18 @@ pub struct Group {
     inner: Arc<Inner>,
     timeout: Duration,
     /// Time left for all parts of one call; set on a handle that runs these parts.
-    rest: Option<Limit>,
+    fixed_limit: Option<TimeLimit>,
     /// Name of subgroups that are made through this handle.
     subgroup_name: Option<Arc<str>>,
     /// Choice of algorithms for groups made through this handle, if it differs from that of this group.
     tuning: Option<Arc<Tuning>>,
-    /// The device side of this handle; each handle has its own.
+    /// The device backend of this handle; each handle has its own.
     #[cfg(feature = "nccl")]
-    device: Option<Arc<Side>>,
+    device: Option<Arc<DeviceBackend>>,
 }
 
 /// Object that must outlive a group and its descendants, such as the store server of this process.
-type Keep = Arc<dyn Any + Send + Sync>;
+type KeepAlive = Arc<dyn Any + Send + Sync>;
 
 struct Inner {
     name: String,
@@ -100,17 +100,17 @@ struct Inner {
     /// The engine; `None` in a group of one, which has no peers.
     shared: Option<Shared>,
     /// The engine of a group of one, made for its first message to itself.
-    itself: OnceLock<Shared>,
+    self_engine: OnceLock<Shared>,
     plans: Mutex<Vec<(Call, Arc<Plan>)>>,
     /// Process that made the group: a forked child must not use its connections.
     pid: u32,
     /// Number of forks between the first process and that one.
     forks: u32,
-    keep: Option<Keep>,
+    keep: Option<KeepAlive>,
     destroyed: AtomicBool,
-    /// The device sides of all handles: a handle without one also ends those of others.
+    /// The device backends of all handles: a handle without one also ends those of others.
     #[cfg(feature = "nccl")]
-    sides: Mutex<Vec<Weak<Side>>>,
+    device_backends: Mutex<Vec<Weak<DeviceBackend>>>,
     /// The store, which subgroups use too.
     store: Arc<dyn Store>,
     store_rank: Option<usize>,
@@ -122,7 +122,7 @@ struct Inner {
     /// The ranks' ranks in the first ancestor of this group.
     origin: Vec<usize>,
     /// The sharing of cores between this rank and others; `None` in a group of one.
-    sharing: Option<Sharing>,
+    sharing: Option<CoreSharing>,
 }
 
 impl Group {
@@ -142,77 +142,77 @@ impl Group {
         size: usize,
         options: GroupOptions,
     ) -> Result<Self, CommError> {
-        // The pointer identifies the store, so two handles of one store give one meeting place.
-        let place = format!("the store {:p}", Arc::as_ptr(&store).cast::<()>());
+        // The pointer identifies the store, so two handles of one store give one store id.
+        let store_id = format!("the store {:p}", Arc::as_ptr(&store).cast::<()>());
         let store = Arc::new(PrefixStore::new("convoke", store));
         let tuning = Tuning::parse(&options.algorithms).map_err(CommError::InvalidArgument)?;
-        let invitation = Invitation::new(store, place, (rank, size), options, tuning);
-        Self::join(invitation, None)
+        let config = BootstrapConfig::new(store, store_id, (rank, size), options, tuning);
+        Self::join(config, None)
     }
 
-    pub(crate) fn join(invitation: Invitation, keep: Option<Keep>) -> Result<Self, CommError> {
-        let Invitation { rank, size, .. } = invitation;
+    pub(crate) fn join(config: BootstrapConfig, keep: Option<KeepAlive>) -> Result<Self, CommError> {
+        let BootstrapConfig { rank, size, .. } = config;
         if rank >= size || size > 1 << 24 {
             let what = format!("rank {rank} of {size}: ranks are 0 to {}", size.saturating_sub(1));
             return Err(CommError::InvalidArgument(what));
         }
         if size == 1 {
-            let generation = match invitation.options.generation {
+            let generation = match config.options.generation {
                 Some(generation) => generation,
                 None => {
                     Generation::random().map_err(|error| CommError::system("no random numbers", error))?
                 }
             };
-            return Ok(Self::of(&invitation, generation, (Topology::one_host(1), None), None, keep));
+            return Ok(Self::from_parts(&config, generation, (Topology::one_host(1), None), None, keep));
         }
-        let formed = bootstrap::connect(&invitation)?;
-        Ok(Self::formed(invitation, formed, keep))
+        let formed = bootstrap::connect(&config)?;
+        Ok(Self::from_bootstrap(config, formed, keep))
     }
 
-    fn formed(invitation: Invitation, formed: Formed, keep: Option<Keep>) -> Self {
-        let Formed { engine, generation, topology, in_memory } = formed;
+    fn from_bootstrap(config: BootstrapConfig, formed: ConnectedGroup, keep: Option<KeepAlive>) -> Self {
+        let ConnectedGroup { engine, generation, topology, in_memory } = formed;
         let memory = engine.allocations().filter(|_| in_memory);
-        let invitation = Invitation { sharing: Some(engine.sharing()), ..invitation };
-        Self::of(&invitation, generation, (topology, memory), Some(Shared::new(*engine)), keep)
+        let config = BootstrapConfig { sharing: Some(engine.sharing()), ..config };
+        Self::from_parts(&config, generation, (topology, memory), Some(Shared::new(*engine)), keep)
     }
 
-    fn of(
-        invitation: &Invitation,
+    fn from_parts(
+        config: &BootstrapConfig,
         generation: Generation,
         (topology, memory): (Topology, Option<Arc<Allocations>>),
         shared: Option<Shared>,
-        keep: Option<Keep>,
+        keep: Option<KeepAlive>,
     ) -> Self {
         let inner = Inner {
-            name: invitation.options.name.clone(),
-            rank: invitation.rank,
-            size: invitation.size,
+            name: config.options.name.clone(),
+            rank: config.rank,
+            size: config.size,
             generation,
-            tuning: invitation.tuning.clone(),
+            tuning: config.tuning.clone(),
             topology,
             memory,
             shared,
-            itself: OnceLock::new(),
+            self_engine: OnceLock::new(),
             plans: Mutex::default(),
             pid: std::process::id(),
-            forks: forks(),
+            forks: fork_count(),
             keep,
-            store: Arc::clone(&invitation.store),
-            store_rank: invitation.store_rank,
-            options: invitation.options.clone(),
+            store: Arc::clone(&config.store),
+            store_rank: config.store_rank,
+            options: config.options.clone(),
             destroyed: AtomicBool::new(false),
             #[cfg(feature = "nccl")]
-            sides: Mutex::default(),
+            device_backends: Mutex::default(),
             subgroups: Mutex::default(),
             shrunk: Mutex::default(),
-            origin: invitation.origin.clone(),
-            sharing: invitation.sharing,
+            origin: config.origin.clone(),
+            sharing: config.sharing,
         };
-        let timeout = invitation.options.timeout;
+        let timeout = config.options.timeout;
         Self {
             inner: Arc::new(inner),
             timeout,
-            rest: None,
+            fixed_limit: None,
             subgroup_name: None,
             tuning: None,
             #[cfg(feature = "nccl")]
@@ -235,24 +235,24 @@ impl Group {
     /// Returns the index of this rank among the ranks of the group on its host, and their number. Ranks of
     /// one host are those that could share memory.
     #[must_use]
-    pub fn place_on_host(&self) -> (usize, usize) {
+    pub fn local_rank_and_size(&self) -> (usize, usize) {
         let Inner { rank, ref topology, .. } = *self.inner;
-        (topology.place(rank).1, topology.ranks_beside(rank).len())
+        (topology.host_and_index(rank).1, topology.local_ranks(rank).len())
     }
 
     /// Returns the ranks of each host in ascending order, with hosts ordered by their lowest rank. Equal on
     /// all ranks.
     ///
     /// Ranks share a host if they could share memory, and are in one
-    /// [part](crate::GroupOptions::part_of_host) of it. The answer is known since the group formed, so the
-    /// call costs nothing.
+    /// [locality domain](crate::GroupOptions::locality_domain) of it. The answer is known since the group
+    /// formed, so the call costs nothing.
     #[must_use]
     pub fn hosts(&self) -> &[Vec<usize>] {
         self.inner.topology.hosts()
     }
 
     /// Returns true if all ranks share memory.
-    pub(crate) fn is_in_memory(&self) -> bool {
+    pub(crate) fn uses_shared_memory(&self) -> bool {
         self.inner.memory.is_some()
     }
 
@@ -278,7 +278,7 @@ impl Group {
     /// exceeds it ends the group with [`CommError::Timeout`].
     #[must_use]
     pub fn with_timeout(&self, timeout: Duration) -> Self {
-        Self { timeout, rest: None, ..self.clone() }
+        Self { timeout, fixed_limit: None, ..self.clone() }
     }
 
     /// Ends the group on all ranks: every pending or later call returns [`CommError::Aborted`] with
@@ -288,8 +288,8 @@ impl Group {
             shared.abort(reason.to_owned());
         }
         #[cfg(feature = "nccl")]
-        if let Some(side) = self.device.as_ref().filter(|_| !self.inner.is_forked()) {
-            side.abort(reason);
+        if let Some(backend) = self.device.as_ref().filter(|_| !self.inner.is_forked()) {
+            backend.abort(reason);
         }
     }
 
@@ -298,20 +298,20 @@ impl Group {
     ///
     /// First waits until all operations in progress on this rank complete, each within its time limit;
     /// [`Self::abort`] ends them at once. A peer that needs this rank later gets [`CommError::PeerLost`]
-    /// with [`Loss::Left`](crate::Loss::Left). Ranks may destroy a group at different times. In a forked
-    /// child and inside a reduction function, the call does nothing.
+    /// with [`LossReason::Left`](crate::LossReason::Left). Ranks may destroy a group at different times. In a
+    /// forked child and inside a reduction function, the call does nothing.
     pub fn destroy(&self) {
         let refused = self.inner.check_caller().is_err();
         if refused || self.inner.destroyed.swap(true, Ordering::Relaxed) {
             return;
         }
         #[cfg(feature = "nccl")]
-        for side in self.sides() {
-            side.destroy();
+        for backend in self.device_backends() {
+            backend.destroy();
         }
         let Some(shared) = self.inner.shared() else { return };
         // The engine refuses calls that other threads make between these two lines.
-        let _ = shared.call(&mut Some(Operation::Leave), Limit::from(Duration::MAX));
+        let _ = shared.call(&mut Some(Operation::Leave), TimeLimit::from(Duration::MAX));
         shared.close(|_| {});
     }
 
@@ -326,25 +326,25 @@ impl Group {
     }
 
     /// Returns a handle for the parts of one call, which share its time limit.
-    pub(crate) fn in_parts(&self) -> Self {
-        Self { rest: Some(self.limit().begun()), ..self.clone() }
+    pub(crate) fn with_fixed_deadline(&self) -> Self {
+        Self { fixed_limit: Some(self.limit().started()), ..self.clone() }
     }
 
     /// Returns the time limit of an operation that starts now.
-    pub(crate) fn limit(&self) -> Limit {
-        self.rest.unwrap_or_else(|| Limit::from(self.timeout))
+    pub(crate) fn limit(&self) -> TimeLimit {
+        self.fixed_limit.unwrap_or_else(|| TimeLimit::from(self.timeout))
     }
 
-    /// Drives the engine until one of `tickets` is done, at most until `until`.
-    fn wait_for(&self, tickets: &[Arc<Ticket>], until: Option<Instant>) {
+    /// Drives the engine until one of `completions` is done, at most until `until`.
+    fn wait_for(&self, completions: &[Arc<Completion>], until: Option<Instant>) {
         if let Some(shared) = self.inner.shared() {
-            shared.wait(tickets, until);
+            shared.wait(completions, until);
         }
     }
 
-    fn nudge(&self) {
+    fn wake_engine(&self) {
         if let Some(shared) = self.inner.shared() {
-            shared.nudge();
+            shared.poll_once();
         }
     }
 
@@ -353,30 +353,35 @@ impl Group {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
 
-    /// Prepares a collective over the buffer `lent`. `plan` is called only if there is work to do.
+    /// Prepares a collective over `buffer`. `plan` is called only if there is work to do.
     fn collective<'a>(
         &self,
         call: Call,
         plan: impl FnOnce() -> Arc<Plan>,
-        lent: Lent<'a>,
+        buffer: BorrowedBuffer<'a>,
         kernel: Option<Kernel>,
     ) -> Prepared<'a> {
         self.inner.check_caller()?;
         if self.inner.shared.is_none() {
-            engine::alone(lent, kernel, call.dtype, &plan());
+            engine::run_single_rank(buffer, kernel, call.dtype, &plan());
             return Ok(None);
         }
-        Ok(Some(Operation::Collective { call, way: Way::Streams(plan()), lent, kernel }))
+        Ok(Some(Operation::Collective { call, transport: Transport::Connections(plan()), buffer, kernel }))
     }
 
     /// Prepares a collective whose plan depends only on the call.
     #[inline(always)]
-    fn planned<'a>(&self, call: Call, lent: Lent<'a>, kernel: Option<Kernel>) -> Prepared<'a> {
-        if self.inner.goes_through_memory(&call) {
+    fn planned<'a>(&self, call: Call, buffer: BorrowedBuffer<'a>, kernel: Option<Kernel>) -> Prepared<'a> {
+        if self.inner.runs_in_shared_memory(&call) {
             self.inner.check_caller()?;
-            return Ok(Some(Operation::Collective { call, way: Way::Memory, lent, kernel }));
+            return Ok(Some(Operation::Collective {
+                call,
+                transport: Transport::SharedMemory,
+                buffer,
+                kernel,
+            }));
         }
-        self.collective(call, || self.inner.plan(call), lent, kernel)
+        self.collective(call, || self.inner.plan(call), buffer, kernel)
     }
 
     pub(crate) fn check_rank(&self, rank: usize, what: &str) -> Result<(), CommError> {
@@ -389,12 +394,12 @@ impl Group {
 
 impl Inner {
     fn is_forked(&self) -> bool {
-        forks() != self.forks
+        fork_count() != self.forks
     }
 
     /// Returns the engine, if there is one.
     fn shared(&self) -> Option<&Shared> {
-        self.shared.as_ref().or_else(|| self.itself.get())
+        self.shared.as_ref().or_else(|| self.self_engine.get())
     }
 
     /// Creates the engine of a group of one, if it does not exist yet.
@@ -402,15 +407,15 @@ impl Inner {
         if self.shared().is_some() {
             return Ok(());
         }
-        let invitation = Invitation {
+        let config = BootstrapConfig {
             store: Arc::clone(&self.store),
             store_rank: self.store_rank,
             origin: self.origin.clone(),
-            ..Invitation::alone(self.options.clone(), self.tuning.clone())
+            ..BootstrapConfig::single_rank(self.options.clone(), self.tuning.clone())
         };
-        let shared = Shared::new(bootstrap::alone(&invitation, self.generation)?);
+        let shared = Shared::new(bootstrap::single_rank_engine(&config, self.generation)?);
         // Another thread may have set it first; the second engine is unused.
-        let _ = self.itself.set(shared);
+        let _ = self.self_engine.set(shared);
         Ok(())
     }
 
@@ -419,7 +424,7 @@ impl Inner {
         if self.destroyed.load(Ordering::Relaxed) {
             return Err(CommError::Destroyed { group: self.name.clone() });
         }
-        if kernels::is_inside_function() {
+        if kernels::is_in_reduction_function() {
             let what = "a reduction function cannot use a group: it is called in the middle of an operation";
             return Err(CommError::InvalidArgument(what.to_owned()));
         }
@@ -431,17 +436,17 @@ impl Inner {
     }
 
     /// Returns true if a call runs in the memory that all ranks share. All ranks decide alike.
-    fn goes_through_memory(&self, call: &Call) -> bool {
+    fn runs_in_shared_memory(&self, call: &Call) -> bool {
         // Inputs that are wider than elements need a copy of the buffer, which only plans over streams make.
-        let wide = matches!(call.rounding(), Rounding::Once { wide_shares: true });
-        self.memory.is_some() && shm::is_known(call.kind) && !wide && !self.tuning.is_chosen(call.kind)
+        let wide = matches!(call.rounding(), Rounding::Once { wide_inputs: true });
+        self.memory.is_some() && shm::is_supported(call.kind) && !wide && !self.tuning.has_override(call.kind)
     }
 
     /// Returns true if a reduce-scatter overwrites the blocks of other ranks, so that it needs a copy of
     /// the input. The ring and hierarchy algorithms do.
-    fn works_on_copy(&self, call: &Call) -> bool {
+    fn needs_scratch_copy(&self, call: &Call) -> bool {
         let (bytes, rounding) = (call.bytes() as usize, call.rounding());
-        !self.goes_through_memory(call)
+        !self.runs_in_shared_memory(call)
             && self.tuning.reduce_scatter(bytes, &self.topology, rounding) != Algorithm::Direct
     }
 
@@ -454,7 +459,7 @@ impl Inner {
         let (count, root) = (call.count() as usize, call.root as usize);
         let (bytes, element_bytes) = (call.bytes() as usize, call.dtype.size_bytes());
         let rounding = call.rounding();
-        let blocks = || Blocks::equal_of(world, count);
+        let blocks = || Blocks::uniform(world, count);
         let plan = Arc::new(match call.kind {
             CallKind::AllReduce => {
                 let algorithm = tuning.all_reduce(bytes, topology, rounding);
@@ -503,10 +508,10 @@ impl Drop for Inner {
             // A forked child must not say goodbye for its parent. Its sockets were closed at the fork
             // (`links::fork`) and must not be closed again. Dropping the rest may wait for threads that a
             // forked child does not have.
-            std::mem::forget((self.shared.take(), self.itself.take(), self.keep.take()));
+            std::mem::forget((self.shared.take(), self.self_engine.take(), self.keep.take()));
         } else if let Some(shared) = self.shared() {
             if std::thread::panicking() {
-                return shared.close(Engine::leave_in_panic);
+                return shared.close(Engine::leave_on_panic);
             }
             shared.finish();
             shared.close(Engine::leave);

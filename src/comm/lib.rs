@@ -50,6 +50,7 @@ mod flight;
 mod frame;
 mod group;
 mod kernels;
+mod limits;
 mod links;
 mod logger;
 mod mesh;
@@ -60,7 +61,6 @@ mod plan;
 #[cfg(all(test, not(loom)))]
 mod programs;
 mod reduction;
-mod room;
 mod session;
 mod shm;
 mod spawn;
@@ -70,16 +70,16 @@ pub use call::{Call, CallKind, Envelope};
 pub use convoke_env::{Generation, Token};
 pub use convoke_store::Store;
 pub use dtype::{Dtype, Element, ReduceOp};
-pub use error::{CommError, Loss, Place};
+pub use error::{CallContext, CommError, LossReason};
 #[cfg(feature = "fault-points")]
 #[doc(hidden)]
-pub use fault::{Moment, on_moment};
+pub use fault::{FaultPoint, on_fault_point};
 #[cfg(feature = "bench")]
 #[doc(hidden)]
 pub use flight::cost::flight_costs;
 pub use group::Group;
 pub use group::alloc::SharedBuffer;
-pub use group::buffers::{AnySource, Buffer, BufferMut, List, Lists, Memory};
+pub use group::buffers::{AnySource, Buffer, BufferMut, List, Lists, OperationBuffers};
 pub use group::messages::Batch;
 pub use group::nonblocking::Nonblocking;
 pub use group::work::{Work, wait_all, wait_any};
@@ -94,4 +94,4 @@ pub use spawn::{Spawn, SpawnError, spawn};
 /// Counts allocations, so that tests can bound the memory of decoders.
 #[cfg(test)]
 #[global_allocator]
-static ALLOCATOR: convoke_testkit::memory::Counting = convoke_testkit::memory::Counting;
+static ALLOCATOR: convoke_testkit::memory::CountingAllocator = convoke_testkit::memory::CountingAllocator;

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use crate::error::CommError;
-use crate::group::{Agreed, Group};
+use crate::group::{Group, SubgroupAgreement};
 use crate::plan::fingerprint;
 
 /// The ranks of a group as a mesh with named axes, and a group along each axis.
@@ -55,20 +55,20 @@ use crate::plan::fingerprint;
 /// dropped. Counterpart of `torch.distributed.device_mesh`.
 #[derive(Clone)]
 pub struct Mesh {
-    whole: Arc<Whole>,
+    inner: Arc<MeshInner>,
     /// The axes of the whole mesh that this mesh has.
     axes: Vec<usize>,
 }
 
 /// The mesh of all ranks.
-struct Whole {
+struct MeshInner {
     group: Group,
     names: Vec<String>,
     shape: Vec<usize>,
     /// Coordinates of this rank.
     coordinates: Vec<usize>,
     /// For each axis, the group along it that contains this rank.
-    along: Vec<Group>,
+    axis_groups: Vec<Group>,
 }
 
 impl Mesh {
@@ -94,7 +94,7 @@ impl Mesh {
         if names.is_empty() {
             return invalid("it needs an axis".to_owned());
         }
-        if let Some(name) = repeated(&names) {
+        if let Some(name) = first_duplicate(&names) {
             return invalid(format!("two axes are called {name:?}"));
         }
         let size = shape.iter().try_fold(1_usize, |product, &size| product.checked_mul(size));
@@ -102,26 +102,27 @@ impl Mesh {
             let product = size.map_or_else(|| "too many".to_owned(), |size| size.to_string());
             return invalid(format!("it has {product} places for {} ranks", group.size()));
         }
-        let call = group.in_parts();
-        let agreed = call.agree(&format!("a mesh of {axes:?}"), mark(&names, &shape), [0; 2])?;
+        let call = group.with_fixed_deadline();
+        let agreed = call.agree(&format!("a mesh of {axes:?}"), axes_fingerprint(&names, &shape), [0; 2])?;
         let coordinates = coordinates(&shape, group.rank());
-        let mut whole = Whole { group: group.clone(), names, shape, coordinates, along: Vec::new() };
+        let mut inner =
+            MeshInner { group: group.clone(), names, shape, coordinates, axis_groups: Vec::new() };
         for axis in 0..axes.len() {
-            let along = whole.form(&call, &agreed, &[axis])?;
-            whole.along.push(along);
+            let along = inner.new_group(&call, &agreed, &[axis])?;
+            inner.axis_groups.push(along);
         }
-        Ok(Self { whole: Arc::new(whole), axes: (0..axes.len()).collect() })
+        Ok(Self { inner: Arc::new(inner), axes: (0..axes.len()).collect() })
     }
 
     /// Returns the names of the axes, in order.
     pub fn axes(&self) -> impl ExactSizeIterator<Item = &str> {
-        self.axes.iter().map(|&axis| self.whole.names[axis].as_str())
+        self.axes.iter().map(|&axis| self.inner.names[axis].as_str())
     }
 
     /// Returns the sizes of the axes, in order.
     #[must_use]
     pub fn shape(&self) -> Vec<usize> {
-        self.axes.iter().map(|&axis| self.whole.shape[axis]).collect()
+        self.axes.iter().map(|&axis| self.inner.shape[axis]).collect()
     }
 
     /// Returns the number of ranks: the product of the shape.
@@ -134,7 +135,7 @@ impl Mesh {
     #[must_use]
     #[doc(alias = "get_coordinate")]
     pub fn coordinates(&self) -> Vec<usize> {
-        self.axes.iter().map(|&axis| self.whole.coordinates[axis]).collect()
+        self.axes.iter().map(|&axis| self.inner.coordinates[axis]).collect()
     }
 
     /// Returns the coordinate of this rank along one axis, which is its rank in the group along it.
@@ -143,7 +144,7 @@ impl Mesh {
     /// [`CommError::InvalidArgument`] if there is no such axis.
     #[doc(alias = "get_local_rank")]
     pub fn local_rank(&self, axis: &str) -> Result<usize, CommError> {
-        Ok(self.whole.coordinates[self.axis(axis)?])
+        Ok(self.inner.coordinates[self.axis(axis)?])
     }
 
     /// Returns the rank at these coordinates, one for each axis, in the group of the whole mesh. Along axes
@@ -159,14 +160,14 @@ impl Mesh {
             let what = format!("no rank at {coordinates:?} in a mesh of the shape {shape:?}");
             return Err(CommError::InvalidArgument(what));
         }
-        Ok(self.whole.rank_at(&self.axes, coordinates))
+        Ok(self.inner.rank_at(&self.axes, coordinates))
     }
 
     /// Returns all ranks of the mesh, as ranks in the group of the whole mesh; the last axis varies
     /// fastest. Those of a submesh have this rank's coordinates along the other axes.
     #[must_use]
     pub fn ranks(&self) -> Vec<usize> {
-        self.whole.ranks(&self.axes)
+        self.inner.ranks(&self.axes)
     }
 
     /// Returns the group of ranks that differ only along `axis`, in the order of their coordinates.
@@ -175,7 +176,7 @@ impl Mesh {
     /// [`CommError::InvalidArgument`] if there is no such axis.
     #[doc(alias = "get_group")]
     pub fn group(&self, axis: &str) -> Result<&Group, CommError> {
-        Ok(&self.whole.along[self.axis(axis)?])
+        Ok(&self.inner.axis_groups[self.axis(axis)?])
     }
 
     /// Returns the mesh of some axes in the given order: the ranks that differ only along them. It needs no
@@ -190,11 +191,11 @@ impl Mesh {
         if axes.is_empty() {
             return invalid("it needs an axis".to_owned());
         }
-        if let Some(name) = repeated(axes) {
+        if let Some(name) = first_duplicate(axes) {
             return invalid(format!("it has {name:?} twice"));
         }
         let axes = axes.iter().map(|axis| self.axis(axis)).collect::<Result<_, _>>()?;
-        Ok(Self { whole: Arc::clone(&self.whole), axes })
+        Ok(Self { inner: Arc::clone(&self.inner), axes })
     }
 
     /// Makes a new group of all ranks of this mesh; the last axis varies fastest.
@@ -208,17 +209,20 @@ impl Mesh {
     /// # Cost
     /// The cost of [`Group::subgroup`].
     pub fn flatten(&self) -> Result<Group, CommError> {
-        let Whole { group, names, shape, .. } = &*self.whole;
+        let MeshInner { group, names, shape, .. } = &*self.inner;
         let own: Vec<String> = self.axes().map(str::to_owned).collect();
-        let mark = fingerprint(&[mark(names, shape) as usize, mark(&own, &self.shape()) as usize]);
-        let call = group.in_parts();
+        let mark = fingerprint(&[
+            axes_fingerprint(names, shape) as usize,
+            axes_fingerprint(&own, &self.shape()) as usize,
+        ]);
+        let call = group.with_fixed_deadline();
         let agreed = call.agree(&format!("a group of the axes {own:?}"), mark, [0; 2])?;
-        self.whole.form(&call, &agreed, &self.axes)
+        self.inner.new_group(&call, &agreed, &self.axes)
     }
 
     /// Returns the index in the whole mesh of the axis with this name, if this mesh has it.
     fn axis(&self, name: &str) -> Result<usize, CommError> {
-        let known = self.axes.iter().copied().find(|&axis| self.whole.names[axis] == name);
+        let known = self.axes.iter().copied().find(|&axis| self.inner.names[axis] == name);
         known.ok_or_else(|| {
             let names: Vec<_> = self.axes().collect();
             CommError::InvalidArgument(format!("no axis {name:?} in a mesh of {names:?}"))
@@ -229,17 +233,22 @@ impl Mesh {
 impl fmt::Debug for Mesh {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Mesh")
-            .field("group", &self.whole.group.name())
+            .field("group", &self.inner.group.name())
             .field("axes", &self.axes().zip(self.shape()).collect::<Vec<_>>())
             .field("coordinates", &self.coordinates())
             .finish_non_exhaustive()
     }
 }
 
-impl Whole {
+impl MeshInner {
     /// Makes the group of the ranks that differ from this one only along `axes`, within the time limit of
     /// `call`.
-    fn form(&self, call: &Group, agreed: &Agreed<'_>, axes: &[usize]) -> Result<Group, CommError> {
+    fn new_group(
+        &self,
+        call: &Group,
+        agreed: &SubgroupAgreement<'_>,
+        axes: &[usize],
+    ) -> Result<Group, CommError> {
         let names: Vec<&str> = axes.iter().map(|&axis| self.names[axis].as_str()).collect();
         let group = call.with_subgroup_name(&names.join("+")).form(agreed, &self.ranks(axes))?;
         group.ok_or_else(|| CommError::InvalidArgument("this rank has no place in the mesh".to_owned()))
@@ -272,12 +281,12 @@ fn coordinates(shape: &[usize], mut place: usize) -> Vec<usize> {
 }
 
 /// Returns a fingerprint of the axes, which ranks compare.
-fn mark(names: &[String], shape: &[usize]) -> u64 {
+fn axes_fingerprint(names: &[String], shape: &[usize]) -> u64 {
     let names = names.iter().flat_map(|name| name.bytes().map(usize::from).chain([usize::MAX]));
     fingerprint(&names.chain(shape.iter().copied()).collect::<Vec<_>>())
 }
 
-fn repeated<S: AsRef<str>>(names: &[S]) -> Option<&str> {
+fn first_duplicate<S: AsRef<str>>(names: &[S]) -> Option<&str> {
     let mut known = BTreeSet::new();
     names.iter().map(AsRef::as_ref).find(|name| !known.insert(*name))
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use convoke_env::{Generation, Token};
 
-/// The options of a group. All ranks pass equal options, except for `listen` and `part_of_host`.
+/// The options of a group. All ranks pass equal options, except for `listen` and `locality_domain`.
 #[derive(Debug, Clone)]
 pub struct GroupOptions {
     pub(crate) name: String,
@@ -16,7 +16,7 @@ pub struct GroupOptions {
     pub(crate) token: Option<Token>,
     pub(crate) listen: Listen,
     pub(crate) algorithms: String,
-    pub(crate) part_of_host: String,
+    pub(crate) locality_domain: String,
     pub(crate) shared_memory: bool,
     /// Distinguishes the connections of groups of one generation; 0 except for subgroups.
     pub(crate) id: u64,
@@ -37,7 +37,7 @@ pub enum Listen {
     Interface(String),
     /// The address at which other hosts are most likely to reach this host. It belongs to an interface that
     /// is up; loopback is used only if there is no other.
-    Outward,
+    Routable,
     /// The address from which this host reaches the given host, a name or an address.
     RouteTo(String),
 }
@@ -53,7 +53,7 @@ impl Default for GroupOptions {
             token: None,
             listen: Listen::default(),
             algorithms: String::new(),
-            part_of_host: String::new(),
+            locality_domain: String::new(),
             shared_memory: true,
             id: 0,
         }
@@ -134,11 +134,12 @@ impl GroupOptions {
         self
     }
 
-    /// Names the part of the host in which this rank runs. Ranks in different parts count as ranks of
-    /// different hosts. Use it if the path between parts is slow, or to test the behaviour between hosts.
+    /// Names the locality domain of this rank, a part of its host. Ranks in different domains count as ranks
+    /// of different hosts. Use it if the path between domains is slow, or to test the behaviour between
+    /// hosts.
     #[must_use]
-    pub fn part_of_host(mut self, part: impl Into<String>) -> Self {
-        self.part_of_host = part.into();
+    pub fn locality_domain(mut self, domain: impl Into<String>) -> Self {
+        self.locality_domain = domain.into();
         self
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::dtype::sealed::Factor;
 use crate::dtype::{Element, ReduceOp};
 use crate::error::CommError;
-use crate::kernels::{Function, Kernel, ScaleFn, function};
+use crate::kernels::{Kernel, ReductionFn, ScaleFn, wrap_function};
 
 /// The reduction that combines the ranks' elements of type `T`: a [`ReduceOp`], or an operation of the
 /// program.
@@ -35,7 +35,7 @@ pub struct Reduction<T> {
     /// Bytes of the factor, for devices.
     #[cfg_attr(not(feature = "nccl"), allow(dead_code))]
     factor: Option<[u8; 16]>,
-    function: Option<Arc<Function>>,
+    function: Option<Arc<ReductionFn>>,
     of: PhantomData<fn(T)>,
 }
 
@@ -63,7 +63,7 @@ impl<T: Element> Reduction<T> {
     /// limit of the call does not interrupt it.
     #[must_use]
     pub fn new(combine: impl Fn(&mut [T], &[T]) + Send + Sync + 'static) -> Self {
-        let function: Arc<Function> = Arc::new(function(combine));
+        let function: Arc<ReductionFn> = Arc::new(wrap_function(combine));
         Self { op: ReduceOp::Custom, scale: None, factor: None, function: Some(function), of: PhantomData }
     }
 
@@ -73,12 +73,14 @@ impl<T: Element> Reduction<T> {
         let kernel = match (op, scale, function) {
             (ReduceOp::PremulSum, Some(scale), _) => Kernel::scaled_sum(T::DTYPE, Arc::clone(scale)),
             (ReduceOp::Custom, _, Some(function)) => Some(Kernel::custom(Arc::clone(function))),
-            (ReduceOp::PremulSum, ..) => return Err(incomplete(*op, "its factor: Reduction::premul_sum")),
-            (ReduceOp::Custom, ..) => return Err(incomplete(*op, "its function: Reduction::new")),
+            (ReduceOp::PremulSum, ..) => {
+                return Err(missing_argument(*op, "its factor: Reduction::premul_sum"));
+            }
+            (ReduceOp::Custom, ..) => return Err(missing_argument(*op, "its function: Reduction::new")),
             _ => Kernel::of(T::DTYPE, *op, world),
         };
         kernel.ok_or_else(|| {
-            let what = format!("{op} of {} has no meaning: {}", T::DTYPE, instead(*op));
+            let what = format!("{op} of {} has no meaning: {}", T::DTYPE, alternative(*op));
             CommError::InvalidArgument(what)
         })
     }
@@ -99,7 +101,7 @@ impl<T> Reduction<T> {
 }
 
 /// Returns advice for an operation that is not defined for a type.
-fn instead(op: ReduceOp) -> &'static str {
+fn alternative(op: ReduceOp) -> &'static str {
     match op {
         ReduceOp::Avg => {
             "an average need not be a whole number. Take ReduceOp::Sum and divide by Group::size, or send f32 or f64"
@@ -115,7 +117,7 @@ fn instead(op: ReduceOp) -> &'static str {
     }
 }
 
-fn incomplete(op: ReduceOp, needs: &str) -> CommError {
+fn missing_argument(op: ReduceOp, needs: &str) -> CommError {
     CommError::InvalidArgument(format!("{op} needs {needs}"))
 }
 

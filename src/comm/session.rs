@@ -1,9 +1,9 @@
 //! Entry points: they create the world from the environment, a URL or a store.
 
 mod agent;
-mod living;
-mod meeting;
-mod served;
+mod live_worlds;
+mod rendezvous;
+mod store_servers;
 mod url;
 mod world;
 
@@ -12,17 +12,17 @@ use std::sync::{Arc, Mutex};
 use convoke_env::{AgentChannel, Generation, Token, WorkerEnv, vars};
 use convoke_store::{PrefixStore, Store};
 
-use crate::bootstrap::{Invitation, Removal};
+use crate::bootstrap::{BootstrapConfig, WorldEntryGuard};
 use crate::error::CommError;
 use crate::group::Group;
 use crate::logger;
 use crate::options::{GroupOptions, Listen};
 use crate::plan::Tuning;
-use agent::Hello;
-pub use living::is_initialized;
-use living::{Alive, Membership};
-use meeting::{Master, Meeting, Opened};
-use url::{Url, Way};
+use agent::AgentHello;
+pub use live_worlds::is_initialized;
+use live_worlds::{LiveWorld, Membership};
+use rendezvous::{MasterStore, OpenStore, Rendezvous};
+use url::{InitMethod, Url};
 pub use world::{World, is_elastic};
 
 /// Joins the job that the environment describes, and connects to all its ranks.
@@ -52,10 +52,10 @@ pub fn init() -> Result<World, CommError> {
 pub struct Session {
     rank: usize,
     size: usize,
-    launched: Launched,
-    meeting: Meeting,
-    /// The store of the meeting place, once it is open.
-    opened: Option<Opened>,
+    launch_info: LaunchInfo,
+    rendezvous: Rendezvous,
+    /// The store of the rendezvous, once it is open.
+    open_store: Option<OpenStore>,
     agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
     options: GroupOptions,
     round: u32,
@@ -63,7 +63,7 @@ pub struct Session {
 
 /// Values that only a launcher provides.
 #[derive(Debug, Clone, Copy, Default)]
-struct Launched {
+struct LaunchInfo {
     /// Rank and number of ranks on this node.
     local: Option<(usize, usize)>,
     restart_count: u32,
@@ -80,10 +80,10 @@ impl Session {
     pub fn join() -> Result<Self, CommError> {
         logger::install()?;
         match WorkerEnv::from_process()? {
-            Some(env) => Self::launched(env),
+            Some(env) => Self::from_worker_env(env),
             None => {
                 log::info!("no launcher: a world of one");
-                Self::new(0, 1, Meeting::Alone)
+                Self::new(0, 1, Rendezvous::SingleRank)
             }
         }
     }
@@ -99,10 +99,10 @@ impl Session {
     pub fn from_url(url: &str) -> Result<Self, CommError> {
         logger::install()?;
         let parsed = Url::parse(url)?;
-        match (parsed.way, parsed.place) {
-            (Way::Env, None) => Self::join(),
-            (way, Some((rank, size))) => Self::by(way, rank, size),
-            (Way::Tcp { .. } | Way::File(_), None) => Err(CommError::Url {
+        match (parsed.init_method, parsed.rank_and_size) {
+            (InitMethod::Env, None) => Self::join(),
+            (init_method, Some((rank, size))) => Self::join_at(init_method, rank, size),
+            (InitMethod::Tcp { .. } | InitMethod::File(_), None) => Err(CommError::Url {
                 url: url.to_owned(),
                 what:
                     "it does not tell the rank: add ?rank=0&world_size=2, or pass them (Session::from_url_as)"
@@ -120,11 +120,11 @@ impl Session {
     pub fn from_url_as(url: &str, rank: usize, world_size: usize) -> Result<Self, CommError> {
         logger::install()?;
         let parsed = Url::parse(url)?;
-        if parsed.place.is_some() {
+        if parsed.rank_and_size.is_some() {
             let what = "it tells a rank, and another was passed: leave one of them out".to_owned();
             return Err(CommError::Url { url: url.to_owned(), what });
         }
-        Self::by(parsed.way, rank, world_size)
+        Self::join_at(parsed.init_method, rank, world_size)
     }
 
     /// Joins through a store that all ranks can reach. [`Group::new`] does so without reading variables.
@@ -134,52 +134,54 @@ impl Session {
     /// [`Self::join`].
     pub fn from_store(store: Arc<dyn Store>, rank: usize, world_size: usize) -> Result<Self, CommError> {
         logger::install()?;
-        Self::new(rank, world_size, Meeting::Store(store))
+        Self::new(rank, world_size, Rendezvous::Store(store))
     }
 
-    fn by(way: Way, rank: usize, size: usize) -> Result<Self, CommError> {
-        match way {
-            Way::Tcp { host, port } => Self::new(rank, size, Meeting::Tcp(Master::explicit(host, port))),
-            Way::File(path) => Self::new(rank, size, Meeting::File(path)),
-            Way::Env => {
+    fn join_at(init_method: InitMethod, rank: usize, size: usize) -> Result<Self, CommError> {
+        match init_method {
+            InitMethod::Tcp { host, port } => {
+                Self::new(rank, size, Rendezvous::Tcp(MasterStore::explicit(host, port)))
+            }
+            InitMethod::File(path) => Self::new(rank, size, Rendezvous::File(path)),
+            InitMethod::Env => {
                 let variable = |name: &str| match name {
                     vars::RANK => Some(rank.to_string()),
                     vars::WORLD_SIZE => Some(size.to_string()),
                     _ => std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()),
                 };
                 match WorkerEnv::from_vars(variable)? {
-                    Some(env) => Self::launched(env),
-                    None => Self::new(rank, size, Meeting::Alone),
+                    Some(env) => Self::from_worker_env(env),
+                    None => Self::new(rank, size, Rendezvous::SingleRank),
                 }
             }
         }
     }
 
-    fn new(rank: usize, size: usize, meeting: Meeting) -> Result<Self, CommError> {
+    fn new(rank: usize, size: usize, rendezvous: Rendezvous) -> Result<Self, CommError> {
         if rank >= size {
             let what = format!("rank {rank} of {size}: ranks are 0 to {}", size.saturating_sub(1));
             return Err(CommError::InvalidArgument(what));
         }
         let mut options = GroupOptions::default()
             .name("world")
-            .listen(interface()?.unwrap_or_else(|| meeting.listen()))
+            .listen(interface()?.unwrap_or_else(|| rendezvous.listen()))
             .algorithms(std::env::var("CONVOKE_ALGO").unwrap_or_default())
-            .shared_memory(shares_memory()?);
+            .shared_memory(shared_memory_enabled()?);
         options.token = Token::from_process()?;
-        let launched = Launched::default();
-        Ok(Self { rank, size, launched, meeting, opened: None, agent: None, options, round: 0 })
+        let launch_info = LaunchInfo::default();
+        Ok(Self { rank, size, launch_info, rendezvous, open_store: None, agent: None, options, round: 0 })
     }
 
-    fn launched(env: WorkerEnv) -> Result<Self, CommError> {
+    fn from_worker_env(env: WorkerEnv) -> Result<Self, CommError> {
         let hello = agent::inherited_hello()?;
-        let launched = Launched {
+        let launch_info = LaunchInfo {
             local: Some((env.local_rank, env.local_world_size)),
             restart_count: env.restart_count,
         };
-        let mut session = Self::new(env.rank, env.world_size, Meeting::Tcp(Master::of(&env)))?;
-        session.launched = launched;
+        let mut session = Self::new(env.rank, env.world_size, Rendezvous::Tcp(MasterStore::from_env(&env)))?;
+        session.launch_info = launch_info;
         session.options.generation = env.generation.or(hello.as_ref().map(|hello| hello.generation));
-        if let Some(Hello { generation, token, channel }) = hello {
+        if let Some(AgentHello { generation, token, channel }) = hello {
             session.options.token = token.or(session.options.token);
             session.agent = channel.map(|channel| (channel, generation));
         }
@@ -197,32 +199,34 @@ impl Session {
     /// Connects to all ranks of the job.
     ///
     /// # Errors
-    /// The errors of [`Group::new`]; [`CommError::Store`] if no store answers at the meeting place.
+    /// The errors of [`Group::new`]; [`CommError::Store`] if no store answers at the rendezvous.
     pub fn world(&mut self) -> Result<World, CommError> {
         let options = self.options.clone();
         let tuning = Tuning::parse(&options.algorithms)
             .map_err(|what| CommError::InvalidArgument(format!("CONVOKE_ALGO: {what}")))?;
         let (rank, size, round) = (self.rank, self.size, self.round);
         if size == 1 {
-            let group = Group::join(Invitation::alone(options, tuning), Some(Arc::new(Alive::new())))?;
-            return Ok(self.world_of(group));
+            let group =
+                Group::join(BootstrapConfig::single_rank(options, tuning), Some(Arc::new(LiveWorld::new())))?;
+            return Ok(self.make_world(group));
         }
-        log::info!("{}: rank {rank} of {size} meets the others at {}", options.name, self.meeting);
-        let place = format!("{}, round {round}", self.meeting);
-        let membership = Arc::new(Membership::new(rank, &place)?);
-        let opened = match &mut self.opened {
-            Some(opened) => opened,
-            none => none.insert(self.meeting.open(rank, size, &options)?),
+        log::info!("{}: rank {rank} of {size} meets the others at {}", options.name, self.rendezvous);
+        let store_id = format!("{}, round {round}", self.rendezvous);
+        let membership = Arc::new(Membership::new(rank, &store_id)?);
+        let open_store = match &mut self.open_store {
+            Some(open_store) => open_store,
+            none => none.insert(self.rendezvous.open(rank, size, &options)?),
         };
         let store: Arc<dyn Store> =
-            Arc::new(PrefixStore::new(self.meeting.prefix(round), Arc::clone(&opened.store)));
-        let removal = self.meeting.is_served().then(|| Arc::new(Removal::new(Arc::clone(&store))));
-        let invitation = Invitation {
+            Arc::new(PrefixStore::new(self.rendezvous.prefix(round), Arc::clone(&open_store.store)));
+        let entry_guard =
+            self.rendezvous.is_served().then(|| Arc::new(WorldEntryGuard::new(Arc::clone(&store))));
+        let config = BootstrapConfig {
             store,
-            place,
-            store_rank: self.meeting.store_rank(),
-            whereabouts: self.meeting.whereabouts(size),
-            removal: removal.clone(),
+            store_id,
+            store_rank: self.rendezvous.store_rank(),
+            store_location: self.rendezvous.store_location(size),
+            entry_guard: entry_guard.clone(),
             rank,
             size,
             origin: (0..size).collect(),
@@ -233,11 +237,12 @@ impl Session {
             agent: self.agent.clone(),
             sharing: None,
         };
-        let keep = (opened.keep.clone(), removal, Arc::clone(&membership), Alive::new());
-        let group = Group::join(invitation, Some(Arc::new(keep)))?;
-        opened.has_formed(group.generation());
-        membership.has_formed();
-        Ok(self.world_of(group))
+        let keep_alive =
+            (open_store.keep_alive.clone(), entry_guard, Arc::clone(&membership), LiveWorld::new());
+        let group = Group::join(config, Some(Arc::new(keep_alive)))?;
+        open_store.record_formed(group.generation());
+        membership.record_formed();
+        Ok(self.make_world(group))
     }
 
     /// Connects to all ranks again, in these processes, after the last world was dropped or has failed. All
@@ -250,13 +255,13 @@ impl Session {
         self.world()
     }
 
-    fn world_of(&self, group: Group) -> World {
-        World::new(group, self.launched.local, self.launched.restart_count)
+    fn make_world(&self, group: Group) -> World {
+        World::new(group, self.launch_info.local, self.launch_info.restart_count)
     }
 }
 
 /// Returns true if CONVOKE_SHM lets the ranks of a host share memory.
-fn shares_memory() -> Result<bool, CommError> {
+fn shared_memory_enabled() -> Result<bool, CommError> {
     match std::env::var("CONVOKE_SHM").unwrap_or_default().trim() {
         "" | "on" | "1" => Ok(true),
         "off" | "0" => Ok(false),

@@ -3,14 +3,14 @@
 //! A function cannot be passed to another program, and forking a process with threads is not sound. So a
 //! rank is this program, started again: it runs until it reaches this call of spawn. There it runs the
 //! function as its rank, and exits. `child` is the side of the rank, `parent` the side of the spawner. The
-//! rank reads the [`Ticket`] from its environment.
+//! rank reads the [`SpawnCallId`] from its environment.
 
+mod call_results;
 mod child;
-mod course;
 mod error;
 mod output;
 mod parent;
-mod past;
+mod supervisor;
 #[cfg(test)]
 mod tests;
 
@@ -23,10 +23,10 @@ use std::time::Duration;
 
 use convoke_env::Generation;
 
-use child::Me;
+use child::ProcessRole;
 pub use error::SpawnError;
 
-/// Variable that holds the [`Ticket`] and so marks a process as a spawned rank.
+/// Variable that holds the [`SpawnCallId`] and so marks a process as a spawned rank.
 const VARIABLE: &str = "CONVOKE_SPAWN";
 
 /// Runs `worker` as `size` ranks, each a process of its own, and waits for them.
@@ -126,26 +126,26 @@ impl Spawn {
     /// [`SpawnError::System`] if a system call failed.
     #[track_caller]
     pub fn run<T: Termination>(self, worker: impl FnOnce(usize) -> T) -> Result<(), SpawnError> {
-        let call = past::next_call();
+        let call = call_results::next_call();
         let place = Location::caller().to_string();
-        match child::who_am_i(call, &place)? {
-            Me::Spawner => {
+        match child::process_role(call, &place)? {
+            ProcessRole::Spawner => {
                 let secret = || Generation::random().map(|random| random.to_string());
                 let token = secret().map_err(|source| SpawnError::system("get random numbers", source))?;
-                let ticket = Ticket { spawner: std::process::id(), token, call, place };
-                let outcome = parent::run(&self, &ticket);
-                past::remember(call, &outcome);
+                let call_id = SpawnCallId { spawner: std::process::id(), token, call, place };
+                let outcome = parent::run(&self, &call_id);
+                call_results::record_error(call, &outcome);
                 outcome
             }
-            Me::OnTheWay => past::outcome_of(call),
-            Me::Rank(ticket, rank) => child::work(&ticket, rank, worker),
+            ProcessRole::EarlierCall => call_results::result_of(call),
+            ProcessRole::Rank(call_id, rank) => child::run_worker(&call_id, rank, worker),
         }
     }
 }
 
 /// Identifies the call of spawn that a rank must reach.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Ticket {
+struct SpawnCallId {
     /// Pid of the process that spawns.
     spawner: u32,
     /// Random text that starts a mark in the output, so that the program does not write one by chance.
@@ -156,13 +156,13 @@ struct Ticket {
     place: String,
 }
 
-impl fmt::Display for Ticket {
+impl fmt::Display for SpawnCallId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {} {} {}", self.spawner, self.token, self.call, self.place)
     }
 }
 
-impl FromStr for Ticket {
+impl FromStr for SpawnCallId {
     type Err = ();
 
     fn from_str(text: &str) -> Result<Self, ()> {

@@ -49,19 +49,21 @@ mod tests {
     const ABOVE: &str = "CONVOKE_TEST_ABOVE";
 
     #[test]
-    #[ignore = "a scene of ancestor_search_skips_processes_that_inherit_the_variable"]
+    #[ignore = "a subprocess test of ancestor_search_skips_processes_that_inherit_the_variable"]
     fn scene_below_a_shell_that_inherits_the_variable() {
-        let above = convoke_testkit::scene_variable(ABOVE).parse().unwrap();
+        let above = convoke_testkit::subprocess_variable(ABOVE).parse().unwrap();
         assert_ne!(parent_id(), above);
         assert_eq!(nearest_ancestor_without(PASSED_ON), Some(above));
     }
 
     #[test]
     fn ancestor_search_skips_processes_that_inherit_the_variable() {
-        let scene = convoke_testkit::scene("ancestor::tests::scene_below_a_shell_that_inherits_the_variable");
-        // The shell does not exec the scene, because `exit` follows it.
+        let command = convoke_testkit::subprocess_test(
+            "ancestor::tests::scene_below_a_shell_that_inherits_the_variable",
+        );
+        // The shell does not exec the test process, because `exit` follows it.
         let mut shell = Command::new("sh");
-        shell.args(["-c", "\"$0\" \"$@\"; exit $?"]).arg(scene.get_program()).args(scene.get_args());
+        shell.args(["-c", "\"$0\" \"$@\"; exit $?"]).arg(command.get_program()).args(command.get_args());
         shell.env(PASSED_ON, "1").env(ABOVE, std::process::id().to_string());
         convoke_testkit::assert_one_passed(&shell.output().unwrap());
     }

@@ -23,10 +23,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     // The first rank of each host fetches, unpacks or computes the data; the other ranks run when that is
     // done. If it fails, all ranks get the reason. If the rank dies, they get an error that names it. No rank
     // waits forever or reads an incomplete file.
-    let (rows, made_it) = first_on_each_host(&world, || match read(&path) {
+    let (rows, made_it) = first_on_each_host(&world, || match read_data(&path) {
         Err(error) if error.kind() == ErrorKind::NotFound => {
-            make(&path)?;
-            Ok((read(&path)?, true))
+            write_data(&path)?;
+            Ok((read_data(&path)?, true))
         }
         found => found.map(|rows| (rows, false)),
     })?;
@@ -36,14 +36,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 }
 
 /// Writes under another name first, so that a killed process leaves no incomplete file under the final name.
-fn make(path: &Path) -> io::Result<()> {
+fn write_data(path: &Path) -> io::Result<()> {
     let partial = path.with_extension("partial");
     let text: String = (0..ROWS).map(|row| format!("{row}\n")).collect();
     std::fs::write(&partial, text)?;
     std::fs::rename(partial, path)
 }
 
-fn read(path: &Path) -> io::Result<Vec<u32>> {
+fn read_data(path: &Path) -> io::Result<Vec<u32>> {
     let text = std::fs::read_to_string(path)?;
     let rows =
         text.lines().map(|line| line.parse().map_err(|_| io::Error::other(format!("not a number: {line}"))));

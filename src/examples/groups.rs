@@ -14,13 +14,13 @@ use convoke_comm::{CommError, Mesh, ReduceOp, init};
 fn main() -> Result<(), CommError> {
     let world = init()?;
     let (rank, size) = (world.rank(), world.size());
-    let is_chief = rank == 0;
+    let is_root = rank == 0;
 
     // From a list: all ranks call it, and the listed ranks get the group. Ranks in the group count from 0.
     if let Some(pair) = world.subgroup(&[0, size / 2])? {
         let mut sum = [rank as u32];
         pair.all_reduce(&mut sum, ReduceOp::Sum)?;
-        if is_chief {
+        if is_root {
             println!("ranks 0 and {}: sum {}", size / 2, sum[0]);
         }
         assert_eq!(pair.global_rank(1), Some(size / 2));
@@ -32,7 +32,7 @@ fn main() -> Result<(), CommError> {
         let halves = world.all_gather_object(&(color, half.global_ranks().to_vec()))?;
         let of =
             |color: u32| halves.iter().find(|(other, _)| *other == color).map(|(_, ranks)| ranks.clone());
-        if is_chief {
+        if is_root {
             println!(
                 "even ranks: {:?}, odd ranks: {:?}",
                 of(0).unwrap_or_default(),
@@ -46,7 +46,7 @@ fn main() -> Result<(), CommError> {
     // From named axes: tensor parallelism on the inner axis, data parallelism on the outer axis.
     let mesh = Mesh::new(&world, &[("dp", size / 2), ("tp", 2)])?;
     let (tp, dp) = (mesh.group("tp")?, mesh.group("dp")?);
-    if is_chief {
+    if is_root {
         let (along_tp, along_dp) = (tp.global_ranks(), dp.global_ranks());
         println!("mesh of {} x 2: along tp {along_tp:?}, along dp {along_dp:?}", size / 2);
     }

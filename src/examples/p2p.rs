@@ -61,9 +61,9 @@ fn main() -> Result<(), CommError> {
         while heard.len() < size - 1 {
             let envelope = world.probe(None, REPORT)?;
             let mut report = vec![0_u8; envelope.count()];
-            world.recv(&mut report, envelope.from(), REPORT)?;
-            assert_eq!(report, vec![envelope.from() as u8; envelope.from()]);
-            heard.push(envelope.from());
+            world.recv(&mut report, envelope.source(), REPORT)?;
+            assert_eq!(report, vec![envelope.source() as u8; envelope.source()]);
+            heard.push(envelope.source());
         }
         heard.sort_unstable();
         println!("rank 0 heard {heard:?} from whoever was first");

@@ -45,8 +45,11 @@ fn main() -> Result<(), CommError> {
     for step in 1..=STEPS {
         let parts: Vec<Vec<f32>> =
             (0..PARTS).map(|_| (0..EXAMPLES).map(|_| random.symmetric(1.0)).collect()).collect();
-        let (slope, loss) =
-            if stage == 0 { first(pipeline, weight, &parts)? } else { last(pipeline, weight, &parts)? };
+        let (slope, loss) = if stage == 0 {
+            first_stage(pipeline, weight, &parts)?
+        } else {
+            last_stage(pipeline, weight, &parts)?
+        };
 
         // Averages each part of the network over its copies. The groups of both stages run concurrently.
         let mut shared = [slope, loss];
@@ -64,7 +67,7 @@ fn main() -> Result<(), CommError> {
 }
 
 /// Stage 0: sends all parts forward, and then receives their gradients.
-fn first(pipeline: &Group, weight: f32, parts: &[Vec<f32>]) -> Result<(f32, f32), CommError> {
+fn first_stage(pipeline: &Group, weight: f32, parts: &[Vec<f32>]) -> Result<(f32, f32), CommError> {
     let mut sending = VecDeque::new();
     for part in parts {
         let activation: Vec<f32> = part.iter().map(|x| weight * x).collect();
@@ -82,7 +85,7 @@ fn first(pipeline: &Group, weight: f32, parts: &[Vec<f32>]) -> Result<(f32, f32)
 }
 
 /// Stage 1: computes the loss of each part, and sends its gradient back at once.
-fn last(pipeline: &Group, weight: f32, parts: &[Vec<f32>]) -> Result<(f32, f32), CommError> {
+fn last_stage(pipeline: &Group, weight: f32, parts: &[Vec<f32>]) -> Result<(f32, f32), CommError> {
     let (mut slope, mut loss, count) = (0.0, 0.0, (parts.len() * EXAMPLES) as f32);
     for part in parts {
         let mut activation = vec![0.0; part.len()];

@@ -21,7 +21,10 @@ fn main() -> Result<(), CommError> {
     let mut expected = mine.clone();
     world.all_reduce(&mut expected, ReduceOp::Sum)?;
 
-    for (name, ring) in [("whole buffers", whole as Ring), ("chunks", chunked as Ring)] {
+    for (name, ring) in [
+        ("whole buffers", ring_with_whole_buffers as RingAllReduce),
+        ("chunks", ring_with_chunks as RingAllReduce),
+    ] {
         let mut buffer = mine.clone();
         let sent = ring(&world, &mut buffer)?;
         assert_eq!(buffer, expected, "{name}");
@@ -33,10 +36,10 @@ fn main() -> Result<(), CommError> {
 }
 
 /// A function that adds the buffers of all ranks. It returns the number of elements that this rank has sent.
-type Ring = fn(&Group, &mut [f64]) -> Result<usize, CommError>;
+type RingAllReduce = fn(&Group, &mut [f64]) -> Result<usize, CommError>;
 
 /// Passes every buffer once around the ring. Each rank sends `(P - 1) * S` bytes, for S bytes and P ranks.
-fn whole(group: &Group, buffer: &mut [f64]) -> Result<usize, CommError> {
+fn ring_with_whole_buffers(group: &Group, buffer: &mut [f64]) -> Result<usize, CommError> {
     let (next, previous) = neighbours(group);
     let mut passing = buffer.to_vec();
     for _ in 1..group.size() {
@@ -51,7 +54,7 @@ fn whole(group: &Group, buffer: &mut [f64]) -> Result<usize, CommError> {
 
 /// Splits the buffer into P chunks: reduce-scatter around the ring, then all-gather. Each rank sends
 /// `2 * (P - 1) / P * S` bytes (Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002).
-fn chunked(group: &Group, buffer: &mut [f64]) -> Result<usize, CommError> {
+fn ring_with_chunks(group: &Group, buffer: &mut [f64]) -> Result<usize, CommError> {
     let (rank, size, len) = (group.rank(), group.size(), buffer.len());
     let (next, previous) = neighbours(group);
     let chunk = |index: usize| index * len / size..(index + 1) * len / size;

@@ -31,12 +31,12 @@ impl Replicas {
         module: M,
         options: DdpOptions,
     ) -> Result<(Self, M), TrainError> {
-        let mut sizes = Sizes::default();
+        let mut sizes = CollectSizes::default();
         module.visit(&mut sizes);
         let ddp = Ddp::with_options(group, sizes.sizes, options)?;
-        let mut equal = Equal { group, result: Ok(()) };
-        let module = module.map(&mut equal);
-        equal.result?;
+        let mut broadcast = BroadcastParameters { group, result: Ok(()) };
+        let module = module.map(&mut broadcast);
+        broadcast.result?;
         Ok((Self { ddp }, module))
     }
 
@@ -50,8 +50,8 @@ impl Replicas {
         module: &M,
         own: GradientsParams,
     ) -> Result<GradientsParams, TrainError> {
-        hand_over(self.ddp.pass(), module, own)?;
-        let mut receive = Receive { ddp: &self.ddp, averages: GradientsParams::new(), index: 0 };
+        add_gradients(self.ddp.pass(), module, own)?;
+        let mut receive = CollectAverages { ddp: &self.ddp, averages: GradientsParams::new(), index: 0 };
         module.visit(&mut receive);
         Ok(receive.averages)
     }
@@ -61,7 +61,7 @@ impl Replicas {
     /// # Errors
     /// [`TrainError::InvalidArgument`] if the gradients are from another module.
     pub fn accumulate<M: Module>(&mut self, module: &M, own: GradientsParams) -> Result<(), TrainError> {
-        hand_over(self.ddp.pass_no_sync(), module, own)
+        add_gradients(self.ddp.pass_no_sync(), module, own)
     }
 
     /// The `Ddp` that averages the gradients, for example to [join](Ddp::join).
@@ -70,11 +70,11 @@ impl Replicas {
     }
 }
 
-fn hand_over<M: Module>(mut pass: Pass<'_, f32>, module: &M, own: GradientsParams) -> Result<(), TrainError> {
-    let mut take = Take { own, gradients: Vec::new() };
-    module.visit(&mut take);
+fn add_gradients<M: Module>(mut pass: Pass<'_, f32>, module: &M, own: GradientsParams) -> Result<(), TrainError> {
+    let mut collect = CollectGradients { own, gradients: Vec::new() };
+    module.visit(&mut collect);
     // The last parameter comes first, because buckets are filled in that order.
-    for (index, gradient) in take.gradients.iter().enumerate().rev() {
+    for (index, gradient) in collect.gradients.iter().enumerate().rev() {
         if let Some(gradient) = gradient {
             pass.add(index, gradient)?;
         }
@@ -87,12 +87,12 @@ fn hand_over<M: Module>(mut pass: Pass<'_, f32>, module: &M, own: GradientsParam
 
 /// Collects names and sizes of the parameters.
 #[derive(Default)]
-struct Sizes {
+struct CollectSizes {
     path: Vec<String>,
     sizes: Vec<(String, usize)>,
 }
 
-impl ModuleVisitor for Sizes {
+impl ModuleVisitor for CollectSizes {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if param.val().is_require_grad() {
             // The visitor knows only the layer's name, so the number makes the name unique.
@@ -111,12 +111,12 @@ impl ModuleVisitor for Sizes {
 }
 
 /// Broadcasts rank 0's parameters.
-struct Equal<'a> {
+struct BroadcastParameters<'a> {
     group: &'a Group,
     result: Result<(), TrainError>,
 }
 
-impl ModuleMapper for Equal<'_> {
+impl ModuleMapper for BroadcastParameters<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         if self.result.is_err() {
             return param;
@@ -131,12 +131,12 @@ impl ModuleMapper for Equal<'_> {
 }
 
 /// Collects this rank's gradients.
-struct Take {
+struct CollectGradients {
     own: GradientsParams,
     gradients: Vec<Option<Vec<f32>>>,
 }
 
-impl ModuleVisitor for Take {
+impl ModuleVisitor for CollectGradients {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if param.val().is_require_grad() {
             self.gradients.push(self.own.remove::<D>(param.id).map(floats));
@@ -145,13 +145,13 @@ impl ModuleVisitor for Take {
 }
 
 /// Collects the averages.
-struct Receive<'a> {
+struct CollectAverages<'a> {
     ddp: &'a Ddp,
     averages: GradientsParams,
     index: usize,
 }
 
-impl ModuleVisitor for Receive<'_> {
+impl ModuleVisitor for CollectAverages<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         if !param.val().is_require_grad() {
             return;

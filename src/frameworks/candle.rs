@@ -88,7 +88,7 @@ impl Replicas {
         // candle offers no way to create an empty `GradStore`.
         let nothing = || Tensor::zeros((), DType::F32, &Device::Cpu)?.backward();
         let mut gradients = gradients.map_or_else(nothing, Ok)?;
-        hand_over(pass, &self.variables, &gradients)?;
+        add_gradients(pass, &self.variables, &gradients)?;
         for (index, (_, var)) in
             self.variables.iter().enumerate().filter(|(index, _)| self.ddp.is_used(*index))
         {
@@ -102,7 +102,7 @@ impl Replicas {
     /// # Errors
     /// [`ReplicaError::Candle`], for example if a gradient is not `f32`.
     pub fn accumulate(&mut self, gradients: &GradStore) -> Result<(), ReplicaError> {
-        hand_over(self.ddp.pass_no_sync(), &self.variables, gradients)
+        add_gradients(self.ddp.pass_no_sync(), &self.variables, gradients)
     }
 
     /// Names of the variables, in the order that all ranks use.
@@ -116,7 +116,7 @@ impl Replicas {
     }
 }
 
-fn hand_over(
+fn add_gradients(
     mut pass: Pass<'_, f32>,
     variables: &[(String, Var)],
     own: &GradStore,

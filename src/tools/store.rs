@@ -33,7 +33,7 @@ fn main() -> ExitCode {
     match run(&Flags::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            say(&format!("error: {error}"));
+            print_stderr(&format!("error: {error}"));
             ExitCode::FAILURE
         }
     }
@@ -69,7 +69,7 @@ fn run(flags: &Flags) -> Result<(), ToolError> {
             return Ok(());
         }
         if let Some(warning) = server.take_warning() {
-            say(&format!("warning: {warning}"));
+            print_stderr(&format!("warning: {warning}"));
         }
     }
 }
@@ -114,6 +114,6 @@ fn wait_for_signal(signals: &SignalFd) -> Result<bool, Errno> {
 }
 
 /// Writes a line to stderr. A failed write is ignored, because nobody reads stderr then.
-fn say(line: &str) {
+fn print_stderr(line: &str) {
     let _ = writeln!(io::stderr(), "{line}");
 }

@@ -20,14 +20,14 @@ pub(crate) struct Layout {
     settings: String,
     /// Names and numbers of elements.
     parameters: Vec<(String, usize)>,
-    places: Vec<Place>,
+    locations: Vec<Location>,
     /// The parameters of each bucket, in the order in which they lie there.
     buckets: Vec<Vec<usize>>,
 }
 
 /// The position of a parameter's gradient.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Place {
+pub(crate) struct Location {
     pub(crate) bucket: usize,
     /// Element range inside the bucket.
     pub(crate) range: Range<usize>,
@@ -47,7 +47,7 @@ impl Layout {
         element_bytes: usize,
         sizes: Sizes,
     ) -> Self {
-        let mut places = vec![Place { bucket: 0, range: 0..0 }; parameters.len()];
+        let mut locations = vec![Location { bucket: 0, range: 0..0 }; parameters.len()];
         let (mut buckets, mut len) = (Vec::<Vec<usize>>::new(), 0);
         let mut is_full = true;
         for (index, (_, count)) in parameters.iter().enumerate().rev() {
@@ -56,13 +56,13 @@ impl Layout {
                 len = 0;
             }
             let bucket = buckets.len() - 1;
-            places[index] = Place { bucket, range: len..len + count };
+            locations[index] = Location { bucket, range: len..len + count };
             buckets[bucket].push(index);
             len += count;
             let size = if bucket == 0 { sizes.first } else { sizes.others };
             is_full = len.saturating_mul(element_bytes) >= size;
         }
-        Self { dtype: dtype.to_owned(), settings: String::new(), parameters, places, buckets }
+        Self { dtype: dtype.to_owned(), settings: String::new(), parameters, locations, buckets }
     }
 
     /// Adds options that [`Self::difference`] and [`Self::fingerprint`] compare as well.
@@ -79,8 +79,8 @@ impl Layout {
         &self.parameters[parameter].0
     }
 
-    pub(crate) fn place(&self, parameter: usize) -> &Place {
-        &self.places[parameter]
+    pub(crate) fn location(&self, parameter: usize) -> &Location {
+        &self.locations[parameter]
     }
 
     /// The parameters of each bucket.
@@ -148,9 +148,9 @@ mod tests {
     fn buckets_start_with_the_last_parameter_and_close_when_full() {
         let layout = layout(&[10, 2, 3, 4, 1], 16, 40);
         assert_eq!(layout.buckets(), [vec![4, 3], vec![2, 1, 0]]);
-        assert_eq!(*layout.place(4), Place { bucket: 0, range: 0..1 });
-        assert_eq!(*layout.place(3), Place { bucket: 0, range: 1..5 });
-        assert_eq!(*layout.place(0), Place { bucket: 1, range: 5..15 });
+        assert_eq!(*layout.location(4), Location { bucket: 0, range: 0..1 });
+        assert_eq!(*layout.location(3), Location { bucket: 0, range: 1..5 });
+        assert_eq!(*layout.location(0), Location { bucket: 1, range: 5..15 });
         assert_eq!((layout.bucket_len(0), layout.bucket_len(1)), (5, 15));
     }
 
@@ -169,7 +169,7 @@ mod tests {
             let mut used: Vec<Vec<bool>> =
                 (0..layout.buckets().len()).map(|bucket| vec![false; layout.bucket_len(bucket)]).collect();
             for (parameter, &count) in counts.iter().enumerate() {
-                let Place { bucket, range } = layout.place(parameter).clone();
+                let Location { bucket, range } = layout.location(parameter).clone();
                 assert_eq!(range.len(), count);
                 assert!(used[bucket][range.clone()].iter().all(|used| !used), "{counts:?}");
                 used[bucket][range].fill(true);

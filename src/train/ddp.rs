@@ -7,15 +7,15 @@ mod pass;
 
 use convoke_comm::{CommError, Element, Group, ReduceOp, Reduction, SharedBuffer, Work};
 
-use crate::bucket::{Layout, Place, Sizes};
+use crate::bucket::{Layout, Location, Sizes};
 use crate::error::TrainError;
 pub use gradient::Gradient;
-use join::Joined;
+use join::JoinState;
 pub use options::DdpOptions;
 pub use pass::Pass;
 
 /// Number of parameters that an error lists by name.
-pub(crate) const NAMED: usize = 8;
+pub(crate) const MAX_NAMES: usize = 8;
 
 /// Distributed data parallel training: holds the gradients of a network and averages them over all ranks.
 ///
@@ -52,11 +52,11 @@ pub struct Ddp<T: Gradient = f32> {
     group: Group,
     layout: Layout,
     buckets: Vec<Bucket<T>>,
-    shares: Vec<Share>,
+    states: Vec<GradientState>,
     /// For each parameter, whether any rank had a gradient in the last pass. Empty if unused parameters are
     /// not allowed.
     used: Vec<bool>,
-    joined: Option<Joined>,
+    joined: Option<JoinState>,
     options: DdpOptions,
 }
 
@@ -72,7 +72,7 @@ struct Bucket<T: Element> {
 
 /// The content of a parameter's gradient memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Share {
+pub(crate) enum GradientState {
     /// The average of an earlier pass, or initial zeros; the next gradient overwrites it.
     Average,
     /// The sum of this rank's gradients since the last average.
@@ -113,7 +113,7 @@ impl<T: Gradient> Ddp<T> {
         let parameters: Vec<_> = parameters.into_iter().map(|(name, count)| (name.into(), count)).collect();
         let (dtype, bytes) = (T::DTYPE.to_string(), T::DTYPE.size_bytes());
         let sizes = Sizes { first: options.first_bucket_bytes, others: options.bucket_bytes };
-        let layout = Layout::new(parameters, &dtype, bytes, sizes).with_settings(&options.compared());
+        let layout = Layout::new(parameters, &dtype, bytes, sizes).with_settings(&options.comparison_text());
         // The comparison comes first, so that all ranks get an error if only some have no parameters.
         compare(group, &layout)?;
         if layout.len() == 0 {
@@ -126,7 +126,7 @@ impl<T: Gradient> Ddp<T> {
         Ok(Self {
             group: group.clone(),
             buckets: buckets.collect::<Result<_, CommError>>()?,
-            shares: vec![Share::Average; layout.len()],
+            states: vec![GradientState::Average; layout.len()],
             used: Vec::new(),
             joined: None,
             layout,
@@ -156,7 +156,7 @@ impl<T: Gradient> Ddp<T> {
     /// If there is no such parameter.
     #[must_use]
     pub fn average(&self, parameter: usize) -> &[T] {
-        let Place { bucket, range } = self.layout.place(parameter);
+        let Location { bucket, range } = self.layout.location(parameter);
         self.buckets[*bucket].memory.get(range.clone()).unwrap_or_default()
     }
 
@@ -165,13 +165,13 @@ impl<T: Gradient> Ddp<T> {
     /// # Panics
     /// If there is no such parameter.
     pub fn average_mut(&mut self, parameter: usize) -> &mut [T] {
-        let Place { bucket, range } = self.layout.place(parameter);
+        let Location { bucket, range } = self.layout.location(parameter);
         self.buckets[*bucket].memory.get_mut(range.clone()).unwrap_or_default()
     }
 
     /// Discards the sums of passes without sending on this rank, to skip a step.
     pub fn discard(&mut self) {
-        self.shares.fill(Share::Average);
+        self.states.fill(GradientState::Average);
     }
 
     /// Returns whether any rank had a gradient for this parameter in the last pass. Always `true` if [unused
@@ -206,8 +206,8 @@ impl<T: Gradient> Ddp<T> {
     /// The reduction that turns the ranks' sums into the average.
     fn reduction(&self) -> Reduction<T> {
         match &self.joined {
-            Some(joined) if joined.giving < self.group.size() && !self.options.divide_by_world => {
-                Reduction::premul_sum(T::one_of(joined.giving))
+            Some(joined) if joined.contributing < self.group.size() && !self.options.divide_by_world => {
+                Reduction::premul_sum(T::reciprocal(joined.contributing))
             }
             Some(_) | None => ReduceOp::Avg.into(),
         }

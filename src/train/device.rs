@@ -12,8 +12,8 @@ use convoke_comm::device::cudarc::driver::{
 };
 use convoke_comm::{CommError, Group, Work};
 
-use crate::bucket::{Layout, Place, Sizes};
-use crate::ddp::{DdpOptions, Gradient, Share, compare};
+use crate::bucket::{Layout, Location, Sizes};
+use crate::ddp::{DdpOptions, Gradient, GradientState, compare};
 use crate::error::TrainError;
 use add::Adder;
 pub use pass::DevicePass;
@@ -31,7 +31,7 @@ pub struct DeviceDdp<T: Gradient + DeviceRepr + ValidAsZeroBits = f32> {
     group: Group,
     layout: Layout,
     buckets: Vec<Bucket<T>>,
-    shares: Vec<Share>,
+    states: Vec<GradientState>,
     /// The stream on which the group's operations run.
     stream: Arc<CudaStream>,
     /// Loaded when it is first needed.
@@ -63,7 +63,7 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
         let parameters: Vec<_> = parameters.into_iter().map(|(name, count)| (name.into(), count)).collect();
         let (dtype, bytes) = (T::DTYPE.to_string(), T::DTYPE.size_bytes());
         let layout =
-            Layout::new(parameters, &dtype, bytes, options.sizes()).with_settings(&options.compared());
+            Layout::new(parameters, &dtype, bytes, options.sizes()).with_settings(&options.comparison_text());
         compare(group, &layout)?;
         if layout.len() == 0 {
             return Err(TrainError::InvalidArgument("a network without parameters".to_owned()));
@@ -86,7 +86,7 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
         Ok(Self {
             group: group.clone(),
             buckets,
-            shares: vec![Share::Average; layout.len()],
+            states: vec![GradientState::Average; layout.len()],
             stream,
             adder: None,
             layout,
@@ -112,7 +112,7 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
     /// If there is no such parameter.
     #[must_use]
     pub fn average(&self, parameter: usize) -> CudaView<'_, T> {
-        let Place { bucket, range } = self.layout.place(parameter);
+        let Location { bucket, range } = self.layout.location(parameter);
         self.buckets[*bucket].memory.slice(range.clone())
     }
 
@@ -121,13 +121,13 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
     /// # Panics
     /// If there is no such parameter.
     pub fn average_mut(&mut self, parameter: usize) -> CudaViewMut<'_, T> {
-        let Place { bucket, range } = self.layout.place(parameter);
+        let Location { bucket, range } = self.layout.location(parameter);
         self.buckets[*bucket].memory.slice_mut(range.clone())
     }
 
     /// Discards the sums of passes without sending on this rank, to skip a step.
     pub fn discard(&mut self) {
-        self.shares.fill(Share::Average);
+        self.states.fill(GradientState::Average);
     }
 
     /// Number of parameters.

@@ -77,9 +77,9 @@ fn listed(names: &[String], more: usize) -> String {
 impl TrainError {
     /// The rank to investigate first, if one is known.
     #[must_use]
-    pub fn blame(&self) -> Option<usize> {
+    pub fn suspect_rank(&self) -> Option<usize> {
         match self {
-            Self::Comm(error) => error.blame(),
+            Self::Comm(error) => error.suspect_rank(),
             Self::Layout { rank, .. } | Self::Unused { rank, .. } | Self::Preparation { rank, .. } => {
                 Some(*rank)
             }

@@ -43,7 +43,7 @@ pub fn first_on_each_host<T, E: Display>(
     group: &Group,
     prepare: impl FnOnce() -> Result<T, E>,
 ) -> Result<T, TrainError> {
-    first(group, group.place_on_host().0 == 0, prepare)
+    first(group, group.local_rank_and_size().0 == 0, prepare)
 }
 
 /// Calls `prepare` on the first rank of the group, and then on all others, for files that all hosts share.
@@ -67,7 +67,7 @@ fn first<T, E: Display>(
     // The outcome of `prepare`, or `prepare` itself if this rank calls it later.
     let prepared = if is_first {
         // The others wait for this rank's outcome. A panic must end that wait at once.
-        let awaited = Awaited(group);
+        let awaited = AbortOnPanic(group);
         let prepared = prepare();
         std::mem::forget(awaited);
         Ok(prepared)
@@ -89,9 +89,9 @@ fn first<T, E: Display>(
 }
 
 /// Aborts the group when dropped, which happens only if `prepare` panics.
-struct Awaited<'a>(&'a Group);
+struct AbortOnPanic<'a>(&'a Group);
 
-impl Drop for Awaited<'_> {
+impl Drop for AbortOnPanic<'_> {
     fn drop(&mut self) {
         self.0.abort(&format!("rank {} panicked while it prepared what others wait for", self.0.rank()));
     }

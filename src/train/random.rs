@@ -14,11 +14,11 @@ impl Random {
     #[must_use]
     pub fn new(seed: u64, stream: u64) -> Self {
         let mut mixed = Self(seed);
-        Self(mixed.word() ^ stream.wrapping_mul(0xD1B5_4A32_D192_ED03))
+        Self(mixed.next_u64() ^ stream.wrapping_mul(0xD1B5_4A32_D192_ED03))
     }
 
     /// The next 64 bits.
-    pub fn word(&mut self) -> u64 {
+    pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
         let z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
@@ -27,13 +27,13 @@ impl Random {
 
     /// Returns a uniform number in `0 .. bound`, or 0 if `bound` is 0. The bias is below `bound` / 2^64.
     pub fn below(&mut self, bound: usize) -> usize {
-        ((u128::from(self.word()) * bound as u128) >> 64) as usize
+        ((u128::from(self.next_u64()) * bound as u128) >> 64) as usize
     }
 
     /// Returns a uniform number in `-bound .. bound`.
     pub fn symmetric(&mut self, bound: f32) -> f32 {
         // An f32 holds 24 bits exactly.
-        let unit = (self.word() >> 40) as f32 / (1_u32 << 24) as f32;
+        let unit = (self.next_u64() >> 40) as f32 / (1_u32 << 24) as f32;
         (2.0 * unit - 1.0) * bound
     }
 
@@ -52,8 +52,8 @@ mod tests {
     #[test]
     fn splitmix_produces_the_published_sequence() {
         let mut random = Random(1_234_567);
-        assert_eq!(random.word(), 6_457_827_717_110_365_317);
-        assert_eq!(random.word(), 3_203_168_211_198_807_973);
+        assert_eq!(random.next_u64(), 6_457_827_717_110_365_317);
+        assert_eq!(random.next_u64(), 3_203_168_211_198_807_973);
     }
 
     #[test]

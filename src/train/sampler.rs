@@ -191,7 +191,7 @@ mod tests {
     }
 
     /// The examples that each rank takes one by one, indexed by rank.
-    fn dealt(examples: usize, world: usize, tail: Tail) -> Vec<Vec<usize>> {
+    fn assigned(examples: usize, world: usize, tail: Tail) -> Vec<Vec<usize>> {
         (0..world).map(|rank| sampler(examples, rank, world).tail(tail).epoch(3).collect()).collect()
     }
 
@@ -200,12 +200,13 @@ mod tests {
         let mut epochs: Vec<Epoch> =
             (0..world).map(|rank| sampler(examples, rank, world).tail(Tail::Uneven).epoch(3)).collect();
         std::iter::from_fn(|| {
-            let dealt: Option<Vec<Batch>> = epochs.iter_mut().map(|epoch| epoch.next_batch(batch)).collect();
-            let dealt = dealt?;
-            let mut all: Vec<usize> = dealt.iter().flat_map(|batch| batch.own().to_vec()).collect();
+            let assigned: Option<Vec<Batch>> =
+                epochs.iter_mut().map(|epoch| epoch.next_batch(batch)).collect();
+            let assigned = assigned?;
+            let mut all: Vec<usize> = assigned.iter().flat_map(|batch| batch.own().to_vec()).collect();
             all.sort_unstable();
-            assert!(dealt.iter().all(|batch| batch.examples() == all.len()));
-            let (least, most) = (dealt.iter().map(|batch| batch.own.len()).min(), dealt[0].own.len());
+            assert!(assigned.iter().all(|batch| batch.examples() == all.len()));
+            let (least, most) = (assigned.iter().map(|batch| batch.own.len()).min(), assigned[0].own.len());
             assert!(least.is_some_and(|least| most - least <= 1), "the first has most");
             Some(all)
         })
@@ -216,11 +217,11 @@ mod tests {
     fn tail_policy_decides_about_remaining_examples() {
         for (examples, world) in [(10, 3), (9, 3), (1, 4), (0, 2), (100, 7), (5, 1)] {
             for tail in TAILS {
-                let dealt = dealt(examples, world, tail);
-                let counts: BTreeSet<usize> = dealt.iter().map(Vec::len).collect();
-                let all: Vec<usize> = dealt.concat();
+                let assigned = assigned(examples, world, tail);
+                let counts: BTreeSet<usize> = assigned.iter().map(Vec::len).collect();
+                let all: Vec<usize> = assigned.concat();
                 let distinct: BTreeSet<usize> = all.iter().copied().collect();
-                let context = format!("{examples} examples, {world} ranks, {tail:?}: {dealt:?}");
+                let context = format!("{examples} examples, {world} ranks, {tail:?}: {assigned:?}");
                 let (taken, most) = match tail {
                     Tail::Pad => (examples.next_multiple_of(world), examples),
                     Tail::Drop => (examples / world * world, examples / world * world),

@@ -45,24 +45,24 @@ const COMPUTATION: u32 = 0;
 /// A clone records into the same trace.
 #[derive(Debug, Clone)]
 pub struct Trace {
-    notes: Arc<Mutex<Notes>>,
+    recording: Arc<Mutex<Recording>>,
     /// One point in time on both clocks, to convert between them.
     begin: (Instant, SystemTime),
     /// Maximum number of spans.
-    room: usize,
+    capacity: usize,
 }
 
 /// The records of one rank.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
-struct Notes {
-    spans: Vec<Noted>,
+struct Recording {
+    spans: Vec<RecordedSpan>,
     /// Titles of the bucket rows, by row.
     titles: BTreeMap<u32, String>,
 }
 
 /// A completed span.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-struct Noted {
+struct RecordedSpan {
     name: String,
     row: u32,
     /// Time since 1970.
@@ -75,7 +75,7 @@ struct Noted {
 impl Default for Trace {
     /// An empty trace.
     fn default() -> Self {
-        Self { notes: Arc::default(), begin: (Instant::now(), SystemTime::now()), room: SPANS }
+        Self { recording: Arc::default(), begin: (Instant::now(), SystemTime::now()), capacity: SPANS }
     }
 }
 
@@ -83,7 +83,7 @@ impl Trace {
     /// Returns a trace that records nothing, for programs whose tracing is optional.
     #[must_use]
     pub fn off() -> Self {
-        Self { room: 0, ..Self::default() }
+        Self { capacity: 0, ..Self::default() }
     }
 
     /// Begins a span, which ends when it is dropped.
@@ -99,7 +99,7 @@ impl Trace {
         names: impl Iterator<Item = &'a str>,
     ) -> Span {
         let row = COMPUTATION + 1 + index as u32;
-        self.notes().titles.entry(row).or_insert_with(|| title(index, names));
+        self.recording().titles.entry(row).or_insert_with(|| title(index, names));
         self.begin(format!("bucket {index}"), row, Some(bytes as u64))
     }
 
@@ -107,8 +107,8 @@ impl Trace {
         Span { trace: self.clone(), name, row, bytes, start: Instant::now() }
     }
 
-    fn notes(&self) -> MutexGuard<'_, Notes> {
-        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
+    fn recording(&self) -> MutexGuard<'_, Recording> {
+        self.recording.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Writes the spans that all ranks of the group have recorded so far. All ranks call it; rank 0 writes
@@ -118,11 +118,11 @@ impl Trace {
     /// [`TrainError::Trace`] on rank 0 if the file cannot be written. Otherwise the errors of
     /// [`Group::gather_object`].
     pub fn write(&self, group: &Group, path: &Path) -> Result<(), TrainError> {
-        let noted = self.notes().clone();
-        let Some(ranks) = group.gather_object(&noted, 0)? else { return Ok(()) };
+        let recorded = self.recording().clone();
+        let Some(ranks) = group.gather_object(&recorded, 0)? else { return Ok(()) };
         let write = || {
             let mut file = BufWriter::new(File::create(path)?);
-            serde_json::to_writer(&mut file, &Chart::of(&ranks)).map_err(io::Error::from)?;
+            serde_json::to_writer(&mut file, &TraceFile::of(&ranks)).map_err(io::Error::from)?;
             file.flush()
         };
         write().map_err(|source| TrainError::Trace { path: path.to_owned(), source })
@@ -162,16 +162,16 @@ impl Drop for Span {
     fn drop(&mut self) {
         let (instant, time) = self.trace.begin;
         let since_1970 = time.duration_since(UNIX_EPOCH).unwrap_or_default();
-        let noted = Noted {
+        let recorded = RecordedSpan {
             name: std::mem::take(&mut self.name),
             row: self.row,
             start: since_1970 + self.start.saturating_duration_since(instant),
             time: self.start.elapsed(),
             bytes: self.bytes,
         };
-        let mut notes = self.trace.notes();
-        if notes.spans.len() < self.trace.room {
-            notes.spans.push(noted);
+        let mut recording = self.trace.recording();
+        if recording.spans.len() < self.trace.capacity {
+            recording.spans.push(recorded);
         }
     }
 }
@@ -179,7 +179,7 @@ impl Drop for Span {
 /// The used part of the Trace Event Format: an object with a list of events.
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
-struct Chart<'a> {
+struct TraceFile<'a> {
     display_time_unit: &'static str,
     trace_events: Vec<Event<'a>>,
 }
@@ -199,13 +199,17 @@ struct Event<'a> {
     args: BTreeMap<&'a str, String>,
 }
 
-impl<'a> Chart<'a> {
-    fn of(ranks: &'a [Notes]) -> Self {
+impl<'a> TraceFile<'a> {
+    fn of(ranks: &'a [Recording]) -> Self {
         let micros = |time: Duration| time.as_nanos() as f64 / 1e3;
-        let begin =
-            ranks.iter().flat_map(|notes| &notes.spans).map(|noted| noted.start).min().unwrap_or_default();
+        let begin = ranks
+            .iter()
+            .flat_map(|recording| &recording.spans)
+            .map(|recorded| recorded.start)
+            .min()
+            .unwrap_or_default();
         let mut trace_events = Vec::new();
-        for (rank, Notes { spans, titles }) in ranks.iter().enumerate() {
+        for (rank, Recording { spans, titles }) in ranks.iter().enumerate() {
             let mut named = |what: &'static str, row: u32, name: String| {
                 let args = BTreeMap::from([("name", name)]);
                 trace_events.push(Event {
@@ -221,14 +225,14 @@ impl<'a> Chart<'a> {
             named("process_name", COMPUTATION, format!("rank {rank}"));
             named("thread_name", COMPUTATION, "computation".to_owned());
             titles.iter().for_each(|(&row, title)| named("thread_name", row, title.clone()));
-            trace_events.extend(spans.iter().map(|noted| Event {
-                name: &noted.name,
+            trace_events.extend(spans.iter().map(|recorded| Event {
+                name: &recorded.name,
                 ph: "X",
-                ts: micros(noted.start - begin),
-                dur: micros(noted.time),
+                ts: micros(recorded.start - begin),
+                dur: micros(recorded.time),
                 pid: rank,
-                tid: noted.row,
-                args: noted.bytes.map(|bytes| ("bytes", bytes.to_string())).into_iter().collect(),
+                tid: recorded.row,
+                args: recorded.bytes.map(|bytes| ("bytes", bytes.to_string())).into_iter().collect(),
             }));
         }
         Self { display_time_unit: "ms", trace_events }

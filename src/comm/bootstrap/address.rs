@@ -17,7 +17,7 @@ pub(crate) fn address(listen: &Listen) -> Result<IpAddr, CommError> {
         Listen::Address(address) => Ok(*address),
         Listen::Interface(names) => {
             let all = list()?;
-            interfaces::choose(&all, names).ok_or_else(|| {
+            interfaces::select_address(&all, names).ok_or_else(|| {
                 let there: Vec<_> = all.iter().map(|one| one.name.as_str()).collect();
                 CommError::InvalidArgument(format!(
                     "no network interface {names:?} that is up and has an address; there are {}",
@@ -25,7 +25,7 @@ pub(crate) fn address(listen: &Listen) -> Result<IpAddr, CommError> {
                 ))
             })
         }
-        Listen::Outward => interfaces::outward(list()?.iter()).ok_or_else(|| {
+        Listen::Routable => interfaces::most_reachable_address(list()?.iter()).ok_or_else(|| {
             CommError::InvalidArgument("no network interface is up and has an address".to_owned())
         }),
         Listen::RouteTo(host) => {
@@ -105,7 +105,7 @@ mod tests {
 
     #[test]
     fn any_host_has_an_address() {
-        address(&Listen::Outward).unwrap();
+        address(&Listen::Routable).unwrap();
     }
 
     #[test]

@@ -9,52 +9,52 @@ use convoke_env::Generation;
 use convoke_store::StoreError;
 
 use super::record::{self, Record};
-use super::{CLEAN_UP, LOOKED_UP, NOTICE, Ours, Outcome, RECHECK};
+use super::{Bootstrap, CLEANUP_TIMEOUT, MAX_LOOKUPS, POLL_INTERVAL, RoundOutcome, WARN_INTERVAL};
 use crate::error::{CommError, Ranks};
-use crate::fault::moment;
+use crate::fault::fault_point;
 
 /// Longest pause between two polls of the store.
-const SLOWEST_LOOK: Duration = Duration::from_secs(2);
+const MAX_POLL_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Deadlines of repeated looks at the store, at growing intervals.
-pub(super) struct Looks {
+/// Deadlines of repeated polls of the store, at growing intervals.
+pub(super) struct PollDeadlines {
     interval: Duration,
     deadline: Instant,
 }
 
-impl Looks {
+impl PollDeadlines {
     pub(super) fn new(deadline: Instant) -> Self {
-        Self { interval: RECHECK, deadline }
+        Self { interval: POLL_INTERVAL, deadline }
     }
 
-    /// Returns when the next look ends.
-    pub(super) fn until(&mut self) -> Instant {
+    /// Returns when the next poll ends.
+    pub(super) fn next_deadline(&mut self) -> Instant {
         let until = (Instant::now() + self.interval).min(self.deadline);
-        self.interval = (self.interval * 2).min(SLOWEST_LOOK);
+        self.interval = (self.interval * 2).min(MAX_POLL_INTERVAL);
         until
     }
 }
 
-impl Ours<'_> {
+impl Bootstrap<'_> {
     /// Tries to connect under `generation`.
-    pub(super) fn round(&self, generation: Generation) -> Result<Outcome, CommError> {
-        let own_key = self.record_key(generation, self.invitation.rank);
-        self.leave_record(generation)?;
-        moment("recorded", 0, 0);
+    pub(super) fn run_round(&self, generation: Generation) -> Result<RoundOutcome, CommError> {
+        let own_key = self.record_key(generation, self.config.rank);
+        self.publish_record(generation)?;
+        fault_point("recorded", 0, 0);
         let table = match self.table(generation)? {
             Ok(table) => table,
             Err(announced) => {
                 let _ = self.store().delete(&own_key, self.deadline);
-                return Ok(Outcome::Stale(announced));
+                return Ok(RoundOutcome::Stale(announced));
             }
         };
         // The record is no longer needed. The store may vanish later: rank 0 may serve it and exit.
-        let _ = self.store().delete(&own_key, Instant::now() + CLEAN_UP);
-        let outcome = self.meet(generation, &table)?;
-        if let Outcome::Connected(_) = outcome {
-            self.has_formed(generation);
-            let soon = Instant::now() + CLEAN_UP;
-            if self.invitation.rank == 0 {
+        let _ = self.store().delete(&own_key, Instant::now() + CLEANUP_TIMEOUT);
+        let outcome = self.connect_ranks(generation, &table)?;
+        if let RoundOutcome::Connected(_) = outcome {
+            self.record_formed(generation);
+            let soon = Instant::now() + CLEANUP_TIMEOUT;
+            if self.config.rank == 0 {
                 let _ = self.store().delete(&self.announcement_key(), soon);
                 let _ = self.store().delete(&self.key(generation, "table"), soon);
             }
@@ -63,17 +63,17 @@ impl Ours<'_> {
     }
 
     /// Writes the record of this rank. Fails if another living process has written a record for this rank.
-    fn leave_record(&self, generation: Generation) -> Result<(), CommError> {
-        let own = self.encoded();
-        let key = self.record_key(generation, self.invitation.rank);
+    fn publish_record(&self, generation: Generation) -> Result<(), CommError> {
+        let own = self.encoded_record();
+        let key = self.record_key(generation, self.config.rank);
         let mut expected = Vec::new();
         loop {
             let there = self.store().compare_set(&key, &expected, &own, self.deadline)?;
             if there == own {
                 return Ok(());
             }
-            if let Some(other) = Record::decode(&there).filter(Record::answers) {
-                return Err(self.is_there_twice(generation, &other));
+            if let Some(other) = Record::decode(&there).filter(Record::is_reachable) {
+                return Err(self.duplicate_rank_error(generation, &other));
             }
             // The record belongs to a process that no longer answers, so this rank replaces it.
             expected = there;
@@ -81,31 +81,31 @@ impl Ours<'_> {
     }
 
     /// Reports to all ranks that another living process also claims this rank.
-    pub(super) fn is_there_twice(&self, generation: Generation, other: &Record) -> CommError {
+    pub(super) fn duplicate_rank_error(&self, generation: Generation, other: &Record) -> CommError {
         let who = |record: &Record| format!("process {} at {}", record.pid, record.address.ip());
         let what = format!(
             "rank {} is there twice: {} and {}; does each process have a RANK of its own, and each job a port of its own?",
-            self.invitation.rank,
+            self.config.rank,
             who(other),
             who(&self.record)
         );
-        self.refuse_all(generation, what, vec![self.invitation.rank])
+        self.publish_refusal(generation, what, vec![self.config.rank])
     }
 
     /// Publishes to all ranks the reason why the group does not form.
-    fn refuse_all(&self, generation: Generation, what: String, ranks: Vec<usize>) -> CommError {
-        let refusal = record::refusal(&what, &ranks);
+    fn publish_refusal(&self, generation: Generation, what: String, ranks: Vec<usize>) -> CommError {
+        let refusal = record::encode_refusal(&what, &ranks);
         // A rank that cannot read the reason fails at its own deadline.
-        let _ = self.store().set(&self.key(generation, "table"), &refusal, Instant::now() + CLEAN_UP);
-        self.failed(what, ranks)
+        let _ = self.store().set(&self.key(generation, "table"), &refusal, Instant::now() + CLEANUP_TIMEOUT);
+        self.bootstrap_error(what, ranks)
     }
 
     /// Returns the records of all ranks, or the generation that rank 0 has announced meanwhile.
     fn table(&self, generation: Generation) -> Result<Result<Vec<Record>, Generation>, CommError> {
         let key = self.key(generation, "table");
-        if self.invitation.rank == 0 {
+        if self.config.rank == 0 {
             let values = self.gather(generation)?;
-            let table = self.checked(record::decode_all(&values));
+            let table = self.check_records(record::decode_all(&values));
             // Invalid records are published too, so that the other ranks fail with this error instead of
             // waiting.
             let texts: Vec<_> = values.iter().map(|value| String::from_utf8_lossy(value)).collect();
@@ -113,112 +113,113 @@ impl Ours<'_> {
             self.store().set(&key, &bytes, self.deadline)?;
             return table.map(Ok);
         }
-        let mut looks = Looks::new(self.deadline);
+        let mut polls = PollDeadlines::new(self.deadline);
         loop {
-            match self.store().get(&key, looks.until()) {
+            match self.store().get(&key, polls.next_deadline()) {
                 Ok(bytes) => {
-                    let table = self.checked(record::decode_table(&bytes))?;
-                    if table.get(self.invitation.rank) == Some(&self.record) {
+                    let table = self.check_records(record::decode_table(&bytes))?;
+                    if table.get(self.config.rank) == Some(&self.record) {
                         return Ok(Ok(table));
                     }
                     // The table contains the record of an earlier process that had this rank.
                     self.pause()?;
                 }
-                Err(error) if self.may_yet_come(&error) => {}
-                Err(StoreError::Timeout { .. }) => return Err(self.missing(generation)),
+                Err(error) if self.can_retry(&error) => {}
+                Err(StoreError::Timeout { .. }) => return Err(self.missing_ranks_error(generation)),
                 Err(error) => return Err(error.into()),
             }
-            self.check_standing()?;
-            if let Some(announced) = self.announced(generation)? {
+            self.check_world_entry()?;
+            if let Some(announced) = self.superseding_generation(generation)? {
                 return Ok(Err(announced));
             }
         }
     }
 
     /// Compares the records of all ranks.
-    pub(super) fn checked(
+    pub(super) fn check_records(
         &self,
-        records: Result<Vec<Record>, record::Wrong>,
+        records: Result<Vec<Record>, record::RecordError>,
     ) -> Result<Vec<Record>, CommError> {
         let compared = records.and_then(|records| record::compare(&records).map(|()| records));
-        compared.map_err(|(what, ranks)| self.failed(what, ranks))
+        compared.map_err(|(what, ranks)| self.bootstrap_error(what, ranks))
     }
 
     fn gather(&self, generation: Generation) -> Result<Vec<Vec<u8>>, CommError> {
-        let keys: Vec<_> = (0..self.invitation.size).map(|rank| self.record_key(generation, rank)).collect();
+        let keys: Vec<_> = (0..self.config.size).map(|rank| self.record_key(generation, rank)).collect();
         let keys: Vec<&[u8]> = keys.iter().map(Vec::as_slice).collect();
-        let mut notice = Instant::now() + NOTICE.min(self.invitation.options.init_timeout / 3);
-        let mut looks = Looks::new(self.deadline);
+        let mut notice = Instant::now() + WARN_INTERVAL.min(self.config.options.init_timeout / 3);
+        let mut polls = PollDeadlines::new(self.deadline);
         loop {
-            match self.store().multi_get(&keys, looks.until()) {
-                Err(error) if self.may_yet_come(&error) => {}
-                Err(StoreError::Timeout { .. }) => return Err(self.missing(generation)),
+            match self.store().multi_get(&keys, polls.next_deadline()) {
+                Err(error) if self.can_retry(&error) => {}
+                Err(StoreError::Timeout { .. }) => return Err(self.missing_ranks_error(generation)),
                 other => return Ok(other?),
             }
-            self.check_standing()?;
+            self.check_world_entry()?;
             let refusal = self.store().try_get(&self.key(generation, "table"), self.deadline)?;
             if let Some(Err((what, ranks))) = refusal.map(|bytes| record::decode_table(&bytes)) {
-                return Err(self.failed(what, ranks));
+                return Err(self.bootstrap_error(what, ranks));
             }
             if Instant::now() >= notice {
-                notice = Instant::now() + NOTICE;
-                let absent = self.absent(generation);
+                notice = Instant::now() + WARN_INTERVAL;
+                let absent = self.absent_ranks(generation);
                 log::warn!("{}: rank(s) {} have not come yet", self.name(), Ranks(&absent));
             }
         }
     }
 
-    /// Returns the ranks that left no record, among the first [`LOOKED_UP`].
-    fn absent(&self, generation: Generation) -> Vec<usize> {
-        let soon = Instant::now() + CLEAN_UP;
+    /// Returns the ranks that left no record, among the first [`MAX_LOOKUPS`].
+    fn absent_ranks(&self, generation: Generation) -> Vec<usize> {
+        let soon = Instant::now() + CLEANUP_TIMEOUT;
         let absent = |&rank: &usize| {
             let found = self.store().try_get(&self.record_key(generation, rank), soon);
             matches!(found, Ok(None))
         };
-        (0..self.invitation.size).take(LOOKED_UP).filter(absent).collect()
+        (0..self.config.size).take(MAX_LOOKUPS).filter(absent).collect()
     }
 
     /// Returns the error that names the ranks without a record. Rank 0 publishes it to all ranks.
-    fn missing(&self, generation: Generation) -> CommError {
-        let missing = self.absent(generation);
+    fn missing_ranks_error(&self, generation: Generation) -> CommError {
+        let missing = self.absent_ranks(generation);
         if missing.is_empty() {
-            let waited = self.invitation.options.init_timeout.as_millis();
-            return self.failed(format!("rank 0 gathered nobody within {waited} ms: did it die?"), vec![0]);
+            let waited = self.config.options.init_timeout.as_millis();
+            return self
+                .bootstrap_error(format!("rank 0 gathered nobody within {waited} ms: did it die?"), vec![0]);
         }
-        let what = self.absence(&missing);
-        match self.invitation.rank {
-            0 => self.refuse_all(generation, what, missing),
-            _ => self.failed(what, missing),
+        let what = self.describe_absence(&missing);
+        match self.config.rank {
+            0 => self.publish_refusal(generation, what, missing),
+            _ => self.bootstrap_error(what, missing),
         }
     }
 
     /// Describes the absence of these ranks, with the place where they were awaited and the settings that lead there.
-    fn absence(&self, missing: &[usize]) -> String {
-        let Self { invitation, .. } = self;
+    fn describe_absence(&self, missing: &[usize]) -> String {
+        let Self { config, .. } = self;
         format!(
             "rank(s) {} of {} did not come within {} ms{}",
             Ranks(missing),
-            invitation.size,
-            invitation.options.init_timeout.as_millis(),
-            invitation.whereabouts
+            config.size,
+            config.options.init_timeout.as_millis(),
+            config.store_location
         )
     }
 
     /// Returns the error of a rank that awaited rank 0 in vain.
-    pub(super) fn without_rank_0(&self) -> CommError {
-        self.failed(self.absence(&[0]), vec![0])
+    pub(super) fn rank_0_absent_error(&self) -> CommError {
+        self.bootstrap_error(self.describe_absence(&[0]), vec![0])
     }
 
     /// Returns true if a store call that found nothing may succeed when repeated before the deadline. On a
     /// slow network, connecting alone may take longer than one poll.
-    pub(super) fn may_yet_come(&self, error: &StoreError) -> bool {
+    pub(super) fn can_retry(&self, error: &StoreError) -> bool {
         let in_vain = matches!(error, StoreError::Timeout { .. } | StoreError::Unreachable { .. });
         in_vain && Instant::now() < self.deadline
     }
 
     pub(super) fn pause(&self) -> Result<(), CommError> {
         if Instant::now() >= self.deadline {
-            return Err(self.without_rank_0());
+            return Err(self.rank_0_absent_error());
         }
         std::thread::sleep(Duration::from_millis(10));
         Ok(())

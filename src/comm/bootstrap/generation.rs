@@ -8,20 +8,20 @@ use std::time::Instant;
 use convoke_env::Generation;
 use convoke_store::StoreError;
 
-use super::Ours;
-use super::gather::Looks;
+use super::Bootstrap;
+use super::gather::PollDeadlines;
 use super::record::{Announcement, Record};
 use crate::error::CommError;
 
-impl Ours<'_> {
+impl Bootstrap<'_> {
     pub(super) fn announcement_key(&self) -> Vec<u8> {
         format!("{}/generation", self.name()).into_bytes()
     }
 
     /// Returns the given generation, the one that this rank draws as rank 0, or the one that it reads.
-    pub(super) fn first_generation(&self) -> Result<Generation, CommError> {
-        let given = self.invitation.options.generation;
-        if self.invitation.rank == 0 {
+    pub(super) fn initial_generation(&self) -> Result<Generation, CommError> {
+        let given = self.config.options.generation;
+        if self.config.rank == 0 {
             if given.is_none() {
                 self.check_announcer()?;
             }
@@ -39,15 +39,15 @@ impl Ours<'_> {
         if let Some(given) = given {
             return Ok(given);
         }
-        let mut looks = Looks::new(self.deadline);
+        let mut polls = PollDeadlines::new(self.deadline);
         loop {
-            let announced = match self.store().get(&self.announcement_key(), looks.until()) {
+            let announced = match self.store().get(&self.announcement_key(), polls.next_deadline()) {
                 Ok(announced) => announced,
-                Err(error) if self.may_yet_come(&error) => {
-                    self.check_standing()?;
+                Err(error) if self.can_retry(&error) => {
+                    self.check_world_entry()?;
                     continue;
                 }
-                Err(StoreError::Timeout { .. }) => return Err(self.without_rank_0()),
+                Err(StoreError::Timeout { .. }) => return Err(self.rank_0_absent_error()),
                 Err(error) => return Err(error.into()),
             };
             if let Some((generation, _)) = Announcement::decode(&announced) {
@@ -64,15 +64,18 @@ impl Ours<'_> {
             return Ok(());
         };
         let record = self.store().try_get(&self.record_key(generation, 0), self.deadline)?;
-        match record.as_deref().and_then(Record::decode).filter(Record::answers) {
-            Some(other) => Err(self.is_there_twice(generation, &other)),
+        match record.as_deref().and_then(Record::decode).filter(Record::is_reachable) {
+            Some(other) => Err(self.duplicate_rank_error(generation, &other)),
             None => Ok(()),
         }
     }
 
     /// Returns the generation that rank 0 has announced since, if it differs from `current`.
-    pub(super) fn announced(&self, current: Generation) -> Result<Option<Generation>, CommError> {
-        if self.invitation.rank == 0 {
+    pub(super) fn superseding_generation(
+        &self,
+        current: Generation,
+    ) -> Result<Option<Generation>, CommError> {
+        if self.config.rank == 0 {
             return Ok(None);
         }
         let announced = match self.store().try_get(&self.announcement_key(), self.deadline) {
@@ -84,7 +87,7 @@ impl Ours<'_> {
         Ok(announced.and_then(|(generation, given)| {
             // If launchers gave both generations, the announcement is of another round, and this rank
             // waits for rank 0 of its own. Otherwise a different announcement replaces the current one.
-            let foreign = given && self.invitation.options.generation.is_some();
+            let foreign = given && self.config.options.generation.is_some();
             (generation != current && !foreign).then_some(generation)
         }))
     }

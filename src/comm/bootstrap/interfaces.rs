@@ -20,13 +20,13 @@ impl Interface {
     /// Returns the first address that other hosts could use, IPv4 before IPv6.
     fn address(&self) -> Option<IpAddr> {
         let usable =
-            || self.addresses.iter().copied().filter(|_| self.is_up).filter(|&one| can_be_recorded(one));
+            || self.addresses.iter().copied().filter(|_| self.is_up).filter(|&one| is_publishable(one));
         usable().find(IpAddr::is_ipv4).or_else(|| usable().next())
     }
 
     /// Sort key: lower is more likely to be reachable from other hosts. Loopback reaches no other host. A
     /// bridge without a default route usually reaches only containers of this host.
-    fn leads_nowhere(&self) -> u8 {
+    fn sort_key(&self) -> u8 {
         match self {
             Self { is_loopback: true, .. } => 3,
             Self { has_default_route: true, .. } => 0,
@@ -37,14 +37,14 @@ impl Interface {
 }
 
 /// Returns false for a link-local IPv6 address: it needs a scope, which differs between hosts.
-fn can_be_recorded(address: IpAddr) -> bool {
+fn is_publishable(address: IpAddr) -> bool {
     !matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local())
 }
 
 /// Returns the address that `names` selects, in the syntax of NCCL_SOCKET_IFNAME. The names are interface
 /// names or prefixes, and the first match counts. `=` before the list requires whole names. `^` selects any
 /// interface but those; `^=` compares whole names.
-pub(super) fn choose(all: &[Interface], names: &str) -> Option<IpAddr> {
+pub(super) fn select_address(all: &[Interface], names: &str) -> Option<IpAddr> {
     let (unwanted, names) = match names.trim().strip_prefix('^') {
         Some(rest) => (true, rest),
         None => (false, names.trim()),
@@ -58,7 +58,7 @@ pub(super) fn choose(all: &[Interface], names: &str) -> Option<IpAddr> {
         let named = |one: &Interface| {
             names.iter().any(|&name| one.name == name || (!whole && one.name.starts_with(name)))
         };
-        return outward(all.iter().filter(|one| !named(one)));
+        return most_reachable_address(all.iter().filter(|one| !named(one)));
     }
     // `eth1` selects the interface `eth1` before `eth10`, in whatever order the kernel lists them.
     let exact = |name: &str| all.iter().filter(|one| one.name == name).find_map(Interface::address);
@@ -68,9 +68,9 @@ pub(super) fn choose(all: &[Interface], names: &str) -> Option<IpAddr> {
 }
 
 /// Returns the address at which other hosts are most likely to reach this one.
-pub(super) fn outward<'a>(all: impl Iterator<Item = &'a Interface>) -> Option<IpAddr> {
-    let mut all: Vec<_> = all.filter_map(|one| Some((one.leads_nowhere(), one.address()?))).collect();
-    all.sort_by_key(|&(nowhere, _)| nowhere);
+pub(super) fn most_reachable_address<'a>(all: impl Iterator<Item = &'a Interface>) -> Option<IpAddr> {
+    let mut all: Vec<_> = all.filter_map(|one| Some((one.sort_key(), one.address()?))).collect();
+    all.sort_by_key(|&(key, _)| key);
     all.first().map(|&(_, address)| address)
 }
 
@@ -144,7 +144,7 @@ mod tests {
         ];
         for (names, address) in cases {
             let address = address.map(|text| text.parse::<IpAddr>().unwrap());
-            assert_eq!(choose(&host(), names), address, "{names}");
+            assert_eq!(select_address(&host(), names), address, "{names}");
         }
     }
 
@@ -165,7 +165,9 @@ mod tests {
         let eth0 = interface("eth0", false, true, "10.0.0.5");
         let br0 = interface("br0", true, true, "10.0.0.6");
         let ib0 = interface("ib0", false, false, "10.9.0.1");
-        let taken = |all: &[&Interface]| outward(all.iter().copied()).map(|address| address.to_string());
+        let taken = |all: &[&Interface]| {
+            most_reachable_address(all.iter().copied()).map(|address| address.to_string())
+        };
         assert_eq!(taken(&[&lo, &virbr0, &cni0, &flannel, &eth0]).unwrap(), "10.0.0.5");
         assert_eq!(
             taken(&[&lo, &virbr0, &br0, &ib0]).unwrap(),
@@ -199,8 +201,8 @@ mod tests {
     #[test]
     fn loopback_comes_last_without_an_interface_list() {
         let mut all = host();
-        assert_eq!(outward(all.iter()), Some("10.10.0.1".parse().unwrap()));
+        assert_eq!(most_reachable_address(all.iter()), Some("10.10.0.1".parse().unwrap()));
         all.retain(|one| one.is_loopback);
-        assert_eq!(outward(all.iter()), Some("127.0.0.1".parse().unwrap()));
+        assert_eq!(most_reachable_address(all.iter()), Some("127.0.0.1".parse().unwrap()));
     }
 }

@@ -11,14 +11,14 @@
 //! group. The store may be gone by then, since rank 0 may serve it and exit.
 
 mod address;
-mod claim;
+mod connections;
 mod cores;
 mod gather;
 mod generation;
 mod interfaces;
-mod lanes;
+mod rank_lock;
 mod record;
-mod standing;
+mod world_entry;
 
 pub(crate) use address::address;
 
@@ -34,46 +34,46 @@ use convoke_store::{Store, StoreError};
 use nix::unistd::{Pid, getsid};
 
 use crate::cause::{self, Cause, Report};
-use crate::engine::{self, Crowd, Engine, Settings, Sharing};
-use crate::error::{CommError, Loss, Ranks};
-use crate::fault::moment;
-use crate::flight::{Recorder, Track};
+use crate::engine::{self, CoreSharing, Engine, Oversubscription, Settings};
+use crate::error::{CommError, LossReason, Ranks};
+use crate::fault::fault_point;
+use crate::flight::{FlightRecorder, GroupRecorder};
 use crate::frame::VERSION;
-use crate::links::hello::{Credentials, Lane};
+use crate::limits;
+use crate::links::hello::{ConnectionKind, Credentials};
 use crate::links::tcp::{self, Listener};
 use crate::options::GroupOptions;
 use crate::plan::{Topology, Tuning};
-use crate::room;
-use claim::Claim;
-use cores::Share;
-use lanes::{control, lanes};
+use connections::{control_connections, initial_connections};
+use cores::CoreShare;
+use rank_lock::RankLock;
 use record::Record;
-pub(crate) use standing::Removal;
+pub(crate) use world_entry::WorldEntryGuard;
 
 /// The server of a store that no launcher serves, as error messages name it.
 pub(crate) const RANK_0: &str = "rank 0";
 /// Interval at which a rank checks whether rank 0 has announced another generation.
-const RECHECK: Duration = Duration::from_millis(250);
+const POLL_INTERVAL: Duration = Duration::from_millis(250);
 /// Time for which connections to a published address may be refused before that rank counts as lost.
-const REFUSAL: Duration = Duration::from_millis(100);
+const REFUSED_TIMEOUT: Duration = Duration::from_millis(100);
 /// Time limit for removing keys. Correctness does not depend on the removal.
-const CLEAN_UP: Duration = Duration::from_secs(2);
+const CLEANUP_TIMEOUT: Duration = Duration::from_secs(2);
 /// Time after which missing ranks are logged; at most a third of `init_timeout`.
-const NOTICE: Duration = Duration::from_secs(10);
+const WARN_INTERVAL: Duration = Duration::from_secs(10);
 /// Limit on the records that are looked up one by one to name the missing ranks.
-const LOOKED_UP: usize = 1024;
+const MAX_LOOKUPS: usize = 1024;
 
 /// Everything that a rank needs to form a group with the others.
 #[derive(Debug)]
-pub(crate) struct Invitation {
+pub(crate) struct BootstrapConfig {
     pub(crate) store: Arc<dyn Store>,
-    /// The meeting place as text. It is equal for threads of a process that would use the same keys.
-    pub(crate) place: String,
+    /// Identifier of the store as text. It is equal for threads of a process that would use the same keys.
+    pub(crate) store_id: String,
     /// The rank whose process serves the store, if a rank does.
     pub(crate) store_rank: Option<usize>,
-    pub(crate) whereabouts: Whereabouts,
+    pub(crate) store_location: StoreLocation,
     /// Removes the entry of a formed world from the store when the world is dropped.
-    pub(crate) removal: Option<Arc<Removal>>,
+    pub(crate) entry_guard: Option<Arc<WorldEntryGuard>>,
     pub(crate) rank: usize,
     pub(crate) size: usize,
     /// The ranks' ranks in the first ancestor of this group.
@@ -85,45 +85,45 @@ pub(crate) struct Invitation {
     pub(crate) agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
     /// The sharing of cores inherited from an ancestor group. It is set if ranks outside this group also
     /// run on these cores.
-    pub(crate) sharing: Option<Sharing>,
+    pub(crate) sharing: Option<CoreSharing>,
 }
 
 /// Location of the store, for error messages.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Whereabouts {
+pub(crate) struct StoreLocation {
     /// Address of the store; empty if it has none.
-    pub(crate) at: String,
+    pub(crate) address: String,
     /// Server of the store; empty if it is unknown.
     pub(crate) server: &'static str,
     /// The variables or arguments that direct a rank to this store; empty if a launcher sets them.
-    pub(crate) given_by: String,
+    pub(crate) configured_by: String,
 }
 
-impl fmt::Display for Whereabouts {
+impl fmt::Display for StoreLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { at, server, given_by } = self;
-        if !at.is_empty() {
-            write!(f, " at {at}")?;
+        let Self { address, server, configured_by } = self;
+        if !address.is_empty() {
+            write!(f, " at {address}")?;
         }
         if !server.is_empty() {
             write!(f, ", where {server} serves the store")?;
         }
-        if !given_by.is_empty() {
-            write!(f, "; all ranks are started with {given_by}")?;
+        if !configured_by.is_empty() {
+            write!(f, "; all ranks are started with {configured_by}")?;
         }
         Ok(())
     }
 }
 
-impl Whereabouts {
+impl StoreLocation {
     /// Converts a store error, and adds who serves the store if it is lost or unreachable.
-    pub(crate) fn explain(&self, group: &str, error: StoreError) -> CommError {
+    pub(crate) fn convert_error(&self, group: &str, error: StoreError) -> CommError {
         match &error {
             StoreError::Lost { .. } | StoreError::Unreachable { .. } if !self.server.is_empty() => {
                 let ranks = if self.server == RANK_0 { vec![0] } else { Vec::new() };
                 let advice = match &error {
-                    StoreError::Unreachable { .. } if !self.given_by.is_empty() => {
-                        format!("; is it running, with {}?", self.given_by)
+                    StoreError::Unreachable { .. } if !self.configured_by.is_empty() => {
+                        format!("; is it running, with {}?", self.configured_by)
                     }
                     _ => String::new(),
                 };
@@ -137,7 +137,7 @@ impl Whereabouts {
 
 /// A connected group.
 #[derive(Debug)]
-pub(crate) struct Formed {
+pub(crate) struct ConnectedGroup {
     pub(crate) engine: Box<Engine>,
     /// The generation that the ranks agreed on.
     pub(crate) generation: Generation,
@@ -147,49 +147,55 @@ pub(crate) struct Formed {
 }
 
 /// Connects the ranks, which meet in the store.
-pub(crate) fn connect(invitation: &Invitation) -> Result<Formed, CommError> {
-    logged(invitation, || find_together(invitation))
+pub(crate) fn connect(config: &BootstrapConfig) -> Result<ConnectedGroup, CommError> {
+    log_outcome(config, || connect_through_store(config))
 }
 
 /// Connects this rank, which already listens, to the ranks with these records.
-pub(crate) fn connect_to(waiting: Waiting<'_>, records: &[&[u8]]) -> Result<Formed, CommError> {
-    logged(waiting.ours.invitation, || waiting.ours.meet_those(records))
+pub(crate) fn connect_with_records(
+    waiting: ListeningRank<'_>,
+    records: &[&[u8]],
+) -> Result<ConnectedGroup, CommError> {
+    log_outcome(waiting.bootstrap.config, || waiting.bootstrap.connect_to_records(records))
 }
 
-fn logged(
-    invitation: &Invitation,
-    connect: impl FnOnce() -> Result<Formed, CommError>,
-) -> Result<Formed, CommError> {
-    let Invitation { rank, size, ref options, .. } = *invitation;
+fn log_outcome(
+    config: &BootstrapConfig,
+    connect: impl FnOnce() -> Result<ConnectedGroup, CommError>,
+) -> Result<ConnectedGroup, CommError> {
+    let BootstrapConfig { rank, size, ref options, .. } = *config;
     let started = Instant::now();
     let name = &options.name;
     let outcome = connect().map_err(|error| match error {
-        CommError::Store(error) => invitation.whereabouts.explain(name, error),
+        CommError::Store(error) => config.store_location.convert_error(name, error),
         error => error,
     });
     match &outcome {
-        Ok(Formed { generation, .. }) => {
-            cause::forget();
+        Ok(ConnectedGroup { generation, .. }) => {
+            cause::clear_consequence();
             let took = started.elapsed().as_millis();
             log::info!("{name}: rank {rank} of {size} connected after {took} ms, generation {generation}");
         }
         // The engine has already logged the error that ended the group.
-        Err(error) if error.place().is_some() => {}
+        Err(error) if error.context().is_some() => {}
         Err(error) => log::error!("{name}: rank {rank} of {size}: {error}"),
     }
     outcome
 }
 
-fn find_together(invitation: &Invitation) -> Result<Formed, CommError> {
-    let waiting = Waiting::new(invitation).map_err(|error| tell_failure(invitation, error))?;
-    let ours = &waiting.ours;
-    let rank = invitation.rank;
-    let mut generation = ours.first_generation()?;
+fn connect_through_store(config: &BootstrapConfig) -> Result<ConnectedGroup, CommError> {
+    let waiting = ListeningRank::new(config).map_err(|error| publish_failure(config, error))?;
+    let bootstrap = &waiting.bootstrap;
+    let rank = config.rank;
+    let mut generation = bootstrap.initial_generation()?;
     loop {
-        match ours.round(generation)? {
-            Outcome::Connected(formed) => return Ok(*formed),
-            Outcome::Stale(announced) => {
-                log::info!("{}: rank {rank} leaves generation {generation} for {announced}", ours.name());
+        match bootstrap.run_round(generation)? {
+            RoundOutcome::Connected(formed) => return Ok(*formed),
+            RoundOutcome::Stale(announced) => {
+                log::info!(
+                    "{}: rank {rank} leaves generation {generation} for {announced}",
+                    bootstrap.name()
+                );
                 generation = announced;
             }
         }
@@ -198,12 +204,12 @@ fn find_together(invitation: &Invitation) -> Result<Formed, CommError> {
 
 /// Publishes at once that this rank has no file descriptor to listen with. The other ranks read it only if
 /// the generation was given.
-fn tell_failure(invitation: &Invitation, error: CommError) -> CommError {
-    let Some(what) = without_descriptors(invitation, &error) else { return error };
-    let Invitation { rank, ref store, ref options, .. } = *invitation;
+fn publish_failure(config: &BootstrapConfig, error: CommError) -> CommError {
+    let Some(what) = descriptor_error(config, &error) else { return error };
+    let BootstrapConfig { rank, ref store, ref options, .. } = *config;
     if let Some(generation) = options.generation {
-        let (name, record) = (&options.name, record::failed(&what));
-        let soon = Instant::now() + CLEAN_UP;
+        let (name, record) = (&options.name, record::encode_failure(&what));
+        let soon = Instant::now() + CLEANUP_TIMEOUT;
         let _ = store.set(format!("{name}/{generation}/rank/{rank}").as_bytes(), &record, soon);
         if rank == 0 {
             let table = serde_json::to_vec(&[String::from_utf8_lossy(&record)]).unwrap_or_default();
@@ -215,14 +221,14 @@ fn tell_failure(invitation: &Invitation, error: CommError) -> CommError {
 }
 
 /// Returns the message for an error that means a lack of descriptors; `None` for any other error.
-fn without_descriptors(invitation: &Invitation, error: &CommError) -> Option<String> {
+fn descriptor_error(config: &BootstrapConfig, error: &CommError) -> Option<String> {
     let CommError::System { source, .. } = error else { return None };
-    let told = || room::without_descriptors(source, invitation.size, invitation.size);
-    room::is_without_descriptors(source).then(|| format!("has no file descriptor left: {}", told()))
+    let message = || limits::descriptor_limit_message(source, config.size, config.size);
+    limits::is_out_of_descriptors(source).then(|| format!("has no file descriptor left: {}", message()))
 }
 
-fn listen(invitation: &Invitation) -> Result<Listener, CommError> {
-    let address = address(&invitation.options.listen)?;
+fn listen(config: &BootstrapConfig) -> Result<Listener, CommError> {
+    let address = address(&config.options.listen)?;
     tcp::listen(SocketAddr::new(address, 0)).map_err(|error| {
         let why = match error.kind() {
             ErrorKind::AddrInUse => ", where no port is free (`ss -s` counts who uses them or waits)",
@@ -233,9 +239,12 @@ fn listen(invitation: &Invitation) -> Result<Listener, CommError> {
 }
 
 /// Returns the engine of a group of one, which delivers messages of a rank to itself.
-pub(crate) fn alone(invitation: &Invitation, generation: Generation) -> Result<Engine, CommError> {
-    let options = &invitation.options;
-    let flight = Arc::new(invitation.track());
+pub(crate) fn single_rank_engine(
+    config: &BootstrapConfig,
+    generation: Generation,
+) -> Result<Engine, CommError> {
+    let options = &config.options;
+    let flight = Arc::new(config.group_recorder());
     flight.formed(generation);
     let settings = Settings {
         name: options.name.clone(),
@@ -243,39 +252,39 @@ pub(crate) fn alone(invitation: &Invitation, generation: Generation) -> Result<E
         size: 1,
         credentials: Credentials::new(options.token.as_ref(), generation, options.id),
         addresses: vec![SocketAddr::from(([127, 0, 0, 1], 0))],
-        store: Arc::clone(&invitation.store),
+        store: Arc::clone(&config.store),
         abort_key: format!("{}/{generation}/abort", options.name).into_bytes(),
-        store_rank: invitation.store_rank,
+        store_rank: config.store_rank,
         agent: None,
         peer_timeout: options.peer_timeout,
-        sharing: Sharing { crowd: Crowd::No, place: None },
+        sharing: CoreSharing { oversubscription: Oversubscription::No, core_index: None },
         flight,
     };
     Engine::new(settings, None)
 }
 
-impl Invitation {
-    /// Returns an invitation to a group of one, which needs no shared store.
-    pub(crate) fn alone(options: GroupOptions, tuning: Tuning) -> Self {
+impl BootstrapConfig {
+    /// Returns a bootstrap configuration for a group of one, which needs no shared store.
+    pub(crate) fn single_rank(options: GroupOptions, tuning: Tuning) -> Self {
         let store = Arc::new(convoke_store::MemoryStore::new());
         Self::new(store, "no place".to_owned(), (0, 1), options, tuning)
     }
 
-    /// Returns the invitation of one rank of so many to a group that comes from no other one, in a store of which nothing
-    /// else is known.
+    /// Returns the configuration of one rank for a group without a parent, in a store of which nothing else
+    /// is known.
     pub(crate) fn new(
         store: Arc<dyn Store>,
-        place: String,
+        store_id: String,
         (rank, size): (usize, usize),
         options: GroupOptions,
         tuning: Tuning,
     ) -> Self {
         Self {
             store,
-            place,
+            store_id,
             store_rank: None,
-            whereabouts: Whereabouts::default(),
-            removal: None,
+            store_location: StoreLocation::default(),
+            entry_guard: None,
             rank,
             size,
             origin: (0..size).collect(),
@@ -287,9 +296,15 @@ impl Invitation {
         }
     }
 
-    fn track(&self) -> Track {
+    fn group_recorder(&self) -> GroupRecorder {
         let Self { rank, size, origin, options, .. } = self;
-        Recorder::of_process().group(&options.name, options.id, options.generation, (*rank, *size), origin)
+        FlightRecorder::for_process().group(
+            &options.name,
+            options.id,
+            options.generation,
+            (*rank, *size),
+            origin,
+        )
     }
 
     fn record(&self, listener: &Listener) -> Result<Record, CommError> {
@@ -299,7 +314,7 @@ impl Invitation {
             rank: self.rank,
             size: self.size,
             address,
-            host: record::host_key(&self.options.part_of_host),
+            host: record::host_key(&self.options.locality_domain),
             cores: engine::allowed_cores().into_iter().collect(),
             pid: std::process::id(),
             tuning: self.tuning.to_string(),
@@ -310,61 +325,61 @@ impl Invitation {
 }
 
 /// A rank that listens for its peers.
-pub(crate) struct Waiting<'a> {
-    ours: Ours<'a>,
-    _claim: Claim,
+pub(crate) struct ListeningRank<'a> {
+    bootstrap: Bootstrap<'a>,
+    _lock: RankLock,
 }
 
-impl<'a> Waiting<'a> {
-    pub(crate) fn new(invitation: &'a Invitation) -> Result<Self, CommError> {
-        let claim = Claim::new(invitation)?;
-        let deadline = Instant::now() + invitation.options.init_timeout;
-        let listener = listen(invitation)?;
-        let flight = Arc::new(invitation.track());
-        let ours = Ours { invitation, record: invitation.record(&listener)?, listener, deadline, flight };
-        let Record { rank, address, .. } = ours.record;
-        log::info!("{}: rank {rank} listens at {address}", ours.name());
-        Ok(Self { ours, _claim: claim })
+impl<'a> ListeningRank<'a> {
+    pub(crate) fn new(config: &'a BootstrapConfig) -> Result<Self, CommError> {
+        let lock = RankLock::new(config)?;
+        let deadline = Instant::now() + config.options.init_timeout;
+        let listener = listen(config)?;
+        let flight = Arc::new(config.group_recorder());
+        let bootstrap = Bootstrap { config, record: config.record(&listener)?, listener, deadline, flight };
+        let Record { rank, address, .. } = bootstrap.record;
+        log::info!("{}: rank {rank} listens at {address}", bootstrap.name());
+        Ok(Self { bootstrap, _lock: lock })
     }
 
-    /// Returns the encoded record, which the other ranks need to connect.
+    /// Returns the encoded_record record, which the other ranks need to connect.
     pub(crate) fn record(&self) -> Vec<u8> {
-        self.ours.encoded()
+        self.bootstrap.encoded_record()
     }
 }
 
-/// Returns the encoded failure that takes the place of the record of a rank that cannot listen.
-pub(crate) fn no_record(invitation: &Invitation, error: &CommError) -> Vec<u8> {
-    record::failed(&without_descriptors(invitation, error).unwrap_or_else(|| error.to_string()))
+/// Returns the encoded_record failure that takes the place of the record of a rank that cannot listen.
+pub(crate) fn failure_record(config: &BootstrapConfig, error: &CommError) -> Vec<u8> {
+    record::encode_failure(&descriptor_error(config, error).unwrap_or_else(|| error.to_string()))
 }
 
 /// This rank while its group forms.
-struct Ours<'a> {
-    invitation: &'a Invitation,
+struct Bootstrap<'a> {
+    config: &'a BootstrapConfig,
     record: Record,
     listener: Listener,
     deadline: Instant,
-    flight: Arc<Track>,
+    flight: Arc<GroupRecorder>,
 }
 
-enum Outcome {
-    Connected(Box<Formed>),
+enum RoundOutcome {
+    Connected(Box<ConnectedGroup>),
     /// Rank 0 has announced another generation.
     Stale(Generation),
 }
 
-impl Ours<'_> {
+impl Bootstrap<'_> {
     fn store(&self) -> &dyn Store {
-        &*self.invitation.store
+        &*self.config.store
     }
 
-    /// Returns the encoded record of this rank.
-    fn encoded(&self) -> Vec<u8> {
+    /// Returns the encoded_record record of this rank.
+    fn encoded_record(&self) -> Vec<u8> {
         serde_json::to_vec(&self.record).unwrap_or_default()
     }
 
     fn name(&self) -> &str {
-        &self.invitation.options.name
+        &self.config.options.name
     }
 
     fn key(&self, generation: Generation, what: &str) -> Vec<u8> {
@@ -375,30 +390,30 @@ impl Ours<'_> {
         self.key(generation, &format!("rank/{rank}"))
     }
 
-    fn failed(&self, what: String, mut ranks: Vec<usize>) -> CommError {
-        ranks.truncate(cause::NAMED_RANKS);
+    fn bootstrap_error(&self, what: String, mut ranks: Vec<usize>) -> CommError {
+        ranks.truncate(cause::MAX_REPORTED_RANKS);
         CommError::Bootstrap { group: self.name().to_owned(), what, ranks }
     }
 
     /// Connects to the ranks with these records, indexed by rank.
-    fn meet_those(&self, records: &[&[u8]]) -> Result<Formed, CommError> {
-        let table = self.checked(record::decode_all(records))?;
-        let Some(generation) = self.invitation.options.generation else {
+    fn connect_to_records(&self, records: &[&[u8]]) -> Result<ConnectedGroup, CommError> {
+        let table = self.check_records(record::decode_all(records))?;
+        let Some(generation) = self.config.options.generation else {
             unreachable!("a group that comes from another one has its generation")
         };
-        match self.meet(generation, &table)? {
-            Outcome::Connected(formed) => Ok(*formed),
-            Outcome::Stale(_) => unreachable!("nobody announces a generation where all know it"),
+        match self.connect_ranks(generation, &table)? {
+            RoundOutcome::Connected(formed) => Ok(*formed),
+            RoundOutcome::Stale(_) => unreachable!("nobody announces a generation where all know it"),
         }
     }
 
     /// Connects to the ranks in `table`.
-    fn meet(&self, generation: Generation, table: &[Record]) -> Result<Outcome, CommError> {
-        let Invitation { rank, size, ref options, .. } = *self.invitation;
+    fn connect_ranks(&self, generation: Generation, table: &[Record]) -> Result<RoundOutcome, CommError> {
+        let BootstrapConfig { rank, size, ref options, .. } = *self.config;
         let topology = Topology::new(table.iter().map(|record| &record.host));
-        let sharing = self.invitation.sharing.unwrap_or_else(|| {
-            let all: Vec<_> = topology.ranks_beside(rank).iter().map(|&rank| &table[rank].cores).collect();
-            sharing(&cores::share(&all, topology.place(rank).1), table[rank].cores.count())
+        let sharing = self.config.sharing.unwrap_or_else(|| {
+            let all: Vec<_> = topology.local_ranks(rank).iter().map(|&rank| &table[rank].cores).collect();
+            core_sharing(&cores::core_share(&all, topology.host_and_index(rank).1), table[rank].cores.count())
         });
         let settings = Settings {
             name: options.name.clone(),
@@ -406,29 +421,34 @@ impl Ours<'_> {
             size,
             credentials: Credentials::new(options.token.as_ref(), generation, options.id),
             addresses: table.iter().map(|record| record.address).collect(),
-            store: Arc::clone(&self.invitation.store),
+            store: Arc::clone(&self.config.store),
             abort_key: self.key(generation, "abort"),
-            store_rank: self.invitation.store_rank,
-            agent: self.invitation.agent.clone(),
+            store_rank: self.config.store_rank,
+            agent: self.config.agent.clone(),
             peer_timeout: options.peer_timeout,
             sharing,
             flight: Arc::clone(&self.flight),
         };
         let mut engine = Box::new(self.engine(settings)?);
-        moment("meeting", 0, 0);
-        match self.connect_in_steps(&mut engine, generation, &topology) {
+        fault_point("meeting", 0, 0);
+        match self.connect_and_share_memory(&mut engine, generation, &topology) {
             Ok(Ok(in_memory)) => {
                 self.flight.formed(generation);
-                moment("connected", 0, 0);
-                Ok(Outcome::Connected(Box::new(Formed { engine, generation, topology, in_memory })))
+                fault_point("connected", 0, 0);
+                Ok(RoundOutcome::Connected(Box::new(ConnectedGroup {
+                    engine,
+                    generation,
+                    topology,
+                    in_memory,
+                })))
             }
-            Ok(Err(announced)) => Ok(Outcome::Stale(announced)),
+            Ok(Err(announced)) => Ok(RoundOutcome::Stale(announced)),
             Err(error) => {
                 // Sends a goodbye to connected peers; without it they would report this rank as the cause.
                 engine.leave();
                 Err(match error {
                     // The timeout of another rank expired before that of this rank.
-                    CommError::Timeout { missing, after, .. } => self.unconnected(missing, after, ""),
+                    CommError::Timeout { missing, after, .. } => self.unconnected_error(missing, after, ""),
                     error => error,
                 })
             }
@@ -443,103 +463,108 @@ impl Ours<'_> {
             self.listener.try_clone().map_err(|error| CommError::system("cannot duplicate a socket", error));
         let engine = listener.and_then(|listener| Engine::new(settings, Some(listener)));
         engine.map_err(|error| {
-            let rank = self.invitation.rank;
-            let Some(what) = without_descriptors(self.invitation, &error) else { return error };
+            let rank = self.config.rank;
+            let Some(what) = descriptor_error(self.config, &error) else { return error };
             let report = Report::new(rank, Cause::Aborted { reason: format!("it {what}") });
-            let _ = store.compare_set(&key, b"", &report.encode(), Instant::now() + CLEAN_UP);
-            self.failed(format!("rank {rank} {what}"), vec![rank])
+            let _ = store.compare_set(&key, b"", &report.encode(), Instant::now() + CLEANUP_TIMEOUT);
+            self.bootstrap_error(format!("rank {rank} {what}"), vec![rank])
         })
     }
 
-    fn unconnected(&self, ranks: Vec<usize>, after: Duration, notes: &str) -> CommError {
+    fn unconnected_error(&self, ranks: Vec<usize>, after: Duration, notes: &str) -> CommError {
         let what =
             format!("no connection with rank(s) {} after {} ms{notes}", Ranks(&ranks), after.as_millis());
-        self.failed(what, ranks)
+        self.bootstrap_error(what, ranks)
     }
 
     /// Connects to all ranks, and sets up shared memory with the ranks of this host. Returns whether all
     /// ranks share memory, or another generation that rank 0 has announced.
-    fn connect_in_steps(
+    fn connect_and_share_memory(
         &self,
         engine: &mut Engine,
         generation: Generation,
         topology: &Topology,
     ) -> Result<Result<bool, Generation>, CommError> {
-        let Invitation { rank, size, ref options, .. } = *self.invitation;
-        let (beside, alone) = (topology.ranks_beside(rank), topology.hosts().len() == 1);
+        let BootstrapConfig { rank, size, ref options, .. } = *self.config;
+        let (local_ranks, one_host) = (topology.local_ranks(rank), topology.hosts().len() == 1);
         let mut in_memory = false;
-        if options.shared_memory && beside.len() > 1 {
+        if options.shared_memory && local_ranks.len() > 1 {
             // Data through shared memory needs no connection, so only control connections are opened first.
-            if let Some(announced) = self.connect_all(engine, generation, &control(rank, size))? {
+            if let Some(announced) =
+                self.open_connections(engine, generation, &control_connections(rank, size))?
+            {
                 return Ok(Err(announced));
             }
-            match engine.share(beside, self.deadline)? {
-                Ok(()) => in_memory = alone,
+            match engine.share_memory(local_ranks, self.deadline)? {
+                Ok(()) => in_memory = one_host,
                 // The first rank of the host logs the warning for all of them.
-                Err(reason) if rank == beside[0] => log::warn!(
+                Err(reason) if rank == local_ranks[0] => log::warn!(
                     "{}: ranks {} share no memory, and use connections inside their host: {reason}",
                     self.name(),
-                    Ranks(&beside[..beside.len().min(cause::NAMED_RANKS)])
+                    Ranks(&local_ranks[..local_ranks.len().min(cause::MAX_REPORTED_RANKS)])
                 ),
                 Err(reason) => log::info!("{}: rank {rank} shares no memory: {reason}", self.name()),
             }
         }
-        let announced = self.connect_all(engine, generation, &lanes(rank, size))?;
+        let announced = self.open_connections(engine, generation, &initial_connections(rank, size))?;
         Ok(announced.map_or(Ok(in_memory), Err))
     }
 
-    /// Opens `lanes`. Returns `None` when all are open, or another generation that rank 0 has announced.
-    fn connect_all(
+    /// Opens `connections`. Returns `None` when all are open, or another generation that rank 0 has announced.
+    fn open_connections(
         &self,
         engine: &mut Engine,
         generation: Generation,
-        lanes: &[(usize, Lane)],
+        connections: &[(usize, ConnectionKind)],
     ) -> Result<Option<Generation>, CommError> {
-        let Invitation { rank, ref options, .. } = *self.invitation;
+        let BootstrapConfig { rank, ref options, .. } = *self.config;
         loop {
-            match engine.connect(lanes, (Instant::now() + RECHECK).min(self.deadline)) {
+            match engine.connect(connections, (Instant::now() + POLL_INTERVAL).min(self.deadline)) {
                 Ok(true) => return Ok(None),
                 Ok(false) => {}
                 Err(error) => return Err(error),
             }
             let now = Instant::now();
-            let confirmed = rank == 0 || self.invitation.is_successor || engine.is_connected(0);
-            if !confirmed && let Some(announced) = self.announced(generation)? {
+            let confirmed = rank == 0 || self.config.is_successor || engine.is_connected(0);
+            if !confirmed && let Some(announced) = self.superseding_generation(generation)? {
                 return Ok(Some(announced));
             }
-            if let Ok(Some(report)) = self.store().try_get(&self.key(generation, "abort"), now + RECHECK) {
-                return Err(engine.aborted(&report));
+            if let Ok(Some(report)) =
+                self.store().try_get(&self.key(generation, "abort"), now + POLL_INTERVAL)
+            {
+                return Err(engine.abort_with_report(&report));
             }
             // The record is not left over from a crashed round, since one table contains it and ours.
-            let given_up = engine.door().refusing(REFUSAL, now).next();
+            let given_up = engine.handshakes().refusing_peers(REFUSED_TIMEOUT, now).next();
             if let Some(gone) = given_up {
-                let how = Loss::Unreachable { what: "nobody listens where it did".to_owned() };
-                return Err(engine.give_up(Report::new(rank, Cause::PeerLost { rank: gone, how })));
+                let how = LossReason::Unreachable { what: "nobody listens where it did".to_owned() };
+                return Err(engine.abort_bootstrap(Report::new(rank, Cause::PeerLost { rank: gone, how })));
             }
             if now >= self.deadline {
-                let mut ranks: Vec<_> = engine.unconnected(lanes).collect();
+                let mut ranks: Vec<_> = engine.unconnected(connections).collect();
                 ranks.sort_unstable();
                 ranks.dedup();
-                let notes = format!(" ({})", engine.door().notes().join("; "));
+                let notes = format!(" ({})", engine.handshakes().notes().join("; "));
                 let after_ms = options.init_timeout.as_millis() as u64;
-                engine.give_up(Report::new(rank, Cause::Timeout { missing: ranks.clone(), after_ms }));
-                return Err(self.unconnected(ranks, options.init_timeout, &notes));
+                engine
+                    .abort_bootstrap(Report::new(rank, Cause::Timeout { missing: ranks.clone(), after_ms }));
+                return Err(self.unconnected_error(ranks, options.init_timeout, &notes));
             }
         }
     }
 }
 
 /// Returns how this rank shares its cores with others; `own` is the number of cores that it may use.
-fn sharing(share: &Share, own: usize) -> Sharing {
+fn core_sharing(share: &CoreShare, own: usize) -> CoreSharing {
     // A smaller number is a CPU-time quota, which applies on any core. It reduces spinning, but is no
     // reason to assign cores.
     let quota = std::thread::available_parallelism().map_or(1, usize::from);
     let cores = if quota < own || own == 0 { share.cores.min(quota) } else { share.cores };
-    let alone = || getsid(None) == Ok(Pid::this()) && convoke_env::autogroup_enabled(Path::new("/"));
-    let crowd = match share.ranks > cores {
-        false => Crowd::No,
-        true if alone() => Crowd::Apart,
-        true => Crowd::Cores,
+    let own_autogroup = || getsid(None) == Ok(Pid::this()) && convoke_env::autogroup_enabled(Path::new("/"));
+    let oversubscription = match share.ranks > cores {
+        false => Oversubscription::No,
+        true if own_autogroup() => Oversubscription::Sessions,
+        true => Oversubscription::Cores,
     };
-    Sharing { crowd, place: share.place }
+    CoreSharing { oversubscription, core_index: share.index }
 }

@@ -7,8 +7,8 @@ use std::time::Duration;
 use convoke_env::Generation;
 use serde::{Deserialize, Serialize};
 
-use super::cores::Cores;
-use crate::cause::NAMED_RANKS;
+use super::cores::CoreSet;
+use crate::cause::MAX_REPORTED_RANKS;
 use crate::error::Ranks;
 use crate::frame::VERSION;
 
@@ -32,7 +32,7 @@ pub(super) struct Record {
     pub(super) host: String,
     /// Cores that the rank's thread may use; empty if the record does not say.
     #[serde(default)]
-    pub(super) cores: Cores,
+    pub(super) cores: CoreSet,
     pub(super) pid: u32,
     /// All settings that influence the choice of algorithms.
     pub(super) tuning: String,
@@ -58,7 +58,7 @@ impl Announcement {
 }
 
 /// What is wrong with records, and with those of which ranks.
-pub(super) type Wrong = (String, Vec<usize>);
+pub(super) type RecordError = (String, Vec<usize>);
 
 impl Record {
     /// Returns `None` if the bytes are no record, or a record of another version.
@@ -67,7 +67,7 @@ impl Record {
     }
 
     /// Returns true if a process listens at the record's address.
-    pub(super) fn answers(&self) -> bool {
+    pub(super) fn is_reachable(&self) -> bool {
         TcpStream::connect_timeout(&self.address, PROBE).is_ok()
     }
 
@@ -80,7 +80,7 @@ impl Record {
 }
 
 /// Encodes the reason why the group cannot form, which replaces the table.
-pub(super) fn refusal(what: &str, ranks: &[usize]) -> Vec<u8> {
+pub(super) fn encode_refusal(what: &str, ranks: &[usize]) -> Vec<u8> {
     serde_json::to_vec(&Refused { version: VERSION, refused: what.to_owned(), ranks: ranks.to_vec() })
         .unwrap_or_default()
 }
@@ -93,12 +93,12 @@ struct Refused {
 }
 
 /// Encodes the failure of a rank that could not listen, which replaces its record.
-pub(super) fn failed(why: &str) -> Vec<u8> {
+pub(super) fn encode_failure(why: &str) -> Vec<u8> {
     serde_json::json!({ "version": VERSION, "failed": why }).to_string().into_bytes()
 }
 
 /// Decodes the records of all ranks. The error says what is wrong, and on which ranks.
-pub(super) fn decode_all(values: &[impl AsRef<[u8]>]) -> Result<Vec<Record>, Wrong> {
+pub(super) fn decode_all(values: &[impl AsRef<[u8]>]) -> Result<Vec<Record>, RecordError> {
     let mut records = Vec::with_capacity(values.len());
     for (rank, value) in values.iter().enumerate() {
         // The version is read first, since another version may have other fields.
@@ -126,9 +126,9 @@ pub(super) fn decode_all(values: &[impl AsRef<[u8]>]) -> Result<Vec<Record>, Wro
 
 /// Decodes the table of all records that rank 0 published. The error says what is wrong, and on which
 /// ranks.
-pub(super) fn decode_table(bytes: &[u8]) -> Result<Vec<Record>, Wrong> {
+pub(super) fn decode_table(bytes: &[u8]) -> Result<Vec<Record>, RecordError> {
     if let Ok(Refused { refused, mut ranks, .. }) = serde_json::from_slice(bytes) {
-        ranks.truncate(NAMED_RANKS);
+        ranks.truncate(MAX_REPORTED_RANKS);
         return Err((refused.chars().take(REFUSED_CHARS).collect(), ranks));
     }
     let texts: Vec<String> =
@@ -137,16 +137,16 @@ pub(super) fn decode_table(bytes: &[u8]) -> Result<Vec<Record>, Wrong> {
 }
 
 /// Checks that all ranks have equal settings, so that they choose equal algorithms.
-pub(super) fn compare(records: &[Record]) -> Result<(), Wrong> {
-    same(records, "the choice of algorithms (CONVOKE_ALGO, build)", |record| record.tuning.clone())?;
-    same(records, "the number of ranks (WORLD_SIZE)", |record| record.size.to_string())?;
-    same(records, "whether there is a token (CONVOKE_TOKEN)", |record| record.token.to_string())?;
-    same(records, "whether memory is shared (CONVOKE_SHM)", |record| record.memory.to_string())?;
-    apart(records)
+pub(super) fn compare(records: &[Record]) -> Result<(), RecordError> {
+    check_equal(records, "the choice of algorithms (CONVOKE_ALGO, build)", |record| record.tuning.clone())?;
+    check_equal(records, "the number of ranks (WORLD_SIZE)", |record| record.size.to_string())?;
+    check_equal(records, "whether there is a token (CONVOKE_TOKEN)", |record| record.token.to_string())?;
+    check_equal(records, "whether memory is shared (CONVOKE_SHM)", |record| record.memory.to_string())?;
+    check_networks(records)
 }
 
 /// Checks that no address belongs to two networks.
-fn apart(records: &[Record]) -> Result<(), Wrong> {
+fn check_networks(records: &[Record]) -> Result<(), RecordError> {
     let mut owners: HashMap<IpAddr, &Record> = HashMap::new();
     for record in records {
         let owner = *owners.entry(record.address.ip()).or_insert(record);
@@ -165,12 +165,12 @@ fn apart(records: &[Record]) -> Result<(), Wrong> {
     Ok(())
 }
 
-fn same(records: &[Record], what: &str, value: impl Fn(&Record) -> String) -> Result<(), Wrong> {
+fn check_equal(records: &[Record], what: &str, value: impl Fn(&Record) -> String) -> Result<(), RecordError> {
     let Some(first) = records.first().map(&value) else { return Ok(()) };
     let Some(other) = records.iter().map(&value).find(|other| *other != first) else { return Ok(()) };
     let with = |wanted: &String| -> Vec<usize> {
         let ranks = records.iter().filter(|record| value(record) == *wanted).map(|record| record.rank);
-        ranks.take(NAMED_RANKS).collect()
+        ranks.take(MAX_REPORTED_RANKS).collect()
     };
     let (here, there) = (with(&first), with(&other));
     let text = format!(
@@ -265,7 +265,7 @@ mod tests {
 
     #[test]
     fn refusal_is_read_instead_of_the_rank_table() {
-        let refused = decode_table(&refusal("rank 1 is there twice", &[1]));
+        let refused = decode_table(&encode_refusal("rank 1 is there twice", &[1]));
         assert_eq!(refused, Err(("rank 1 is there twice".to_owned(), vec![1])));
     }
 
@@ -283,7 +283,7 @@ mod tests {
             let (text, ranks) = decode_all(&[good[0].clone(), bytes]).unwrap_err();
             assert_eq!(ranks, [1], "{text}");
         }
-        let gone = decode_all(&[good[0].clone(), failed("has no descriptor left")]);
+        let gone = decode_all(&[good[0].clone(), encode_failure("has no descriptor left")]);
         assert_eq!(gone, Err(("rank 1 has no descriptor left".to_owned(), vec![1])));
     }
 }

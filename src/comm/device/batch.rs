@@ -8,15 +8,15 @@ use std::sync::Arc;
 use cudarc::driver::{CudaContext, CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop};
 use smallvec::SmallVec;
 
-use super::element::{DeviceElement, Of};
-use super::side::Core;
-use super::words::By;
+use super::backend::Core;
+use super::element::{DeviceElement, ElementType};
+use super::type_mapping::DeviceReduction;
 use crate::call::{Call, CallKind};
 use crate::dtype::ReduceOp;
 use crate::error::CommError;
 use crate::group::Group;
 use crate::group::work::Work;
-use crate::nccl::{Address, Step};
+use crate::nccl::{Address, NcclCall};
 use crate::reduction::Reduction;
 
 /// Operations that a stream carries out as one, from [`OnStream::batch`](super::OnStream::batch). NCCL sees
@@ -30,7 +30,7 @@ pub struct DeviceBatch<'a> {
     group: &'a Group,
     core: Arc<Core>,
     stream: &'a CudaStream,
-    steps: SmallVec<[Step<Of, By>; 2]>,
+    steps: SmallVec<[NcclCall<ElementType, DeviceReduction>; 2]>,
     /// The guards of cudarc's buffers. They are dropped when all is enqueued, which makes other streams wait.
     guards: SmallVec<[SyncOnDrop<'a>; 2]>,
     call: Option<Call>,
@@ -60,9 +60,9 @@ impl<'a> DeviceBatch<'a> {
         buf: &'a mut impl DevicePtrMut<T>,
         op: impl Into<Reduction<T>>,
     ) -> Result<&mut Self, CommError> {
-        let (count, op) = (buf.len(), by(&op.into())?);
-        let at = self.written(buf)?;
-        let step = Step::AllReduce { send: at, recv: at, count, of: T::OF, op };
+        let (count, op) = (buf.len(), device_reduction(&op.into())?);
+        let at = self.output(buf)?;
+        let step = NcclCall::AllReduce { send: at, recv: at, count, datatype: T::ELEMENT_TYPE, op };
         Ok(self.add::<T>(CallKind::AllReduce, Some(op.op), 0, count, [step]))
     }
 
@@ -76,10 +76,10 @@ impl<'a> DeviceBatch<'a> {
         recv: &'a mut impl DevicePtrMut<T>,
         op: impl Into<Reduction<T>>,
     ) -> Result<&mut Self, CommError> {
-        let (count, op) = (send.len(), by(&op.into())?);
+        let (count, op) = (send.len(), device_reduction(&op.into())?);
         check("recv", recv.len(), count)?;
-        let (send, recv) = (self.read(send)?, self.written(recv)?);
-        let step = Step::AllReduce { send, recv, count, of: T::OF, op };
+        let (send, recv) = (self.input(send)?, self.output(recv)?);
+        let step = NcclCall::AllReduce { send, recv, count, datatype: T::ELEMENT_TYPE, op };
         Ok(self.add::<T>(CallKind::AllReduce, Some(op.op), 0, count, [step]))
     }
 
@@ -94,8 +94,8 @@ impl<'a> DeviceBatch<'a> {
     ) -> Result<&mut Self, CommError> {
         self.check_rank(root, "root")?;
         let count = buf.len();
-        let at = self.written(buf)?;
-        let step = Step::Broadcast { send: at, recv: at, count, of: T::OF, root };
+        let at = self.output(buf)?;
+        let step = NcclCall::Broadcast { send: at, recv: at, count, datatype: T::ELEMENT_TYPE, root };
         Ok(self.add::<T>(CallKind::Broadcast, None, root, count, [step]))
     }
 
@@ -110,9 +110,9 @@ impl<'a> DeviceBatch<'a> {
         root: usize,
     ) -> Result<&mut Self, CommError> {
         self.check_rank(root, "root")?;
-        let (count, op) = (buf.len(), by(&op.into())?);
-        let at = self.written(buf)?;
-        let step = Step::Reduce { send: at, recv: at, count, of: T::OF, op, root };
+        let (count, op) = (buf.len(), device_reduction(&op.into())?);
+        let at = self.output(buf)?;
+        let step = NcclCall::Reduce { send: at, recv: at, count, datatype: T::ELEMENT_TYPE, op, root };
         Ok(self.add::<T>(CallKind::Reduce, Some(op.op), root, count, [step]))
     }
 
@@ -128,17 +128,17 @@ impl<'a> DeviceBatch<'a> {
         root: usize,
     ) -> Result<&mut Self, CommError> {
         self.check_rank(root, "root")?;
-        let (count, op, of) = (send.len(), by(&op.into())?, T::OF);
+        let (count, op, datatype) = (send.len(), device_reduction(&op.into())?, T::ELEMENT_TYPE);
         let is_root = self.group.rank() == root;
         check("recv", if is_root { recv.len() } else { count }, count)?;
-        let send = self.read(send)?;
-        let recv = if is_root { self.written(recv)? } else { send };
+        let send = self.input(send)?;
+        let recv = if is_root { self.output(recv)? } else { send };
         Ok(self.add::<T>(
             CallKind::Reduce,
             Some(op.op),
             root,
             count,
-            [Step::Reduce { send, recv, count, of, op, root }],
+            [NcclCall::Reduce { send, recv, count, datatype, op, root }],
         ))
     }
 
@@ -153,8 +153,8 @@ impl<'a> DeviceBatch<'a> {
     ) -> Result<&mut Self, CommError> {
         let count = send.len();
         check("recv", recv.len(), count.saturating_mul(self.group.size()))?;
-        let (send, recv) = (self.read(send)?, self.written(recv)?);
-        let step = Step::AllGather { send, recv, count, of: T::OF };
+        let (send, recv) = (self.input(send)?, self.output(recv)?);
+        let step = NcclCall::AllGather { send, recv, count, datatype: T::ELEMENT_TYPE };
         Ok(self.add::<T>(CallKind::AllGather, None, 0, count, [step]))
     }
 
@@ -168,10 +168,10 @@ impl<'a> DeviceBatch<'a> {
         recv: &'a mut impl DevicePtrMut<T>,
         op: impl Into<Reduction<T>>,
     ) -> Result<&mut Self, CommError> {
-        let (count, op) = (recv.len(), by(&op.into())?);
+        let (count, op) = (recv.len(), device_reduction(&op.into())?);
         check("send", send.len(), count.saturating_mul(self.group.size()))?;
-        let (send, recv) = (self.read(send)?, self.written(recv)?);
-        let step = Step::ReduceScatter { send, recv, count, of: T::OF, op };
+        let (send, recv) = (self.input(send)?, self.output(recv)?);
+        let step = NcclCall::ReduceScatter { send, recv, count, datatype: T::ELEMENT_TYPE, op };
         Ok(self.add::<T>(CallKind::ReduceScatter, Some(op.op), 0, count, [step]))
     }
 
@@ -188,7 +188,7 @@ impl<'a> DeviceBatch<'a> {
     ) -> Result<&mut Self, CommError> {
         self.check_rank(to, "send to")?;
         let count = buf.len();
-        let step = Step::Send { send: self.read(buf)?, count, of: T::OF, to };
+        let step = NcclCall::Send { send: self.input(buf)?, count, datatype: T::ELEMENT_TYPE, to };
         Ok(self.add::<T>(CallKind::PointToPoint, None, 0, count, [step]))
     }
 
@@ -203,7 +203,7 @@ impl<'a> DeviceBatch<'a> {
     ) -> Result<&mut Self, CommError> {
         self.check_rank(from, "receive from")?;
         let count = buf.len();
-        let step = Step::Recv { recv: self.written(buf)?, count, of: T::OF, from };
+        let step = NcclCall::Recv { recv: self.output(buf)?, count, datatype: T::ELEMENT_TYPE, from };
         Ok(self.add::<T>(CallKind::PointToPoint, None, 0, count, [step]))
     }
 
@@ -219,15 +219,15 @@ impl<'a> DeviceBatch<'a> {
         if self.core.options.checked && !self.messages {
             self.group.compare_on_host(call, self.core.calls())?;
         }
-        // SAFETY: the stream is of this device (`OnStream`), and so is the memory (`read`, `written`). The
+        // SAFETY: the stream is of this device (`OnStream`), and so is the memory (`input`, `output`). The
         // memory is as long as its count. cudarc's buffers live long enough: they are freed behind the events
         // that their guards, dropped below, record. The maker of a `RawBuffer` promises it.
         #[allow(unsafe_code)]
-        let begun = unsafe {
+        let operation = unsafe {
             self.core.enqueue(call, (&self.steps, self.guards.len()), self.stream, self.group.limit())
         }?;
         drop(self.guards);
-        Ok(Work::on_device(self.group.clone(), begun))
+        Ok(Work::on_device(self.group.clone(), operation))
     }
 
     pub(super) fn add<T: DeviceElement>(
@@ -236,23 +236,23 @@ impl<'a> DeviceBatch<'a> {
         op: Option<ReduceOp>,
         root: usize,
         count: usize,
-        steps: impl IntoIterator<Item = Step<Of, By>>,
+        steps: impl IntoIterator<Item = NcclCall<ElementType, DeviceReduction>>,
     ) -> &mut Self {
-        let call = Call::new(kind, T::OF.dtype, op, root as u32, count as u64);
+        let call = Call::new(kind, T::ELEMENT_TYPE.dtype, op, root as u32, count as u64);
         self.call.get_or_insert(call);
         self.messages |= kind == CallKind::PointToPoint;
         self.steps.extend(steps);
         self
     }
 
-    fn read<T>(&mut self, buf: &'a impl DevicePtr<T>) -> Result<Address, CommError> {
+    fn input<T>(&mut self, buf: &'a impl DevicePtr<T>) -> Result<Address, CommError> {
         self.check_device(buf)?;
         let (at, guard) = buf.device_ptr(self.stream);
         self.guards.push(guard);
         Ok(at)
     }
 
-    fn written<T>(&mut self, buf: &'a mut impl DevicePtrMut<T>) -> Result<Address, CommError> {
+    fn output<T>(&mut self, buf: &'a mut impl DevicePtrMut<T>) -> Result<Address, CommError> {
         self.check_device(buf)?;
         let (at, guard) = buf.device_ptr_mut(self.stream);
         self.guards.push(guard);
@@ -260,7 +260,7 @@ impl<'a> DeviceBatch<'a> {
     }
 
     fn check_device<T>(&self, buf: &impl DeviceSlice<T>) -> Result<(), CommError> {
-        same_context("a buffer", buf.stream().context(), &self.core.context)
+        check_context("a buffer", buf.stream().context(), &self.core.context)
     }
 
     fn check_rank(&self, rank: usize, what: &str) -> Result<(), CommError> {
@@ -275,8 +275,8 @@ impl fmt::Debug for DeviceBatch<'_> {
 }
 
 /// The reduction as devices know it.
-fn by<T: DeviceElement>(op: &Reduction<T>) -> Result<By, CommError> {
-    let (by, dtype) = (By { op: op.op(), factor: op.factor() }, T::OF.dtype);
+fn device_reduction<T: DeviceElement>(op: &Reduction<T>) -> Result<DeviceReduction, CommError> {
+    let (by, dtype) = (DeviceReduction { op: op.op(), factor: op.factor() }, T::ELEMENT_TYPE.dtype);
     match by.op {
         ReduceOp::Custom => Err(CommError::Unsupported(
             "a reduction function on a device: it is a function of the host".to_owned(),
@@ -284,7 +284,7 @@ fn by<T: DeviceElement>(op: &Reduction<T>) -> Result<By, CommError> {
         ReduceOp::PremulSum if by.factor.is_none() => {
             Err(CommError::InvalidArgument("premul_sum needs its factor: Reduction::premul_sum".to_owned()))
         }
-        op if T::OF.eight.is_none() && !op.accepts(dtype) => {
+        op if T::ELEMENT_TYPE.float8.is_none() && !op.accepts(dtype) => {
             Err(CommError::InvalidArgument(format!("{op} of {dtype} has no meaning")))
         }
         _ => Ok(by),
@@ -293,7 +293,7 @@ fn by<T: DeviceElement>(op: &Reduction<T>) -> Result<By, CommError> {
 
 /// Checks that an object belongs to the context of the group's device. Two contexts that cudarc made
 /// separately for one device do not match, since each orders only its own streams.
-pub(super) fn same_context(
+pub(super) fn check_context(
     what: &str,
     theirs: &Arc<CudaContext>,
     ours: &Arc<CudaContext>,

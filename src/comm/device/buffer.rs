@@ -18,7 +18,7 @@ use crate::dtype::Element;
 pub struct DeviceBuffer<T: Element> {
     bytes: CudaSlice<u8>,
     len: usize,
-    of: PhantomData<T>,
+    element: PhantomData<T>,
 }
 
 impl<T: Element> DeviceBuffer<T> {
@@ -32,14 +32,14 @@ impl<T: Element> DeviceBuffer<T> {
             len.checked_mul(size_of::<T>()).ok_or(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY));
         let bytes = bytes.and_then(|bytes| stream.alloc_zeros(bytes.max(1)));
         let bytes = bytes.map_err(DeviceError::driver("there is no memory on the device"))?;
-        Ok(Self { bytes, len, of: PhantomData })
+        Ok(Self { bytes, len, element: PhantomData })
     }
 
     /// A copy of `values`.
     ///
     /// # Errors
     /// [`DeviceError::Driver`].
-    pub fn of(stream: &Arc<CudaStream>, values: &[T]) -> Result<Self, DeviceError> {
+    pub fn from_slice(stream: &Arc<CudaStream>, values: &[T]) -> Result<Self, DeviceError> {
         let mut buffer = Self::zeros(stream, values.len())?;
         buffer.write(stream, values)?;
         Ok(buffer)
@@ -75,9 +75,9 @@ impl<T: Element> DeviceBuffer<T> {
     ///
     /// # Panics
     /// If there are fewer.
-    pub fn first(&mut self, len: usize) -> FirstOf<'_, T> {
+    pub fn first(&mut self, len: usize) -> DevicePrefix<'_, T> {
         assert!(len <= self.len, "{len} of {} elements", self.len);
-        FirstOf { buffer: self, len }
+        DevicePrefix { buffer: self, len }
     }
 }
 
@@ -104,12 +104,12 @@ impl<T: Element> DevicePtrMut<T> for DeviceBuffer<T> {
 }
 
 /// The first elements of a [`DeviceBuffer`].
-pub struct FirstOf<'a, T: Element> {
+pub struct DevicePrefix<'a, T: Element> {
     buffer: &'a mut DeviceBuffer<T>,
     len: usize,
 }
 
-impl<T: Element> DeviceSlice<T> for FirstOf<'_, T> {
+impl<T: Element> DeviceSlice<T> for DevicePrefix<'_, T> {
     fn len(&self) -> usize {
         self.len
     }
@@ -119,13 +119,13 @@ impl<T: Element> DeviceSlice<T> for FirstOf<'_, T> {
     }
 }
 
-impl<T: Element> DevicePtr<T> for FirstOf<'_, T> {
+impl<T: Element> DevicePtr<T> for DevicePrefix<'_, T> {
     fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (sys::CUdeviceptr, SyncOnDrop<'a>) {
         self.buffer.bytes.device_ptr(stream)
     }
 }
 
-impl<T: Element> DevicePtrMut<T> for FirstOf<'_, T> {
+impl<T: Element> DevicePtrMut<T> for DevicePrefix<'_, T> {
     fn device_ptr_mut<'a>(&'a mut self, stream: &'a CudaStream) -> (sys::CUdeviceptr, SyncOnDrop<'a>) {
         self.buffer.bytes.device_ptr_mut(stream)
     }
@@ -141,8 +141,8 @@ impl<T: Element> fmt::Debug for DeviceBuffer<T> {
     }
 }
 
-impl<T: Element> fmt::Debug for FirstOf<'_, T> {
+impl<T: Element> fmt::Debug for DevicePrefix<'_, T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FirstOf").field("len", &self.len).finish_non_exhaustive()
+        f.debug_struct("DevicePrefix").field("len", &self.len).finish_non_exhaustive()
     }
 }

@@ -82,13 +82,13 @@ pub fn count() -> Result<usize, DeviceError> {
 }
 
 /// Opens the device of this rank. If the process sees only one device, as with `convoke --gpu-bind`, it is
-/// that one. Otherwise its number is the rank's [place on its host](Group::place_on_host).
+/// that one. Otherwise its number is the rank's [local rank](Group::local_rank_and_size).
 ///
 /// # Errors
 /// [`CommError::Device`] as [`open`].
-pub fn of_rank(group: &Group) -> Result<Arc<CudaContext>, CommError> {
-    let (place, _) = group.place_on_host();
-    let ordinal = if count()? == 1 { 0 } else { place };
+pub fn open_for_rank(group: &Group) -> Result<Arc<CudaContext>, CommError> {
+    let (local_rank, _) = group.local_rank_and_size();
+    let ordinal = if count()? == 1 { 0 } else { local_rank };
     Ok(open(ordinal)?)
 }
 
@@ -101,11 +101,11 @@ pub(super) fn bind(context: &CudaContext) -> Result<(), DriverError> {
 /// Checks that the driver is there, with all functions that are called.
 fn check() -> Result<(), DeviceError> {
     static CHECKED: OnceLock<Result<(), DeviceError>> = OnceLock::new();
-    CHECKED.get_or_init(look).clone()
+    CHECKED.get_or_init(check_functions).clone()
 }
 
 #[allow(unsafe_code)]
-fn look() -> Result<(), DeviceError> {
+fn check_functions() -> Result<(), DeviceError> {
     // SAFETY: opens the driver, as every program that uses it does.
     if !unsafe { sys::is_culib_present() } {
         return Err(DeviceError::NoDriver);
@@ -115,7 +115,7 @@ fn look() -> Result<(), DeviceError> {
     // SAFETY: only checks whether the symbol exists.
     let has = |name: &&str| unsafe { library.get::<unsafe extern "C" fn()>(name.as_bytes()) }.is_ok();
     match FUNCTIONS.iter().find(|name| !has(name)) {
-        Some(absent) => Err(DeviceError::OldDriver { absent }),
+        Some(missing) => Err(DeviceError::OldDriver { missing }),
         None => Ok(()),
     }
 }

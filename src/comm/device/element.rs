@@ -1,16 +1,16 @@
 //! Element types that can be sent from devices.
 
 use crate::dtype::{Dtype, Element};
-use crate::nccl::Type;
+use crate::nccl::DataType;
 
 pub use float8::{F8E4M3, F8E5M2};
 
 pub(crate) mod sealed {
-    use super::Of;
+    use super::ElementType;
 
     pub trait Sealed {
         /// The type as a value.
-        const OF: Of;
+        const ELEMENT_TYPE: ElementType;
     }
 }
 
@@ -19,41 +19,41 @@ pub(crate) mod sealed {
 pub trait DeviceElement: sealed::Sealed + Send + Sync + 'static {}
 
 impl<T: Element> sealed::Sealed for T {
-    const OF: Of = Of { dtype: T::DTYPE, eight: None };
+    const ELEMENT_TYPE: ElementType = ElementType { dtype: T::DTYPE, float8: None };
 }
 
 impl<T: Element> DeviceElement for T {}
 
-macro_rules! eight {
+macro_rules! float8 {
     ($($rust:ty, $of:ident;)*) => {$(
         impl sealed::Sealed for $rust {
-            const OF: Of = Of { dtype: Dtype::U8, eight: Some(Type::$of) };
+            const ELEMENT_TYPE: ElementType = ElementType { dtype: Dtype::U8, float8: Some(DataType::$of) };
         }
 
         impl DeviceElement for $rust {}
     )*};
 }
 
-eight! { F8E4M3, F8E4M3; F8E5M2, F8E5M2; }
+float8! { F8E4M3, F8E4M3; F8E5M2, F8E5M2; }
 
 /// The type of an element, as a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Of {
+pub struct ElementType {
     /// The type, or one of the same size.
     pub(crate) dtype: Dtype,
     /// The type, if only devices have it.
-    pub(crate) eight: Option<Type>,
+    pub(crate) float8: Option<DataType>,
 }
 
-impl Of {
+impl ElementType {
     /// Bytes of an element.
     pub(crate) const fn size_bytes(self) -> usize {
         self.dtype.size_bytes()
     }
 
     pub(crate) const fn name(self) -> &'static str {
-        match self.eight {
-            Some(Type::F8E4M3) => "f8e4m3",
+        match self.float8 {
+            Some(DataType::F8E4M3) => "f8e4m3",
             Some(_) => "f8e5m2",
             None => self.dtype.name(),
         }

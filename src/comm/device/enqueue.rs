@@ -1,4 +1,4 @@
-//! The way of an operation onto a stream.
+//! Enqueues operations on a stream.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -6,20 +6,20 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use cudarc::driver::{CudaStream, DriverError, sys};
 use smallvec::SmallVec;
 
-use super::begun::Begun;
+use super::backend::{Core, DeviceTransport, lock, try_lock};
+use super::call_wait::CallWait;
 use super::driver::bind;
-use super::element::Of;
-use super::ending::Failure;
-use super::patience::Patience;
-use super::side::{Core, Way, lock, try_lock};
+use super::element::ElementType;
+use super::operation::DeviceOperation;
+use super::pending::commands;
 use super::staged::Staging;
-use super::watch::commands;
-use super::words::{By, in_nccl, peers};
+use super::teardown::Failure;
+use super::type_mapping::{DeviceReduction, peers, to_nccl};
 use crate::call::Call;
-use crate::engine::{Limit, Ticket};
+use crate::engine::{Completion, TimeLimit};
 use crate::error::CommError;
-use crate::flight::Told;
-use crate::nccl::{Communicator, NcclError, Progress, Step};
+use crate::flight::CallInfo;
+use crate::nccl::{Communicator, NcclCall, NcclError, Progress};
 
 impl Core {
     /// Carries out the steps of one call, which has so many buffers, on a stream, behind its earlier work.
@@ -27,63 +27,67 @@ impl Core {
     ///
     /// # Safety
     ///
-    /// As [`Communicator::enqueue`], of a stream of this side's context.
+    /// As [`Communicator::enqueue`], of a stream of this backend's context.
     #[allow(unsafe_code)]
     pub(super) unsafe fn enqueue(
         self: &Arc<Self>,
         call: Call,
-        (steps, buffers): (&[Step<Of, By>], usize),
+        (steps, buffers): (&[NcclCall<ElementType, DeviceReduction>], usize),
         stream: &CudaStream,
-        limit: Limit,
-    ) -> Result<Option<Arc<Begun>>, CommError> {
+        limit: TimeLimit,
+    ) -> Result<Option<Arc<DeviceOperation>>, CommError> {
         let seq = self.seq.fetch_add(1, Ordering::Relaxed);
         self.check(call, seq)?;
-        let limit = limit.begun();
-        bind(&self.context).map_err(|error| self.broken(error, call, seq))?;
-        let ticket = Arc::new(Ticket::nonblocking(limit, Arc::clone(&self.chores)));
-        let _ = ticket.step.set(self.track.begin(&Told::device(call, seq, self.track.ns(ticket.made))));
-        let mut patience = Patience::new(call, seq, limit);
+        let limit = limit.started();
+        bind(&self.context).map_err(|error| self.driver_failed(error, call, seq))?;
+        let completion = Arc::new(Completion::nonblocking(limit, Arc::clone(&self.callback_queue)));
+        let _ = completion.step.set(self.flight.begin(&CallInfo::device(
+            call,
+            seq,
+            self.flight.ns(completion.started_at),
+        )));
+        let mut call_wait = CallWait::new(call, seq, limit);
         // SAFETY: the caller promises it.
-        let carried_out = unsafe { self.carry_out(steps, stream, &mut patience) };
+        let carried_out = unsafe { self.carry_out(steps, stream, &mut call_wait) };
         // The lock is held until this operation is registered, so no other call uses NCCL before.
-        let recorded = carried_out.and_then(|alone| {
-            // Events that are captured in a graph belong to the graph, which has not been launched.
-            let broken = |error| self.broken(error, call, seq);
-            if is_captured(stream).map_err(broken)? {
+        let recorded = carried_out.and_then(|nccl_guard| {
+            // EventPool that are captured in a graph belong to the graph, which has not been launched.
+            let failed = |error| self.driver_failed(error, call, seq);
+            if is_captured(stream).map_err(failed)? {
                 return Ok(None);
             }
-            let recorded = self.events.record(stream).map_err(broken)?;
-            Ok(Some((recorded, alone)))
+            let recorded = self.events.record(stream).map_err(failed)?;
+            Ok(Some((recorded, nccl_guard)))
         });
-        let (recorded, alone) = match recorded {
+        let (recorded, nccl_guard) = match recorded {
             Ok(Some(recorded)) => recorded,
             Ok(None) => {
-                ticket.complete(Ok(None));
+                completion.complete(Ok(None));
                 return Ok(None);
             }
             Err(error) => {
-                ticket.complete(Ok(None));
-                if let Some(step) = ticket.step.get() {
+                completion.complete(Ok(None));
+                if let Some(step) = completion.step.get() {
                     step.end(false);
                 }
                 return Err(error);
             }
         };
-        let (deadline, key) = (ticket.deadline, stream.cu_stream() as usize);
+        let (deadline, key) = (completion.deadline, stream.cu_stream() as usize);
         let (peers, core) = (peers(steps), Arc::downgrade(self));
-        let begun = Arc::new(Begun { ticket, call, seq, recorded, peers, core });
-        let mut watch = self.watched();
-        let first = watch.is_empty();
-        let many = watch.add(Arc::clone(&begun), key, deadline, commands(steps.len(), buffers));
-        drop((watch, alone));
+        let operation = Arc::new(DeviceOperation { completion, call, seq, recorded, peers, core });
+        let mut pending = self.pending();
+        let first = pending.is_empty();
+        let many = pending.add(Arc::clone(&operation), key, deadline, commands(steps.len(), buffers));
+        drop((pending, nccl_guard));
         if first {
-            self.bell.notify_all();
+            self.wakeup.notify_all();
         }
         if many {
             self.reap();
-            self.hand_on_chores();
+            self.notify_callbacks();
         }
-        Ok(Some(begun))
+        Ok(Some(operation))
     }
 
     /// Returns the guard that keeps other calls out of NCCL.
@@ -94,30 +98,30 @@ impl Core {
     #[allow(unsafe_code)]
     unsafe fn carry_out(
         self: &Arc<Self>,
-        steps: &[Step<Of, By>],
+        steps: &[NcclCall<ElementType, DeviceReduction>],
         stream: &CudaStream,
-        patience: &mut Patience,
+        call_wait: &mut CallWait,
     ) -> Result<Option<MutexGuard<'_, ()>>, CommError> {
         // Limits the number of operations under way.
-        self.wait_for(patience, || {
-            if self.watched().is_full() {
+        self.wait_for(call_wait, || {
+            if self.pending().is_full() {
                 self.reap();
-                self.hand_on_chores();
+                self.notify_callbacks();
             }
-            (!self.watched().is_full()).then_some(())
+            (!self.pending().is_full()).then_some(())
         })?;
-        match &self.way {
-            Way::Nccl { library, communicator } => {
+        match &self.transport {
+            DeviceTransport::Nccl { library, communicator } => {
                 let version = library.version();
-                let steps: Result<SmallVec<[Step; 2]>, String> =
-                    steps.iter().map(|step| in_nccl(*step, version)).collect();
+                let steps: Result<SmallVec<[NcclCall; 2]>, String> =
+                    steps.iter().map(|step| to_nccl(*step, version)).collect();
                 let steps = steps.map_err(CommError::Unsupported)?;
                 // SAFETY: the caller promises it.
-                unsafe { self.enqueue_nccl(communicator, &steps, stream, patience) }.map(Some)
+                unsafe { self.enqueue_nccl(communicator, &steps, stream, call_wait) }.map(Some)
             }
-            Way::Staged(staging) => {
+            DeviceTransport::Staged(staging) => {
                 // SAFETY: the caller promises it.
-                unsafe { self.stage(staging, steps, stream, patience) }.map(|()| None)
+                unsafe { self.stage(staging, steps, stream, call_wait) }.map(|()| None)
             }
         }
     }
@@ -128,12 +132,12 @@ impl Core {
     unsafe fn enqueue_nccl(
         self: &Arc<Self>,
         communicator: &Mutex<Option<Communicator>>,
-        steps: &[Step],
+        steps: &[NcclCall],
         stream: &CudaStream,
-        patience: &mut Patience,
+        call_wait: &mut CallWait,
     ) -> Result<MutexGuard<'_, ()>, CommError> {
-        let (call, seq) = (patience.call, patience.seq);
-        let alone = self.wait_for(patience, || self.try_alone_in_nccl())?;
+        let (call, seq) = (call_wait.call, call_wait.seq);
+        let nccl_guard = self.wait_for(call_wait, || self.try_lock_nccl())?;
         let ask = |ask: &dyn Fn(&Communicator) -> Result<Progress, NcclError>| {
             let guard = lock(communicator);
             let Some(known) = &*guard else { return Err(self.error(call, seq)) };
@@ -142,17 +146,17 @@ impl Core {
             progress.map_err(|error| self.nccl_failed(error, call, seq))
         };
         // SAFETY: the caller promises it.
-        let begun = ask(&|known| unsafe { known.enqueue(steps, stream.cu_stream().cast()) });
-        let mut entered = begun.map(|progress| progress == Progress::UnderWay);
+        let started = ask(&|known| unsafe { known.enqueue(steps, stream.cu_stream().cast()) });
+        let mut entered = started.map(|progress| progress == Progress::InProgress);
         // The event that is recorded next covers only operations that NCCL has enqueued, so wait for that.
         while let Ok(true) = entered {
             entered = self
-                .pause(patience)
+                .pause(call_wait)
                 .and_then(|()| ask(&Communicator::progress))
-                .map(|progress| progress == Progress::UnderWay);
+                .map(|progress| progress == Progress::InProgress);
         }
-        // NCCL may be in the middle of this call; `have_let_go` waits for it.
-        entered.map(|_| alone).inspect_err(|_| self.have_let_go())
+        // NCCL may be in the middle of this call; `ensure_aborted` waits for it.
+        entered.map(|_| nccl_guard).inspect_err(|_| self.ensure_aborted())
     }
 
     /// # Safety
@@ -161,21 +165,21 @@ impl Core {
     unsafe fn stage(
         &self,
         staging: &Mutex<Staging>,
-        steps: &[Step<Of, By>],
+        steps: &[NcclCall<ElementType, DeviceReduction>],
         stream: &CudaStream,
-        patience: &mut Patience,
+        call_wait: &mut CallWait,
     ) -> Result<(), CommError> {
-        let mut staging = self.wait_for(patience, || try_lock(staging))?;
-        let (call, seq) = (patience.call, patience.seq);
-        let broken = |error| self.broken(error, call, seq);
-        if is_captured(stream).map_err(broken)? {
+        let mut staging = self.wait_for(call_wait, || try_lock(staging))?;
+        let (call, seq) = (call_wait.call, call_wait.seq);
+        let failed = |error| self.driver_failed(error, call, seq);
+        if is_captured(stream).map_err(failed)? {
             return Err(CommError::Unsupported("operations through the host in a graph of CUDA".to_owned()));
         }
-        let group = self.group.with_timeout(patience.rest());
+        let group = self.group.with_timeout(call_wait.remaining());
         let settle = || {
-            let recorded = self.events.record(stream).map_err(broken)?;
-            self.wait_for(patience, || recorded.is_over().map(|over| over.then_some(())).transpose())?
-                .map_err(broken)
+            let recorded = self.events.record(stream).map_err(failed)?;
+            self.wait_for(call_wait, || recorded.is_complete().map(|over| over.then_some(())).transpose())?
+                .map_err(failed)
         };
         // SAFETY: the caller promises it.
         let staged = unsafe { staging.carry_out(&group, steps, stream, settle) };

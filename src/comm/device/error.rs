@@ -16,10 +16,10 @@ pub enum DeviceError {
     )]
     NoDriver,
     /// CUDA's driver is older than what is needed.
-    #[error("CUDA's driver has no {absent}: install a newer one, of CUDA 12 or later")]
+    #[error("CUDA's driver has no {missing}: install a newer one, of CUDA 12 or later")]
     OldDriver {
         /// The first function that the driver lacks.
-        absent: &'static str,
+        missing: &'static str,
     },
     /// The device does not exist.
     #[error("there is no device {ordinal}: this process sees {count} (CUDA_VISIBLE_DEVICES may hide some)")]
@@ -30,19 +30,19 @@ pub enum DeviceError {
         count: usize,
     },
     /// CUDA's driver refused something.
-    #[error("{what}: {said}")]
+    #[error("{what}: {message}")]
     Driver {
         /// The operation that failed.
         what: &'static str,
         /// The driver's error message.
-        said: String,
+        message: String,
     },
     /// NCCL cannot be used, or failed.
     #[error(transparent)]
     Nccl(#[from] NcclError),
     /// Another rank cannot use its device.
     #[error("rank {rank} has no device for the group: {what}")]
-    Elsewhere {
+    PeerUnavailable {
         /// The rank that cannot use its device.
         rank: usize,
         /// The message of that rank.
@@ -50,7 +50,7 @@ pub enum DeviceError {
     },
     /// The ranks have different versions of NCCL.
     #[error("the ranks have different versions of NCCL: {}", Versions(ranks))]
-    Versions {
+    VersionMismatch {
         /// The lowest rank of each version.
         ranks: Vec<(usize, Version)>,
     },
@@ -59,7 +59,7 @@ pub enum DeviceError {
         "ranks {} and {} are on the same device, {device}: each needs its own (convoke --gpu-bind, or \
          CudaContext::new(LOCAL_RANK))", ranks.0, ranks.1
     )]
-    Shared {
+    DeviceShared {
         /// The two ranks.
         ranks: (usize, usize),
         /// The device's UUID.
@@ -67,13 +67,13 @@ pub enum DeviceError {
     },
     /// The devices did not connect in time.
     #[error("NCCL did not connect the group's devices within {} ms", after.as_millis())]
-    Init {
+    InitTimeout {
         /// The time that the ranks waited.
         after: Duration,
     },
     /// The group has no device.
     #[error("group {group} has no device: Group::with_device gives it one")]
-    Without {
+    GroupWithoutDevice {
         /// Name of the group.
         group: String,
     },
@@ -89,9 +89,9 @@ impl fmt::Debug for DeviceError {
 impl DeviceError {
     /// The rank to look at first, if the error points to one.
     #[must_use]
-    pub fn blame(&self) -> Option<usize> {
+    pub fn suspect_rank(&self) -> Option<usize> {
         match self {
-            Self::Elsewhere { rank, .. } => Some(*rank),
+            Self::PeerUnavailable { rank, .. } => Some(*rank),
             _ => None,
         }
     }
@@ -103,7 +103,7 @@ impl DeviceError {
             let name = error.error_name().map(|name| name.to_string_lossy().into_owned());
             let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
             let name = name.unwrap_or_else(|_| format!("CUDA error {}", error.0 as u32));
-            Self::Driver { what, said: text.map_or(name.clone(), |text| format!("{name}, {text}")) }
+            Self::Driver { what, message: text.map_or(name.clone(), |text| format!("{name}, {text}")) }
         }
     }
 }

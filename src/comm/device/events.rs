@@ -7,59 +7,59 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, sys};
 use super::driver::bind;
 
 /// Most events that the pool keeps.
-const KEPT: usize = 1024;
+const MAX_FREE_EVENTS: usize = 1024;
 
 /// The unused events of one device.
 #[derive(Debug)]
-pub(super) struct Events {
+pub(super) struct EventPool {
     context: Arc<CudaContext>,
     free: Mutex<Vec<CudaEvent>>,
 }
 
-impl Events {
+impl EventPool {
     pub(super) fn new(context: Arc<CudaContext>) -> Arc<Self> {
         Arc::new(Self { context, free: Mutex::default() })
     }
 
     /// Returns an event that completes when `stream` has done its present work.
-    pub(super) fn record(self: &Arc<Self>, stream: &CudaStream) -> Result<Recorded, DriverError> {
+    pub(super) fn record(self: &Arc<Self>, stream: &CudaStream) -> Result<RecordedEvent, DriverError> {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let event = free.map_or_else(|| self.context.new_event(None), Ok)?;
         event.record(stream)?;
-        Ok(Recorded { event: Some(event), of: Arc::clone(self) })
+        Ok(RecordedEvent { event: Some(event), pool: Arc::clone(self) })
     }
 }
 
 /// An event in use.
 #[derive(Debug)]
-pub(super) struct Recorded {
+pub(super) struct RecordedEvent {
     /// The event; `None` once it is dropped.
     event: Option<CudaEvent>,
-    of: Arc<Events>,
+    pool: Arc<EventPool>,
 }
 
-impl Recorded {
+impl RecordedEvent {
     /// Returns whether the stream has passed the event. An error means that the device has failed for good.
-    pub(super) fn is_over(&self) -> Result<bool, DriverError> {
+    pub(super) fn is_complete(&self) -> Result<bool, DriverError> {
         // The calling thread may not have used the device before.
-        bind(&self.of.context)?;
-        let _relaxed = Relaxed::new()?;
+        bind(&self.pool.context)?;
+        let _capture_mode = RelaxedCapture::new()?;
         self.event.as_ref().map_or(Ok(true), CudaEvent::try_is_complete)
     }
 
     /// Makes `stream`, but not the host, wait for the event.
-    pub(super) fn hold(&self, stream: &CudaStream) -> Result<(), DriverError> {
+    pub(super) fn block_stream(&self, stream: &CudaStream) -> Result<(), DriverError> {
         self.event.as_ref().map_or(Ok(()), |event| stream.wait(event))
     }
 }
 
 /// While it lives, this thread may query events even if another thread captures a graph.
-struct Relaxed {
+struct RelaxedCapture {
     before: sys::CUstreamCaptureMode,
 }
 
 #[allow(unsafe_code)]
-impl Relaxed {
+impl RelaxedCapture {
     fn new() -> Result<Self, DriverError> {
         let mut before = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: exchanges the capture mode of this thread.
@@ -69,17 +69,17 @@ impl Relaxed {
 }
 
 #[allow(unsafe_code)]
-impl Drop for Relaxed {
+impl Drop for RelaxedCapture {
     fn drop(&mut self) {
         // SAFETY: exchanges the capture mode of this thread. It fails only if the argument is no mode.
         let _ = unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut self.before) };
     }
 }
 
-impl Drop for Recorded {
+impl Drop for RecordedEvent {
     fn drop(&mut self) {
-        let mut free = self.of.free.lock().unwrap_or_else(PoisonError::into_inner);
-        if free.len() < KEPT {
+        let mut free = self.pool.free.lock().unwrap_or_else(PoisonError::into_inner);
+        if free.len() < MAX_FREE_EVENTS {
             free.extend(self.event.take());
         }
     }

@@ -5,26 +5,26 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaContext, result};
 
-use super::begun::Poll;
+use super::backend::{Core, DeviceBackend, DeviceTransport};
+use super::call_wait::CallWait;
+use super::capabilities::{Capabilities, check_compatible};
 use super::driver::bind;
-use super::ending::Failure;
 use super::error::DeviceError;
+use super::operation::Backoff;
 use super::options::DeviceOptions;
-use super::patience::Patience;
-use super::side::{Core, Side, Way};
 use super::staged::Staging;
-use super::told::{Told, judge};
+use super::teardown::Failure;
 use crate::call::{Call, CallKind};
 use crate::dtype::Dtype;
-use crate::engine::Limit;
+use crate::engine::TimeLimit;
 use crate::error::CommError;
 use crate::group::Group;
-use crate::nccl::{Communicator, Enter, Library, NcclError, Progress, UniqueId, Version};
+use crate::nccl::{Communicator, Library, NcclError, Progress, SetDevice, UniqueId, Version};
 
 impl Group {
     /// Returns this group with a device: [`Self::on`] gives the operations on its buffers. All ranks call it,
-    /// each with its own device, usually [`device::of_rank`](crate::device::of_rank). The host side of the
-    /// group stays usable.
+    /// each with its own device, usually [`device::open_for_rank`](crate::device::open_for_rank). The host
+    /// side of the group stays usable.
     ///
     /// Groups made from it have devices as well (by `ncclCommSplit`). If the host side learns that a rank has
     /// died, or is aborted, operations on devices end with the same error. If NCCL reports an error, the host
@@ -33,9 +33,10 @@ impl Group {
     /// # Errors
     ///
     /// [`CommError::Device`] on all ranks; the group goes on without devices after these:
-    /// [`DeviceError::Nccl`] if this rank has no usable NCCL, [`DeviceError::Elsewhere`] if another rank has
-    /// none, [`DeviceError::Versions`], [`DeviceError::Shared`]. [`DeviceError::Init`] and errors of NCCL
-    /// calls end the group. Otherwise the error that ended the group.
+    /// [`DeviceError::Nccl`] if this rank has no usable NCCL, [`DeviceError::PeerUnavailable`] if another
+    /// rank has none, [`DeviceError::VersionMismatch`], [`DeviceError::DeviceShared`].
+    /// [`DeviceError::InitTimeout`] and errors of NCCL calls end the group. Otherwise the error that ended
+    /// the group.
     ///
     /// # Cost
     /// An all-gather, a broadcast, and what NCCL needs: a few hundred milliseconds as a rule.
@@ -43,7 +44,7 @@ impl Group {
         let library = if options.staged { Ok(None) } else { Library::load().map(Some) };
         let uuid =
             context.uuid().map(|uuid| uuid.bytes.iter().map(|&byte| format!("{:02x}", byte as u8)).collect());
-        let told = Told {
+        let capabilities = Capabilities {
             version: library.as_ref().ok().copied().flatten().map(|library| {
                 let Version { major, minor, patch } = library.version();
                 (major, minor, patch)
@@ -52,25 +53,25 @@ impl Group {
             error: library.as_ref().err().map(ToString::to_string),
         };
         let host = self.without_device();
-        let all = host.all_gather_object(&told)?;
+        let all = host.all_gather_object(&capabilities)?;
         let library = library.map_err(DeviceError::from)?;
-        judge(&all)?;
-        let told = |error| host.gave_up(DeviceError::driver("the device failed")(error));
-        bind(context).map_err(told)?;
+        check_compatible(&all)?;
+        let failed = |error| host.abort_with(DeviceError::driver("the device failed")(error));
+        bind(context).map_err(failed)?;
         if !is_primary(context) {
             let what =
                 "NCCL uses the primary context of a device (CudaContext::new), and this is another one";
             host.abort(&format!("the device of rank {}: {what}", host.rank()));
             return Err(CommError::InvalidArgument(what.to_owned()));
         }
-        let way = match library {
+        let transport = match library {
             Some(library) => {
                 let communicator = host.connect(library, context, options.init_timeout)?;
-                Way::Nccl { library, communicator: Mutex::new(Some(communicator)) }
+                DeviceTransport::Nccl { library, communicator: Mutex::new(Some(communicator)) }
             }
-            None => Way::Staged(Mutex::new(Staging::new(Arc::clone(context)))),
+            None => DeviceTransport::Staged(Mutex::new(Staging::new(Arc::clone(context)))),
         };
-        Ok(self.with_side(host.new_side(context, options, way)?))
+        Ok(self.with_device_backend(host.new_device_backend(context, options, transport)?))
     }
 
     /// Creates the communicator: rank 0 draws the unique id and broadcasts it.
@@ -89,82 +90,86 @@ impl Group {
         self.broadcast(&mut id, 0)?;
         drawn.map_err(DeviceError::from)?;
         if id == [0; 128] {
-            return Err(DeviceError::Elsewhere { rank: 0, what: "ncclGetUniqueId failed".to_owned() }.into());
+            return Err(
+                DeviceError::PeerUnavailable { rank: 0, what: "ncclGetUniqueId failed".to_owned() }.into()
+            );
         }
         let context = Arc::clone(context);
-        let enter = Enter::new(move || bind(&context).is_ok());
-        let begun = library.begin(self.size(), UniqueId(id), self.rank(), enter);
-        let (communicator, _) = begun.map_err(|error| self.gave_up(error.into()))?;
-        self.await_nccl(|| communicator.progress(), time)?;
+        let set_device = SetDevice::new(move || bind(&context).is_ok());
+        let started = library.begin(self.size(), UniqueId(id), self.rank(), set_device);
+        let (communicator, _) = started.map_err(|error| self.abort_with(error.into()))?;
+        self.wait_for_nccl(|| communicator.progress(), time)?;
         Ok(communicator)
     }
 
     /// Waits until NCCL has finished the last call, as `progress` reports. Ends the group if it fails or
     /// takes too long.
-    fn await_nccl(
+    fn wait_for_nccl(
         &self,
         mut progress: impl FnMut() -> Result<Progress, NcclError>,
         time: Duration,
     ) -> Result<(), CommError> {
-        let (begun, mut wait) = (Instant::now(), Poll::default());
-        let mut looked = begun;
+        let (start, mut wait) = (Instant::now(), Backoff::default());
+        let mut last_check = start;
         loop {
             match progress() {
                 Ok(Progress::Done) => return Ok(()),
-                Ok(Progress::UnderWay) => {}
-                Err(error) => return Err(self.gave_up(DeviceError::from(error))),
+                Ok(Progress::InProgress) => {}
+                Err(error) => return Err(self.abort_with(DeviceError::from(error))),
             }
             let now = Instant::now();
-            if now - begun >= time {
-                return Err(self.gave_up(DeviceError::Init { after: time }));
+            if now - start >= time {
+                return Err(self.abort_with(DeviceError::InitTimeout { after: time }));
             }
             // A dead rank does not connect, so check the group instead of waiting for the deadline.
-            if now - looked >= super::watch::LOOK {
+            if now - last_check >= super::pending::CHECK_INTERVAL {
                 self.check(None)?;
-                looked = now;
+                last_check = now;
             }
             wait.pause();
         }
     }
 
-    /// Creates the device side. The other ranks have theirs by now, so a failure ends the group.
-    fn new_side(
+    /// Creates the device backend. The other ranks have theirs by now, so a failure ends the group.
+    fn new_device_backend(
         &self,
         context: &Arc<CudaContext>,
         options: DeviceOptions,
-        way: Way,
-    ) -> Result<Side, CommError> {
-        let side = Side::new(self.clone(), Arc::clone(context), options, way);
-        side.inspect_err(|error| self.abort(&format!("the device of rank {}: {error}", self.rank())))
+        transport: DeviceTransport,
+    ) -> Result<DeviceBackend, CommError> {
+        let backend = DeviceBackend::new(self.clone(), Arc::clone(context), options, transport);
+        backend.inspect_err(|error| self.abort(&format!("the device of rank {}: {error}", self.rank())))
     }
 
     /// Ends the group, so that no rank waits for this one.
-    fn gave_up(&self, error: DeviceError) -> CommError {
+    fn abort_with(&self, error: DeviceError) -> CommError {
         self.abort(&format!("the device of rank {}: {error}", self.rank()));
         error.into()
     }
 
-    /// The device side of a subgroup of `ranks`, in this order; `None` if this rank is not among them. All
+    /// The device backend of a subgroup of `ranks`, in this order; `None` if this rank is not among them. All
     /// ranks of this group call it, each with the ranks of its own subgroup.
-    pub(crate) fn split_side(&self, ranks: &[usize]) -> Result<Option<SplitSide>, CommError> {
-        let Ok(side) = self.side() else { return Ok(None) };
-        let core = &side.core;
+    pub(crate) fn split_device(&self, ranks: &[usize]) -> Result<Option<SplitBackend>, CommError> {
+        let Ok(backend) = self.device_backend() else { return Ok(None) };
+        let core = &backend.core;
         let (context, options) = (Arc::clone(&core.context), core.options.clone());
         let place = ranks.iter().position(|&rank| rank == self.rank());
-        let way = match &core.way {
-            Way::Staged(_) => place.map(|_| Way::Staged(Mutex::new(Staging::new(Arc::clone(&context))))),
-            Way::Nccl { library, .. } => {
+        let transport = match &core.transport {
+            DeviceTransport::Staged(_) => {
+                place.map(|_| DeviceTransport::Staged(Mutex::new(Staging::new(Arc::clone(&context)))))
+            }
+            DeviceTransport::Nccl { library, .. } => {
                 let color = place.and_then(|_| ranks.first().copied());
                 let child = core.split(color, place.unwrap_or_default(), self.limit());
                 let child = child.inspect_err(|_| {
                     core.fail(Failure::Group);
-                    // NCCL may be in the middle of the call; `have_let_go` waits for it.
-                    core.have_let_go();
+                    // NCCL may be in the middle of the call; `ensure_aborted` waits for it.
+                    core.ensure_aborted();
                 })?;
-                child.map(|child| Way::Nccl { library, communicator: Mutex::new(Some(child)) })
+                child.map(|child| DeviceTransport::Nccl { library, communicator: Mutex::new(Some(child)) })
             }
         };
-        Ok(way.map(|way| SplitSide { context, options, way }))
+        Ok(transport.map(|transport| SplitBackend { context, options, transport }))
     }
 }
 
@@ -174,51 +179,54 @@ impl Core {
         &self,
         color: Option<usize>,
         key: usize,
-        limit: Limit,
+        limit: TimeLimit,
     ) -> Result<Option<Communicator>, CommError> {
         let group = &self.group;
-        let mut patience = Patience::new(SPLIT, self.calls(), limit);
+        let mut call_wait = CallWait::new(SPLIT, self.calls(), limit);
         let failed = DeviceError::driver("the device failed");
-        bind(&self.context).map_err(|error| group.gave_up(failed(error)))?;
-        let _alone = self.wait_for(&mut patience, || self.try_alone_in_nccl())?;
+        bind(&self.context).map_err(|error| group.abort_with(failed(error)))?;
+        let _nccl_guard = self.wait_for(&mut call_wait, || self.try_lock_nccl())?;
         // NCCL wants no other operation under way during a split.
-        self.wait_for(&mut patience, || {
+        self.wait_for(&mut call_wait, || {
             self.reap();
-            self.hand_on_chores();
-            self.watched().is_empty().then_some(())
+            self.notify_callbacks();
+            self.pending().is_empty().then_some(())
         })?;
-        let time = self.options.init_timeout.min(patience.rest());
-        let split = self.ask(|parent| parent.begin_split(color, key));
-        let splitting = split.map_err(|error| group.gave_up(error.into()))?;
-        group.await_nccl(|| self.ask(Communicator::progress), time)?;
-        let child = splitting.take();
+        let time = self.options.init_timeout.min(call_wait.remaining());
+        let split = self.with_communicator(|parent| parent.begin_split(color, key));
+        let splitting = split.map_err(|error| group.abort_with(error.into()))?;
+        group.wait_for_nccl(|| self.with_communicator(Communicator::progress), time)?;
+        let child = splitting.into_communicator();
         if let Some(child) = &child {
-            group.await_nccl(|| child.progress(), time)?;
+            group.wait_for_nccl(|| child.progress(), time)?;
         }
         Ok(child)
     }
 
     /// Calls a function of the communicator, unless NCCL was aborted. The lock is held for the call only, so
     /// that the watchdog can check meanwhile.
-    fn ask<R>(&self, ask: impl FnOnce(&Communicator) -> Result<R, NcclError>) -> Result<R, NcclError> {
-        let aborted = || NcclError::nothing("ncclCommSplit");
+    fn with_communicator<R>(
+        &self,
+        call: impl FnOnce(&Communicator) -> Result<R, NcclError>,
+    ) -> Result<R, NcclError> {
+        let aborted = || NcclError::empty_result("ncclCommSplit");
         let (_, communicator) = self.nccl().ok_or_else(aborted)?;
-        communicator.as_ref().ok_or_else(aborted).and_then(ask)
+        communicator.as_ref().ok_or_else(aborted).and_then(call)
     }
 }
 
-/// A device side whose group does not exist yet.
-pub(crate) struct SplitSide {
+/// A device backend whose group does not exist yet.
+pub(crate) struct SplitBackend {
     context: Arc<CudaContext>,
     options: DeviceOptions,
-    way: Way,
+    transport: DeviceTransport,
 }
 
-impl SplitSide {
-    /// The group with this device side.
-    pub(crate) fn of(self, group: &Group) -> Result<Group, CommError> {
-        let Self { context, options, way } = self;
-        Ok(group.with_side(group.new_side(&context, options, way)?))
+impl SplitBackend {
+    /// The group with this device backend.
+    pub(crate) fn attach(self, group: &Group) -> Result<Group, CommError> {
+        let Self { context, options, transport } = self;
+        Ok(group.with_device_backend(group.new_device_backend(&context, options, transport)?))
     }
 }
 

@@ -1,8 +1,8 @@
-//! The options of a group's device side.
+//! The options of a group's device backend.
 
 use std::time::Duration;
 
-/// Options of a group's device side; all ranks pass equal values.
+/// Options of a group's device backend; all ranks pass equal values.
 #[derive(Debug, Clone)]
 pub struct DeviceOptions {
     pub(super) init_timeout: Duration,

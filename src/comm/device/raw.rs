@@ -13,7 +13,7 @@ pub struct RawBuffer<T> {
     at: sys::CUdeviceptr,
     len: usize,
     stream: Arc<CudaStream>,
-    of: PhantomData<*const T>,
+    element: PhantomData<*const T>,
 }
 
 // SAFETY: an address, used with streams; `new` requires that the elements are used correctly.
@@ -32,7 +32,7 @@ impl<T> RawBuffer<T> {
     /// not kernels queued behind one that does not end.
     #[must_use]
     pub unsafe fn new(at: sys::CUdeviceptr, len: usize, stream: Arc<CudaStream>) -> Self {
-        Self { at, len, stream, of: PhantomData }
+        Self { at, len, stream, element: PhantomData }
     }
 }
 

@@ -8,22 +8,22 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop, sys};
 
+use super::backend::Core;
 use super::driver::bind;
 use super::error::DeviceError;
-use super::side::Core;
 use crate::error::CommError;
 use crate::group::Group;
-use crate::nccl::{NcclError, Registered};
+use crate::nccl::{NcclError, RegistrationHandle};
 
 /// The longest time to wait for operations before a dropped buffer is deregistered.
-const GIVE_BACK: Duration = Duration::from_secs(10);
+const DEREGISTER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A buffer registered with NCCL because it is used often; from [`Group::register`]. It gives access to the
 /// elements like the buffer itself. Dropping it deregisters the buffer when all operations of the group under
 /// way are done. If they are not within 10 seconds, the memory is never freed.
 pub struct Registration<T> {
     /// The registration; taken by `drop`.
-    known: Option<Registered>,
+    registration: Option<RegistrationHandle>,
     core: Weak<Core>,
     /// The buffer, dropped after it is deregistered.
     buffer: ManuallyDrop<CudaSlice<T>>,
@@ -47,22 +47,25 @@ impl Group {
     /// the first) or the group goes through the host. [`CommError::Device`].
     #[allow(clippy::result_large_err)] // with the buffer, which must not be lost
     pub fn register<T>(&self, buffer: CudaSlice<T>) -> Result<Registration<T>, Unregistered<T>> {
-        match self.make_known(&buffer) {
-            Ok((known, core)) => {
-                Ok(Registration { known: Some(known), core, buffer: ManuallyDrop::new(buffer) })
+        match self.register_buffer(&buffer) {
+            Ok((registration, core)) => {
+                Ok(Registration { registration: Some(registration), core, buffer: ManuallyDrop::new(buffer) })
             }
             Err(error) => Err(Unregistered { error, buffer }),
         }
     }
 
-    fn make_known<T>(&self, buffer: &CudaSlice<T>) -> Result<(Registered, Weak<Core>), CommError> {
-        let core = &self.side()?.core;
+    fn register_buffer<T>(
+        &self,
+        buffer: &CudaSlice<T>,
+    ) -> Result<(RegistrationHandle, Weak<Core>), CommError> {
+        let core = &self.device_backend()?.core;
         let unsupported = |what: &str| Err(CommError::Unsupported(format!("registered memory {what}")));
         let busy = || {
             let what = "another call is still under way".to_owned();
             DeviceError::from(NcclError::Call { function: "ncclCommRegister", what, detail: None })
         };
-        let _alone = core.alone_in_nccl(self.limit().deadline()).ok_or_else(busy)?;
+        let _nccl_guard = core.lock_nccl(self.limit().deadline()).ok_or_else(busy)?;
         let Some((library, communicator)) = core.nccl() else { return unsupported("through the host") };
         let Some(communicator) = &*communicator else {
             return Err(CommError::Destroyed { group: self.name().to_owned() });
@@ -71,9 +74,10 @@ impl Group {
         let (at, _wait) = buffer.device_ptr(buffer.stream());
         // SAFETY: the buffer is kept, and deregistered before it is freed.
         #[allow(unsafe_code)]
-        let known = unsafe { communicator.register(at, buffer.num_bytes()) }.map_err(DeviceError::from)?;
-        match known {
-            Some(known) => Ok((known, Arc::downgrade(core))),
+        let registration =
+            unsafe { communicator.register(at, buffer.num_bytes()) }.map_err(DeviceError::from)?;
+        match registration {
+            Some(registration) => Ok((registration, Arc::downgrade(core))),
             None => unsupported(&format!("with NCCL {}", library.version())),
         }
     }
@@ -81,24 +85,26 @@ impl Group {
 
 impl<T> Registration<T> {
     /// Deregisters the buffer. Returns whether the buffer may be freed.
-    fn give_back(&mut self) -> bool {
+    fn deregister(&mut self) -> bool {
         // A communicator that was freed holds no registrations.
-        let Some((known, core)) = self.known.take().zip(self.core.upgrade()) else { return true };
-        if core.group.of_this_process().is_err() {
+        let Some((registration, core)) = self.registration.take().zip(self.core.upgrade()) else {
+            return true;
+        };
+        if core.group.check_process().is_err() {
             return false;
         }
-        let until = Instant::now() + GIVE_BACK;
+        let until = Instant::now() + DEREGISTER_TIMEOUT;
         if !core.finish_all(until) {
             return false;
         }
-        let Some(_alone) = core.alone_in_nccl(until) else { return false };
+        let Some(_nccl_guard) = core.lock_nccl(until) else { return false };
         if let Some((_, communicator)) = core.nccl()
             && let Some(communicator) = &*communicator
         {
             if bind(&core.context).is_err() {
                 return false;
             }
-            communicator.deregister(known);
+            communicator.deregister(registration);
         }
         true
     }
@@ -106,7 +112,7 @@ impl<T> Registration<T> {
 
 impl<T> Drop for Registration<T> {
     fn drop(&mut self) {
-        if self.give_back() {
+        if self.deregister() {
             // SAFETY: dropped once, as the last action.
             #[allow(unsafe_code)]
             unsafe {

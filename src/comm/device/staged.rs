@@ -8,19 +8,19 @@ use cudarc::driver::{CudaContext, CudaStream, result};
 use num_complex::Complex;
 
 use super::driver::bind;
-use super::element::Of;
+use super::element::ElementType;
 use super::error::DeviceError;
-use super::words::By;
+use super::type_mapping::DeviceReduction;
 use crate::dtype::sealed::Factor;
 use crate::dtype::{Dtype, Element, ReduceOp};
 use crate::error::CommError;
 use crate::group::Group;
-use crate::nccl::{Address, Step};
+use crate::nccl::{Address, NcclCall};
 use crate::reduction::Reduction;
 use half::{bf16, f16};
 
 /// The alignment of buffers in pinned memory.
-const ALIGNED: usize = 64;
+const ALIGNMENT: usize = 64;
 /// The tag of messages on the host side.
 const TAG: u32 = u32::MAX;
 
@@ -39,8 +39,8 @@ pub(crate) struct Staging {
 unsafe impl Send for Staging {}
 
 /// The locations of a step's bytes in host memory.
-struct Staged {
-    step: Step<Of, By>,
+struct StagedCall {
+    step: NcclCall<ElementType, DeviceReduction>,
     send: Range<usize>,
     recv: Range<usize>,
 }
@@ -61,7 +61,7 @@ impl Staging {
     pub(super) unsafe fn carry_out(
         &mut self,
         group: &Group,
-        steps: &[Step<Of, By>],
+        steps: &[NcclCall<ElementType, DeviceReduction>],
         stream: &CudaStream,
         mut settle: impl FnMut() -> Result<(), CommError>,
     ) -> Result<(), CommError> {
@@ -70,7 +70,8 @@ impl Staging {
             self.free();
         }
         let mut end = 0;
-        let staged: Vec<Staged> = steps.iter().map(|step| place(*step, group, &mut end)).collect();
+        let staged: Vec<StagedCall> =
+            steps.iter().map(|step| assign_ranges(*step, group, &mut end)).collect();
         self.grow(end)?;
         let copied = DeviceError::driver("a copy between device and host failed");
         let raw = stream.cu_stream();
@@ -85,7 +86,7 @@ impl Staging {
         settle()?;
         self.busy = false;
         // SAFETY: all ranges are disjoint.
-        unsafe { self.on_host(group, &staged)? };
+        unsafe { self.run_on_host(group, &staged)? };
         let copied = DeviceError::driver("a copy between host and device failed");
         self.busy = true;
         let recvs = staged.iter().filter_map(|staged| Some((target(&staged.step, group)?, &staged.recv)));
@@ -104,18 +105,19 @@ impl Staging {
     /// # Safety
     ///
     /// Nothing else uses the memory.
-    unsafe fn on_host(&self, group: &Group, staged: &[Staged]) -> Result<(), CommError> {
+    unsafe fn run_on_host(&self, group: &Group, staged: &[StagedCall]) -> Result<(), CommError> {
         let me = group.rank();
         // SAFETY: the caller promises it; ranges of different steps are disjoint.
         let slice = |range: &Range<usize>| unsafe { self.slice::<u8>(range) };
         let mut messages = group.batch();
         // Messages of a rank to itself, in order.
-        let mut own = staged.iter().filter(|staged| matches!(staged.step, Step::Send { to, .. } if to == me));
-        for Staged { step, send, recv } in staged {
+        let mut own =
+            staged.iter().filter(|staged| matches!(staged.step, NcclCall::Send { to, .. } if to == me));
+        for StagedCall { step, send, recv } in staged {
             match *step {
-                Step::Send { to, .. } if to != me => drop(messages.send(slice(send), to, TAG)?),
-                Step::Recv { from, .. } if from != me => drop(messages.recv(slice(recv), from, TAG)?),
-                Step::Recv { .. } => {
+                NcclCall::Send { to, .. } if to != me => drop(messages.send(slice(send), to, TAG)?),
+                NcclCall::Recv { from, .. } if from != me => drop(messages.recv(slice(recv), from, TAG)?),
+                NcclCall::Recv { .. } => {
                     let sent = own.next().filter(|sent| sent.send.len() == recv.len());
                     let what = || "a message of this rank to itself has no other end".to_owned();
                     let sent = sent.ok_or_else(|| CommError::InvalidArgument(what()))?;
@@ -125,22 +127,22 @@ impl Staging {
             }
         }
         messages.wait()?;
-        for Staged { step, send, recv } in staged {
+        for StagedCall { step, send, recv } in staged {
             match *step {
-                Step::Send { .. } | Step::Recv { .. } => {}
-                Step::Broadcast { root, .. } => {
+                NcclCall::Send { .. } | NcclCall::Recv { .. } => {}
+                NcclCall::Broadcast { root, .. } => {
                     let all = if me == root { send } else { recv };
                     group.broadcast(slice(all), root)?;
                     if me == root {
                         slice(recv).copy_from_slice(slice(send));
                     }
                 }
-                Step::AllGather { .. } => group.all_gather(&*slice(send), slice(recv))?,
-                Step::AllReduce { of, op, .. }
-                | Step::Reduce { of, op, .. }
-                | Step::ReduceScatter { of, op, .. } => {
+                NcclCall::AllGather { .. } => group.all_gather(&*slice(send), slice(recv))?,
+                NcclCall::AllReduce { datatype, op, .. }
+                | NcclCall::Reduce { datatype, op, .. }
+                | NcclCall::ReduceScatter { datatype, op, .. } => {
                     // SAFETY: the caller promises it.
-                    unsafe { self.reduce(group, step, (of, op), send, recv)? };
+                    unsafe { self.reduce(group, step, (datatype, op), send, recv)? };
                 }
             }
         }
@@ -152,21 +154,21 @@ impl Staging {
     unsafe fn reduce(
         &self,
         group: &Group,
-        step: &Step<Of, By>,
-        (of, by): (Of, By),
+        step: &NcclCall<ElementType, DeviceReduction>,
+        (datatype, by): (ElementType, DeviceReduction),
         send: &Range<usize>,
         recv: &Range<usize>,
     ) -> Result<(), CommError> {
-        if of.eight.is_some() {
-            return Err(CommError::Unsupported(format!("{} of {} through the host", by.op, of.name())));
+        if datatype.float8.is_some() {
+            return Err(CommError::Unsupported(format!("{} of {} through the host", by.op, datatype.name())));
         }
         macro_rules! by_type {
             ($($dtype:ident => $rust:ty,)*) => {
-                match of.dtype {
+                match datatype.dtype {
                     $(Dtype::$dtype => {
                         // SAFETY: the caller promises it.
                         let (send, recv) = unsafe { (self.slice::<$rust>(send), self.slice::<$rust>(recv)) };
-                        reduced(group, step, send, recv, reduction::<$rust>(by)?)
+                        run_reduction(group, step, send, recv, reduction::<$rust>(by)?)
                     })*
                     Dtype::Bool => {
                         // Reduced as bytes, not as `bool`: a device's truth values may be any bytes.
@@ -177,7 +179,7 @@ impl Staging {
                         };
                         // SAFETY: the caller promises it.
                         let (send, recv) = unsafe { (self.slice::<u8>(send), self.slice::<u8>(recv)) };
-                        reduced(group, step, send, recv, op.into())
+                        run_reduction(group, step, send, recv, op.into())
                     }
                 }
             };
@@ -218,7 +220,7 @@ impl Staging {
         if range.is_empty() {
             return &mut [];
         }
-        assert!(range.end <= self.bytes && range.start.is_multiple_of(ALIGNED));
+        assert!(range.end <= self.bytes && range.start.is_multiple_of(ALIGNMENT));
         // SAFETY: within our memory, which begins at a page; the caller promises the rest.
         unsafe {
             std::slice::from_raw_parts_mut(self.start.add(range.start).cast(), range.len() / size_of::<T>())
@@ -235,71 +237,71 @@ impl Drop for Staging {
 }
 
 /// Assigns the buffers of a step ranges behind `end`.
-fn place(step: Step<Of, By>, group: &Group, end: &mut usize) -> Staged {
+fn assign_ranges(step: NcclCall<ElementType, DeviceReduction>, group: &Group, end: &mut usize) -> StagedCall {
     let ranks = group.size();
-    let (sent, received, of) = match step {
-        Step::AllReduce { count, of, .. }
-        | Step::Reduce { count, of, .. }
-        | Step::Broadcast { count, of, .. } => (count, count, of),
-        Step::AllGather { count, of, .. } => (count, count * ranks, of),
-        Step::ReduceScatter { count, of, .. } => (count * ranks, count, of),
-        Step::Send { count, of, .. } => (count, 0, of),
-        Step::Recv { count, of, .. } => (0, count, of),
+    let (sent, received, datatype) = match step {
+        NcclCall::AllReduce { count, datatype, .. }
+        | NcclCall::Reduce { count, datatype, .. }
+        | NcclCall::Broadcast { count, datatype, .. } => (count, count, datatype),
+        NcclCall::AllGather { count, datatype, .. } => (count, count * ranks, datatype),
+        NcclCall::ReduceScatter { count, datatype, .. } => (count * ranks, count, datatype),
+        NcclCall::Send { count, datatype, .. } => (count, 0, datatype),
+        NcclCall::Recv { count, datatype, .. } => (0, count, datatype),
     };
     let mut next = |count: usize| {
         let start = *end;
-        let range = start..start + count * of.size_bytes();
-        *end = range.end.next_multiple_of(ALIGNED);
+        let range = start..start + count * datatype.size_bytes();
+        *end = range.end.next_multiple_of(ALIGNMENT);
         range
     };
-    Staged { step, send: next(sent), recv: next(received) }
+    StagedCall { step, send: next(sent), recv: next(received) }
 }
 
 /// The address of the step's input on this rank, if it has one.
-fn source(step: &Step<Of, By>, group: &Group) -> Option<Address> {
+fn source(step: &NcclCall<ElementType, DeviceReduction>, group: &Group) -> Option<Address> {
     match *step {
-        Step::AllReduce { send, .. }
-        | Step::Reduce { send, .. }
-        | Step::AllGather { send, .. }
-        | Step::ReduceScatter { send, .. }
-        | Step::Send { send, .. } => Some(send),
-        Step::Broadcast { send, root, .. } => (group.rank() == root).then_some(send),
-        Step::Recv { .. } => None,
+        NcclCall::AllReduce { send, .. }
+        | NcclCall::Reduce { send, .. }
+        | NcclCall::AllGather { send, .. }
+        | NcclCall::ReduceScatter { send, .. }
+        | NcclCall::Send { send, .. } => Some(send),
+        NcclCall::Broadcast { send, root, .. } => (group.rank() == root).then_some(send),
+        NcclCall::Recv { .. } => None,
     }
 }
 
 /// The address of the step's output on this rank, if it has one.
-fn target(step: &Step<Of, By>, group: &Group) -> Option<Address> {
+fn target(step: &NcclCall<ElementType, DeviceReduction>, group: &Group) -> Option<Address> {
     match *step {
-        Step::AllReduce { recv, .. }
-        | Step::Broadcast { recv, .. }
-        | Step::AllGather { recv, .. }
-        | Step::ReduceScatter { recv, .. }
-        | Step::Recv { recv, .. } => Some(recv),
-        Step::Reduce { recv, root, .. } => (group.rank() == root).then_some(recv),
-        Step::Send { .. } => None,
+        NcclCall::AllReduce { recv, .. }
+        | NcclCall::Broadcast { recv, .. }
+        | NcclCall::AllGather { recv, .. }
+        | NcclCall::ReduceScatter { recv, .. }
+        | NcclCall::Recv { recv, .. } => Some(recv),
+        NcclCall::Reduce { recv, root, .. } => (group.rank() == root).then_some(recv),
+        NcclCall::Send { .. } => None,
     }
 }
 
 /// The reduction of elements of one type.
-fn reduction<T: Element>(by: By) -> Result<Reduction<T>, CommError> {
-    match by.factor.and_then(T::Factor::of_bytes) {
+fn reduction<T: Element>(by: DeviceReduction) -> Result<Reduction<T>, CommError> {
+    match by.factor.and_then(T::Factor::from_bytes) {
         Some(factor) => Ok(Reduction::premul_sum(factor)),
         None => Ok(by.op.into()),
     }
 }
 
-fn reduced<T: Element>(
+fn run_reduction<T: Element>(
     group: &Group,
-    step: &Step<Of, By>,
+    step: &NcclCall<ElementType, DeviceReduction>,
     send: &mut [T],
     recv: &mut [T],
     op: Reduction<T>,
 ) -> Result<(), CommError> {
     match *step {
-        Step::AllReduce { .. } => group.all_reduce_into(send, recv, op),
-        Step::Reduce { root, .. } => group.reduce_into(send, recv, op, root),
-        Step::ReduceScatter { .. } => group.reduce_scatter(send, recv, op),
+        NcclCall::AllReduce { .. } => group.all_reduce_into(send, recv, op),
+        NcclCall::Reduce { root, .. } => group.reduce_into(send, recv, op, root),
+        NcclCall::ReduceScatter { .. } => group.reduce_scatter(send, recv, op),
         _ => Ok(()),
     }
 }

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 
-use super::batch::{DeviceBatch, same_context};
+use super::backend::Core;
+use super::batch::{DeviceBatch, check_context};
 use super::element::DeviceElement;
-use super::side::Core;
 use crate::error::CommError;
 use crate::group::Group;
 use crate::group::work::Work;
@@ -43,8 +43,8 @@ impl Group {
     /// [`CommError::Device`] if the group has no device ([`Self::with_device`]).
     /// [`CommError::InvalidArgument`] if the stream is of another context, or the default one of each thread.
     pub fn on<'a>(&'a self, stream: &'a Arc<CudaStream>) -> Result<OnStream<'a>, CommError> {
-        let core = Arc::clone(&self.side()?.core);
-        same_context("a stream", stream.context(), &core.context)?;
+        let core = Arc::clone(&self.device_backend()?.core);
+        check_context("a stream", stream.context(), &core.context)?;
         // NCCL enqueues from its own threads, in which this handle means another stream.
         if stream.cu_stream() as usize == PER_THREAD {
             let what = "a thread's own default stream (CudaContext::per_thread_stream) is another one in NCCL's \
@@ -263,9 +263,9 @@ impl OnStream<'_> {
 
     /// Makes the stream wait until the streams of all ranks have reached the barrier.
     pub fn barrier(&self) -> Result<Work<()>, CommError> {
-        let mut token = self.core.token();
+        let mut barrier_buffer = self.core.barrier_buffer();
         let mut batch = self.batch();
-        batch.all_reduce(&mut *token, crate::dtype::ReduceOp::Max)?;
+        batch.all_reduce(&mut *barrier_buffer, crate::dtype::ReduceOp::Max)?;
         batch.enqueue()
     }
 }

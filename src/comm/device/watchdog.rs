@@ -1,50 +1,52 @@
-//! The watchdog thread of a group's device side: it reaps finished operations, enforces timeouts, and checks
-//! the group.
+//! The watchdog thread of a group's device backend: it reaps finished operations, enforces timeouts, and
+//! checks the group.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::backend::Core;
 use super::driver::bind;
-use super::side::Core;
-use super::watch::LOOK;
+use super::pending::CHECK_INTERVAL;
 
 /// The interval of checks while nothing is under way. A rank whose group has ended must abort NCCL, since the
 /// other ranks of its host wait for that.
 const IDLE: Duration = Duration::from_secs(1);
 /// The time for operations with a rank that has left: its own part was done when it left.
-const LAST_WORDS: Duration = Duration::from_secs(1);
+const LEFT_RANK_GRACE: Duration = Duration::from_secs(1);
 
 impl Core {
-    /// The loop of the watchdog until the side is closed.
-    pub(super) fn watch_over(self: &Arc<Self>) {
+    /// The loop of the watchdog until the backend is closed.
+    pub(super) fn run_watchdog(self: &Arc<Self>) {
         // If it fails, queries of events fail too and report the error.
         let _ = bind(&self.context);
-        let (mut looked, mut absent) = (Instant::now(), BTreeMap::new());
+        let (mut last_check, mut absent) = (Instant::now(), BTreeMap::new());
         loop {
-            let closing = self.wait_for_something();
+            let closing = self.wait_for_work();
             // First the checks without the driver, whose calls may block.
-            if looked.elapsed() >= LOOK && !closing {
-                self.look_around();
-                looked = Instant::now();
-                for rank in self.group.absent() {
-                    let since = *absent.entry(rank).or_insert(looked);
-                    if looked - since >= LAST_WORDS && self.watched().any(|begun| begun.needs(rank)) {
-                        self.left(rank);
+            if last_check.elapsed() >= CHECK_INTERVAL && !closing {
+                self.check_health();
+                last_check = Instant::now();
+                for rank in self.group.absent_ranks() {
+                    let since = *absent.entry(rank).or_insert(last_check);
+                    if last_check - since >= LEFT_RANK_GRACE
+                        && self.pending().any(|operation| operation.needs(rank))
+                    {
+                        self.peer_left(rank);
                     }
                 }
             }
             if !self.has_failed() {
                 self.reap();
-                self.end_overdue();
+                self.check_timeouts();
             }
             if self.has_failed() {
-                self.end_everything();
+                self.abort_all();
             }
             // Callbacks, wakers and memory that nobody waits for are the program's code. If it panics, the
             // group ends.
-            if !self.chores.run() {
+            if !self.callback_queue.run() {
                 self.group.abort("a callback panicked");
             }
             if closing {
@@ -53,19 +55,21 @@ impl Core {
         }
     }
 
-    /// Sleeps until there is something to check. Returns whether the side is being closed.
-    fn wait_for_something(&self) -> bool {
-        let watch = self.watched();
+    /// Sleeps until there is something to check. Returns whether the backend is being closed.
+    fn wait_for_work(&self) -> bool {
+        let pending = self.pending();
         let closing = || self.closing.load(Ordering::SeqCst);
-        let let_go = self.let_go.load(Ordering::SeqCst);
-        if closing() || self.chores.any() || (self.has_failed() && !let_go) {
+        let abort_started = self.abort_started.load(Ordering::SeqCst);
+        if closing() || self.callback_queue.has_queued() || (self.has_failed() && !abort_started) {
             return closing();
         }
-        let time = watch.look_in(Instant::now()).or_else(|| (!let_go).then_some(IDLE));
+        let time = pending.next_check_in(Instant::now()).or_else(|| (!abort_started).then_some(IDLE));
         match time {
-            Some(time) => drop(self.bell.wait_timeout(watch, time).unwrap_or_else(PoisonError::into_inner)),
-            // The side has ended and all operations are completed: wait for the close.
-            None => drop(self.bell.wait(watch).unwrap_or_else(PoisonError::into_inner)),
+            Some(time) => {
+                drop(self.wakeup.wait_timeout(pending, time).unwrap_or_else(PoisonError::into_inner))
+            }
+            // The backend has ended and all operations are completed: wait for the close.
+            None => drop(self.wakeup.wait(pending).unwrap_or_else(PoisonError::into_inner)),
         }
         closing()
     }

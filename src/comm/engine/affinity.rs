@@ -12,57 +12,59 @@ use std::time::{Duration, Instant};
 use nix::sched::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 use nix::unistd::Pid;
 
-use super::core::Engine;
-use super::patience::Crowd;
+use super::progress::Engine;
+use super::wait_policy::Oversubscription;
 use crate::links::conn::Conn;
 
 /// Least time between two moves. A rank that a move has not helped sleeps.
-const BETWEEN: Duration = Duration::from_millis(1);
+const MOVE_INTERVAL: Duration = Duration::from_millis(1);
 /// Least time between two moves if there are more ranks than cores.
-const BETWEEN_CROWDED: Duration = Duration::from_millis(10);
+const OVERSUBSCRIBED_MOVE_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Describes how a rank shares the cores of its host with others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Sharing {
-    pub(crate) crowd: Crowd,
+pub(crate) struct CoreSharing {
+    pub(crate) oversubscription: Oversubscription,
     /// The index of this rank among the ranks that share too few cores evenly.
-    pub(crate) place: Option<usize>,
+    pub(crate) core_index: Option<usize>,
 }
 
 impl Engine {
     /// Returns the core sharing of this group, for the groups that are made from it.
-    pub(crate) fn sharing(&self) -> Sharing {
+    pub(crate) fn sharing(&self) -> CoreSharing {
         self.settings.sharing
     }
 
     /// Leaves this core if an awaited rank last sent from it. Returns whether the thread moved.
     pub(super) fn leave_shared_core(&mut self) -> bool {
-        let core = sched_getcpu()
-            .ok()
-            .filter(|_| self.settings.sharing.crowd == Crowd::No && self.may_move(BETWEEN));
-        let shared = core.filter(|&core| self.awaits_one_on(core));
-        let left = shared.is_some_and(leave);
+        let core = sched_getcpu().ok().filter(|_| {
+            self.settings.sharing.oversubscription == Oversubscription::No && self.may_migrate(MOVE_INTERVAL)
+        });
+        let shared = core.filter(|&core| self.awaits_sender_on(core));
+        let left = shared.is_some_and(move_off);
         if left {
-            self.moved_at = Some(Instant::now());
+            self.migrated_at = Some(Instant::now());
         }
         left
     }
 
     /// Moves this thread to the core that belongs to its index, if ranks share the cores evenly. This is the
     /// case if there are more ranks than cores and all ranks may use all cores.
-    pub(super) fn take_place(&mut self) {
-        if let Some(index) = self.settings.sharing.place.filter(|_| self.may_move(BETWEEN_CROWDED)) {
-            self.moved_at = Some(Instant::now());
-            place(index);
+    pub(super) fn move_to_assigned_core(&mut self) {
+        if let Some(index) =
+            self.settings.sharing.core_index.filter(|_| self.may_migrate(OVERSUBSCRIBED_MOVE_INTERVAL))
+        {
+            self.migrated_at = Some(Instant::now());
+            move_to(index);
         }
     }
 
-    fn may_move(&self, between: Duration) -> bool {
-        self.moved_at.is_none_or(|at| at.elapsed() >= between)
+    fn may_migrate(&self, between: Duration) -> bool {
+        self.migrated_at.is_none_or(|at| at.elapsed() >= between)
     }
 
-    fn awaits_one_on(&self, core: usize) -> bool {
-        let collective = self.collectives.front().into_iter().flat_map(|first| first.run.blocked());
+    fn awaits_sender_on(&self, core: usize) -> bool {
+        let collective = self.collectives.front().into_iter().flat_map(|first| first.execution.blocked());
         let collective = collective.filter_map(|(peer, _)| self.peers[peer].collective.as_ref());
         let messages = self.peers.iter().filter(|peer| peer.messages.is_busy());
         let messages = messages.filter_map(|peer| peer.messages.conn.as_ref());
@@ -71,20 +73,20 @@ impl Engine {
 }
 
 /// Moves this thread to a core other than `core`. Returns whether there is one.
-fn leave(core: usize) -> bool {
+fn move_off(core: usize) -> bool {
     let Ok(allowed) = sched_getaffinity(Pid::from_raw(0)) else { return false };
     let mut others = allowed;
-    others.unset(core).is_ok() && go(others, &allowed)
+    others.unset(core).is_ok() && migrate(others, &allowed)
 }
 
-/// Moves this thread to core number `place` (modulo their count) of the cores that it may use.
-fn place(place: usize) {
+/// Moves this thread to core number `index` (modulo their count) of the cores that it may use.
+fn move_to(index: usize) {
     let Ok(allowed) = sched_getaffinity(Pid::from_raw(0)) else { return };
     let cores = cores(&allowed);
-    let Some(&home) = cores.get(place % cores.len().max(1)) else { return };
+    let Some(&core) = cores.get(index % cores.len().max(1)) else { return };
     let mut only = CpuSet::new();
-    if sched_getcpu() != Ok(home) && only.set(home).is_ok() {
-        go(only, &allowed);
+    if sched_getcpu() != Ok(core) && only.set(core).is_ok() {
+        migrate(only, &allowed);
     }
 }
 
@@ -97,10 +99,10 @@ fn cores(set: &CpuSet) -> Vec<usize> {
     (0..CpuSet::count()).filter(|&core| set.is_set(core) == Ok(true)).collect()
 }
 
-/// Moves this thread to a core of `there`, then restores its mask. Returns whether that worked.
-fn go(there: CpuSet, allowed: &CpuSet) -> bool {
+/// Moves this thread to a core of `target`, then restores its mask. Returns whether that worked.
+fn migrate(target: CpuSet, allowed: &CpuSet) -> bool {
     let this = Pid::from_raw(0);
-    sched_setaffinity(this, &there).is_ok() && sched_setaffinity(this, allowed).is_ok()
+    sched_setaffinity(this, &target).is_ok() && sched_setaffinity(this, allowed).is_ok()
 }
 
 #[cfg(test)]
@@ -112,9 +114,9 @@ mod tests {
         let allowed = allowed_cores();
         assert!(!allowed.is_empty());
         let core = sched_getcpu().unwrap();
-        assert_eq!(leave(core), allowed.len() > 1);
+        assert_eq!(move_off(core), allowed.len() > 1);
         for index in 0..3 * allowed.len() {
-            place(index);
+            move_to(index);
         }
         assert_eq!(allowed_cores(), allowed);
     }

@@ -9,20 +9,20 @@ use smallvec::SmallVec;
 use crate::dtype::{Dtype, Element};
 use crate::kernels::copy;
 
-/// Memory that a caller lends to the engine, seen as one row of bytes.
+/// Memory that a caller lends to the engine, seen as one range of bytes.
 ///
-/// A rank may hold only parts of the row: a window of the memory of all ranks, separate send and receive
+/// A rank may hold only parts of the buffer: a window of the memory of all ranks, separate send and receive
 /// buffers, or a list of buffers. A part holds whole elements.
 ///
 /// While a value exists, its memory is valid, and only the thread that drives the engine accesses it. (Memory
-/// that is lent to be read may be read by others.) The borrows for `'a` guarantee this. A caller that gives
-/// up the lifetime with [`Operation::outliving`](super::Operation::outliving) promises it.
+/// that is only read may be read by others.) The borrows for `'a` guarantee this. A caller that gives
+/// up the lifetime with [`Operation::erase_lifetime`](super::Operation::erase_lifetime) promises it.
 #[derive(Debug, Default)]
-pub(crate) struct Lent<'a> {
-    /// The parts in row order; they do not overlap.
+pub(crate) struct BorrowedBuffer<'a> {
+    /// The parts in order; they do not overlap.
     parts: SmallVec<[Part; 2]>,
-    /// Copies between borrowed buffers that are not part of the row.
-    copies: Vec<Copied>,
+    /// Copies between borrowed buffers that are not part of the buffer.
+    copies: Vec<PendingCopy>,
     /// Owned memory that backs one part.
     scratch: Option<Box<dyn Any + Send>>,
     /// The elements are `bool`, for which not every byte is valid.
@@ -40,7 +40,7 @@ pub(crate) struct BytesMut<'a> {
 
 /// The part of a copy that is still to be done.
 #[derive(Debug)]
-struct Copied {
+struct PendingCopy {
     from: *const u8,
     into: *mut u8,
     len: usize,
@@ -51,51 +51,50 @@ struct Part {
     start: *mut u8,
     len: usize,
     writable: bool,
-    /// The offset in the row at which the part begins, in bytes.
+    /// The offset in the buffer at which the part begins, in bytes.
     at: usize,
 }
 
 // SAFETY: only one thread at a time uses the memory, the one that drives the engine (see the type). Plain
 // bytes may be read and written from any thread.
 #[allow(unsafe_code)]
-unsafe impl Send for Lent<'_> {}
+unsafe impl Send for BorrowedBuffer<'_> {}
 
-impl<'a> Lent<'a> {
-    /// Adds memory that is filled or changed, beginning at element `at` of the row.
-    pub(crate) fn filled<T: Element>(self, at: usize, buf: &'a mut [T]) -> Self {
+impl<'a> BorrowedBuffer<'a> {
+    /// Adds memory that is filled or changed, beginning at element `at` of the buffer.
+    pub(crate) fn with_mut<T: Element>(self, at: usize, buf: &'a mut [T]) -> Self {
         self.part(at, buf.as_mut_ptr().cast(), buf, true)
     }
 
-    /// Adds memory that is only read, beginning at element `at` of the row.
-    pub(crate) fn sent<T: Element>(self, at: usize, buf: &'a [T]) -> Self {
+    /// Adds memory that is only read, beginning at element `at` of the buffer.
+    pub(crate) fn with_ref<T: Element>(self, at: usize, buf: &'a [T]) -> Self {
         self.part(at, buf.as_ptr().cast_mut().cast(), buf, false)
     }
 
-    /// Adds owned memory, beginning at element `at` of the row.
-    pub(crate) fn scratch<T: Element>(self, at: usize, mut buf: Vec<T>) -> Self {
-        let mut lent = self.part(at, buf.as_mut_ptr().cast(), &buf, true);
-        lent.scratch = Some(Box::new(buf));
-        lent
+    /// Adds owned memory, beginning at element `at` of the buffer.
+    pub(crate) fn with_scratch<T: Element>(self, at: usize, mut buf: Vec<T>) -> Self {
+        let mut buffer = self.part(at, buf.as_mut_ptr().cast(), &buf, true);
+        buffer.scratch = Some(Box::new(buf));
+        buffer
     }
 
-    /// Adds owned memory for the whole row except `hole` (in elements). The part of `row` inside `hole` is
-    /// not used.
-    pub(crate) fn scratch_around<T: Element>(self, hole: Range<usize>, mut row: Vec<T>) -> Self {
-        let start = row.as_mut_ptr();
-        let (before, behind) = (row.get(..hole.start), row.get(hole.end..));
-        let mut lent = self.part(0, start.cast(), before.unwrap_or_default(), true);
+    /// Adds owned memory for all elements except `hole`. The part of `memory` inside `hole` is not used.
+    pub(crate) fn with_scratch_around<T: Element>(self, hole: Range<usize>, mut memory: Vec<T>) -> Self {
+        let start = memory.as_mut_ptr();
+        let (before, behind) = (memory.get(..hole.start), memory.get(hole.end..));
+        let mut buffer = self.part(0, start.cast(), before.unwrap_or_default(), true);
         let behind = behind.unwrap_or_default();
-        lent = lent.part(hole.end, start.wrapping_add(hole.end).cast(), behind, true);
-        lent.scratch = Some(Box::new(row));
-        lent
+        buffer = buffer.part(hole.end, start.wrapping_add(hole.end).cast(), behind, true);
+        buffer.scratch = Some(Box::new(memory));
+        buffer
     }
 
-    /// Requests a later copy of `from` into `into`, which has the length of `from` and is no part of the row.
-    pub(crate) fn copied<T: Element>(mut self, from: &'a [T], into: &'a mut [T]) -> Self {
+    /// Requests a later copy of `from` into `into`, which has the same length and is outside the buffer.
+    pub(crate) fn with_copy<T: Element>(mut self, from: &'a [T], into: &'a mut [T]) -> Self {
         debug_assert_eq!(from.len(), into.len());
         let len = size_of_val(from).min(size_of_val(into));
         if len > 0 {
-            self.copies.push(Copied { from: from.as_ptr().cast(), into: into.as_mut_ptr().cast(), len });
+            self.copies.push(PendingCopy { from: from.as_ptr().cast(), into: into.as_mut_ptr().cast(), len });
         }
         self
     }
@@ -115,15 +114,15 @@ impl<'a> Lent<'a> {
         self.parts.iter().map(|part| part.len).sum()
     }
 
-    /// Returns address and length of the row, if it is one part in which others may write any bytes.
-    pub(crate) fn whole(&self) -> Option<(usize, usize)> {
+    /// Returns address and length of the buffer, if it is one part in which others may write any bytes.
+    pub(crate) fn single_range(&self) -> Option<(usize, usize)> {
         match &self.parts[..] {
             [Part { start, len, writable: true, at: 0 }] if !self.bools => Some((*start as usize, *len)),
             _ => None,
         }
     }
 
-    /// Returns the byte range of each part in the row, and whether it is writable.
+    /// Returns the byte range of each part in the buffer, and whether it is writable.
     pub(crate) fn ranges(&self) -> impl Iterator<Item = (Range<usize>, bool)> + use<> {
         let ranges = self.parts.iter().map(|part| (part.at..part.at + part.len, part.writable));
         ranges.collect::<SmallVec<[_; 2]>>().into_iter()
@@ -140,16 +139,16 @@ impl<'a> Lent<'a> {
 }
 
 #[allow(unsafe_code)]
-impl Lent<'_> {
+impl BorrowedBuffer<'_> {
     /// # Safety
-    /// The caller keeps the promise of [`Operation::outliving`](super::Operation::outliving).
+    /// The caller keeps the promise of [`Operation::erase_lifetime`](super::Operation::erase_lifetime).
     #[cfg(test)]
-    pub(crate) unsafe fn outliving(self) -> Lent<'static> {
+    pub(crate) unsafe fn erase_lifetime(self) -> BorrowedBuffer<'static> {
         let Self { parts, copies, scratch, bools, .. } = self;
-        Lent { parts, copies, scratch, bools, borrowed: PhantomData }
+        BorrowedBuffer { parts, copies, scratch, bools, borrowed: PhantomData }
     }
 
-    /// Copies at most `most` bytes of the copies that [`Self::copied`] requested. Returns how many.
+    /// Copies at most `most` bytes of the copies that [`Self::with_copy`] requested. Returns how many.
     pub(crate) fn copy_some(&mut self, most: usize) -> usize {
         let mut done = 0;
         while done < most {
@@ -174,19 +173,19 @@ impl Lent<'_> {
     pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
         let (part, start, len) = self.clip(&range);
         // SAFETY:
-        // - in bounds and valid: `clip` stays within the part, which is a slice that is lent.
+        // - in bounds and valid: `clip` stays within the part, which is a slice that is borrowed.
         // - not written meanwhile: only `bytes_mut` writes, and it borrows `self` exclusively.
         // - initialised: they are elements of a slice of numbers.
         unsafe { std::slice::from_raw_parts(part.start.add(start), len) }
     }
 
-    /// Returns the bytes in `range`, cut to the part in which it begins; none if that part was lent to be
+    /// Returns the bytes in `range`, cut to the part in which it begins; none if that part was borrowed to be
     /// read only.
     pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> BytesMut<'_> {
         let (part, start, len) = self.clip(&range);
         let (start, len) = if part.writable { (start, len) } else { (0, 0) };
         // SAFETY:
-        // - in bounds and valid for writes: `clip` stays within the part; not `sent`, checked above.
+        // - in bounds and valid for writes: `clip` stays within the part; not `with_ref`, checked above.
         // - no other reference: `self` is borrowed exclusively, and nobody else touches the memory.
         // - initialised, and `u8` needs no alignment; any bytes are elements, or `BytesMut` makes them some.
         let bytes = unsafe { std::slice::from_raw_parts_mut(part.start.add(start), len) };
@@ -237,19 +236,19 @@ mod tests {
     #[test]
     fn ranges_are_clipped_to_the_borrowed_buffer() {
         let mut memory = [1_u8, 2, 3, 4];
-        let mut lent = Lent::default().filled(0, &mut memory);
-        lent.bytes_mut(1..2)[0] = 9;
-        assert_eq!(lent.bytes(1..100), [9, 3, 4]);
-        assert_eq!(lent.bytes(100..200), [0; 0]);
-        let mut lent = Lent::default().sent(0, &memory);
-        assert_eq!(*lent.bytes_mut(0..4), [0; 0]);
-        assert_eq!((lent.bytes(0..4), lent.len()), (&[1, 9, 3, 4][..], 4));
-        assert_eq!(Lent::default().bytes(3..5), [0; 0]);
+        let mut buffer = BorrowedBuffer::default().with_mut(0, &mut memory);
+        buffer.bytes_mut(1..2)[0] = 9;
+        assert_eq!(buffer.bytes(1..100), [9, 3, 4]);
+        assert_eq!(buffer.bytes(100..200), [0; 0]);
+        let mut buffer = BorrowedBuffer::default().with_ref(0, &memory);
+        assert_eq!(*buffer.bytes_mut(0..4), [0; 0]);
+        assert_eq!((buffer.bytes(0..4), buffer.len()), (&[1, 9, 3, 4][..], 4));
+        assert_eq!(BorrowedBuffer::default().bytes(3..5), [0; 0]);
     }
 
     /// The kinds of memory that one place of a row may have.
     #[derive(Debug, Clone, Copy, PartialEq)]
-    enum Place {
+    enum MemoryKind {
         Gap,
         Sent,
         Filled,
@@ -260,48 +259,49 @@ mod tests {
     const ROW: usize = 5;
 
     /// Returns all rows of [`ROW`] places, with one part of scratch memory at most.
-    fn rows() -> impl Iterator<Item = [Place; ROW]> {
-        let places = [Place::Gap, Place::Sent, Place::Filled, Place::Scratch];
+    fn rows() -> impl Iterator<Item = [MemoryKind; ROW]> {
+        let places = [MemoryKind::Gap, MemoryKind::Sent, MemoryKind::Filled, MemoryKind::Scratch];
         let row = move |number: usize| std::array::from_fn(|at| places[number >> (2 * at) & 3]);
-        let has_one =
-            |row: &[Place; ROW]| parts(row).iter().filter(|part| part.2 == Place::Scratch).count() < 2;
+        let has_one = |row: &[MemoryKind; ROW]| {
+            parts(row).iter().filter(|part| part.2 == MemoryKind::Scratch).count() < 2
+        };
         (0..1 << (2 * ROW)).map(row).filter(has_one)
     }
 
     /// Returns the parts of a row: runs of equal places.
-    fn parts(row: &[Place; ROW]) -> Vec<(usize, usize, Place)> {
+    fn parts(row: &[MemoryKind; ROW]) -> Vec<(usize, usize, MemoryKind)> {
         let mut parts = Vec::new();
         for part in row.chunk_by(|a, b| a == b) {
             let at = parts.last().map_or(0, |&(at, len, _)| at + len);
             parts.push((at, part.len(), part[0]));
         }
-        parts.into_iter().filter(|part| part.2 != Place::Gap).collect()
+        parts.into_iter().filter(|part| part.2 != MemoryKind::Gap).collect()
     }
 
     #[test]
     fn buffer_parts_form_one_contiguous_view() {
         for row in rows() {
-            // Each place holds its own index in the row, whichever buffer it is in.
+            // Each place holds its own index in the buffer, whichever part it is in.
             let mut memory: Vec<Vec<u8>> =
                 parts(&row).iter().map(|&(at, len, _)| (at..at + len).map(|at| at as u8).collect()).collect();
-            let mut lent = Lent::default();
+            let mut buffer = BorrowedBuffer::default();
             // The parts are added in reverse order.
             for ((at, _, place), memory) in parts(&row).into_iter().zip(&mut memory).rev() {
-                lent = match place {
-                    Place::Sent => lent.sent(at, memory),
-                    Place::Filled => lent.filled(at, memory),
-                    _ => lent.scratch(at, memory.clone()),
+                buffer = match place {
+                    MemoryKind::Sent => buffer.with_ref(at, memory),
+                    MemoryKind::Filled => buffer.with_mut(at, memory),
+                    _ => buffer.with_scratch(at, memory.clone()),
                 };
             }
             for range in (0..ROW + 2).flat_map(|start| (start..ROW + 3).map(move |end| start..end)) {
                 let inside =
                     parts(&row).into_iter().find(|(at, len, _)| (*at..at + len).contains(&range.start));
-                let (end, place) = inside.map_or((0, Place::Gap), |(at, len, place)| (at + len, place));
+                let (end, place) = inside.map_or((0, MemoryKind::Gap), |(at, len, place)| (at + len, place));
                 let expected: Vec<u8> = (range.start..end.min(range.end)).map(|at| at as u8).collect();
-                assert_eq!(lent.bytes(range.clone()), expected, "{range:?} of {row:?}");
-                let writable = matches!(place, Place::Filled | Place::Scratch);
+                assert_eq!(buffer.bytes(range.clone()), expected, "{range:?} of {row:?}");
+                let writable = matches!(place, MemoryKind::Filled | MemoryKind::Scratch);
                 let expected = if writable { expected } else { Vec::new() };
-                assert_eq!(*lent.bytes_mut(range.clone()), expected, "{range:?} of {row:?}");
+                assert_eq!(*buffer.bytes_mut(range.clone()), expected, "{range:?} of {row:?}");
             }
         }
     }
@@ -309,26 +309,30 @@ mod tests {
     #[test]
     fn writes_to_a_view_change_the_borrowed_buffers() {
         let (sent, mut first, mut second) = ([1_u8, 2, 3], [0_u8; 4], [0_u8; 2]);
-        let mut lent = Lent::default().filled(12, &mut second).sent(5, &sent).filled(8, &mut first);
-        lent.bytes_mut(9..11).copy_from_slice(&[7, 8]);
-        lent.bytes_mut(13..14).copy_from_slice(&[9]);
-        assert_eq!(lent.len(), 9);
+        let mut buffer =
+            BorrowedBuffer::default().with_mut(12, &mut second).with_ref(5, &sent).with_mut(8, &mut first);
+        buffer.bytes_mut(9..11).copy_from_slice(&[7, 8]);
+        buffer.bytes_mut(13..14).copy_from_slice(&[9]);
+        assert_eq!(buffer.len(), 9);
         assert_eq!((first, second), ([0, 7, 8, 0], [0, 9]));
     }
 
     #[test]
     fn view_lists_the_ranges_of_its_parts() {
         let (sent, mut filled) = ([1_u8, 2, 3], [0_u8; 4]);
-        let lent = Lent::default().filled(8, &mut filled).sent(5, &sent).scratch(20, vec![7_u8; 2]);
-        assert!(lent.ranges().eq([(5..8, false), (8..12, true), (20..22, true)]));
+        let buffer = BorrowedBuffer::default()
+            .with_mut(8, &mut filled)
+            .with_ref(5, &sent)
+            .with_scratch(20, vec![7_u8; 2]);
+        assert!(buffer.ranges().eq([(5..8, false), (8..12, true), (20..22, true)]));
     }
 
     #[test]
     fn copies_proceed_in_bounded_steps() {
         let (from, mut into, other, mut beside) = ([1_u16, 2, 3], [0_u16; 3], [9_u16], [0_u16; 1]);
-        let mut lent = Lent::default().copied(&from, &mut into).copied(&other, &mut beside);
+        let mut buffer = BorrowedBuffer::default().with_copy(&from, &mut into).with_copy(&other, &mut beside);
         let steps: Vec<usize> =
-            std::iter::from_fn(|| Some(lent.copy_some(3)).filter(|&done| done > 0)).collect();
+            std::iter::from_fn(|| Some(buffer.copy_some(3)).filter(|&done| done > 0)).collect();
         assert_eq!(steps, [3, 3, 2]);
         assert_eq!((into, beside), (from, other));
     }
@@ -336,25 +340,25 @@ mod tests {
     #[test]
     fn offsets_count_elements() {
         let mut memory = [1_u32, 2];
-        let lent = Lent::default().filled(3, &mut memory);
-        assert_eq!(lent.bytes(16..20), 2_u32.to_ne_bytes());
+        let buffer = BorrowedBuffer::default().with_mut(3, &mut memory);
+        assert_eq!(buffer.bytes(16..20), 2_u32.to_ne_bytes());
     }
 
     #[test]
     fn bool_buffers_contain_only_zero_and_one_bytes() {
         let mut memory = [false; 256];
-        let mut lent = Lent::default().filled(0, &mut memory);
+        let mut buffer = BorrowedBuffer::default().with_mut(0, &mut memory);
         let every_byte: Vec<u8> = (0..=255).collect();
-        lent.bytes_mut(0..256).copy_from_slice(&every_byte);
-        assert!(lent.bytes(0..256).iter().enumerate().all(|(index, &byte)| byte == u8::from(index > 0)));
-        lent.bytes_mut(7..8)[0] = 0;
+        buffer.bytes_mut(0..256).copy_from_slice(&every_byte);
+        assert!(buffer.bytes(0..256).iter().enumerate().all(|(index, &byte)| byte == u8::from(index > 0)));
+        buffer.bytes_mut(7..8)[0] = 0;
         let panicked = catch_unwind(AssertUnwindSafe(|| {
-            let mut bytes = lent.bytes_mut(0..4);
+            let mut bytes = buffer.bytes_mut(0..4);
             bytes.fill(77);
             panic!("in the middle");
         }));
         assert!(panicked.is_err());
-        assert_eq!(lent.bytes(0..9), [1, 1, 1, 1, 1, 1, 1, 0, 1]);
+        assert_eq!(buffer.bytes(0..9), [1, 1, 1, 1, 1, 1, 1, 0, 1]);
         assert_eq!(memory.iter().filter(|&&truth| truth).count(), 255);
     }
 }

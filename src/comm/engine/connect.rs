@@ -3,35 +3,39 @@
 use std::sync::PoisonError;
 use std::time::Instant;
 
-use super::core::Engine;
-use super::door::Door;
 use super::failure::Failure;
+use super::handshake::Handshakes;
 use super::poller::Source;
+use super::progress::Engine;
 use crate::cause::{Cause, Report};
 use crate::error::CommError;
-use crate::links::hello::Lane;
+use crate::links::hello::ConnectionKind;
 
 impl Engine {
-    /// Opens control connections to all ranks, and the lanes in `lanes`. Returns whether all are open by
+    /// Opens control connections to all ranks, and `connections`. Returns whether all are open by
     /// `until`. The bootstrap calls this before any other thread uses the engine.
-    pub(crate) fn connect(&mut self, lanes: &[(usize, Lane)], until: Instant) -> Result<bool, CommError> {
+    pub(crate) fn connect(
+        &mut self,
+        connections: &[(usize, ConnectionKind)],
+        until: Instant,
+    ) -> Result<bool, CommError> {
         self.connecting = true;
         loop {
-            for &(peer, lane) in lanes {
+            for &(peer, conn_kind) in connections {
                 let address = self.settings.addresses[peer];
-                if self.lacks(peer, lane) && self.settings.me > peer {
-                    self.door.dial(peer, lane, address, Instant::now());
-                } else if self.lacks(peer, lane) && lane == Lane::Control {
-                    self.door.expect(peer, lane, address, Instant::now());
+                if self.is_missing(peer, conn_kind) && self.settings.me > peer {
+                    self.handshakes.connect(peer, conn_kind, address, Instant::now());
+                } else if self.is_missing(peer, conn_kind) && conn_kind == ConnectionKind::Control {
+                    self.handshakes.probe(peer, conn_kind, address, Instant::now());
                 }
             }
             let now = Instant::now();
-            self.look_around(now);
-            self.look_for_losses(now);
+            self.poll_events(now);
+            self.check_lost_peers(now);
             if let Some(failure) = &self.failure {
                 return Err(self.error(failure, None, 0, (0, 0)));
             }
-            if self.unconnected(lanes).next().is_none() {
+            if self.unconnected(connections).next().is_none() {
                 self.connecting = false;
                 return Ok(true);
             }
@@ -43,15 +47,18 @@ impl Engine {
         }
     }
 
-    /// Returns the ranks to which not all of `lanes` are open.
-    pub(crate) fn unconnected(&self, lanes: &[(usize, Lane)]) -> impl Iterator<Item = usize> {
-        lanes.iter().filter(|&&(peer, lane)| self.lacks(peer, lane)).map(|&(peer, _)| peer)
+    /// Returns the ranks to which not all of `connections` are open.
+    pub(crate) fn unconnected(&self, connections: &[(usize, ConnectionKind)]) -> impl Iterator<Item = usize> {
+        connections
+            .iter()
+            .filter(|&&(peer, conn_kind)| self.is_missing(peer, conn_kind))
+            .map(|&(peer, _)| peer)
     }
 
-    /// Returns whether `lane` to `peer` is missing. A rank that has said goodbye had all the connections it
+    /// Returns whether `conn_kind` to `peer` is missing. A rank that has said goodbye had all the connections it
     /// needed.
-    fn lacks(&self, peer: usize, lane: Lane) -> bool {
-        !self.peers[peer].is_open(lane) && !self.peers[peer].left
+    fn is_missing(&self, peer: usize, conn_kind: ConnectionKind) -> bool {
+        !self.peers[peer].is_open(conn_kind) && !self.peers[peer].left
     }
 
     /// Returns whether `peer` has authenticated.
@@ -60,22 +67,22 @@ impl Engine {
     }
 
     /// Ends the group for the failure report that another rank left in the store.
-    pub(crate) fn aborted(&mut self, report: &[u8]) -> CommError {
+    pub(crate) fn abort_with_report(&mut self, report: &[u8]) -> CommError {
         match Report::decode(report) {
-            Ok(report) => self.give_up(report),
-            Err(reason) => self.give_up(Report::new(self.settings.me, Cause::Aborted { reason })),
+            Ok(report) => self.abort_bootstrap(report),
+            Err(reason) => self.abort_bootstrap(Report::new(self.settings.me, Cause::Aborted { reason })),
         }
     }
 
     /// Ends the group before it is complete, and tells the ranks that are connected.
-    pub(crate) fn give_up(&mut self, report: Report) -> CommError {
+    pub(crate) fn abort_bootstrap(&mut self, report: Report) -> CommError {
         self.fail(report.clone());
         let failure = self.failure.clone().unwrap_or(Failure::new(report));
         self.error(&failure, None, 0, (0, 0))
     }
 
-    pub(crate) fn door(&self) -> &Door {
-        &self.door
+    pub(crate) fn handshakes(&self) -> &Handshakes {
+        &self.handshakes
     }
 
     pub(crate) fn unregister_agent(&mut self) {
@@ -92,7 +99,7 @@ impl Engine {
             let agent = agent.lock().unwrap_or_else(PoisonError::into_inner);
             self.agent_registered = self.poller.add(agent.as_fd(), Source::Agent, false).is_ok();
             drop(agent);
-            self.look_at_agent();
+            self.poll_agent();
         }
     }
 }

@@ -7,23 +7,23 @@ use std::time::{Duration, Instant};
 
 use convoke_env::{ExitCause, ToWorker};
 
-use super::core::Engine;
-use super::leave::Finishing;
-use super::state::{Peer, PeerState, Wait};
-use super::ticket::Ticket;
+use super::completion::Completion;
+use super::progress::Engine;
+use super::state::{Peer, Wait, WaitReport};
+use super::teardown::Finishing;
 use crate::call::{Call, CallKind};
-use crate::cause::{Cause, NAMED_RANKS, Report};
-use crate::error::Loss;
+use crate::cause::{Cause, MAX_REPORTED_RANKS, Report};
+use crate::error::LossReason;
 use crate::frame::{CONTROL_PAYLOAD_BYTES, Frame, HEADER_BYTES, Kind};
-use crate::links::conn::{Broken, Conn};
-use crate::links::hello::Lane;
+use crate::links::conn::{Conn, ConnError};
+use crate::links::hello::ConnectionKind;
 
 /// Time without progress after which a rank tells the others which call it waits in. It is a quarter of the
 /// timeout if that is less.
-const STILL: Duration = Duration::from_millis(100);
+const REPORT_DELAY: Duration = Duration::from_millis(100);
 /// Time before a deadline at which the others are asked what they wait in. It is a quarter of the timeout if
 /// that is less.
-const ASK: Duration = Duration::from_millis(500);
+const QUERY_LEAD_TIME: Duration = Duration::from_millis(500);
 /// Most control bytes queued for one peer; further frames are dropped.
 const CONTROL_QUEUE_BYTES: usize = 64 << 10;
 /// Most reads of one peer's control connection before the others have their turn.
@@ -39,19 +39,19 @@ impl Engine {
 
     /// Sends a control frame as soon as there is a connection with room. Frames to a peer that is gone are
     /// dropped.
-    pub(super) fn tell(&mut self, peer: usize, frame: &Frame, payload: &[u8]) {
-        let Peer { control_out: out, silent, .. } = &mut self.peers[peer];
-        if silent.is_none() && out.len() < CONTROL_QUEUE_BYTES {
+    pub(super) fn send_control(&mut self, peer: usize, frame: &Frame, payload: &[u8]) {
+        let Peer { control_out: out, control_closed, .. } = &mut self.peers[peer];
+        if control_closed.is_none() && out.len() < CONTROL_QUEUE_BYTES {
             out.extend_from_slice(&Frame { len: payload.len() as u64, ..*frame }.encode());
             out.extend_from_slice(payload);
             self.flush_control(peer);
         }
     }
 
-    pub(super) fn tell_all(&mut self, frame: &Frame, payload: &[u8]) {
+    pub(super) fn broadcast_control(&mut self, frame: &Frame, payload: &[u8]) {
         for peer in 0..self.peers.len() {
             if self.peers[peer].control.is_some() {
-                self.tell(peer, frame, payload);
+                self.send_control(peer, frame, payload);
             }
         }
     }
@@ -75,18 +75,20 @@ impl Engine {
             // The connection stays in `peers` while a frame is handled, because handling it may send to the
             // peer.
             let place = &mut self.peers[peer];
-            let Some(control) = place.control.as_mut().filter(|_| place.silent.is_none()) else { return };
+            let Some(control) = place.control.as_mut().filter(|_| place.control_closed.is_none()) else {
+                return;
+            };
             let frame = match control.unread().first_chunk::<HEADER_BYTES>().map(Frame::decode) {
                 Some(Ok(frame)) => Some(frame),
-                Some(Err(error)) => return self.fail_by(peer, error.to_string()),
+                Some(Err(error)) => return self.protocol_error(peer, error.to_string()),
                 None => None,
             };
             let end = HEADER_BYTES + frame.map_or(0, |frame| frame.len as usize);
             if let Some((frame, payload)) = frame.zip(control.unread().get(HEADER_BYTES..end)) {
                 let payload = payload.to_vec();
                 control.consume(end);
-                self.heard = true;
-                self.obey(peer, &frame, &payload);
+                self.control_activity = true;
+                self.handle_control(peer, &frame, &payload);
                 continue;
             }
             if fills == CONTROL_FILLS {
@@ -96,74 +98,75 @@ impl Engine {
             match control.fill(HEADER_BYTES + CONTROL_PAYLOAD_BYTES) {
                 Ok(0) => return,
                 Ok(_) => fills += 1,
-                Err(broken) => return self.silenced(peer, broken),
+                Err(broken) => return self.on_control_closed(peer, broken),
             }
         }
     }
 
     /// Notes that nothing more comes from a peer.
-    pub(super) fn silenced(&mut self, peer: usize, how: Broken) {
+    pub(super) fn on_control_closed(&mut self, peer: usize, how: ConnError) {
         let place = &mut self.peers[peer];
         if let Some(fd) = place.control.as_ref().and_then(Conn::pollable) {
             self.poller.remove(fd);
         }
-        place.silent = Some((Instant::now(), how));
+        place.control_closed = Some((Instant::now(), how));
         // The peer will never read these bytes. A caller that waits until they are sent would wait in vain.
         place.control_out.clear();
-        self.heard = true;
+        self.control_activity = true;
     }
 
-    fn fail_by(&mut self, peer: usize, what: String) {
+    fn protocol_error(&mut self, peer: usize, what: String) {
         self.fail(Report::new(self.settings.me, Cause::Protocol { peer, what }));
     }
 
-    fn obey(&mut self, peer: usize, frame: &Frame, payload: &[u8]) {
+    fn handle_control(&mut self, peer: usize, frame: &Frame, payload: &[u8]) {
         let ours = &self.settings.credentials;
         if (frame.generation, frame.group) != (ours.generation, ours.group) {
             let what = format!("a {:?} frame of another generation or group", frame.kind);
-            return self.fail_by(peer, what);
+            return self.protocol_error(peer, what);
         }
         match frame.kind {
             Kind::Abort => match Report::decode(payload) {
                 Ok(report) => self.fail(report),
-                Err(what) => self.fail_by(peer, what),
+                Err(what) => self.protocol_error(peer, what),
             },
             Kind::Goodbye => self.peers[peer].left = true,
-            Kind::Open => match u8::try_from(frame.seq).ok().and_then(Lane::from_wire) {
-                Some(lane) if self.settings.me > peer => self.need(peer, lane),
-                _ => self.fail_by(peer, format!("it asks for lane {}", frame.seq)),
+            Kind::Open => match u8::try_from(frame.seq).ok().and_then(ConnectionKind::from_wire) {
+                Some(conn_kind) if self.settings.me > peer => self.ensure_connected(peer, conn_kind),
+                _ => self.protocol_error(peer, format!("it asks for lane {}", frame.seq)),
             },
             Kind::State => match Call::decode(frame.call) {
                 Ok(call) => {
-                    let words = payload.as_chunks::<4>().0.iter().take(NAMED_RANKS);
+                    let words = payload.as_chunks::<4>().0.iter().take(MAX_REPORTED_RANKS);
                     let awaits = words.map(|&word| u32::from_le_bytes(word) as usize);
                     let awaits = awaits.filter(|&rank| rank < self.settings.size).collect();
                     if call.kind == CallKind::MonitoredBarrier {
-                        self.peers[peer].signed = Some(frame.seq);
+                        self.peers[peer].last_barrier = Some(frame.seq);
                     }
-                    let heard = Instant::now();
-                    self.peers[peer].state = Some(PeerState { seq: frame.seq, call, awaits, heard });
-                    self.compare_with_states();
+                    let received_at = Instant::now();
+                    self.peers[peer].wait_report =
+                        Some(WaitReport { seq: frame.seq, call, awaits, received_at });
+                    self.compare_with_reports();
                 }
-                Err(what) => self.fail_by(peer, what),
+                Err(what) => self.protocol_error(peer, what),
             },
             Kind::Share => self.peers[peer].offer = Some(payload.to_vec()),
-            Kind::Ask => {
-                if let Some(wait) = self.waits_to_tell(frame.seq == 0) {
-                    let (frame, payload) = self.state(&wait);
-                    self.tell(peer, &frame, &payload);
+            Kind::StateQuery => {
+                if let Some(wait) = self.reportable_wait(frame.seq == 0) {
+                    let (frame, payload) = self.wait_report(&wait);
+                    self.send_control(peer, &frame, &payload);
                 }
             }
             kind @ (Kind::Hello | Kind::Welcome | Kind::Proof | Kind::Refuse | Kind::Data | Kind::Eager)
             | kind @ (Kind::Rts | Kind::Cts | Kind::Message | Kind::Credit) => {
-                self.fail_by(peer, format!("a {kind:?} frame on the control connection"));
+                self.protocol_error(peer, format!("a {kind:?} frame on the control connection"));
             }
         }
     }
 
     /// Compares the calls in which others say they wait with the calls of this rank. This finds different
     /// calls even if no data flows between the ranks that differ.
-    pub(super) fn compare_with_states(&mut self) {
+    pub(super) fn compare_with_reports(&mut self) {
         let differs = |seq: u64, call: &Call| {
             self.history
                 .iter()
@@ -171,7 +174,7 @@ impl Engine {
                 .map(|(_, ours)| *ours)
         };
         let found = self.peers.iter().enumerate().find_map(|(rank, peer)| {
-            let PeerState { seq, call, .. } = peer.state.as_ref()?;
+            let WaitReport { seq, call, .. } = peer.wait_report.as_ref()?;
             if call.kind == CallKind::PointToPoint {
                 return None;
             }
@@ -184,74 +187,78 @@ impl Engine {
     }
 
     /// Returns what this rank waits in: its first collective, else its messages.
-    fn waits(&self) -> Option<Wait> {
+    fn current_wait(&self) -> Option<Wait> {
         if let Some(first) = self.collectives.front() {
-            let awaits = first.awaited(self.settings.me, &self.peers).take(NAMED_RANKS).collect();
-            return Some((first.run.seq(), first.run.call(), awaits));
+            let awaits = first.awaited(self.settings.me, &self.peers).take(MAX_REPORTED_RANKS).collect();
+            return Some((first.execution.seq(), first.execution.call(), awaits));
         }
         let (_, call, _) = self.message_waits().next()?;
         let awaits: BTreeSet<usize> = self.message_waits().flat_map(|(.., awaits)| awaits).collect();
-        Some((0, call, awaits.into_iter().take(NAMED_RANKS).collect()))
+        Some((0, call, awaits.into_iter().take(MAX_REPORTED_RANKS).collect()))
     }
 
     /// Returns what this rank tells others that wait in a collective or for messages. If no caller waits for
     /// a pending operation, the program computes, and others may wait for its next call. A collective is told
     /// anyway to ranks that wait in one.
-    fn waits_to_tell(&self, in_collective: bool) -> Option<Wait> {
-        let attended = || self.attended || self.message_waits().any(|(ticket, ..)| ticket.is_awaited());
-        let told = |kind| in_collective && kind != CallKind::PointToPoint || attended();
-        self.waits().filter(|(_, call, _)| told(call.kind))
+    fn reportable_wait(&self, in_collective: bool) -> Option<Wait> {
+        let has_waiter =
+            || self.has_waiter || self.message_waits().any(|(completion, ..)| completion.is_awaited());
+        let is_reportable = |kind| in_collective && kind != CallKind::PointToPoint || has_waiter();
+        self.current_wait().filter(|(_, call, _)| is_reportable(call.kind))
     }
 
-    fn state(&self, (seq, call, awaits): &Wait) -> (Frame, Vec<u8>) {
+    fn wait_report(&self, (seq, call, awaits): &Wait) -> (Frame, Vec<u8>) {
         let payload = awaits.iter().flat_map(|&rank| (rank as u32).to_le_bytes()).collect();
         (Frame { call: call.encode(), ..self.frame(Kind::State, *seq) }, payload)
     }
 
     /// Tells all ranks what this one waits in, if it has waited long enough and they do not know yet.
-    fn tell_state(&mut self, now: Instant) {
-        if self.tell_at().is_none_or(|at| now < at) {
+    fn report_wait(&mut self, now: Instant) {
+        if self.report_wait_at().is_none_or(|at| now < at) {
             return;
         }
-        let wait = self.waits_to_tell(true).filter(|wait| self.told.as_ref() != Some(wait));
+        let wait = self.reportable_wait(true).filter(|wait| self.reported_wait.as_ref() != Some(wait));
         let Some(wait) = wait else { return };
-        let (frame, payload) = self.state(&wait);
-        self.told = Some(wait);
-        self.tell_all(&frame, &payload);
+        let (frame, payload) = self.wait_report(&wait);
+        self.reported_wait = Some(wait);
+        self.broadcast_control(&frame, &payload);
     }
 
     /// Returns the time at which the others are told what this rank waits in.
-    fn tell_at(&self) -> Option<Instant> {
-        Some(self.still_since? + STILL.min(self.haste()?.shortest / 4))
+    fn report_wait_at(&self) -> Option<Instant> {
+        Some(self.stalled_since? + REPORT_DELAY.min(self.deadline_bounds()?.shortest / 4))
     }
 
     /// Asks all ranks shortly before a deadline what they wait in. Their earlier answers may be out of date,
     /// and a rank that cannot answer waits for nobody.
-    fn ask(&mut self, now: Instant) {
-        if self.haste().is_none_or(|haste| now < haste.ask_at) {
+    fn query_waits(&mut self, now: Instant) {
+        if self.deadline_bounds().is_none_or(|bounds| now < bounds.query_at) {
             return;
         }
-        let due = |ticket: &Ticket| now >= ask_at(ticket) && self.asked.is_none_or(|at| at < ask_at(ticket));
-        if self.tickets().any(due) {
-            self.asked = Some(now);
-            let ask = self.question();
-            self.tell_all(&ask, &[]);
+        let due = |completion: &Completion| {
+            now >= query_at(completion) && self.queried_at.is_none_or(|at| at < query_at(completion))
+        };
+        if self.completions().any(due) {
+            self.queried_at = Some(now);
+            let query = self.wait_query();
+            self.broadcast_control(&query, &[]);
         }
     }
 
     /// Returns the frame that asks a rank what it waits in.
-    pub(super) fn question(&self) -> Frame {
-        self.frame(Kind::Ask, u64::from(self.collectives.is_empty()))
+    pub(super) fn wait_query(&self) -> Frame {
+        self.frame(Kind::StateQuery, u64::from(self.collectives.is_empty()))
     }
 
     /// Returns when a call times out: at its deadline, or later if this rank was late to ask the others.
-    pub(super) fn due(&self, ticket: &Ticket) -> Instant {
-        let answered = self.asked.map_or(ticket.deadline, |asked| asked + time_to_answer(ticket));
-        answered.clamp(ticket.deadline, ticket.deadline + ASK)
+    pub(super) fn times_out_at(&self, completion: &Completion) -> Instant {
+        let answered =
+            self.queried_at.map_or(completion.deadline, |asked| asked + query_lead_time(completion));
+        answered.clamp(completion.deadline, completion.deadline + QUERY_LEAD_TIME)
     }
 
     /// Reads the launcher's reports about the deaths of other ranks.
-    pub(super) fn look_at_agent(&mut self) {
+    pub(super) fn poll_agent(&mut self) {
         let Some((agent, generation)) = self.settings.agent.clone() else { return };
         let mut agent = agent.lock().unwrap_or_else(PoisonError::into_inner);
         let mut deaths = Vec::new();
@@ -274,7 +281,7 @@ impl Engine {
         for (rank, cause) in deaths {
             let how = match cause {
                 ExitCause::Code(0) => continue,
-                ended => Loss::from(ended),
+                ended => LossReason::from(ended),
             };
             if rank >= self.settings.size || rank == self.settings.me || self.peers[rank].left {
                 continue;
@@ -296,32 +303,32 @@ impl Engine {
 
     /// Returns when to look at the clock again even if no descriptor is ready.
     pub(super) fn wake_at(&self, now: Instant) -> Instant {
-        let tell = self.tell_at().filter(|&at| at > now);
-        // The tickets are scanned one by one only when the earliest time has come.
-        let haste = self.haste().map(|haste| haste.ask_at);
-        let late = || haste.is_some_and(|at| now >= at).then(|| self.tickets()).into_iter().flatten();
-        let asks = late().map(ask_at).filter(|&at| self.asked.is_none_or(|asked| asked < at));
+        let tell = self.report_wait_at().filter(|&at| at > now);
+        // The completions are scanned one by one only when the earliest time has come.
+        let bounds = self.deadline_bounds().map(|bounds| bounds.query_at);
+        let late = || bounds.is_some_and(|at| now >= at).then(|| self.completions()).into_iter().flatten();
+        let asks = late().map(query_at).filter(|&at| self.queried_at.is_none_or(|asked| asked < at));
         let suspects = self.peers.iter().filter_map(|peer| peer.suspect.as_ref().map(|(until, _)| *until));
-        let deadlines = late().map(|ticket| self.due(ticket));
-        let first = haste.filter(|&at| now < at);
+        let deadlines = late().map(|completion| self.times_out_at(completion));
+        let first = bounds.filter(|&at| now < at);
         let finishing = self.finishing.as_ref().map(Finishing::wake_at);
         let times = deadlines.chain(asks).chain(first).chain(suspects).chain(tell).chain(finishing);
-        let times = times.chain(self.door.wake_at());
+        let times = times.chain(self.handshakes.wake_at());
         times.min().unwrap_or(now + LONGEST_SLEEP).min(now + LONGEST_SLEEP)
     }
 
-    pub(super) fn look_at_clock(&mut self, now: Instant) {
-        self.tell_state(now);
-        self.ask(now);
-        self.look_for_overdue(now);
+    pub(super) fn check_timers(&mut self, now: Instant) {
+        self.report_wait(now);
+        self.query_waits(now);
+        self.check_deadlines(now);
     }
 }
 
-fn time_to_answer(ticket: &Ticket) -> Duration {
-    ASK.min(ticket.timeout / 4)
+fn query_lead_time(completion: &Completion) -> Duration {
+    QUERY_LEAD_TIME.min(completion.timeout / 4)
 }
 
 /// Returns when to ask the others what they wait in.
-pub(super) fn ask_at(ticket: &Ticket) -> Instant {
-    ticket.deadline - time_to_answer(ticket)
+pub(super) fn query_at(completion: &Completion) -> Instant {
+    completion.deadline - query_lead_time(completion)
 }

@@ -3,26 +3,26 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::Presence;
-use super::control::ask_at;
-use super::core::Engine;
-use super::messages::Haste;
+use super::LiveRanks;
+use super::completion::Completion;
+use super::control::query_at;
+use super::messages::DeadlineBounds;
 use super::missing::missing;
-use super::ticket::Ticket;
+use super::progress::Engine;
 use crate::call::Call;
-use crate::cause::{Cause, NAMED_RANKS, Report};
-use crate::error::{CommError, Place};
-use crate::fault::moment;
+use crate::cause::{Cause, MAX_REPORTED_RANKS, Report};
+use crate::error::{CallContext, CommError};
+use crate::fault::fault_point;
 use crate::frame::Kind;
 
 /// Longest time for the store to confirm the cause.
-const CONFIRM: Duration = Duration::from_millis(100);
-/// Most turns in which calls may use data that has already arrived when the group fails.
-const LAST_TURNS: u32 = 64;
+const CONFIRM_TIMEOUT: Duration = Duration::from_millis(100);
+/// Most rounds in which calls may use data that has already arrived when the group fails.
+const FINAL_ROUNDS: u32 = 64;
 
 /// A call that was taken out of the engine: the call, its number, bytes received and expected, and its
-/// ticket.
-pub(super) type Ended = (Call, u64, (u64, u64), Arc<Ticket>);
+/// completion.
+pub(super) type TakenOperation = (Call, u64, (u64, u64), Arc<Completion>);
 
 /// The reason why the group has ended.
 #[derive(Debug, Clone)]
@@ -46,23 +46,23 @@ impl Engine {
         // The others are told first, so that they learn the cause even if this process dies at once. The
         // placeholder keeps incoming frames from failing the group again.
         self.failure = Some(Failure { report: report.clone(), confirmed: false });
-        moment("failing", 0, 0);
+        fault_point("failing", 0, 0);
         self.announce_failure(&report);
-        moment("told", 0, 0);
+        fault_point("told", 0, 0);
         let failure = self.confirm(report);
-        failure.report.note(self.settings.me);
+        failure.report.record(self.settings.me);
         log::error!("{}", self.error(&failure, None, 0, (0, 0)));
         self.failure = Some(failure);
         // A call whose data has all arrived succeeds, even if the report of a later failure came first.
-        let _ = (0..LAST_TURNS).find(|_| !self.turn());
-        self.answer_everybody();
+        let _ = (0..FINAL_ROUNDS).find(|_| !self.progress());
+        self.fail_pending();
         self.settings.flight.save();
     }
 
     /// Tells the other ranks, the shared memory and the flight recorder.
     fn announce_failure(&mut self, report: &Report) {
         let abort = self.frame(Kind::Abort, 0);
-        self.tell_all(&abort, &report.encode());
+        self.broadcast_control(&abort, &report.encode());
         if let Some(node) = &self.node {
             node.fail();
         }
@@ -70,10 +70,10 @@ impl Engine {
     }
 
     /// Ends all calls if the group has failed.
-    pub(super) fn answer_everybody(&mut self) {
+    pub(super) fn fail_pending(&mut self) {
         let Some(failure) = self.failure.clone() else { return };
-        for (call, seq, received, ticket) in self.end_everything() {
-            ticket.complete(Err(self.error(&failure, Some(call), seq, received)));
+        for (call, seq, received, completion) in self.take_all_operations() {
+            completion.complete(Err(self.error(&failure, Some(call), seq, received)));
         }
     }
 
@@ -84,7 +84,7 @@ impl Engine {
             return Failure { report, confirmed: false };
         }
         let key = &self.settings.abort_key;
-        let deadline = Instant::now() + CONFIRM;
+        let deadline = Instant::now() + CONFIRM_TIMEOUT;
         let winner = self.settings.store.compare_set(key, b"", &report.encode(), deadline);
         match winner.ok().and_then(|bytes| Report::decode(&bytes).ok()) {
             Some(report) => Failure { report, confirmed: true },
@@ -94,31 +94,31 @@ impl Engine {
 
     /// Handles a panic of the driving thread: the memory of its tasks may be gone, so no task may be touched
     /// again.
-    pub(super) fn forget_all_tasks(&mut self) {
+    pub(super) fn fail_after_panic(&mut self) {
         let me = self.settings.me;
         let cause = Cause::Aborted { reason: format!("a thread of rank {me} panicked inside a call") };
         let report = Report::new(me, cause);
-        let told = self.failure.is_some();
+        let announced = self.failure.is_some();
         self.failure.get_or_insert_with(|| Failure::new(report.clone()));
-        let tasks = self.mailbox.collect().map(|(tasks, _)| tasks);
-        self.answer_everybody();
+        let tasks = self.submissions.collect().map(|(tasks, _)| tasks);
+        self.fail_pending();
         for task in tasks.into_iter().flatten() {
             self.start(task);
         }
-        if !told {
+        if !announced {
             self.announce_failure(&report);
             self.settings.flight.save();
         }
     }
 
-    pub(super) fn presence(&mut self) -> Presence {
+    pub(super) fn live_ranks(&mut self) -> LiveRanks {
         self.read_all_controls();
         let lost = match self.failure.as_ref().map(|failure| &failure.report.cause) {
             Some(Cause::PeerLost { rank, .. }) => Some(*rank),
             Some(_) | None => None,
         };
-        let is_here = |rank: &usize| !self.peers[*rank].left && self.peers[*rank].silent.is_none();
-        Presence { here: (0..self.peers.len()).filter(is_here).collect(), lost }
+        let is_live = |rank: &usize| !self.peers[*rank].left && self.peers[*rank].control_closed.is_none();
+        LiveRanks { live: (0..self.peers.len()).filter(is_live).collect(), lost }
     }
 
     /// Returns `Ok` if the group still works, else the error for `call`.
@@ -128,7 +128,7 @@ impl Engine {
             return Err(CommError::Destroyed { group: self.settings.name.clone() });
         }
         self.read_all_controls();
-        self.look_for_losses(Instant::now());
+        self.check_lost_peers(Instant::now());
         match &self.failure {
             Some(failure) => Err(self.error(failure, call, self.next_seq, (0, 0))),
             None => Ok(()),
@@ -141,25 +141,25 @@ impl Engine {
         self.fail(Report::new(self.settings.me, cause));
     }
 
-    /// Takes all tasks out of the engine and closes the data lanes.
-    pub(super) fn end_everything(&mut self) -> Vec<Ended> {
+    /// Takes all tasks out of the engine and closes the data connections.
+    pub(super) fn take_all_operations(&mut self) -> Vec<TakenOperation> {
         let mut ended = Vec::new();
         for collective in self.collectives.drain(..) {
-            let run = collective.run;
-            ended.push((run.call(), run.seq(), run.received(), collective.ticket));
+            let run = collective.execution;
+            ended.push((run.call(), run.seq(), run.received(), collective.completion));
         }
         for peer in &mut self.peers {
             for send in peer.messages.sends.drain(..) {
-                ended.push((send.call, send.seq, (0, 0), send.ticket));
+                ended.push((send.call, send.seq, (0, 0), send.completion));
             }
             for recv in peer.messages.recvs.drain(..) {
-                ended.push((recv.call, 0, (recv.done as u64, recv.call.bytes()), recv.ticket));
+                ended.push((recv.call, 0, (recv.done as u64, recv.call.bytes()), recv.completion));
             }
             peer.messages.stop();
         }
-        let open = self.open.recvs.drain(..).map(|recv| (recv.call, recv.ticket));
-        let open = open.chain(self.probes.drain(..).map(|probe| (probe.call, probe.ticket)));
-        ended.extend(open.map(|(call, ticket)| (call, 0, (0, call.bytes()), ticket)));
+        let open = self.any_source.recvs.drain(..).map(|recv| (recv.call, recv.completion));
+        let open = open.chain(self.probes.drain(..).map(|probe| (probe.call, probe.completion)));
+        ended.extend(open.map(|(call, completion)| (call, 0, (0, call.bytes()), completion)));
         ended
     }
 
@@ -171,7 +171,7 @@ impl Engine {
         seq: u64,
         received: (u64, u64),
     ) -> CommError {
-        let place = Place {
+        let context = CallContext {
             group: self.settings.name.clone(),
             call,
             seq,
@@ -181,37 +181,49 @@ impl Engine {
             confirmed: failure.confirmed,
         };
         let addresses = &self.settings.addresses;
-        failure.report.error(place, |rank| addresses.get(rank).map_or_else(String::new, ToString::to_string))
+        failure
+            .report
+            .error(context, |rank| addresses.get(rank).map_or_else(String::new, ToString::to_string))
     }
 
-    pub(super) fn tickets(&self) -> impl Iterator<Item = &Ticket> {
-        let collectives = self.collectives.iter().map(|collective| &*collective.ticket);
+    pub(super) fn completions(&self) -> impl Iterator<Item = &Completion> {
+        let collectives = self.collectives.iter().map(|collective| &*collective.completion);
         let messages = self.peers.iter().map(|peer| &peer.messages).filter(|messages| messages.is_busy());
         let messages = messages.flat_map(|messages| {
-            let sends = messages.sends.iter().map(|send| &*send.ticket);
-            sends.chain(messages.recvs.iter().map(|recv| &*recv.ticket))
+            let sends = messages.sends.iter().map(|send| &*send.completion);
+            sends.chain(messages.recvs.iter().map(|recv| &*recv.completion))
         });
-        collectives.chain(messages).chain(self.open_tickets())
+        collectives.chain(messages).chain(self.any_source_completions())
     }
 
     /// Returns a bound for all pending calls: at most the shortest timeout, and at most the earliest time to
     /// ask.
-    pub(super) fn haste(&self) -> Option<Haste> {
-        let few = self.collectives.iter().map(|collective| &*collective.ticket).chain(self.open_tickets());
-        let few = few.map(|ticket| Haste { shortest: ticket.timeout, ask_at: ask_at(ticket) });
-        let all = few.chain(self.peers.iter().filter_map(|peer| peer.messages.haste()));
-        all.reduce(|a, b| Haste { shortest: a.shortest.min(b.shortest), ask_at: a.ask_at.min(b.ask_at) })
+    pub(super) fn deadline_bounds(&self) -> Option<DeadlineBounds> {
+        let few = self
+            .collectives
+            .iter()
+            .map(|collective| &*collective.completion)
+            .chain(self.any_source_completions());
+        let few = few.map(|completion| DeadlineBounds {
+            shortest: completion.timeout,
+            query_at: query_at(completion),
+        });
+        let all = few.chain(self.peers.iter().filter_map(|peer| peer.messages.deadline_bounds()));
+        all.reduce(|a, b| DeadlineBounds {
+            shortest: a.shortest.min(b.shortest),
+            query_at: a.query_at.min(b.query_at),
+        })
     }
 
-    /// Returns the tickets of receives from any rank, and of probes.
-    pub(super) fn open_tickets(&self) -> impl Iterator<Item = &Ticket> {
-        let recvs = self.open.recvs.iter().map(|recv| &*recv.ticket);
-        recvs.chain(self.probes.iter().map(|probe| &*probe.ticket))
+    /// Returns the completions of receives from any rank, and of probes.
+    pub(super) fn any_source_completions(&self) -> impl Iterator<Item = &Completion> {
+        let recvs = self.any_source.recvs.iter().map(|recv| &*recv.completion);
+        recvs.chain(self.probes.iter().map(|probe| &*probe.completion))
     }
 
     /// Fails the group if a call is overdue or a peer has been silent for too long.
-    pub(super) fn look_for_overdue(&mut self, now: Instant) {
-        self.look_for_silence(now);
+    pub(super) fn check_deadlines(&mut self, now: Instant) {
+        self.check_closed_peers(now);
         if let Some((awaited, timeout)) = self.overdue(now) {
             let (missing, after_ms) = (self.missing(&awaited), timeout.as_millis() as u64);
             self.fail(Report::new(self.settings.me, Cause::Timeout { missing, after_ms }));
@@ -220,34 +232,37 @@ impl Engine {
 
     /// Returns the ranks for which an overdue call waits, and its timeout.
     fn overdue(&self, now: Instant) -> Option<(Vec<usize>, Duration)> {
-        let late = |ticket: &Ticket| now >= self.due(ticket);
-        if let Some(collective) = self.collectives.iter().find(|collective| late(&collective.ticket)) {
+        let late = |completion: &Completion| now >= self.times_out_at(completion);
+        if let Some(collective) = self.collectives.iter().find(|collective| late(&collective.completion)) {
             let awaited =
                 self.collectives.front().map(|first| first.awaited(self.settings.me, &self.peers).collect());
-            return Some((awaited.unwrap_or_default(), collective.ticket.timeout));
+            return Some((awaited.unwrap_or_default(), collective.completion.timeout));
         }
         // The bound of all messages is checked first, because there may be many.
-        if self.haste().is_none_or(|haste| now < haste.ask_at) || !self.tickets().any(late) {
+        if self.deadline_bounds().is_none_or(|bounds| now < bounds.query_at) || !self.completions().any(late)
+        {
             return None;
         }
         let mut messages = self.message_waits();
-        messages.find_map(|(ticket, _, awaited)| late(ticket).then_some((awaited, ticket.timeout)))
+        messages
+            .find_map(|(completion, _, awaited)| late(completion).then_some((awaited, completion.timeout)))
     }
 
     /// Returns all sends, receives and probes, and the ranks for which they wait. Calls of sends are
-    /// [marked](Call::of_sender).
-    pub(super) fn message_waits(&self) -> impl Iterator<Item = (&Arc<Ticket>, Call, Vec<usize>)> {
-        let alone = self.settings.size == 1;
-        let here = move |&rank: &usize| alone || rank != self.settings.me && !self.peers[rank].left;
-        let anybody = move || (0..self.settings.size).filter(here).take(NAMED_RANKS).collect::<Vec<_>>();
+    /// [marked](Call::as_send).
+    pub(super) fn message_waits(&self) -> impl Iterator<Item = (&Arc<Completion>, Call, Vec<usize>)> {
+        let single = self.settings.size == 1;
+        let candidate = move |&rank: &usize| single || rank != self.settings.me && !self.peers[rank].left;
+        let candidates =
+            move || (0..self.settings.size).filter(candidate).take(MAX_REPORTED_RANKS).collect::<Vec<_>>();
         let with = self.peers.iter().enumerate().flat_map(|(rank, peer)| {
-            let sends = peer.messages.sends.iter().map(|send| (&send.ticket, send.call.of_sender()));
-            let all = sends.chain(peer.messages.recvs.iter().map(|recv| (&recv.ticket, recv.call)));
-            all.map(move |(ticket, call)| (ticket, call, vec![rank]))
+            let sends = peer.messages.sends.iter().map(|send| (&send.completion, send.call.as_send()));
+            let all = sends.chain(peer.messages.recvs.iter().map(|recv| (&recv.completion, recv.call)));
+            all.map(move |(completion, call)| (completion, call, vec![rank]))
         });
-        let open = self.open.recvs.iter().map(move |recv| (&recv.ticket, recv.call, anybody()));
+        let open = self.any_source.recvs.iter().map(move |recv| (&recv.completion, recv.call, candidates()));
         let probes = self.probes.iter().map(move |probe| {
-            (&probe.ticket, probe.call, probe.from.map_or_else(anybody, |from| vec![from]))
+            (&probe.completion, probe.call, probe.from.map_or_else(candidates, |from| vec![from]))
         });
         with.chain(open).chain(probes)
     }
@@ -255,9 +270,10 @@ impl Engine {
     /// Returns the ranks at which the wait chains from `awaited` end.
     fn missing(&self, awaited: &[usize]) -> Vec<usize> {
         // Answers from before the question may be out of date.
-        let answer =
-            |rank: usize| self.peers[rank].state.as_ref().filter(|said| Some(said.heard) >= self.asked);
-        let waits = |rank| answer(rank).map(|said| said.awaits.as_slice());
-        missing(self.settings.me, awaited, waits).into_iter().take(NAMED_RANKS).collect()
+        let answer = |rank: usize| {
+            self.peers[rank].wait_report.as_ref().filter(|report| Some(report.received_at) >= self.queried_at)
+        };
+        let waits = |rank| answer(rank).map(|report| report.awaits.as_slice());
+        missing(self.settings.me, awaited, waits).into_iter().take(MAX_REPORTED_RANKS).collect()
     }
 }

@@ -1,40 +1,40 @@
-//! Runs operations: one engine for each group, driven by whichever thread waits ([`seat`]).
+//! Runs operations: one engine for each group, driven by whichever thread waits ([`progress_lock`]).
 //!
 //! Without a call in progress nothing happens, except for nonblocking operations. A background thread runs
 //! them if no thread waits for them.
 
 mod affinity;
-mod at_once;
 pub(crate) mod buffer;
-pub(crate) mod chores;
+pub(crate) mod callbacks;
+mod completion;
 mod connect;
 mod control;
-mod core;
-mod door;
+mod events;
+mod execution;
 mod failure;
-mod leave;
-mod look;
-mod losses;
-mod mailbox;
+mod fast_path;
+mod handshake;
+mod lost_peers;
 mod messages;
 mod missing;
 #[cfg(all(test, loom))]
 mod models;
-mod patience;
+mod monitored_barrier;
+pub(crate) mod plan_buffer;
 mod poller;
 mod probe;
+mod progress;
+mod progress_lock;
 mod recording;
-mod roll_call;
-pub(crate) mod row;
-mod run;
-mod seat;
-mod share;
+mod shared_memory;
 mod state;
 pub(crate) mod streams;
+mod submission;
 mod sync;
+mod teardown;
 #[cfg(test)]
 mod tests;
-mod ticket;
+mod wait_policy;
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -45,23 +45,23 @@ use crate::dtype::Dtype;
 use crate::error::CommError;
 use crate::kernels::Kernel;
 use crate::plan::Plan;
-pub(crate) use affinity::{Sharing, allowed_cores};
-use at_once::AtOnce;
-use buffer::Lent;
-pub(crate) use core::Engine;
-pub(crate) use mailbox::Mailbox;
-pub(crate) use patience::Crowd;
-use row::Row;
+pub(crate) use affinity::{CoreSharing, allowed_cores};
+use buffer::BorrowedBuffer;
+pub(crate) use completion::{Completion, Outcome, TimeLimit};
+use fast_path::FastPath;
+use plan_buffer::PlanBuffer;
+pub(crate) use progress::Engine;
 pub(crate) use state::Settings;
-pub(crate) use ticket::{Limit, Outcome, Ticket};
+pub(crate) use submission::SubmissionQueue;
+pub(crate) use wait_policy::Oversubscription;
 
 /// The transport of a collective.
 #[derive(Debug)]
-pub(crate) enum Way {
+pub(crate) enum Transport {
     /// Streams over connections.
-    Streams(Arc<Plan>),
+    Connections(Arc<Plan>),
     /// The memory that all ranks share.
-    Memory,
+    SharedMemory,
 }
 
 /// An operation with its memory.
@@ -69,20 +69,20 @@ pub(crate) enum Way {
 pub(crate) enum Operation<'a> {
     Collective {
         call: Call,
-        way: Way,
-        lent: Lent<'a>,
+        transport: Transport,
+        buffer: BorrowedBuffer<'a>,
         kernel: Option<Kernel>,
     },
     Send {
         to: usize,
         call: Call,
-        lent: Lent<'a>,
+        buffer: BorrowedBuffer<'a>,
     },
     /// A receive from rank `from`, or from any rank if `from` is `None`.
     Recv {
         from: Option<usize>,
         call: Call,
-        lent: Lent<'a>,
+        buffer: BorrowedBuffer<'a>,
     },
     /// A probe for a message that could be received; only the tag of its `call` counts.
     Probe {
@@ -90,158 +90,161 @@ pub(crate) enum Operation<'a> {
         call: Call,
         wait: bool,
     },
-    /// A question that the engine answers at once, also after the group has ended.
-    Ask(Question),
+    /// A function that the engine runs at once, also after the group has ended.
+    OnEngine(EngineFn),
     /// Says goodbye to the others when all earlier operations are done.
     Leave,
 }
 
 /// A function that the next driver calls with the engine.
-pub(crate) struct Question(Box<dyn FnOnce(&mut Engine) -> Outcome + Send>);
+pub(crate) struct EngineFn(Box<dyn FnOnce(&mut Engine) -> Outcome + Send>);
 
-impl fmt::Debug for Question {
+impl fmt::Debug for EngineFn {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Question").finish()
+        f.debug_tuple("EngineFn").finish()
     }
 }
 
 /// The ranks that will still make calls of a group, as far as this rank knows.
 #[derive(Debug, Default)]
-pub(crate) struct Presence {
+pub(crate) struct LiveRanks {
     /// Ranks whose processes still have the group.
-    pub(crate) here: Vec<usize>,
+    pub(crate) live: Vec<usize>,
     /// The lost rank for which the group ended, if there is one.
     pub(crate) lost: Option<usize>,
 }
 
-/// An operation and its ticket, which knows the waiters and the deadline.
+/// An operation and its completion, which knows the waiters and the deadline.
 #[derive(Debug)]
 pub(crate) struct Task {
     operation: Operation<'static>,
-    ticket: Arc<Ticket>,
+    completion: Arc<Completion>,
 }
 
 /// Runs the collective of a group of one without an engine: only the rank's own share is changed.
-pub(crate) fn alone(lent: Lent<'_>, kernel: Option<Kernel>, dtype: Dtype, plan: &Plan) {
-    let mut row = Row::new(lent, kernel, dtype.size_bytes(), plan);
-    row.begin();
-    row.finish();
+pub(crate) fn run_single_rank(buffer: BorrowedBuffer<'_>, kernel: Option<Kernel>, dtype: Dtype, plan: &Plan) {
+    let mut buffer = PlanBuffer::new(buffer, kernel, dtype.size_bytes(), plan);
+    buffer.begin();
+    buffer.finish();
 }
 
 /// An engine that several threads use.
-pub(crate) type Shared = seat::Shared<Engine>;
+pub(crate) type Shared = progress_lock::Shared<Engine>;
 
 impl Shared {
     pub(crate) fn new(engine: Engine) -> Self {
-        let mailbox = Arc::clone(engine.mailbox());
-        Self::of(engine, mailbox)
+        let submissions = Arc::clone(engine.submissions());
+        Self::of(engine, submissions)
     }
 
     /// Takes an operation, runs it and waits for it.
-    pub(crate) fn call(&self, operation: &mut Option<Operation<'_>>, limit: Limit) -> Outcome {
+    pub(crate) fn call(&self, operation: &mut Option<Operation<'_>>, limit: TimeLimit) -> Outcome {
         // SAFETY: the borrows last until this function returns, and it returns only with the outcome. It does
         // not unwind before. Callbacks and reductions of the user may panic. They are caught, or they run
         // with the lock held, whose poison makes the next driver forget all tasks.
         #[allow(unsafe_code)]
-        let operation = unsafe { Operation::outliving(operation) };
-        match self.if_free(|engine| engine.at_once(operation, limit)).flatten() {
-            Some(AtOnce::Done(outcome)) => return outcome,
-            Some(AtOnce::Begun(ticket)) => return self.outcome(&ticket),
+        let operation = unsafe { Operation::erase_lifetime(operation) };
+        match self.try_with_engine(|engine| engine.try_inline(operation, limit)).flatten() {
+            Some(FastPath::Done(outcome)) => return outcome,
+            Some(FastPath::Pending(completion)) => return self.outcome(&completion),
             None => {}
         }
-        let ticket = Arc::new(Ticket::new(limit));
+        let completion = Arc::new(Completion::new(limit));
         match operation.take() {
-            Some(operation) => self.post(Task { operation, ticket: Arc::clone(&ticket) }),
+            Some(operation) => self.post(Task { operation, completion: Arc::clone(&completion) }),
             None => return Ok(None),
         }
-        self.outcome(&ticket)
+        self.outcome(&completion)
     }
 
     /// Runs operations concurrently, and waits for all of them.
-    pub(crate) fn call_all(&self, operations: Vec<Operation<'_>>, limit: Limit) -> Result<(), CommError> {
-        let limit = limit.begun();
+    pub(crate) fn call_all(&self, operations: Vec<Operation<'_>>, limit: TimeLimit) -> Result<(), CommError> {
+        let limit = limit.started();
         let begin = |operation| {
-            let ticket = Arc::new(Ticket::new(limit));
-            // SAFETY: `call_all` returns only when all tickets are done, so the borrows outlast the
+            let completion = Arc::new(Completion::new(limit));
+            // SAFETY: `call_all` returns only when all completions are done, so the borrows outlast the
             // operations, as in `call`.
             #[allow(unsafe_code)]
             unsafe {
-                self.begin(operation, &ticket);
+                self.begin(operation, &completion);
             }
-            ticket
+            completion
         };
-        let tickets: Vec<_> = operations.into_iter().map(begin).collect();
-        let outcomes: Vec<_> = tickets.iter().map(|ticket| self.outcome(ticket)).collect();
+        let completions: Vec<_> = operations.into_iter().map(begin).collect();
+        let outcomes: Vec<_> = completions.iter().map(|completion| self.outcome(completion)).collect();
         outcomes.into_iter().try_for_each(|outcome| outcome.map(drop))
     }
 
     /// Finishes pending operations that no caller waits for, each within its timeout, and leaves. It runs
     /// before the last handle is dropped.
     pub(crate) fn finish(&self) {
-        if self.chores().pending() == 0 {
+        if self.callback_queue().pending_operations() == 0 {
             return;
         }
-        let _ = self.ask(|engine| {
+        let _ = self.on_engine(|engine| {
             engine.finish();
             Ok(None)
         });
-        let _ = self.call(&mut Some(Operation::Leave), Limit::from(Duration::MAX));
+        let _ = self.call(&mut Some(Operation::Leave), TimeLimit::from(Duration::MAX));
     }
 
     /// Returns which ranks still have the group.
-    pub(crate) fn look(&self) -> Presence {
-        let presence = Arc::new(Mutex::default());
-        let into = Arc::clone(&presence);
-        let _ = self.ask(move |engine| {
-            *into.lock().unwrap_or_else(PoisonError::into_inner) = engine.presence();
+    pub(crate) fn live_ranks(&self) -> LiveRanks {
+        let live_ranks = Arc::new(Mutex::default());
+        let into = Arc::clone(&live_ranks);
+        let _ = self.on_engine(move |engine| {
+            *into.lock().unwrap_or_else(PoisonError::into_inner) = engine.live_ranks();
             Ok(None)
         });
-        std::mem::take(&mut *presence.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *live_ranks.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Returns `Ok` if the group still works, else the error for `call`.
     #[cfg(feature = "nccl")]
     pub(crate) fn check(&self, call: Option<Call>) -> Result<(), CommError> {
-        self.ask(move |engine| engine.check(call).map(|()| None)).map(drop)
+        self.on_engine(move |engine| engine.check(call).map(|()| None)).map(drop)
     }
 
     /// Ends the group, unless it has ended.
     #[cfg(feature = "nccl")]
     pub(crate) fn end(&self, cause: crate::cause::Cause) {
-        let _ = self.ask(move |engine| {
+        let _ = self.on_engine(move |engine| {
             engine.end(cause);
             Ok(None)
         });
     }
 
-    fn ask(&self, question: impl FnOnce(&mut Engine) -> Outcome + Send + 'static) -> Outcome {
-        self.call(&mut Some(Operation::Ask(Question(Box::new(question)))), Limit::from(Duration::MAX))
+    fn on_engine(&self, function: impl FnOnce(&mut Engine) -> Outcome + Send + 'static) -> Outcome {
+        self.call(
+            &mut Some(Operation::OnEngine(EngineFn(Box::new(function)))),
+            TimeLimit::from(Duration::MAX),
+        )
     }
 
-    /// Waits until a ticket that only this thread has is done.
-    fn outcome(&self, ticket: &Arc<Ticket>) -> Outcome {
+    /// Waits until a completion that only this thread has is done.
+    fn outcome(&self, completion: &Arc<Completion>) -> Outcome {
         loop {
-            self.wait(std::slice::from_ref(ticket), None);
-            if let Some(outcome) = ticket.take() {
+            self.wait(std::slice::from_ref(completion), None);
+            if let Some(outcome) = completion.take() {
                 return outcome;
             }
         }
     }
 
-    /// Begins an operation that ends when `ticket` is done.
+    /// Begins an operation that ends when `completion` is done.
     ///
-    /// A ticket is done only when the engine has let go of the memory of its operation: the thread that took
-    /// the task out of the engine completes it. If a thread panics while it drives, it poisons the lock. The
-    /// next thread that takes the lock first forgets all tasks.
+    /// A completion is done only when the engine has released the memory of its operation: the thread that
+    /// took the task out of the engine completes it. If a thread panics while it drives, it poisons the lock.
+    /// The next thread that takes the lock first forgets all tasks.
     ///
     /// # Safety
-    /// The borrows of `operation` last until `ticket` is done.
+    /// The borrows of `operation` last until `completion` is done.
     #[allow(unsafe_code)]
-    pub(crate) unsafe fn begin(&self, operation: Operation<'_>, ticket: &Arc<Ticket>) {
+    pub(crate) unsafe fn begin(&self, operation: Operation<'_>, completion: &Arc<Completion>) {
         let mut operation = Some(operation);
-        // SAFETY: the caller guarantees that the borrows last until `ticket` is done.
-        if let Some(operation) = unsafe { Operation::outliving(&mut operation) }.take() {
-            self.post(Task { operation, ticket: Arc::clone(ticket) });
+        // SAFETY: the caller guarantees that the borrows last until `completion` is done.
+        if let Some(operation) = unsafe { Operation::erase_lifetime(&mut operation) }.take() {
+            self.post(Task { operation, completion: Arc::clone(completion) });
         }
     }
 }
@@ -251,10 +254,10 @@ impl Operation<'_> {
     ///
     /// # Safety
     /// Until every value that is taken from the result is dropped, the memory stays valid as it was borrowed.
-    /// Memory that was lent to be filled is not accessed, memory that was lent to be read is not written. The
+    /// Mutably borrowed memory is not accessed, memory that is borrowed for reading is not written. The
     /// caller puts no other operation into the place.
     #[allow(unsafe_code)]
-    unsafe fn outliving(operation: &mut Option<Self>) -> &mut Option<Operation<'static>> {
+    unsafe fn erase_lifetime(operation: &mut Option<Self>) -> &mut Option<Operation<'static>> {
         // SAFETY: types that differ only in a lifetime have one layout. The caller guarantees the rest.
         unsafe { &mut *std::ptr::from_mut(operation).cast() }
     }

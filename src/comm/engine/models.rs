@@ -11,86 +11,89 @@ use loom::sync::atomic::Ordering::SeqCst;
 use loom::sync::{Condvar, Mutex};
 use loom::thread;
 
-use super::chores::Chores;
-use super::mailbox::{Bell, Mailbox};
-use super::seat::{Core, Drive, Goal};
-use super::ticket::Ticket;
+use super::callbacks::CallbackQueue;
+use super::completion::Completion;
+use super::progress_lock::{Drive, Goal, Inner};
+use super::submission::{Doorbell, SubmissionQueue};
 
 const LONG: Duration = Duration::from_secs(3600);
 
 /// A stand-in for the eventfd that wakes the driver.
 #[derive(Debug, Default)]
-struct Gong {
+struct FakeDoorbell {
     rung: Mutex<bool>,
-    heard: Condvar,
+    rang: Condvar,
 }
 
-impl Bell for Arc<Gong> {
+impl Doorbell for Arc<FakeDoorbell> {
     fn ring(&self) {
         *self.rung.lock().unwrap() = true;
-        self.heard.notify_all();
+        self.rang.notify_all();
     }
 }
 
-impl Gong {
+impl FakeDoorbell {
     fn wait(&self) {
         let mut rung = self.rung.lock().unwrap();
         while !*rung {
-            rung = self.heard.wait(rung).unwrap();
+            rung = self.rang.wait(rung).unwrap();
         }
         *rung = false;
     }
 }
 
-/// An engine that completes one queued task on each turn of `drive`; `nudge` only collects.
+/// An engine that completes one queued task on each turn of `drive`; `poll_once` only collects.
 #[derive(Debug)]
 struct Fake {
-    mailbox: Arc<Mailbox<Arc<Ticket>, Arc<Gong>>>,
-    gong: Arc<Gong>,
-    tasks: Vec<Arc<Ticket>>,
+    submissions: Arc<SubmissionQueue<Arc<Completion>, Arc<FakeDoorbell>>>,
+    doorbell: Arc<FakeDoorbell>,
+    tasks: Vec<Arc<Completion>>,
     aborted: bool,
 }
 
 impl Drive for Fake {
-    type Task = Arc<Ticket>;
-    type Bell = Arc<Gong>;
+    type Task = Arc<Completion>;
+    type Doorbell = Arc<FakeDoorbell>;
 
     fn drive(&mut self, goal: &Goal<'_>) {
         loop {
             self.collect();
-            if let Some(ticket) = self.tasks.pop() {
-                ticket.complete(Ok(None));
+            if let Some(completion) = self.tasks.pop() {
+                completion.complete(Ok(None));
             }
             if goal.is_reached() {
                 return;
             }
             if self.tasks.is_empty() {
-                if self.mailbox.fall_asleep(|| goal.is_unwanted()) {
-                    self.gong.wait();
+                if self.submissions.prepare_sleep(|| goal.should_release()) {
+                    self.doorbell.wait();
                 }
-                self.mailbox.wake();
+                self.submissions.end_sleep();
             }
         }
     }
 
     fn collect(&mut self) {
-        if let Some((tasks, abort)) = self.mailbox.collect() {
+        if let Some((tasks, abort)) = self.submissions.collect() {
             self.tasks.extend(tasks);
             self.aborted |= abort.is_some();
         }
     }
 
-    fn nudge(&mut self) {
+    fn poll_once(&mut self) {
         self.collect();
     }
 
-    fn forget_everything(&mut self) {}
+    fn on_panic(&mut self) {}
 }
 
-fn core() -> Core<Fake> {
-    let gong = Arc::new(Gong::default());
-    let mailbox = Arc::new(Mailbox::with_bell(Arc::clone(&gong)));
-    Core::new(Fake { mailbox: Arc::clone(&mailbox), gong, tasks: Vec::new(), aborted: false }, mailbox)
+fn inner() -> Inner<Fake> {
+    let doorbell = Arc::new(FakeDoorbell::default());
+    let submissions = Arc::new(SubmissionQueue::with_doorbell(Arc::clone(&doorbell)));
+    Inner::new(
+        Fake { submissions: Arc::clone(&submissions), doorbell, tasks: Vec::new(), aborted: false },
+        submissions,
+    )
 }
 
 /// Runs `body` in all interleavings with at most `interruptions` preemptions of a thread that could have gone
@@ -104,22 +107,22 @@ fn model(interruptions: usize, body: impl Fn() + Send + Sync + 'static) {
 #[test]
 fn sleeping_progress_thread_misses_no_submission() {
     model(4, || {
-        let gong = Arc::new(Gong::default());
-        let mailbox = Arc::new(Mailbox::<u32, _>::with_bell(Arc::clone(&gong)));
+        let doorbell = Arc::new(FakeDoorbell::default());
+        let submissions = Arc::new(SubmissionQueue::<u32, _>::with_doorbell(Arc::clone(&doorbell)));
         let posts: Vec<_> = (1..3)
-            .map(|letter| {
-                let mailbox = Arc::clone(&mailbox);
-                thread::spawn(move || mailbox.post(|letters| letters.tasks.push(letter)))
+            .map(|task| {
+                let submissions = Arc::clone(&submissions);
+                thread::spawn(move || submissions.post(|entries| entries.tasks.push(task)))
             })
             .collect();
         let mut sum = 0;
         while sum < 3 {
-            match mailbox.collect() {
-                Some((letters, _)) => sum += letters.iter().sum::<u32>(),
-                None if mailbox.fall_asleep(|| false) => gong.wait(),
+            match submissions.collect() {
+                Some((tasks, _)) => sum += tasks.iter().sum::<u32>(),
+                None if submissions.prepare_sleep(|| false) => doorbell.wait(),
                 None => {}
             }
-            mailbox.wake();
+            submissions.end_sleep();
         }
         posts.into_iter().for_each(|post| post.join().unwrap());
     });
@@ -128,16 +131,16 @@ fn sleeping_progress_thread_misses_no_submission() {
 #[test]
 fn tasks_complete_whichever_thread_drives_progress() {
     model(3, || {
-        let core = Arc::new(core());
-        let call = |core: &Core<Fake>| {
-            let ticket = Arc::new(Ticket::new(LONG));
-            core.post(Arc::clone(&ticket));
-            core.wait(std::slice::from_ref(&ticket), None);
-            assert!(ticket.take().is_some());
+        let inner = Arc::new(inner());
+        let call = |inner: &Inner<Fake>| {
+            let completion = Arc::new(Completion::new(LONG));
+            inner.post(Arc::clone(&completion));
+            inner.wait(std::slice::from_ref(&completion), None);
+            assert!(completion.take().is_some());
         };
-        let other = Arc::clone(&core);
+        let other = Arc::clone(&inner);
         let other = thread::spawn(move || call(&other));
-        call(&core);
+        call(&inner);
         other.join().unwrap();
     });
 }
@@ -145,42 +148,42 @@ fn tasks_complete_whichever_thread_drives_progress() {
 #[test]
 fn background_thread_completes_operations_without_a_waiter() {
     model(3, || {
-        let core = Arc::new(core());
-        let background = Arc::clone(&core);
+        let inner = Arc::new(inner());
+        let background = Arc::clone(&inner);
         let background = thread::spawn(move || background.background());
-        let told = Arc::new(AtomicUsize::new(0));
-        let (tell, me) = (Arc::clone(&told), thread::current());
-        let ticket = Arc::new(Ticket::nonblocking(LONG, Arc::clone(core.chores())));
+        let calls = Arc::new(AtomicUsize::new(0));
+        let (counter, me) = (Arc::clone(&calls), thread::current());
+        let completion = Arc::new(Completion::nonblocking(LONG, Arc::clone(inner.callback_queue())));
         let callback = Box::new(move || {
-            tell.fetch_add(1, SeqCst);
+            counter.fetch_add(1, SeqCst);
             me.unpark();
         });
-        assert!(ticket.call(callback).is_ok());
-        core.post(Arc::clone(&ticket));
-        core.nudge(|| background.thread().unpark());
-        while told.load(SeqCst) == 0 {
+        assert!(completion.on_complete(callback).is_ok());
+        inner.post(Arc::clone(&completion));
+        inner.poll_once(|| background.thread().unpark());
+        while calls.load(SeqCst) == 0 {
             thread::park();
         }
-        core.close(|| background.thread().unpark());
+        inner.close(|| background.thread().unpark());
         background.join().unwrap();
-        assert_eq!(told.load(SeqCst), 1);
+        assert_eq!(calls.load(SeqCst), 1);
     });
 }
 
 #[test]
 fn background_thread_serves_waiting_callers() {
     model(2, || {
-        let core = Arc::new(core());
-        let background = Arc::clone(&core);
+        let inner = Arc::new(inner());
+        let background = Arc::clone(&inner);
         let background = thread::spawn(move || background.background());
-        let loose = Arc::new(Ticket::nonblocking(LONG, Arc::clone(core.chores())));
-        core.post(Arc::clone(&loose));
-        core.nudge(|| background.thread().unpark());
-        let ticket = Arc::new(Ticket::new(LONG));
-        core.post(Arc::clone(&ticket));
-        core.wait(std::slice::from_ref(&ticket), None);
-        core.wait(std::slice::from_ref(&loose), None);
-        core.close(|| background.thread().unpark());
+        let loose = Arc::new(Completion::nonblocking(LONG, Arc::clone(inner.callback_queue())));
+        inner.post(Arc::clone(&loose));
+        inner.poll_once(|| background.thread().unpark());
+        let completion = Arc::new(Completion::new(LONG));
+        inner.post(Arc::clone(&completion));
+        inner.wait(std::slice::from_ref(&completion), None);
+        inner.wait(std::slice::from_ref(&loose), None);
+        inner.close(|| background.thread().unpark());
         background.join().unwrap();
     });
 }
@@ -188,53 +191,55 @@ fn background_thread_serves_waiting_callers() {
 #[test]
 fn abort_is_seen_while_progress_changes_threads() {
     model(3, || {
-        let core = Arc::new(core());
-        let other = Arc::clone(&core);
+        let inner = Arc::new(inner());
+        let other = Arc::clone(&inner);
         let other = thread::spawn(move || other.abort("enough".to_owned()));
-        let ticket = Arc::new(Ticket::new(LONG));
-        core.post(Arc::clone(&ticket));
-        core.wait(std::slice::from_ref(&ticket), None);
+        let completion = Arc::new(Completion::new(LONG));
+        inner.post(Arc::clone(&completion));
+        inner.wait(std::slice::from_ref(&completion), None);
         other.join().unwrap();
-        assert!(core.with_engine(|engine| engine.aborted));
+        assert!(inner.with_engine(|engine| engine.aborted));
     });
 }
 
 #[test]
 fn callback_runs_although_the_group_closes_at_once() {
     model(2, || {
-        let core = Arc::new(core());
-        let background = Arc::clone(&core);
+        let inner = Arc::new(inner());
+        let background = Arc::clone(&inner);
         let background = thread::spawn(move || background.background());
-        let told = Arc::new(AtomicUsize::new(0));
-        let tell = Arc::clone(&told);
-        let ticket = Arc::new(Ticket::nonblocking(LONG, Arc::clone(core.chores())));
-        assert!(ticket.call(Box::new(move || drop(tell.fetch_add(1, SeqCst).to_string()))).is_ok());
-        core.post(Arc::clone(&ticket));
-        core.nudge(|| background.thread().unpark());
-        while !ticket.is_done() {
+        let calls = Arc::new(AtomicUsize::new(0));
+        let counter = Arc::clone(&calls);
+        let completion = Arc::new(Completion::nonblocking(LONG, Arc::clone(inner.callback_queue())));
+        assert!(
+            completion.on_complete(Box::new(move || drop(counter.fetch_add(1, SeqCst).to_string()))).is_ok()
+        );
+        inner.post(Arc::clone(&completion));
+        inner.poll_once(|| background.thread().unpark());
+        while !completion.is_done() {
             thread::yield_now();
         }
-        core.close(|| background.thread().unpark());
+        inner.close(|| background.thread().unpark());
         background.join().unwrap();
-        assert_eq!(told.load(SeqCst), 1);
+        assert_eq!(calls.load(SeqCst), 1);
     });
 }
 
 #[test]
 fn all_waiters_of_an_operation_are_woken() {
     model(3, || {
-        let ticket = Arc::new(Ticket::new(LONG));
+        let completion = Arc::new(Completion::new(LONG));
         let waiting: Vec<_> = (0..2)
             .map(|_| {
-                let ticket = Arc::clone(&ticket);
+                let completion = Arc::clone(&completion);
                 thread::spawn(move || {
-                    while ticket.unpark_me() {
+                    while completion.register_thread() {
                         thread::park();
                     }
                 })
             })
             .collect();
-        ticket.complete(Ok(None));
+        completion.complete(Ok(None));
         waiting.into_iter().for_each(|thread| thread.join().unwrap());
     });
 }
@@ -251,53 +256,56 @@ impl Drop for Count {
 #[test]
 fn resources_of_an_operation_are_dropped_once_after_completion() {
     model(4, || {
-        let chores = Arc::new(Chores::default());
-        let ticket = Arc::new(Ticket::nonblocking(LONG, Arc::clone(&chores)));
+        let callback_queue = Arc::new(CallbackQueue::default());
+        let completion = Arc::new(Completion::nonblocking(LONG, Arc::clone(&callback_queue)));
         let dropped = Arc::new(AtomicUsize::new(0));
-        let (engine, doing, seen) = (Arc::clone(&ticket), Arc::clone(&chores), Arc::clone(&dropped));
+        let (engine, queue, seen) =
+            (Arc::clone(&completion), Arc::clone(&callback_queue), Arc::clone(&dropped));
         let engine = thread::spawn(move || {
             assert_eq!(seen.load(SeqCst), 0, "dropped while the engine works on it");
             engine.complete(Ok(None));
-            doing.run();
+            queue.run();
         });
         // This models a handle that is dropped.
         let memory = Count(Arc::clone(&dropped));
-        if ticket.is_done() {
+        if completion.is_done() {
             drop(memory);
         } else {
-            drop(ticket.keep(Box::new(memory)));
+            drop(completion.keep_alive(Box::new(memory)));
         }
         engine.join().unwrap();
-        chores.run();
-        assert_eq!((dropped.load(SeqCst), chores.pending()), (1, 0));
+        callback_queue.run();
+        assert_eq!((dropped.load(SeqCst), callback_queue.pending_operations()), (1, 0));
     });
 }
 
 #[test]
 fn completion_callback_and_waker_each_run_once() {
-    struct Told(Arc<AtomicUsize>);
-    impl Wake for Told {
+    struct CountingWaker(Arc<AtomicUsize>);
+    impl Wake for CountingWaker {
         fn wake(self: Arc<Self>) {
             self.0.fetch_add(1, SeqCst);
         }
     }
     model(4, || {
-        let chores = Arc::new(Chores::default());
-        let ticket = Arc::new(Ticket::nonblocking(LONG, Arc::clone(&chores)));
+        let callback_queue = Arc::new(CallbackQueue::default());
+        let completion = Arc::new(Completion::nonblocking(LONG, Arc::clone(&callback_queue)));
         let (called, woken) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
-        let (engine, doing) = (Arc::clone(&ticket), Arc::clone(&chores));
+        let (engine, queue) = (Arc::clone(&completion), Arc::clone(&callback_queue));
         let engine = thread::spawn(move || {
             engine.complete(Ok(None));
-            doing.run();
+            queue.run();
         });
         let count = Arc::clone(&called);
-        if let Err(callback) = ticket.call(Box::new(move || drop(count.fetch_add(1, SeqCst).to_string()))) {
+        if let Err(callback) =
+            completion.on_complete(Box::new(move || drop(count.fetch_add(1, SeqCst).to_string())))
+        {
             callback();
         }
-        let waits = ticket.wake(&Arc::new(Told(Arc::clone(&woken))).into());
+        let waits = completion.register_waker(&Arc::new(CountingWaker(Arc::clone(&woken))).into());
         engine.join().unwrap();
-        chores.run();
-        assert!(ticket.take().is_some() && ticket.take().is_none());
+        callback_queue.run();
+        assert!(completion.take().is_some() && completion.take().is_none());
         assert_eq!((called.load(SeqCst), woken.load(SeqCst)), (1, usize::from(waits)));
     });
 }

@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
 #[cfg(test)]
-use crate::links::rough;
+use crate::links::fault_injection;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
@@ -23,7 +23,7 @@ pub(crate) enum Source {
     Doorbell,
     Listener,
     /// A connection whose peer has not authenticated yet.
-    Door,
+    Handshake,
     Agent,
     Control(usize),
     Message(usize),
@@ -36,7 +36,7 @@ impl Source {
         let (kind, rank) = match self {
             Self::Doorbell => (0, 0),
             Self::Listener => (1, 0),
-            Self::Door => (2, 0),
+            Self::Handshake => (2, 0),
             Self::Agent => (3, 0),
             Self::Control(rank) => (4, rank),
             Self::Message(rank) => (5, rank),
@@ -50,7 +50,7 @@ impl Source {
         match data >> 56 {
             0 => Self::Doorbell,
             1 => Self::Listener,
-            2 => Self::Door,
+            2 => Self::Handshake,
             3 => Self::Agent,
             4 => Self::Control(rank),
             5 => Self::Message(rank),
@@ -63,7 +63,7 @@ impl Source {
 pub(crate) struct Poller {
     epoll: Epoll,
     #[cfg(test)]
-    chance: rough::Chance,
+    chance: fault_injection::FaultSource,
 }
 
 impl Poller {
@@ -71,7 +71,7 @@ impl Poller {
         Ok(Self {
             epoll: Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?,
             #[cfg(test)]
-            chance: rough::Chance::here(),
+            chance: fault_injection::FaultSource::from_thread(),
         })
     }
 
@@ -94,7 +94,7 @@ impl Poller {
         let count = self.epoll.wait(&mut events, EpollTimeout::ZERO).unwrap_or(0);
         let ready = events.into_iter().take(count).map(|event| Source::from_data(event.data()));
         #[cfg(test)]
-        let ready = rough::shuffled(ready.collect(), self.chance.next()).into_iter();
+        let ready = fault_injection::shuffle_ready(ready.collect(), self.chance.next()).into_iter();
         ready
     }
 

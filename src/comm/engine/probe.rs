@@ -2,39 +2,39 @@
 
 use std::sync::Arc;
 
-use super::core::Engine;
-use super::ticket::Ticket;
+use super::completion::Completion;
+use super::progress::Engine;
 use crate::call::{Call, Envelope};
-use crate::links::hello::Lane;
+use crate::links::hello::ConnectionKind;
 
 /// A probe that waits for a message.
 #[derive(Debug)]
 pub(super) struct Probe {
     pub(super) from: Option<usize>,
     pub(super) call: Call,
-    pub(super) ticket: Arc<Ticket>,
+    pub(super) completion: Arc<Completion>,
 }
 
 impl Engine {
-    pub(super) fn probe(&mut self, from: Option<usize>, call: Call, wait: bool, ticket: Arc<Ticket>) {
+    pub(super) fn probe(&mut self, from: Option<usize>, call: Call, wait: bool, completion: Arc<Completion>) {
         match from {
-            Some(from) => self.need(from, Lane::Message),
-            None => self.need_all_messages(),
+            Some(from) => self.ensure_connected(from, ConnectionKind::Message),
+            None => self.ensure_message_connections(),
         }
-        self.look_at_ready();
-        match self.first_early(from, call.root) {
-            None if wait => self.probes.push(Probe { from, call, ticket }),
-            found => ticket.complete(Ok(found)),
+        self.poll_ready();
+        match self.first_unexpected(from, call.root) {
+            None if wait => self.probes.push(Probe { from, call, completion }),
+            found => completion.complete(Ok(found)),
         }
     }
 
     /// Ends the probes that have found a message. Returns whether there were any.
-    pub(super) fn answer_probes(&mut self) -> bool {
+    pub(super) fn complete_probes(&mut self) -> bool {
         let waiting = self.probes.len();
         let mut probes = std::mem::take(&mut self.probes);
-        probes.retain(|probe| match self.first_early(probe.from, probe.call.root) {
+        probes.retain(|probe| match self.first_unexpected(probe.from, probe.call.root) {
             Some(found) => {
-                probe.ticket.complete(Ok(Some(found)));
+                probe.completion.complete(Ok(Some(found)));
                 false
             }
             None => true,
@@ -44,16 +44,18 @@ impl Engine {
     }
 
     /// Returns the first unexpected message with this tag, from rank `from` or from any rank.
-    pub(super) fn first_early(&self, from: Option<usize>, tag: u32) -> Option<Envelope> {
+    pub(super) fn first_unexpected(&self, from: Option<usize>, tag: u32) -> Option<Envelope> {
         let peers = self.peers.iter().enumerate().filter(|(rank, _)| from.is_none_or(|from| from == *rank));
-        let first = peers.filter_map(|(_, peer)| peer.messages.early(tag)).min_by_key(|(came, _)| *came);
-        first.map(|(_, arrival)| arrival)
+        let first = peers
+            .filter_map(|(_, peer)| peer.messages.unexpected(tag))
+            .min_by_key(|(arrival_index, _)| *arrival_index);
+        first.map(|(_, envelope)| envelope)
     }
 
-    pub(super) fn need_all_messages(&mut self) {
+    pub(super) fn ensure_message_connections(&mut self) {
         for peer in 0..self.settings.size {
             if peer != self.settings.me {
-                self.need(peer, Lane::Message);
+                self.ensure_connected(peer, ConnectionKind::Message);
             }
         }
     }

@@ -3,19 +3,19 @@
 use convoke_env::flight::layout;
 
 use super::Operation;
-use super::core::Engine;
-use super::run::Run;
-use super::ticket::Ticket;
+use super::completion::Completion;
+use super::execution::Execution;
+use super::progress::Engine;
 use crate::call::Call;
 use crate::cause::Report;
-use crate::flight::{Step, Told};
+use crate::flight::{CallInfo, CallRecord};
 use crate::plan::Algorithm;
-use crate::shm::small::Small;
+use crate::shm::small_call::SmallCall;
 
 impl Engine {
     /// Records a new collective, which runs after those that are queued.
-    pub(super) fn record_collective(&self, run: &Run, at_ns: u64) -> Step {
-        let told = Told {
+    pub(super) fn record_collective(&self, run: &Execution, at_ns: u64) -> CallRecord {
+        let entry = CallInfo {
             operation: layout::Operation::Collective,
             call: run.call(),
             at_ns,
@@ -26,25 +26,25 @@ impl Engine {
             to_send_bytes: run.sent().1,
             queued: !self.collectives.is_empty(),
         };
-        self.settings.flight.begin(&told)
+        self.settings.flight.begin(&entry)
     }
 
-    /// Records a new message operation. Probes that do not wait and questions are not recorded.
-    pub(super) fn record_message(&self, operation: &Operation<'_>, ticket: &Ticket) {
+    /// Records a new message operation. Probes that do not wait and engine functions are not recorded.
+    pub(super) fn record_message(&self, operation: &Operation<'_>, completion: &Completion) {
         let (kind, peer, call) = match *operation {
             Operation::Collective { .. } | Operation::Probe { wait: false, .. } => return,
-            Operation::Ask(_) | Operation::Leave => return,
+            Operation::OnEngine(_) | Operation::Leave => return,
             Operation::Send { to, call, .. } => (layout::Operation::Send, Some(to), call),
             Operation::Recv { from, call, .. } => (layout::Operation::Recv, from, call),
             Operation::Probe { from, call, wait: true } => (layout::Operation::Probe, from, call),
         };
-        let told = told_of_message(kind, peer, call, self.settings.flight.ns(ticket.made));
-        let _ = ticket.step.set(self.settings.flight.begin(&told));
+        let entry = message_entry(kind, peer, call, self.settings.flight.ns(completion.started_at));
+        let _ = completion.step.set(self.settings.flight.begin(&entry));
     }
 
     /// Records that the next collective starts.
-    pub(super) fn record_turn(&self) {
-        if let Some(step) = self.collectives.front().and_then(|first| first.ticket.step.get()) {
+    pub(super) fn record_start(&self) {
+        if let Some(step) = self.collectives.front().and_then(|first| first.completion.step.get()) {
             step.start();
         }
     }
@@ -52,11 +52,11 @@ impl Engine {
     /// Records that nothing moves: the awaited ranks, and the progress of the current collective.
     pub(super) fn record_waiting(&self) {
         let Some(first) = self.collectives.front() else { return };
-        if let Some(step) = first.ticket.step.get() {
+        if let Some(step) = first.completion.step.get() {
             step.wait(
                 first.awaited(self.settings.me, &self.peers),
-                first.run.received().0,
-                first.run.sent().0,
+                first.execution.received().0,
+                first.execution.sent().0,
             );
         }
     }
@@ -69,14 +69,14 @@ impl Engine {
 }
 
 /// Returns the recorded description of a message.
-pub(super) fn told_of_message(
+pub(super) fn message_entry(
     operation: layout::Operation,
     peer: Option<usize>,
     call: Call,
     at_ns: u64,
-) -> Told {
+) -> CallInfo {
     let bytes = |of: layout::Operation| if operation == of { call.bytes() } else { 0 };
-    Told {
+    CallInfo {
         operation,
         call,
         at_ns,
@@ -90,9 +90,9 @@ pub(super) fn told_of_message(
 }
 
 /// Returns the recorded description of a small call in shared memory, which no operation precedes.
-pub(super) fn told_of_small(call: Call, small: &Small, at_ns: u64) -> Told {
+pub(super) fn small_entry(call: Call, small: &SmallCall, at_ns: u64) -> CallInfo {
     let (to_send_bytes, to_receive_bytes) = small.volume();
-    Told {
+    CallInfo {
         operation: layout::Operation::Collective,
         call,
         at_ns,

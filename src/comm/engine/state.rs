@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 use convoke_env::{AgentChannel, Generation};
 use convoke_store::Store;
 
-use super::affinity::Sharing;
-use super::messages::Mailbox as Messages;
-use super::run::Run;
-use super::streams::Lanes;
-use super::ticket::Ticket;
+use super::affinity::CoreSharing;
+use super::completion::Completion;
+use super::execution::Execution;
+use super::messages::PeerMessages;
+use super::streams::PeerConnections;
 use crate::call::Call;
-use crate::flight::Track;
-use crate::links::conn::{Broken, Conn};
-use crate::links::hello::{Credentials, Lane};
+use crate::flight::GroupRecorder;
+use crate::links::conn::{Conn, ConnError};
+use crate::links::hello::{ConnectionKind, Credentials};
 
 /// The settings of an engine, which do not change.
 #[derive(Debug)]
@@ -36,9 +36,9 @@ pub(crate) struct Settings {
     pub(crate) agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
     /// Longest time until a dead host or path is noticed.
     pub(crate) peer_timeout: Duration,
-    pub(crate) sharing: Sharing,
-    /// The group's track in the flight recorder.
-    pub(crate) flight: Arc<Track>,
+    pub(crate) sharing: CoreSharing,
+    /// The group's part of the flight recorder.
+    pub(crate) flight: Arc<GroupRecorder>,
 }
 
 /// The state of one other rank.
@@ -48,37 +48,37 @@ pub(super) struct Peer {
     /// Control bytes that the connection has not taken yet.
     pub(super) control_out: Vec<u8>,
     pub(super) collective: Option<Conn>,
-    pub(super) messages: Messages,
+    pub(super) messages: PeerMessages,
     /// The peer said goodbye.
     pub(super) left: bool,
     /// The time and manner in which its control connection ended.
-    pub(super) silent: Option<(Instant, Broken)>,
+    pub(super) control_closed: Option<(Instant, ConnError)>,
     /// The time until which its control connection must explain why a data connection ended, and the error.
     pub(super) suspect: Option<(Instant, String)>,
     /// The last monitored barrier at which the peer said that it has arrived.
-    pub(super) signed: Option<u64>,
+    pub(super) last_barrier: Option<u64>,
     /// The last report of what the peer waits in, and for whom.
-    pub(super) state: Option<PeerState>,
+    pub(super) wait_report: Option<WaitReport>,
     /// The peer's offer to share memory, which says how to reach it.
     pub(super) offer: Option<Vec<u8>>,
     /// Lanes that the peer was asked to open.
-    pub(super) asked: [bool; 3],
+    pub(super) requested: [bool; 3],
 }
 
 #[derive(Debug)]
-pub(super) struct PeerState {
+pub(super) struct WaitReport {
     pub(super) seq: u64,
     pub(super) call: Call,
     pub(super) awaits: Vec<usize>,
-    pub(super) heard: Instant,
+    pub(super) received_at: Instant,
 }
 
 #[derive(Debug)]
 pub(super) struct Collective {
-    pub(super) run: Run,
-    pub(super) ticket: Arc<Ticket>,
+    pub(super) execution: Execution,
+    pub(super) completion: Arc<Completion>,
     /// In a monitored barrier: the others were told that this rank has arrived.
-    pub(super) signed: bool,
+    pub(super) arrival_announced: bool,
 }
 
 /// A wait of a rank: the number of the call, the call, and the awaited ranks.
@@ -90,31 +90,31 @@ impl Peer {
             control: None,
             control_out: Vec::new(),
             collective: None,
-            messages: Messages::new(rank),
+            messages: PeerMessages::new(rank),
             left: false,
-            silent: None,
+            control_closed: None,
             suspect: None,
-            signed: None,
-            state: None,
+            last_barrier: None,
+            wait_report: None,
             offer: None,
-            asked: [false; 3],
+            requested: [false; 3],
         }
     }
 
-    pub(super) fn is_open(&self, lane: Lane) -> bool {
-        match lane {
-            Lane::Control => self.control.is_some(),
-            Lane::Collective => self.collective.is_some(),
-            Lane::Message => self.messages.conn.is_some(),
+    pub(super) fn is_open(&self, conn_kind: ConnectionKind) -> bool {
+        match conn_kind {
+            ConnectionKind::Control => self.control.is_some(),
+            ConnectionKind::Collective => self.collective.is_some(),
+            ConnectionKind::Message => self.messages.conn.is_some(),
         }
     }
 }
 
 /// The connections of all peers for collectives.
-pub(super) struct Collectives<'a>(pub(super) &'a mut [Peer]);
+pub(super) struct CollectiveConnections<'a>(pub(super) &'a mut [Peer]);
 
-impl Lanes for Collectives<'_> {
-    fn lane(&mut self, peer: usize) -> Option<&mut Conn> {
+impl PeerConnections for CollectiveConnections<'_> {
+    fn connection(&mut self, peer: usize) -> Option<&mut Conn> {
         self.0.get_mut(peer)?.collective.as_mut()
     }
 }

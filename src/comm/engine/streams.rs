@@ -1,17 +1,17 @@
-//! Runs a plan over connections. It uses no clock and never waits: [`Streams::turn`] moves what it can.
+//! Runs a plan over connections. It uses no clock and never waits: [`Streams::progress`] moves what it can.
 
 use std::io::IoSlice;
 use std::sync::Arc;
 
 use crate::call::Call;
-use crate::engine::buffer::Lent;
-use crate::engine::row::{Arrival, Row};
-use crate::fault::moment;
+use crate::engine::buffer::BorrowedBuffer;
+use crate::engine::plan_buffer::{Fragment, PlanBuffer};
+use crate::fault::fault_point;
 use crate::frame::{Frame, HEADER_BYTES, Kind};
 use crate::kernels::Kernel;
-use crate::links::conn::{Broken, Conn, QUANTUM_BYTES};
+use crate::links::conn::{Conn, ConnError, MAX_READ_AHEAD_BYTES};
 use crate::links::hello::Credentials;
-use crate::plan::{Algorithm, Apply, Direction, Plan, Segment};
+use crate::plan::{Algorithm, Apply, BufferPart, Direction, Plan};
 
 /// Whole transfers up to this size are read together with their header.
 const SHORT_BYTES: usize = 12 << 10;
@@ -19,14 +19,14 @@ const SHORT_BYTES: usize = 12 << 10;
 const DIRECT_BYTES: usize = 4 << 10;
 /// Most bytes from each peer for which a rank that has sent all of its share waits for one peer after the
 /// other. It then holds up no sender.
-const PATIENT_BYTES: usize = 64 << 10;
+const SEQUENTIAL_BYTES: usize = 64 << 10;
 /// Most pieces of one send.
-const PARTS: usize = 8;
+const MAX_PARTS: usize = 8;
 
 /// The source of a run's connections.
-pub(crate) trait Lanes {
+pub(crate) trait PeerConnections {
     /// Returns the connection to `peer`, or `None` as long as there is none.
-    fn lane(&mut self, peer: usize) -> Option<&mut Conn>;
+    fn connection(&mut self, peer: usize) -> Option<&mut Conn>;
 }
 
 /// A collective in progress.
@@ -35,7 +35,7 @@ pub(crate) struct Streams {
     pub(crate) call: Call,
     pub(crate) seq: u64,
     plan: Arc<Plan>,
-    row: Row<'static>,
+    buffer: PlanBuffer<'static>,
     rank: usize,
     header: Frame,
     /// Bytes moved by each stream of the plan; received bytes count in whole elements.
@@ -44,7 +44,7 @@ pub(crate) struct Streams {
     unfinished: usize,
     /// Number of send flows that are not finished.
     unsent: usize,
-    /// No peer sends more than [`PATIENT_BYTES`].
+    /// No peer sends more than [`SEQUENTIAL_BYTES`].
     short: bool,
 }
 
@@ -53,9 +53,9 @@ pub(crate) struct Streams {
 struct Flow {
     peer: usize,
     direction: Direction,
-    /// Indices of its streams in the plan; `streams[at]` is being moved.
+    /// Indices of its streams in the plan; `streams[current]` is being moved.
     streams: Vec<usize>,
-    at: usize,
+    current: usize,
     /// The position within the stream: the segment, and the bytes of it that are done.
     segment: usize,
     offset: usize,
@@ -65,7 +65,7 @@ struct Flow {
     /// Bytes of the header that are done already.
     header: usize,
     finished: bool,
-    /// The connection could not move more: the flow waits for it, not for a gate.
+    /// The connection could not move more: the flow waits for it, not for a dependency.
     blocked: bool,
     /// The connection is gone; the engine finds out why.
     broken: bool,
@@ -73,9 +73,9 @@ struct Flow {
 
 /// The reasons why a run stops.
 #[derive(Debug)]
-pub(crate) enum RunError {
+pub(crate) enum ExecutionError {
     /// The connection to `peer` is gone. The run can go on with the others.
-    Broken { peer: usize, why: Broken },
+    Broken { peer: usize, why: ConnError },
     /// `peer` made another call.
     Mismatch { peer: usize, theirs: Call, seq: u64 },
     /// `peer` sent data that violates the protocol.
@@ -92,14 +92,14 @@ impl Streams {
         call: Call,
         seq: u64,
         plan: Arc<Plan>,
-        buffer: Lent<'static>,
+        buffer: BorrowedBuffer<'static>,
         kernel: Option<Kernel>,
         rank: usize,
     ) -> Self {
-        let row = Row::new(buffer, kernel, call.dtype.size_bytes(), &plan);
+        let buffer = PlanBuffer::new(buffer, kernel, call.dtype.size_bytes(), &plan);
         let mut flows: Vec<Flow> = Vec::new();
         for (index, stream) in plan.streams.iter().enumerate() {
-            let bytes = stream.len() * row.element_bytes;
+            let bytes = stream.len() * buffer.element_bytes;
             let same = |flow: &&mut Flow| flow.peer == stream.peer && flow.direction == stream.direction;
             if let Some(flow) = flows.iter_mut().find(same) {
                 flow.streams.push(index);
@@ -118,9 +118,9 @@ impl Streams {
         };
         let (moved, unfinished) = (vec![0; plan.streams.len()], flows.len());
         let unsent = flows.iter().filter(|flow| flow.direction == Direction::Send).count();
-        let long = |flow: &Flow| flow.direction == Direction::Recv && flow.total > PATIENT_BYTES;
+        let long = |flow: &Flow| flow.direction == Direction::Recv && flow.total > SEQUENTIAL_BYTES;
         let short = !flows.iter().any(long);
-        Self { call, seq, plan, row, rank, header, moved, flows, unfinished, unsent, short }
+        Self { call, seq, plan, buffer, rank, header, moved, flows, unfinished, unsent, short }
     }
 
     pub(crate) fn is_finished(&self) -> bool {
@@ -160,19 +160,19 @@ impl Streams {
     /// Returns the peers whose connection blocks the run, and the direction.
     pub(crate) fn blocked(&self) -> impl Iterator<Item = (usize, Direction)> + '_ {
         let waiting = self.flows.iter().filter(|flow| flow.blocked && !flow.finished && !flow.broken);
-        let most = if self.is_patient() { 1 } else { usize::MAX };
+        let most = if self.waits_sequentially() { 1 } else { usize::MAX };
         waiting.map(|flow| (flow.peer, flow.direction)).take(most)
     }
 
     /// Returns whether waiting for one peer is enough: no peer waits for this rank, and it needs all of the
     /// rest.
-    fn is_patient(&self) -> bool {
+    fn waits_sequentially(&self) -> bool {
         self.short && self.unsent == 0
     }
 
     /// Moves pending data. Returns whether anything moved.
-    pub(crate) fn turn(&mut self, lanes: &mut dyn Lanes) -> Result<bool, RunError> {
-        self.row.begin();
+    pub(crate) fn progress(&mut self, connections: &mut dyn PeerConnections) -> Result<bool, ExecutionError> {
+        self.buffer.begin();
         let mut any = false;
         for index in 0..self.flows.len() {
             let flow = &self.flows[index];
@@ -180,53 +180,55 @@ impl Streams {
                 continue;
             }
             let (peer, direction) = (flow.peer, flow.direction);
-            let Some(lane) = lanes.lane(peer) else { continue };
+            let Some(conn) = connections.connection(peer) else { continue };
             self.flows[index].blocked = false;
             let moved = match direction {
-                Direction::Send => self.send(index, lane),
-                Direction::Recv => self.recv(index, lane),
+                Direction::Send => self.send(index, conn),
+                Direction::Recv => self.recv(index, conn),
             };
             let nothing = matches!(moved, Ok(false));
             any |= match moved {
                 Ok(moved) => moved,
-                Err(Stop::Broken(why)) => {
+                Err(FlowError::Broken(why)) => {
                     self.flows[index].broken = true;
-                    return Err(RunError::Broken { peer, why });
+                    return Err(ExecutionError::Broken { peer, why });
                 }
-                Err(Stop::Mismatch(theirs, seq)) => return Err(RunError::Mismatch { peer, theirs, seq }),
-                Err(Stop::Protocol(what)) => return Err(RunError::Protocol { peer, what }),
-                Err(Stop::Function(what)) => {
+                Err(FlowError::Mismatch(theirs, seq)) => {
+                    return Err(ExecutionError::Mismatch { peer, theirs, seq });
+                }
+                Err(FlowError::Protocol(what)) => return Err(ExecutionError::Protocol { peer, what }),
+                Err(FlowError::Function(what)) => {
                     // Some elements may have been added already and must not be added again.
                     self.flows[index].broken = true;
-                    return Err(RunError::Function(what));
+                    return Err(ExecutionError::Function(what));
                 }
             };
             let flow = &mut self.flows[index];
-            moment(if direction == Direction::Send { "sent" } else { "received" }, self.seq, flow.done);
+            fault_point(if direction == Direction::Send { "sent" } else { "received" }, self.seq, flow.done);
             if flow.header == HEADER_BYTES && flow.done == flow.total {
                 flow.finished = true;
                 self.unfinished -= 1;
                 self.unsent -= usize::from(direction == Direction::Send);
             }
-            if nothing && self.flows[index].blocked && self.is_patient() {
+            if nothing && self.flows[index].blocked && self.waits_sequentially() {
                 break;
             }
         }
         if self.unfinished == 0 {
-            self.row.finish();
+            self.buffer.finish();
         } else if !any {
-            any = self.row.copy_some();
+            any = self.buffer.copy_some();
         }
         Ok(any)
     }
 
-    /// Returns the bytes that the gate of the flow's current stream lets it move now.
+    /// Returns the bytes that the dependency of the flow's current stream lets it move now.
     fn allowance(&self, flow: &Flow) -> usize {
-        let Some(&index) = flow.streams.get(flow.at) else { return 0 };
-        let gate = self.plan.streams[index].gate;
-        gate.map_or(usize::MAX, |gate| {
-            let lead = gate.lead.saturating_mul(self.row.element_bytes.cast_signed());
-            self.moved[gate.stream].saturating_add_signed(lead).saturating_sub(self.moved[index])
+        let Some(&index) = flow.streams.get(flow.current) else { return 0 };
+        let dependency = self.plan.streams[index].dependency;
+        dependency.map_or(usize::MAX, |dependency| {
+            let lead = dependency.lead.saturating_mul(self.buffer.element_bytes.cast_signed());
+            self.moved[dependency.stream].saturating_add_signed(lead).saturating_sub(self.moved[index])
         })
     }
 
@@ -234,17 +236,17 @@ impl Streams {
         flow.done == flow.total || self.allowance(flow) > 0
     }
 
-    /// Returns the rest of the flow's current segment, in bytes of the buffer. Skips empty segments.
-    fn place(&mut self, index: usize) -> Option<(std::ops::Range<usize>, Apply)> {
+    /// Returns the rest of the flow's current segment, in bytes of the buffer. Skips empty parts.
+    fn current_range(&mut self, index: usize) -> Option<(std::ops::Range<usize>, Apply)> {
         let flow = &mut self.flows[index];
         loop {
-            let stream = &self.plan.streams[*flow.streams.get(flow.at)?];
-            let Some(Segment { range, apply }) = stream.segments.get(flow.segment) else {
-                (flow.at, flow.segment, flow.offset) = (flow.at + 1, 0, 0);
+            let stream = &self.plan.streams[*flow.streams.get(flow.current)?];
+            let Some(BufferPart { range, apply }) = stream.parts.get(flow.segment) else {
+                (flow.current, flow.segment, flow.offset) = (flow.current + 1, 0, 0);
                 continue;
             };
-            let start = range.start * self.row.element_bytes + flow.offset;
-            let end = range.end * self.row.element_bytes;
+            let start = range.start * self.buffer.element_bytes + flow.offset;
+            let end = range.end * self.buffer.element_bytes;
             if start < end {
                 return Some((start..end, *apply));
             }
@@ -257,28 +259,28 @@ impl Streams {
         let flow = &mut self.flows[index];
         flow.offset += bytes;
         flow.done += bytes;
-        if let Some(&stream) = flow.streams.get(flow.at) {
+        if let Some(&stream) = flow.streams.get(flow.current) {
             self.moved[stream] += bytes;
         }
     }
 
-    fn send(&mut self, index: usize, lane: &mut Conn) -> Result<bool, Stop> {
-        self.place(index);
+    fn send(&mut self, index: usize, conn: &mut Conn) -> Result<bool, FlowError> {
+        self.current_range(index);
         let flow = &self.flows[index];
-        let allowance = self.allowance(flow).min(QUANTUM_BYTES);
+        let allowance = self.allowance(flow).min(MAX_READ_AHEAD_BYTES);
         let body = flow.done < flow.total;
         if body && allowance == 0 {
             return Ok(false);
         }
         let header = Frame { len: flow.total as u64, ..self.header }.encode();
-        let mut parts = [IoSlice::new(&[]); PARTS];
+        let mut parts = [IoSlice::new(&[]); MAX_PARTS];
         let mut used = 0;
         if flow.header < HEADER_BYTES {
             parts[0] = IoSlice::new(&header[flow.header..]);
             used = 1;
         }
         used += self.gather(flow, allowance, &mut parts[used..]);
-        let mut sent = lane.send(&parts[..used]).map_err(Stop::Broken)?;
+        let mut sent = conn.send(&parts[..used]).map_err(FlowError::Broken)?;
         let any = sent > 0;
         let flow = &mut self.flows[index];
         flow.blocked = !any;
@@ -286,7 +288,7 @@ impl Streams {
         flow.header += of_header;
         sent -= of_header;
         while sent > 0 {
-            let Some((range, _)) = self.place(index) else { break };
+            let Some((range, _)) = self.current_range(index) else { break };
             let step = sent.min(range.len());
             self.advance(index, step);
             sent -= step;
@@ -296,15 +298,15 @@ impl Streams {
 
     /// Gathers the next `most` bytes of the flow's current stream. Returns the number of parts.
     fn gather<'a>(&'a self, flow: &Flow, most: usize, parts: &mut [IoSlice<'a>]) -> usize {
-        let Some(&stream) = flow.streams.get(flow.at) else { return 0 };
+        let Some(&stream) = flow.streams.get(flow.current) else { return 0 };
         let (mut used, mut left, mut skip) = (0, most, flow.offset);
-        for segment in &self.plan.streams[stream].segments[flow.segment..] {
-            let mut start = segment.range.start * self.row.element_bytes + skip;
-            let end = (segment.range.end * self.row.element_bytes).min(start.saturating_add(left));
+        for segment in &self.plan.streams[stream].parts[flow.segment..] {
+            let mut start = segment.range.start * self.buffer.element_bytes + skip;
+            let end = (segment.range.end * self.buffer.element_bytes).min(start.saturating_add(left));
             skip = 0;
             while start < end && used < parts.len() {
-                // The piece is cut at the end of a part of the row.
-                let bytes = self.row.bytes(start..end);
+                // The piece is cut at the end of a part of the buffer.
+                let bytes = self.buffer.bytes(start..end);
                 if bytes.is_empty() {
                     return used;
                 }
@@ -320,10 +322,10 @@ impl Streams {
         used
     }
 
-    fn recv(&mut self, index: usize, lane: &mut Conn) -> Result<bool, Stop> {
+    fn recv(&mut self, index: usize, conn: &mut Conn) -> Result<bool, FlowError> {
         let mut any = false;
         if self.flows[index].header < HEADER_BYTES {
-            any |= self.recv_header(index, lane)?;
+            any |= self.recv_header(index, conn)?;
             if self.flows[index].header < HEADER_BYTES {
                 return Ok(any);
             }
@@ -331,24 +333,28 @@ impl Streams {
         // Each turn makes at most one system call, so that sending gets its turn as well.
         let mut asked = any;
         loop {
-            let Some((range, apply)) = self.place(index) else { return Ok(any) };
+            let Some((range, apply)) = self.current_range(index) else { return Ok(any) };
             let mut allowance = self.allowance(&self.flows[index]);
             if apply != Apply::Copy {
-                allowance -= allowance % self.row.element_bytes;
+                allowance -= allowance % self.buffer.element_bytes;
             }
             if allowance == 0 {
                 return Ok(any);
             }
             let flow = &self.flows[index];
-            let moved = flow.streams.get(flow.at).map_or(0, |&stream| self.moved[stream]);
-            let before = moved / self.row.element_bytes;
-            let most = range.len().min(allowance).min(self.row.most(apply, before)).min(QUANTUM_BYTES);
+            let moved = flow.streams.get(flow.current).map_or(0, |&stream| self.moved[stream]);
+            let before = moved / self.buffer.element_bytes;
+            let most = range
+                .len()
+                .min(allowance)
+                .min(self.buffer.max_bytes(apply, before))
+                .min(MAX_READ_AHEAD_BYTES);
             let range = range.start..range.start + most;
-            let bytes = &lane.unread()[..most.min(lane.unread().len())];
+            let bytes = &conn.unread()[..most.min(conn.unread().len())];
             let is_first = flow.peer < self.rank;
-            let arrival = Arrival { bytes, apply, at: range.start, before, is_first };
-            let used = self.row.take(&arrival).map_err(Stop::Function)?;
-            lane.consume(used);
+            let fragment = Fragment { bytes, apply, at: range.start, before, is_first };
+            let used = self.buffer.apply(&fragment).map_err(FlowError::Function)?;
+            conn.consume(used);
             if used > 0 {
                 self.advance(index, used);
                 any = true;
@@ -358,12 +364,12 @@ impl Streams {
                 return Ok(any);
             }
             asked = true;
-            let got = if apply == Apply::Copy && most >= DIRECT_BYTES && lane.unread().is_empty() {
-                let got = lane.recv(&mut self.row.bytes_mut(range)).map_err(Stop::Broken)?;
+            let got = if apply == Apply::Copy && most >= DIRECT_BYTES && conn.unread().is_empty() {
+                let got = conn.recv(&mut self.buffer.bytes_mut(range)).map_err(FlowError::Broken)?;
                 self.advance(index, got);
                 got
             } else {
-                lane.fill(most).map_err(Stop::Broken)?
+                conn.fill(most).map_err(FlowError::Broken)?
             };
             self.flows[index].blocked = got == 0;
             any |= got > 0;
@@ -371,26 +377,26 @@ impl Streams {
     }
 
     /// Reads the header and compares it before any data is touched. Returns whether anything moved.
-    fn recv_header(&mut self, index: usize, lane: &mut Conn) -> Result<bool, Stop> {
+    fn recv_header(&mut self, index: usize, conn: &mut Conn) -> Result<bool, FlowError> {
         let total = self.flows[index].total;
         let mut any = false;
-        if lane.unread().len() < HEADER_BYTES {
-            let reduces = self.place(index).is_some_and(|(_, apply)| apply != Apply::Copy);
+        if conn.unread().len() < HEADER_BYTES {
+            let reduces = self.current_range(index).is_some_and(|(_, apply)| apply != Apply::Copy);
             let with = if total <= SHORT_BYTES || reduces { total } else { 0 };
-            let got = lane.fill(HEADER_BYTES + with).map_err(Stop::Broken)?;
+            let got = conn.fill(HEADER_BYTES + with).map_err(FlowError::Broken)?;
             any = got > 0;
             self.flows[index].blocked = !any;
         }
-        let Some(bytes) = lane.unread().first_chunk::<HEADER_BYTES>() else { return Ok(any) };
-        let frame = Frame::decode(bytes).map_err(|error| Stop::Protocol(error.to_string()))?;
+        let Some(bytes) = conn.unread().first_chunk::<HEADER_BYTES>() else { return Ok(any) };
+        let frame = Frame::decode(bytes).map_err(|error| FlowError::Protocol(error.to_string()))?;
         self.check(&frame, total)?;
-        lane.consume(HEADER_BYTES);
+        conn.consume(HEADER_BYTES);
         self.flows[index].header = HEADER_BYTES;
         Ok(true)
     }
 
-    fn check(&self, frame: &Frame, total: usize) -> Result<(), Stop> {
-        let protocol = |what: String| Err(Stop::Protocol(what));
+    fn check(&self, frame: &Frame, total: usize) -> Result<(), FlowError> {
+        let protocol = |what: String| Err(FlowError::Protocol(what));
         if frame.kind != Kind::Data {
             return protocol(format!("a {:?} frame among the data of collectives", frame.kind));
         }
@@ -400,9 +406,9 @@ impl Streams {
                 frame.generation, frame.group, self.header.generation, self.header.group
             ));
         }
-        let call = Call::decode(frame.call).map_err(Stop::Protocol)?;
+        let call = Call::decode(frame.call).map_err(FlowError::Protocol)?;
         if call != self.call || frame.seq != self.seq {
-            return Err(Stop::Mismatch(call, frame.seq));
+            return Err(FlowError::Mismatch(call, frame.seq));
         }
         if frame.len != total as u64 {
             return protocol(format!("{} bytes for {}, expected {total}", frame.len, self.call));
@@ -411,9 +417,9 @@ impl Streams {
     }
 }
 
-/// A [`RunError`] before the peer is known.
-enum Stop {
-    Broken(Broken),
+/// An [`ExecutionError`] before the peer is known.
+enum FlowError {
+    Broken(ConnError),
     Mismatch(Call, u64),
     Protocol(String),
     Function(String),
@@ -425,7 +431,7 @@ impl Flow {
             peer,
             direction,
             streams: vec![stream],
-            at: 0,
+            current: 0,
             segment: 0,
             offset: 0,
             total,

@@ -5,7 +5,7 @@ pub(super) use std::sync::PoisonError;
 #[cfg(not(loom))]
 pub(super) use std::{
     sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence},
-    sync::{Mutex, Mutex as SeatLock, MutexGuard, MutexGuard as SeatGuard, TryLockError},
+    sync::{Mutex, Mutex as ProgressLock, MutexGuard, MutexGuard as ProgressLockGuard, TryLockError},
     thread::{Thread, current, park, park_timeout},
 };
 
@@ -28,38 +28,40 @@ pub(super) fn park_timeout(_: std::time::Duration) {
 /// release. This one uses an atomic, so that loom explores it.
 #[cfg(loom)]
 #[derive(Debug)]
-pub(super) struct SeatLock<T> {
+pub(super) struct ProgressLock<T> {
     held: AtomicBool,
     inner: Mutex<T>,
 }
 
 #[cfg(loom)]
 #[derive(Debug)]
-pub(super) struct SeatGuard<'a, T> {
+pub(super) struct ProgressLockGuard<'a, T> {
     held: &'a AtomicBool,
     inner: Option<MutexGuard<'a, T>>,
 }
 
 #[cfg(loom)]
-impl<T> SeatLock<T> {
+impl<T> ProgressLock<T> {
     pub(super) fn new(value: T) -> Self {
         Self { held: AtomicBool::new(false), inner: Mutex::new(value) }
     }
 
-    pub(super) fn try_lock(&self) -> Result<SeatGuard<'_, T>, TryLockError<SeatGuard<'_, T>>> {
+    pub(super) fn try_lock(
+        &self,
+    ) -> Result<ProgressLockGuard<'_, T>, TryLockError<ProgressLockGuard<'_, T>>> {
         let taken = self.held.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed);
         taken.map_err(|_| TryLockError::WouldBlock)?;
-        Ok(SeatGuard { held: &self.held, inner: self.inner.lock().ok() })
+        Ok(ProgressLockGuard { held: &self.held, inner: self.inner.lock().ok() })
     }
 
     /// Locks without waiting. The caller is the only thread that uses the lock.
-    pub(super) fn lock(&self) -> std::sync::LockResult<SeatGuard<'_, T>> {
+    pub(super) fn lock(&self) -> std::sync::LockResult<ProgressLockGuard<'_, T>> {
         Ok(self.try_lock().expect("somebody else holds it"))
     }
 }
 
 #[cfg(loom)]
-impl<T> std::ops::Deref for SeatGuard<'_, T> {
+impl<T> std::ops::Deref for ProgressLockGuard<'_, T> {
     type Target = T;
 
     fn deref(&self) -> &T {
@@ -68,14 +70,14 @@ impl<T> std::ops::Deref for SeatGuard<'_, T> {
 }
 
 #[cfg(loom)]
-impl<T> std::ops::DerefMut for SeatGuard<'_, T> {
+impl<T> std::ops::DerefMut for ProgressLockGuard<'_, T> {
     fn deref_mut(&mut self) -> &mut T {
         self.inner.as_mut().expect("held until it is dropped")
     }
 }
 
 #[cfg(loom)]
-impl<T> Drop for SeatGuard<'_, T> {
+impl<T> Drop for ProgressLockGuard<'_, T> {
     fn drop(&mut self) {
         self.inner = None;
         self.held.store(false, Ordering::Release);

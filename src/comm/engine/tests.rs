@@ -1,11 +1,12 @@
-//! Unauthenticated and misbehaving peers: real ranks against a scripted one. In `mad` it misbehaves after it
-//! has authenticated, in `called` it is the acceptor, and in `leaver` it leaves without having read.
+//! Unauthenticated and misbehaving peers: real ranks against a scripted one. In `byzantine` it misbehaves
+//! after it has authenticated, in `scripted_acceptor` it accepts the connections, and in `departed_peer` it
+//! leaves without having read.
 
-mod alone;
-mod called;
-mod leaver;
-mod mad;
-mod rough;
+mod byzantine;
+mod departed_peer;
+mod faulty_link;
+mod memory_unavailable;
+mod scripted_acceptor;
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -16,16 +17,16 @@ use std::time::{Duration, Instant};
 use convoke_env::{Generation, Token};
 use convoke_store::{MemoryStore, Store};
 
-use super::core::Engine;
+use super::progress::Engine;
 use super::state::Settings;
-use super::{Crowd, Sharing};
+use super::{CoreSharing, Oversubscription};
 use crate::call::{Call, CallKind};
 use crate::dtype::{Dtype, ReduceOp};
 use crate::error::CommError;
-use crate::flight::Recorder;
+use crate::flight::FlightRecorder;
 use crate::frame::{Frame, HEADER_BYTES, Kind};
 use crate::group::Group;
-use crate::links::hello::{Credentials, Hello, Lane, Role, SUITE_PLAIN, Welcome};
+use crate::links::hello::{ConnectionKind, Credentials, Hello, Role, SUITE_PLAIN, Welcome};
 use crate::links::tcp;
 use crate::options::GroupOptions;
 use crate::plan::{Topology, Tuning};
@@ -47,14 +48,17 @@ fn credentials() -> Credentials {
 }
 
 /// Two real ranks that wait for a third, and all that a test needs to play the third.
-struct Siege {
+struct ScriptedPeer {
     store: Arc<dyn Store>,
     addresses: Vec<SocketAddr>,
     listener: tcp::Listener,
 }
 
 /// Runs `body` on ranks 0 and 1 in threads, and `attack` concurrently.
-fn siege<R: Send>(body: impl Fn(Result<Group, CommError>) -> R + Sync, attack: impl FnOnce(Siege)) -> Vec<R> {
+fn with_scripted_peer<R: Send>(
+    body: impl Fn(Result<Group, CommError>) -> R + Sync,
+    attack: impl FnOnce(ScriptedPeer),
+) -> Vec<R> {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     let listener = tcp::listen(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
     let address = listener.address().unwrap();
@@ -82,12 +86,12 @@ fn siege<R: Send>(body: impl Fn(Result<Group, CommError>) -> R + Sync, attack: i
             record["address"].as_str().unwrap().parse().unwrap()
         };
         let addresses = table.iter().map(address).collect();
-        attack(Siege { store: Arc::clone(&store), addresses, listener });
+        attack(ScriptedPeer { store: Arc::clone(&store), addresses, listener });
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }
 
-impl Siege {
+impl ScriptedPeer {
     /// Opens an unauthenticated connection to a rank.
     fn call(&self, rank: usize) -> TcpStream {
         let stream = TcpStream::connect(self.addresses[rank]).unwrap();
@@ -108,12 +112,13 @@ impl Siege {
             store_rank: None,
             agent: None,
             peer_timeout: Duration::from_secs(10),
-            sharing: Sharing { crowd: Crowd::Cores, place: Some(0) },
-            flight: Arc::new(Recorder::of_process().group("default", 0, None, (FAKE, 3), &[0, 1, 2])),
+            sharing: CoreSharing { oversubscription: Oversubscription::Cores, core_index: Some(0) },
+            flight: Arc::new(FlightRecorder::for_process().group("default", 0, None, (FAKE, 3), &[0, 1, 2])),
         };
         let mut engine = Engine::new(settings, Some(self.listener)).unwrap();
-        let lanes: Vec<_> = (0..2).flat_map(|peer| Lane::ALL.map(|lane| (peer, lane))).collect();
-        assert!(engine.connect(&lanes, Instant::now() + LONG).unwrap());
+        let connections: Vec<_> =
+            (0..2).flat_map(|peer| ConnectionKind::ALL.map(|conn_kind| (peer, conn_kind))).collect();
+        assert!(engine.connect(&connections, Instant::now() + LONG).unwrap());
         engine
     }
 }
@@ -129,7 +134,14 @@ fn with(frame: Frame, payload: &[u8]) -> Vec<u8> {
 
 fn hello(source: usize, destination: usize) -> Hello {
     let (source, destination) = (source as u32, destination as u32);
-    Hello { suite: SUITE_PLAIN, lane: Lane::Control, capabilities: 0, source, destination, nonce: [9; 32] }
+    Hello {
+        suite: SUITE_PLAIN,
+        conn_kind: ConnectionKind::Control,
+        capabilities: 0,
+        source,
+        destination,
+        nonce: [9; 32],
+    }
 }
 
 fn greeting(source: usize, destination: usize) -> Vec<u8> {
@@ -153,13 +165,13 @@ fn read_welcome(stream: &mut TcpStream) -> Welcome {
 
 #[test]
 fn unauthenticated_peers_are_refused_and_real_peers_still_connect() {
-    let sums = siege(
+    let sums = with_scripted_peer(
         |group| {
             let group = group?;
             let mut sum = [1 << group.rank()];
             group.all_reduce(&mut sum, ReduceOp::Sum).map(|()| sum[0])
         },
-        |siege| {
+        |peer| {
             let good = frame(Kind::Hello, 48);
             let patched = |index: usize, byte: u8| {
                 let mut bytes = greeting(FAKE, 0);
@@ -190,7 +202,7 @@ fn unauthenticated_peers_are_refused_and_real_peers_still_connect() {
                 ("a hello twice", [greeting(FAKE, 0), greeting(FAKE, 0)].concat(), "before the proof"),
             ];
             for (what, bytes, part) in cases {
-                let mut stream = siege.call(0);
+                let mut stream = peer.call(0);
                 stream.write_all(&bytes).unwrap();
                 let answer = answer(stream);
                 assert!(answer.contains(part), "{what}: {answer:?}");
@@ -198,7 +210,7 @@ fn unauthenticated_peers_are_refused_and_real_peers_still_connect() {
             }
             // These are a proof made with another token, and the rank's own proof sent back to it.
             for reflected in [false, true] {
-                let mut stream = siege.call(0);
+                let mut stream = peer.call(0);
                 stream.write_all(&greeting(FAKE, 0)).unwrap();
                 let welcome = read_welcome(&mut stream);
                 let other = Credentials::new(Some(&Token::new(b"other".to_vec())), generation(), 0);
@@ -213,16 +225,16 @@ fn unauthenticated_peers_are_refused_and_real_peers_still_connect() {
             // These peers are cut off in the middle, or stop sending. There are far more of the latter than
             // are accepted.
             for cut in [1, 4, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 47] {
-                siege.call(0).write_all(&greeting(FAKE, 0)[..cut]).unwrap();
+                peer.call(0).write_all(&greeting(FAKE, 0)[..cut]).unwrap();
             }
-            let mut silent: Vec<_> = (0..300).map(|index| siege.call(index % 2)).collect();
+            let mut silent: Vec<_> = (0..300).map(|index| peer.call(index % 2)).collect();
             for (index, stream) in silent.iter_mut().enumerate() {
                 // Connections that were refused already cannot be written to.
                 let _ = stream.write_all(&greeting(FAKE, 0)[..index % HEADER_BYTES]);
             }
             // These peers send all that is possible without the secret: a valid hello, but no proof.
             let greet = |_| {
-                let mut stream = siege.call(0);
+                let mut stream = peer.call(0);
                 stream.write_all(&greeting(FAKE, 0)).unwrap();
                 read_welcome(&mut stream);
                 stream
@@ -230,7 +242,7 @@ fn unauthenticated_peers_are_refused_and_real_peers_still_connect() {
             let mut greeted: Vec<_> = (0..100).map(greet).collect();
             let closed = greeted[0].read(&mut [0]);
             assert!(!closed.is_err_and(|error| error.kind() == std::io::ErrorKind::WouldBlock));
-            let shared = super::Shared::new(siege.engine());
+            let shared = super::Shared::new(peer.engine());
             assert_eq!(sum(&shared), 7);
             shared.close(Engine::leave);
         },
@@ -241,7 +253,7 @@ fn unauthenticated_peers_are_refused_and_real_peers_still_connect() {
 #[test]
 fn unauthenticated_peers_disturb_no_call() {
     let over = AtomicBool::new(false);
-    siege(
+    with_scripted_peer(
         |group| {
             let group = group.unwrap();
             for round in 0..200 {
@@ -255,8 +267,8 @@ fn unauthenticated_peers_disturb_no_call() {
             let error = group.barrier().unwrap_err();
             assert!(matches!(error, CommError::PeerLost { rank: FAKE, .. }), "{error}");
         },
-        |siege| {
-            let (addresses, mut engine) = (siege.addresses.clone(), siege.engine());
+        |peer| {
+            let (addresses, mut engine) = (peer.addresses.clone(), peer.engine());
             let mut random = convoke_testkit::Random::new("unauthenticated_peers_disturb_no_call");
             while !over.load(Ordering::SeqCst) {
                 let mut stream = TcpStream::connect(addresses[random.below(2)]).unwrap();
@@ -281,10 +293,15 @@ fn sum(shared: &super::Shared) -> i32 {
     let plan = Arc::new(crate::plan::all_reduce(algorithm, rounding, FAKE, &topology, 1, 4));
     let kernel = crate::kernels::Kernel::of(Dtype::I32, ReduceOp::Sum, 3);
     let mut mine = [4_i32];
-    let lent = super::Lent::default().filled(0, &mut mine);
+    let buffer = super::BorrowedBuffer::default().with_mut(0, &mut mine);
     shared
         .call(
-            &mut Some(super::Operation::Collective { call, way: super::Way::Streams(plan), lent, kernel }),
+            &mut Some(super::Operation::Collective {
+                call,
+                transport: super::Transport::Connections(plan),
+                buffer,
+                kernel,
+            }),
             LONG.into(),
         )
         .unwrap();

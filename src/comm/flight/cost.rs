@@ -4,7 +4,7 @@ use std::hint::black_box;
 use std::path::PathBuf;
 use std::time::Instant;
 
-use super::{Generation, Recorder, Told, Track, now_ns};
+use super::{CallInfo, FlightRecorder, Generation, GroupRecorder, now_ns};
 use crate::call::{Call, CallKind};
 use crate::dtype::{Dtype, ReduceOp};
 use crate::plan::Algorithm;
@@ -17,24 +17,25 @@ const CALLS: u32 = 100;
 
 /// Returns the name of each measurement and its nanoseconds. The recording in a file goes to `folder`.
 pub fn flight_costs(folder: PathBuf) -> Vec<(&'static str, f64)> {
-    let track =
-        |folder| Recorder::new(folder, None).group("bench", 7, None::<Generation>, (1, 3), &[5, 6, 8]);
-    let (in_file, in_memory): (Track, Track) = (track(Some(folder)), track(None));
+    let group_recorder =
+        |folder| FlightRecorder::new(folder, None).group("bench", 7, None::<Generation>, (1, 3), &[5, 6, 8]);
+    let (in_file, in_memory): (GroupRecorder, GroupRecorder) =
+        (group_recorder(Some(folder)), group_recorder(None));
     // The engine knows the time of a call already, so it is not measured.
-    let made = told();
-    let step = in_file.begin(&made);
+    let made = call_info();
+    let record = in_file.begin(&made);
     vec![
         ("a reading of the clock", median(|_| now_ns())),
-        ("the beginning of a call", median(|seq| in_file.begin(&Told { seq, ..made }))),
-        ("a call, recorded in a file", median(|seq| in_file.begin(&Told { seq, ..made }).end(true))),
-        ("a call, recorded in memory", median(|seq| in_memory.begin(&Told { seq, ..made }).end(true))),
-        ("a wait", median(|_| step.wait([1].into_iter(), 0, 0))),
+        ("the beginning of a call", median(|seq| in_file.begin(&CallInfo { seq, ..made }))),
+        ("a call, recorded in a file", median(|seq| in_file.begin(&CallInfo { seq, ..made }).end(true))),
+        ("a call, recorded in memory", median(|seq| in_memory.begin(&CallInfo { seq, ..made }).end(true))),
+        ("a wait", median(|_| record.wait([1].into_iter(), 0, 0))),
     ]
 }
 
-fn told() -> Told {
+fn call_info() -> CallInfo {
     let (kind, dtype, op) = (CallKind::AllReduce, Dtype::F32, Some(ReduceOp::Sum));
-    Told {
+    CallInfo {
         operation: Operation::Collective,
         call: Call::new(kind, dtype, op, 0, 1000),
         at_ns: now_ns(),

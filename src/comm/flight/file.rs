@@ -22,12 +22,12 @@ use nix::sys::statfs::{
     XFS_SUPER_MAGIC, fstatfs,
 };
 
+use super::call_ring::CallRing;
 use super::map::map;
-use super::ring::Ring;
-use crate::room;
+use crate::limits;
 
 /// Local file systems whose allocated blocks are reliable. (ext2, ext3 and ext4 share one number.)
-const LOCAL: [FsType; 6] = [
+const LOCAL_FILE_SYSTEMS: [FsType; 6] = [
     BTRFS_SUPER_MAGIC,
     EXT4_SUPER_MAGIC,
     F2FS_SUPER_MAGIC,
@@ -36,26 +36,26 @@ const LOCAL: [FsType; 6] = [
     XFS_SUPER_MAGIC,
 ];
 /// Most recordings of one rank and pid in one folder.
-const NAMES: u32 = 100;
+const MAX_FILES: u32 = 100;
 /// The longest time that a failing call waits for a recording to be saved.
-const SAVE: Duration = Duration::from_secs(1);
+const SAVE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The file of a recording.
 #[derive(Debug)]
-pub(super) struct File {
+pub(super) struct RecordingFile {
     /// The destination of a save; `None` if the file is mapped, or there is no folder.
-    save_to: Option<Unsaved>,
+    save_to: Option<SaveTarget>,
 }
 
 #[derive(Debug)]
-struct Unsaved {
+struct SaveTarget {
     folder: PathBuf,
     name: String,
     /// The path, once the recording was saved; locked during a save.
     path: Arc<Mutex<Option<PathBuf>>>,
 }
 
-impl File {
+impl RecordingFile {
     /// Returns zeroed words for a recording, in a new file in `folder` if possible.
     pub(super) fn open(folder: Option<PathBuf>, header: &Header) -> (&'static [AtomicU64], Self) {
         let name = match header.rank {
@@ -75,20 +75,20 @@ impl File {
 
     pub(super) fn in_memory(folder: Option<PathBuf>, name: String) -> (&'static [AtomicU64], Self) {
         let words: Vec<AtomicU64> = (0..FILE_LEN).map(|_| AtomicU64::new(0)).collect();
-        let save_to = folder.map(|folder| Unsaved { folder, name, path: Arc::default() });
+        let save_to = folder.map(|folder| SaveTarget { folder, name, path: Arc::default() });
         (Box::leak(words.into_boxed_slice()), Self { save_to })
     }
 
     /// Saves the recording to a file in the folder, or overwrites the earlier save. It does nothing if the
     /// recording is a mapped file. It reports no errors and waits for at most a second, since its caller is
     /// about to fail and must not be held up.
-    pub(super) fn save(&self, ring: &Ring) {
-        let Some(Unsaved { folder, name, path }) = &self.save_to else { return };
+    pub(super) fn save(&self, ring: &CallRing) {
+        let Some(SaveTarget { folder, name, path }) = &self.save_to else { return };
         let (folder, name, path, bytes) = (folder.clone(), name.clone(), Arc::clone(path), ring.bytes());
         let (done, wait) = channel();
         let save = move || {
             let mut path = path.lock().unwrap_or_else(PoisonError::into_inner);
-            if room::for_file(bytes.len()).is_err() {
+            if limits::check_file_size(bytes.len()).is_err() {
                 // Exceeding the file size limit would kill the process.
             } else if let Some(path) = &*path {
                 let _ = fs::write(path, bytes);
@@ -101,7 +101,7 @@ impl File {
             let _ = done.send(());
         };
         if std::thread::Builder::new().name("convoke-flight".to_owned()).spawn(save).is_ok() {
-            let _ = wait.recv_timeout(SAVE);
+            let _ = wait.recv_timeout(SAVE_TIMEOUT);
         }
     }
 }
@@ -119,7 +119,7 @@ fn mapped(folder: &Path, name: &str) -> io::Result<&'static [AtomicU64]> {
 /// Creates a file with a name that no other file in `folder` has, and returns both.
 fn create(folder: &Path, name: &str) -> io::Result<(fs::File, PathBuf)> {
     DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
-    for number in 0..NAMES {
+    for number in 0..MAX_FILES {
         let number = if number == 0 { String::new() } else { format!(".{number}") };
         let path = folder.join(format!("{name}{number}.{EXTENSION}"));
         match OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path) {
@@ -132,10 +132,10 @@ fn create(folder: &Path, name: &str) -> io::Result<(fs::File, PathBuf)> {
 
 /// Gives the file its length and the disk blocks for it.
 fn allocate(file: &fs::File) -> io::Result<()> {
-    if !LOCAL.contains(&fstatfs(file.as_fd())?.filesystem_type()) {
+    if !LOCAL_FILE_SYSTEMS.contains(&fstatfs(file.as_fd())?.filesystem_type()) {
         return Err(io::ErrorKind::Unsupported.into());
     }
-    room::for_file(FILE_BYTES)?;
+    limits::check_file_size(FILE_BYTES)?;
     fallocate(file, FallocateFlags::empty(), 0, FILE_BYTES as i64)?;
     Ok(())
 }

@@ -1,8 +1,8 @@
 //! The flight recorder: the calls of this process in its groups, stored where they survive the process.
 //!
 //! ```text
-//! Recorder ─► Track (a group) ─► Step (a call)
-//!   └─► Ring ─► a file of CONVOKE_FLIGHT_DIR, mapped; or plain memory
+//! FlightRecorder ─► GroupRecorder (a group) ─► CallRecord (a call)
+//!   └─► CallRing ─► a file of CONVOKE_FLIGHT_DIR, mapped; or plain memory
 //! ```
 //!
 //! Each process has one recorder for all its sessions and groups. It holds the last 1024 calls of all threads
@@ -16,11 +16,11 @@
 //! sessions and groups of the process, because a reader wants to know in which of its groups a process is.
 //! Only the recorder itself depends on that.
 
+mod call_ring;
 #[cfg(feature = "bench")]
 pub(crate) mod cost;
 mod file;
 mod map;
-mod ring;
 #[cfg(test)]
 mod tests;
 
@@ -31,8 +31,8 @@ use std::time::{Instant, SystemTime};
 
 use convoke_env::Generation;
 use convoke_env::flight::layout::{
-    self, Cause as Why, CauseKind, Entry, Group, GroupState, Header, LISTED_PEERS, LISTED_RANKS, Operation,
-    State,
+    self, Cause as RecordedCause, CauseKind, Entry, Group, GroupState, Header, LISTED_PEERS, LISTED_RANKS,
+    Operation, State,
 };
 use convoke_env::flight::{names, process};
 use convoke_env::{WorkerEnv, vars};
@@ -42,39 +42,39 @@ use crate::call::{Call, CallKind};
 use crate::cause::{Cause, Report};
 use crate::dtype::{Dtype, ReduceOp};
 use crate::plan::Algorithm;
-use file::File;
-use ring::Ring;
+use call_ring::CallRing;
+use file::RecordingFile;
 
 /// Records what this process does.
 #[derive(Debug)]
-pub(crate) struct Recorder {
-    ring: Ring,
+pub(crate) struct FlightRecorder {
+    ring: CallRing,
     groups: Mutex<Groups>,
-    file: File,
+    file: RecordingFile,
     /// One moment read from both clocks, which run at one speed.
-    began: (Instant, u64),
+    clock_origin: (Instant, u64),
 }
 
-/// The groups of a recording by slot; the flag is set while a track uses the slot.
+/// The groups of a recording by slot; the flag is set while a group recorder uses the slot.
 #[derive(Debug, Default)]
 struct Groups {
     slots: Vec<(Group, bool)>,
     made: u32,
 }
 
-impl Recorder {
+impl FlightRecorder {
     /// Returns the recorder of this process.
-    pub(crate) fn of_process() -> &'static Self {
-        static OF_PROCESS: Mutex<Option<(u32, &'static Recorder)>> = Mutex::new(None);
-        let mut of_process = OF_PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
+    pub(crate) fn for_process() -> &'static Self {
+        static FOR_PROCESS: Mutex<Option<(u32, &'static FlightRecorder)>> = Mutex::new(None);
+        let mut for_process = FOR_PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
         let pid = std::process::id();
         // A forked child records to a file of its own.
-        if let Some((_, recorder)) = of_process.filter(|(owner, _)| *owner == pid) {
+        if let Some((_, recorder)) = for_process.filter(|(owner, _)| *owner == pid) {
             return recorder;
         }
         let folder = std::env::var_os(vars::FLIGHT_DIR).filter(|folder| !folder.is_empty());
         let recorder = Self::new(folder.map(Into::into), WorkerEnv::from_process().ok().flatten().as_ref());
-        *of_process = Some((pid, recorder));
+        *for_process = Some((pid, recorder));
         recorder
     }
 
@@ -82,14 +82,14 @@ impl Recorder {
     /// it until then.
     fn new(folder: Option<PathBuf>, env: Option<&WorkerEnv>) -> &'static Self {
         let header = header(env);
-        let (words, file) = File::open(folder, &header);
-        Self::of(words, file, &header)
+        let (words, file) = RecordingFile::open(folder, &header);
+        Self::with_memory(words, file, &header)
     }
 
-    fn of(words: &'static [AtomicU64], file: File, header: &Header) -> &'static Self {
-        let ring = Ring::new(words, header);
-        let began = (Instant::now(), now_ns());
-        Box::leak(Box::new(Self { ring, groups: Mutex::default(), file, began }))
+    fn with_memory(words: &'static [AtomicU64], file: RecordingFile, header: &Header) -> &'static Self {
+        let ring = CallRing::new(words, header);
+        let clock_origin = (Instant::now(), now_ns());
+        Box::leak(Box::new(Self { ring, groups: Mutex::default(), file, clock_origin }))
     }
 
     /// Begins to record a group whose ranks are about to connect.
@@ -100,7 +100,7 @@ impl Recorder {
         generation: Option<Generation>,
         (rank, size): (usize, usize),
         origin: &[usize],
-    ) -> Track {
+    ) -> GroupRecorder {
         let same = origin.iter().enumerate().all(|(rank, &first)| rank == first);
         let listed = origin.iter().take(LISTED_RANKS).map(|&rank| number(rank)).collect();
         let mut groups = self.groups();
@@ -121,9 +121,9 @@ impl Recorder {
         let number = group.number;
         let slot = groups.add(group);
         drop(groups);
-        let track = Track { recorder: self, number, slot };
-        track.change(|_| {});
-        track
+        let group_recorder = GroupRecorder { recorder: self, number, slot };
+        group_recorder.change(|_| {});
+        group_recorder
     }
 
     fn groups(&self) -> MutexGuard<'_, Groups> {
@@ -148,15 +148,15 @@ impl Groups {
 
 /// A recorded group. Dropping it records that the rank has left, unless the group has failed.
 #[derive(Debug)]
-pub(crate) struct Track {
-    recorder: &'static Recorder,
+pub(crate) struct GroupRecorder {
+    recorder: &'static FlightRecorder,
     number: u32,
     slot: Option<usize>,
 }
 
 /// The description of a call when it is made.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Told {
+pub(crate) struct CallInfo {
     pub(crate) operation: Operation,
     pub(crate) call: Call,
     /// The time at which it was made, by CLOCK_MONOTONIC.
@@ -172,7 +172,7 @@ pub(crate) struct Told {
     pub(crate) queued: bool,
 }
 
-impl Told {
+impl CallInfo {
     /// Describes a call on a device, of which only the end is known.
     #[cfg(feature = "nccl")]
     pub(crate) fn device(call: Call, seq: u64, at_ns: u64) -> Self {
@@ -192,11 +192,11 @@ impl Told {
     }
 }
 
-impl Track {
+impl GroupRecorder {
     /// Converts an instant to CLOCK_MONOTONIC.
     pub(crate) fn ns(&self, at: Instant) -> u64 {
-        let (began, began_ns) = self.recorder.began;
-        began_ns + at.saturating_duration_since(began).as_nanos() as u64
+        let (clock_origin, clock_origin_ns) = self.recorder.clock_origin;
+        clock_origin_ns + at.saturating_duration_since(clock_origin).as_nanos() as u64
     }
 
     /// Records that the ranks have connected, in this generation.
@@ -218,7 +218,7 @@ impl Track {
             Cause::Protocol { peer, .. } => (CauseKind::Other, Some(*peer)),
             Cause::Unauthorized { .. } => (CauseKind::Other, None),
         };
-        let why = Why { kind, suspect: suspect.map(number), reported_by: number(report.by) };
+        let why = RecordedCause { kind, suspect: suspect.map(number), reported_by: number(report.by) };
         self.change(|group| {
             let ended = match group.state {
                 GroupState::Forming => GroupState::Unformed,
@@ -235,49 +235,49 @@ impl Track {
     }
 
     /// Begins to record a call.
-    pub(crate) fn begin(&self, told: &Told) -> Step {
-        let entry = self.entry(told);
-        let tags = layout::tags(self.number, State::Queued, told.operation, entry.algorithm);
+    pub(crate) fn begin(&self, info: &CallInfo) -> CallRecord {
+        let entry = self.entry(info);
+        let tags = layout::tags(self.number, State::Queued, info.operation, entry.algorithm);
         let (ring, thread) = (&self.recorder.ring, entry.thread);
-        let &Told { to_receive_bytes, to_send_bytes, .. } = told;
-        Step { ring, number: ring.add(&entry), tags, thread, to_receive_bytes, to_send_bytes }
+        let &CallInfo { to_receive_bytes, to_send_bytes, .. } = info;
+        CallRecord { ring, number: ring.add(&entry), tags, thread, to_receive_bytes, to_send_bytes }
     }
 
     /// Records a call that completed at once, without waiting.
-    pub(crate) fn done(&self, told: &Told) {
-        let mut entry = self.entry(told);
+    pub(crate) fn done(&self, info: &CallInfo) {
+        let mut entry = self.entry(info);
         (entry.state, entry.ended_ns) = (State::Done, entry.enqueued_ns);
-        (entry.received_bytes, entry.sent_bytes) = (told.to_receive_bytes, told.to_send_bytes);
+        (entry.received_bytes, entry.sent_bytes) = (info.to_receive_bytes, info.to_send_bytes);
         self.recorder.ring.add(&entry);
     }
 
     #[inline]
-    fn entry(&self, told: &Told) -> Entry {
+    fn entry(&self, info: &CallInfo) -> Entry {
         let mut peers = [0; LISTED_PEERS];
-        peers[0] = told.peer.map_or(0, number);
+        peers[0] = info.peer.map_or(0, number);
         Entry {
             number: 0,
             group: self.number,
-            state: if told.queued { State::Queued } else { State::Running },
-            operation: told.operation,
-            algorithm: told.algorithm.map_or(0, |algorithm| algorithm as u8 + 1),
-            seq: told.seq,
-            call: told.call.with_lens(0).encode(),
-            enqueued_ns: told.at_ns,
-            started_ns: if told.queued { 0 } else { told.at_ns },
+            state: if info.queued { State::Queued } else { State::Running },
+            operation: info.operation,
+            algorithm: info.algorithm.map_or(0, |algorithm| algorithm as u8 + 1),
+            seq: info.seq,
+            call: info.call.with_lens(0).encode(),
+            enqueued_ns: info.at_ns,
+            started_ns: if info.queued { 0 } else { info.at_ns },
             ended_ns: 0,
             received_bytes: 0,
             sent_bytes: 0,
-            to_receive_bytes: told.to_receive_bytes,
-            to_send_bytes: told.to_send_bytes,
+            to_receive_bytes: info.to_receive_bytes,
+            to_send_bytes: info.to_send_bytes,
             thread: self.recorder.ring.thread_id(),
-            waits_for: u32::from(told.peer.is_some()),
+            waits_for: u32::from(info.peer.is_some()),
             peers,
         }
     }
 
     fn change(&self, change: impl FnOnce(&mut Group)) {
-        let Some(slot) = self.slot.filter(|_| self.recorder.ring.is_ours()) else { return };
+        let Some(slot) = self.slot.filter(|_| self.recorder.ring.is_own_process()) else { return };
         let mut groups = self.recorder.groups();
         let (group, _) = &mut groups.slots[slot];
         change(group);
@@ -285,14 +285,14 @@ impl Track {
     }
 }
 
-impl Drop for Track {
+impl Drop for GroupRecorder {
     fn drop(&mut self) {
         self.change(|group| match group.state {
             GroupState::Forming => (group.state, group.ended_ns) = (GroupState::Unformed, now_ns()),
             GroupState::Formed => (group.state, group.ended_ns) = (GroupState::Left, now_ns()),
             GroupState::Unformed | GroupState::Failed | GroupState::Left => {}
         });
-        if let Some(slot) = self.slot.filter(|_| self.recorder.ring.is_ours()) {
+        if let Some(slot) = self.slot.filter(|_| self.recorder.ring.is_own_process()) {
             self.recorder.groups().slots[slot].1 = false;
         }
     }
@@ -300,8 +300,8 @@ impl Drop for Track {
 
 /// A recorded call.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Step {
-    ring: &'static Ring,
+pub(crate) struct CallRecord {
+    ring: &'static CallRing,
     /// The number of the call; `None` if it could not be recorded.
     number: Option<u64>,
     tags: u64,
@@ -310,7 +310,7 @@ pub(crate) struct Step {
     to_send_bytes: u64,
 }
 
-impl Step {
+impl CallRecord {
     /// Records that the call has started.
     pub(crate) fn start(&self) {
         self.change(|slot| {
@@ -349,11 +349,11 @@ impl Step {
 
     /// Records that the call has succeeded within so few microseconds that its start counts as its end.
     /// Reading the clock would cost a tenth of a short message.
-    pub(crate) fn end_soon(&self) {
+    pub(crate) fn end_immediately(&self) {
         self.ended(true, |slot| slot.get(layout::entry::STARTED));
     }
 
-    fn ended(&self, well: bool, when: impl FnOnce(&ring::Slot<'_>) -> u64) {
+    fn ended(&self, well: bool, when: impl FnOnce(&call_ring::Slot<'_>) -> u64) {
         self.change(|slot| {
             slot.set(layout::entry::TAGS, self.tagged(if well { State::Done } else { State::Failed }));
             slot.set(layout::entry::ENDED, when(slot));
@@ -369,7 +369,7 @@ impl Step {
         self.tags | (state as u64) << 32
     }
 
-    fn change(&self, change: impl FnOnce(&ring::Slot<'_>)) {
+    fn change(&self, change: impl FnOnce(&call_ring::Slot<'_>)) {
         if let Some(number) = self.number {
             self.ring.change(number, change);
         }

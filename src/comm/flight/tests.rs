@@ -21,8 +21,8 @@ impl Folder {
         Self(std::env::temp_dir().join(name))
     }
 
-    fn recorder(&self) -> &'static Recorder {
-        Recorder::new(Some(self.0.clone()), None)
+    fn recorder(&self) -> &'static FlightRecorder {
+        FlightRecorder::new(Some(self.0.clone()), None)
     }
 
     fn read(&self) -> FoundRecordings {
@@ -42,9 +42,9 @@ impl Drop for Folder {
     }
 }
 
-fn told(seq: u64) -> Told {
+fn call_info(seq: u64) -> CallInfo {
     let call = Call::new(CallKind::AllReduce, Dtype::F32, Some(ReduceOp::Sum), 0, 1000 + seq);
-    Told {
+    CallInfo {
         operation: Operation::Collective,
         call,
         at_ns: now_ns(),
@@ -57,22 +57,22 @@ fn told(seq: u64) -> Told {
     }
 }
 
-fn of_three(recorder: &'static Recorder) -> Track {
+fn of_three(recorder: &'static FlightRecorder) -> GroupRecorder {
     recorder.group("world/0.5", 7, Some(Generation::from_bytes([1; 16])), (1, 3), &[5, 6, 8])
 }
 
 #[test]
 fn recorded_call_is_read_in_each_of_its_states() {
     let folder = Folder::new();
-    let track = of_three(folder.recorder());
+    let group_recorder = of_three(folder.recorder());
     let group = &folder.only().groups[0];
     assert_eq!((group.state, group.rank, group.size, group.id), (GroupState::Forming, 1, 3, 7));
     assert_eq!((group.name.as_str(), group.world_ranks.as_deref()), ("world/0.5", Some(&[5, 6, 8][..])));
-    track.formed(Generation::from_bytes([2; 16]));
+    group_recorder.formed(Generation::from_bytes([2; 16]));
     assert_eq!(folder.only().groups[0].generation, Some(Generation::from_bytes([2; 16])));
 
-    let first = track.begin(&told(41));
-    let second = track.begin(&Told { queued: true, ..told(42) });
+    let first = group_recorder.begin(&call_info(41));
+    let second = group_recorder.begin(&CallInfo { queued: true, ..call_info(42) });
     let read = || folder.only().entries;
     let [entry, queued] = read().try_into().unwrap();
     assert_eq!((entry.state, entry.operation, entry.seq), (State::Running, Operation::Collective, 41));
@@ -95,7 +95,7 @@ fn recorded_call_is_read_in_each_of_its_states() {
     second.end(false);
     let entry = &read()[1];
     assert_eq!((entry.state, entry.received_bytes, entry.sent_bytes), (State::Failed, 1, 2));
-    track.begin(&told(43)).end_soon();
+    group_recorder.begin(&call_info(43)).end_immediately();
     let short = &read()[2];
     assert_eq!((short.state, short.received_bytes, short.sent_bytes), (State::Done, 3 * 43, 5 * 43));
     assert_eq!(short.ended_ns, short.started_ns);
@@ -104,10 +104,10 @@ fn recorded_call_is_read_in_each_of_its_states() {
     assert_eq!(recording.names.call(&entry.call), "all_reduce(f32, 1042, sum)");
     assert_eq!(recording.names.algorithm(entry.algorithm).as_deref(), Some("ring"));
     assert_eq!(recording.header.process, process::current());
-    track.failed(&Report::new(2, Cause::Timeout { missing: vec![0, 1], after_ms: 5 }));
-    drop(track);
+    group_recorder.failed(&Report::new(2, Cause::Timeout { missing: vec![0, 1], after_ms: 5 }));
+    drop(group_recorder);
     let group = &folder.only().groups[0];
-    let cause = Why { kind: CauseKind::Timeout, suspect: Some(0), reported_by: 2 };
+    let cause = RecordedCause { kind: CauseKind::Timeout, suspect: Some(0), reported_by: 2 };
     assert_eq!((group.state, group.cause), (GroupState::Failed, Some(cause)));
 }
 
@@ -130,11 +130,11 @@ fn recording_and_error_describe_calls_alike() {
 #[test]
 fn overwritten_call_record_ignores_late_updates() {
     let folder = Folder::new();
-    let track = of_three(folder.recorder());
-    let early = track.begin(&told(0));
+    let group_recorder = of_three(folder.recorder());
+    let early = group_recorder.begin(&call_info(0));
     let total = 3 * ENTRIES as u64;
     for seq in 1..total {
-        track.begin(&told(seq)).end(true);
+        group_recorder.begin(&call_info(seq)).end(true);
     }
     early.end(false);
     let recording = folder.only();
@@ -149,11 +149,11 @@ fn overwritten_call_record_ignores_late_updates() {
 #[test]
 fn partially_written_call_is_not_read() {
     let folder = Folder::new();
-    let track = of_three(folder.recorder());
-    let step = track.begin(&told(0));
-    track.begin(&told(1));
+    let group_recorder = of_three(folder.recorder());
+    let record = group_recorder.begin(&call_info(0));
+    group_recorder.begin(&call_info(1));
     // The state as if the process had been killed during the change.
-    step.change(|slot| {
+    record.change(|slot| {
         slot.set(layout::entry::SEQ, 99);
         let recording = folder.only();
         assert_eq!((recording.entries.len(), recording.entries[0].seq, recording.torn), (1, 1, 1));
@@ -172,11 +172,11 @@ fn concurrent_writers_and_a_reader_see_whole_calls() {
         let writers: Vec<_> = (0..THREADS)
             .map(|thread| {
                 scope.spawn(move || {
-                    let track = of_three(recorder);
+                    let group_recorder = of_three(recorder);
                     for call in 0..CALLS {
-                        let step = track.begin(&told(THREADS * call + thread));
-                        step.wait([thread as usize].into_iter(), 0, 0);
-                        step.end(true);
+                        let record = group_recorder.begin(&call_info(THREADS * call + thread));
+                        record.wait([thread as usize].into_iter(), 0, 0);
+                        record.end(true);
                     }
                 })
             })
@@ -187,7 +187,7 @@ fn concurrent_writers_and_a_reader_see_whole_calls() {
                 for entry in folder.only().entries {
                     let seq = entry.seq;
                     assert_eq!((entry.to_receive_bytes, entry.to_send_bytes), (3 * seq, 5 * seq));
-                    assert_eq!(entry.call, told(seq).call.encode());
+                    assert_eq!(entry.call, call_info(seq).call.encode());
                     assert!(entry.waits_for == 0 || u64::from(entry.peers[0]) == seq % THREADS, "{entry:?}");
                 }
                 reads += 1;
@@ -222,10 +222,10 @@ fn ended_groups_free_slots_and_excess_groups_still_work() {
     assert_eq!((groups[0].number, groups[0].state), (1, GroupState::Forming));
     let newest = groups.last().unwrap();
     assert_eq!((newest.number, newest.state), (3 * GROUPS as u32 + 1, GroupState::Unformed));
-    let many: Vec<Track> = (0..GROUPS).map(|_| of_three(recorder)).collect();
+    let many: Vec<GroupRecorder> = (0..GROUPS).map(|_| of_three(recorder)).collect();
     let without_room = many.last().unwrap();
     without_room.formed(Generation::from_bytes([1; 16]));
-    without_room.begin(&told(3)).end(true);
+    without_room.begin(&call_info(3)).end(true);
     let recording = folder.only();
     let entry = recording.entries.last().unwrap();
     assert_eq!((entry.seq, entry.state, recording.group(entry.group)), (3, State::Done, None));
@@ -254,12 +254,12 @@ fn assert_in_a_child(is_true: impl FnOnce() -> bool) {
 #[test]
 fn forked_child_does_not_write_the_recording_of_its_parent() {
     let folder = Folder::new();
-    let track = of_three(folder.recorder());
-    let step = track.begin(&told(1));
-    let mut kept = Some(track);
+    let group_recorder = of_three(folder.recorder());
+    let record = group_recorder.begin(&call_info(1));
+    let mut kept = Some(group_recorder);
     assert_in_a_child(|| {
-        step.end(true);
-        kept.take().is_some_and(|track| track.begin(&told(2)).number.is_none())
+        record.end(true);
+        kept.take().is_some_and(|group_recorder| group_recorder.begin(&call_info(2)).number.is_none())
     });
     let recording = folder.only();
     assert_eq!((recording.entries.len(), recording.calls), (1, 1));
@@ -271,24 +271,24 @@ fn forked_child_does_not_write_the_recording_of_its_parent() {
 
 #[test]
 fn forked_child_recognises_its_own_threads() {
-    of_three(Recorder::new(None, None)).begin(&told(1)).end(true);
-    // `Recorder::of_process` also does this in a child.
+    of_three(FlightRecorder::new(None, None)).begin(&call_info(1)).end(true);
+    // `FlightRecorder::for_process` also does this in a child.
     assert_in_a_child(|| {
-        let ring = &Recorder::new(None, None).ring;
+        let ring = &FlightRecorder::new(None, None).ring;
         ring.thread_id() == nix::unistd::gettid().as_raw().cast_unsigned()
     });
 }
 
 #[test]
 fn call_changing_during_a_save_is_whole_or_absent() {
-    let recorder = Recorder::new(None, None);
-    let (track, done) = (of_three(recorder), AtomicBool::new(false));
+    let recorder = FlightRecorder::new(None, None);
+    let (group_recorder, done) = (of_three(recorder), AtomicBool::new(false));
     let recordings: Vec<_> = std::thread::scope(|scope| {
         scope.spawn(|| {
             let mut made = 0;
             while !done.load(Ordering::Relaxed) {
                 made += 1;
-                track.begin(&told(made)).end(true);
+                group_recorder.begin(&call_info(made)).end(true);
             }
         });
         let recordings = (0..200).map(|_| Recording::decode(&recorder.ring.bytes())).collect();
@@ -306,15 +306,15 @@ fn call_changing_during_a_save_is_whole_or_absent() {
 fn recording_without_a_file_is_saved_at_each_group_failure() {
     let folder = Folder::new();
     let header = header(None);
-    let (words, file) = File::in_memory(Some(folder.0.clone()), "rank-3.77".to_owned());
-    let recorder = Recorder::of(words, file, &header);
-    let track = of_three(recorder);
-    track.begin(&told(1)).end(false);
+    let (words, file) = RecordingFile::in_memory(Some(folder.0.clone()), "rank-3.77".to_owned());
+    let recorder = FlightRecorder::with_memory(words, file, &header);
+    let group_recorder = of_three(recorder);
+    group_recorder.begin(&call_info(1)).end(false);
     assert!(!folder.0.exists());
-    track.save();
+    group_recorder.save();
     assert_eq!(folder.only().entries.len(), 1);
-    track.begin(&told(2)).end(false);
-    track.save();
+    group_recorder.begin(&call_info(2)).end(false);
+    group_recorder.save();
     assert_eq!(folder.only().entries.len(), 2);
     assert_eq!(folder.read().recordings[0].0.file_name().unwrap(), "rank-3.77.flight");
 }
@@ -322,10 +322,10 @@ fn recording_without_a_file_is_saved_at_each_group_failure() {
 #[test]
 fn unwritable_folder_is_ignored() {
     for folder in ["/dev/null/folder", "/proc/self", "/proc/no/such"] {
-        let recorder = Recorder::new(Some(PathBuf::from(folder)), None);
-        let track = of_three(recorder);
-        track.begin(&told(1)).end(false);
-        track.save();
+        let recorder = FlightRecorder::new(Some(PathBuf::from(folder)), None);
+        let group_recorder = of_three(recorder);
+        group_recorder.begin(&call_info(1)).end(false);
+        group_recorder.save();
         assert!(Recording::decode(&recorder.ring.bytes()).unwrap().entries.len() == 1);
         assert!(folder::read(&[Path::new(folder).to_owned()], |_| true).recordings.is_empty());
     }

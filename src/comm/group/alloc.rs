@@ -10,8 +10,8 @@ use std::sync::Arc;
 use super::{CommError, Element, Group};
 use crate::dtype::ReduceOp;
 use crate::shm::allocations::{Allocation, Allocations};
-use crate::shm::handout::{self, Giver, Taker};
-use crate::shm::part::Owned;
+use crate::shm::fd_passing::{self, FdReceiver, FdSender};
+use crate::shm::region::OwnedRegion;
 use crate::shm::segment::{self, Segment};
 
 /// A slice of elements in memory that the other ranks of the host can access, from [`Group::alloc`].
@@ -23,12 +23,12 @@ pub struct SharedBuffer<T: Element> {
 }
 
 enum Elements<T: Element> {
-    Shared { owned: Owned<T>, _allocation: Arc<Allocation> },
+    Shared { owned: OwnedRegion<T>, _allocation: Arc<Allocation> },
     Private(Vec<T>),
 }
 
-/// Bytes of the broadcast that announces the memory: a success flag, the id, the invitation.
-const WORDS: usize = 1 + 8 + size_of::<handout::Invitation>();
+/// Bytes of the broadcast that announces the memory: a success flag, the id, the socket information.
+const ANNOUNCEMENT_BYTES: usize = 1 + 8 + size_of::<fd_passing::SocketInfo>();
 
 impl Group {
     /// Allocates zeroed memory for `len` elements that all ranks of the host can access. In it, an
@@ -53,10 +53,10 @@ impl Group {
         self.inner.check_caller()?;
         let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| isize::try_from(bytes).is_ok());
         let Some(bytes) = bytes else {
-            return Err(too_much::<T>(len));
+            return Err(too_large::<T>(len));
         };
         let shared = match &self.inner.memory {
-            Some(allocations) => self.in_parts().share::<T>(allocations, len, bytes)?,
+            Some(allocations) => self.with_fixed_deadline().share::<T>(allocations, len, bytes)?,
             None => None,
         };
         let elements = match shared {
@@ -72,60 +72,60 @@ impl Group {
         allocations: &Allocations,
         len: usize,
         bytes: usize,
-    ) -> Result<Option<Made<T>>, CommError> {
+    ) -> Result<Option<OwnedAllocation<T>>, CommError> {
         let (rank, mut all) = (self.rank(), vec![0; self.size()]);
         self.all_gather(&[bytes as u64], &mut all)?;
-        let Some((regions, total)) = handout::regions(&all) else {
+        let Some((regions, total)) = fd_passing::regions(&all) else {
             let what = "alloc: all ranks together ask for more than there can be".to_owned();
             return Err(CommError::InvalidArgument(what));
         };
         if all.contains(&0) {
             return Ok(None);
         }
-        let mut words = [0_u8; WORDS];
-        let mut giver = None;
+        let mut announcement = [0_u8; ANNOUNCEMENT_BYTES];
+        let mut sender = None;
         if rank == 0 {
-            match Giver::new(total) {
-                Ok((made, invitation)) => {
-                    words[0] = 1;
-                    words[1..9].copy_from_slice(&allocations.next_id().to_le_bytes());
-                    words[9..].copy_from_slice(&invitation);
-                    giver = Some(made);
+            match FdSender::new(total) {
+                Ok((made, socket_info)) => {
+                    announcement[0] = 1;
+                    announcement[1..9].copy_from_slice(&allocations.next_id().to_le_bytes());
+                    announcement[9..].copy_from_slice(&socket_info);
+                    sender = Some(made);
                 }
                 Err(error) => self.warn(&error),
             }
         }
-        self.broadcast(&mut words, 0)?;
-        let (id, invitation) = words[1..].split_at(8);
+        self.broadcast(&mut announcement, 0)?;
+        let (id, socket_info) = announcement[1..].split_at(8);
         let id = id.try_into().map_or(0, u64::from_le_bytes);
-        let invitation = invitation.try_into().unwrap_or([0; 32]);
-        if words[0] == 0 {
+        let socket_info = socket_info.try_into().unwrap_or([0; 32]);
+        if announcement[0] == 0 {
             return Ok(None);
         }
         // Each step is complete on all ranks before the next one starts.
-        let taker = (rank > 0).then(|| Taker::new(&invitation)).transpose();
-        let Some(taker) = self.all_could(taker)? else { return Ok(None) };
-        let given = giver.as_ref().map_or(Ok(()), |giver| giver.give(self.size() - 1));
-        if self.all_could(given)?.is_none() {
+        let receiver = (rank > 0).then(|| FdReceiver::new(&socket_info)).transpose();
+        let Some(receiver) = self.all_succeeded(receiver)? else { return Ok(None) };
+        let sent = sender.as_ref().map_or(Ok(()), |sender| sender.send(self.size() - 1));
+        if self.all_succeeded(sent)?.is_none() {
             return Ok(None);
         }
-        let memory = match (giver, taker) {
-            (Some(giver), _) => Ok(giver.into_memory()),
-            (None, Some(taker)) => taker.take(),
+        let memory = match (sender, receiver) {
+            (Some(sender), _) => Ok(sender.into_memory()),
+            (None, Some(receiver)) => receiver.receive(),
             (None, None) => Err(io::ErrorKind::Other.into()),
         };
         let made = memory.and_then(|memory| {
             segment::commit(&memory, regions[rank].clone())?;
             map(&memory, (id, regions, total), rank, len)
         });
-        let Some((owned, allocation)) = self.all_could(made)? else { return Ok(None) };
-        allocation.all.populate(allocation.regions[rank].clone());
+        let Some((owned, allocation)) = self.all_succeeded(made)? else { return Ok(None) };
+        allocation.segment.populate(allocation.regions[rank].clone());
         allocations.add(&allocation);
         Ok(Some((owned, allocation)))
     }
 
     /// Returns the result of this rank if all ranks succeeded, else `None` on all ranks.
-    fn all_could<R>(&self, done: io::Result<R>) -> Result<Option<R>, CommError> {
+    fn all_succeeded<R>(&self, done: io::Result<R>) -> Result<Option<R>, CommError> {
         let mut all = [u8::from(done.is_ok())];
         self.all_reduce(&mut all, ReduceOp::Min)?;
         Ok(match done {
@@ -144,24 +144,24 @@ impl Group {
 }
 
 /// The buffer of a rank and the allocation that contains it.
-type Made<T> = (Owned<T>, Arc<Allocation>);
+type OwnedAllocation<T> = (OwnedRegion<T>, Arc<Allocation>);
 
 /// Id of an allocation, regions of all ranks, total size in bytes.
-type Plan = (u64, Vec<std::ops::Range<usize>>, usize);
+type AllocationLayout = (u64, Vec<std::ops::Range<usize>>, usize);
 
 fn map<T: Element>(
     memory: &OwnedFd,
-    (id, regions, total): Plan,
+    (id, regions, total): AllocationLayout,
     rank: usize,
     len: usize,
-) -> io::Result<Made<T>> {
-    let all = Segment::map(memory, total)?;
-    let owned = Owned::map(memory, regions[rank].start, len)?;
-    let own = Arc::clone(owned.part());
-    Ok((owned, Arc::new(Allocation { id, all, regions, own })))
+) -> io::Result<OwnedAllocation<T>> {
+    let segment = Segment::map(memory, total)?;
+    let owned = OwnedRegion::map(memory, regions[rank].start, len)?;
+    let own = Arc::clone(owned.region());
+    Ok((owned, Arc::new(Allocation { id, segment, regions, own })))
 }
 
-fn too_much<T: Element>(len: usize) -> CommError {
+fn too_large<T: Element>(len: usize) -> CommError {
     CommError::InvalidArgument(format!("alloc of {len} elements of {}: there is no such memory", T::DTYPE))
 }
 
@@ -169,7 +169,7 @@ fn zeros<T: Element>(len: usize) -> Result<Vec<T>, CommError> {
     let mut elements = Vec::new();
     let refused = elements.try_reserve_exact(len).is_err();
     if refused {
-        return Err(too_much::<T>(len));
+        return Err(too_large::<T>(len));
     }
     elements.resize_with(len, T::zero);
     Ok(elements)

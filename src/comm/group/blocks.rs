@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{CallKind, CommError, Element, Group, Lent, Prepared, Reduction, call};
+use super::{BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, call};
 
 impl Group {
     /// Fills `recv` with the `send` of all ranks, in rank order, on every rank.
@@ -29,7 +29,7 @@ impl Group {
         self.check_blocks("recv", recv.len(), send.len())?;
         let own = self.own_range(send.len());
         let call = call::<T>(CallKind::AllGather, None, 0, send.len());
-        self.planned(call, around(send, recv, own.clone()).sent(own.start, send), None)
+        self.planned(call, recv_around_own(send, recv, own.clone()).with_ref(own.start, send), None)
     }
 
     /// In-place form of [`Self::all_gather`]: this rank's block is already at its position in `buf`.
@@ -44,7 +44,7 @@ impl Group {
     pub(super) fn prepare_all_gather_in_place<'a, T: Element>(&self, buf: &'a mut [T]) -> Prepared<'a> {
         let count = self.block_len("buf", buf.len())?;
         let call = call::<T>(CallKind::AllGather, None, 0, count);
-        self.planned(call, Lent::default().filled(0, buf), None)
+        self.planned(call, BorrowedBuffer::default().with_mut(0, buf), None)
     }
 
     /// Fills `recv` with the elementwise `op` over this rank's block of all ranks' `send`.
@@ -78,8 +78,8 @@ impl Group {
         self.check_blocks("send", send.len(), recv.len())?;
         let kernel = op.kernel(self.size())?;
         let call = call::<T>(CallKind::ReduceScatter, Some(op.op()), 0, recv.len());
-        let (around, own) = (self.inner.works_on_copy(&call), self.own_range(recv.len()));
-        self.planned(call, reduced(around, send, recv, own), Some(kernel))
+        let (needs_copy, own) = (self.inner.needs_scratch_copy(&call), self.own_range(recv.len()));
+        self.planned(call, reduce_scatter_buffers(needs_copy, send, recv, own), Some(kernel))
     }
 
     /// In-place form of [`Self::reduce_scatter`]: the result replaces this rank's block of `buf`; the other
@@ -104,7 +104,7 @@ impl Group {
         let count = self.block_len("buf", buf.len())?;
         let kernel = op.kernel(self.size())?;
         let call = call::<T>(CallKind::ReduceScatter, Some(op.op()), 0, count);
-        self.planned(call, Lent::default().filled(0, buf), Some(kernel))
+        self.planned(call, BorrowedBuffer::default().with_mut(0, buf), Some(kernel))
     }
 
     /// Fills `recv` of rank `root` with the `send` of all ranks, in rank order.
@@ -132,9 +132,9 @@ impl Group {
         let call = call::<T>(CallKind::Gather, None, root as u32, send.len());
         if self.rank() == root {
             self.check_blocks("recv", recv.len(), send.len())?;
-            return self.planned(call, around(send, recv, self.own_range(send.len())), None);
+            return self.planned(call, recv_around_own(send, recv, self.own_range(send.len())), None);
         }
-        self.planned(call, Lent::default().sent(self.own_range(send.len()).start, send), None)
+        self.planned(call, BorrowedBuffer::default().with_ref(self.own_range(send.len()).start, send), None)
     }
 
     /// Fills `recv` with this rank's block of the `send` of rank `root`.
@@ -162,10 +162,14 @@ impl Group {
         let call = call::<T>(CallKind::Scatter, None, root as u32, recv.len());
         if self.rank() == root {
             self.check_blocks("send", send.len(), recv.len())?;
-            let own = self.own_of(send, recv.len());
-            return self.planned(call, Lent::default().sent(0, send).copied(own, recv), None);
+            let own = self.own_block(send, recv.len());
+            return self.planned(
+                call,
+                BorrowedBuffer::default().with_ref(0, send).with_copy(own, recv),
+                None,
+            );
         }
-        self.planned(call, Lent::default().filled(self.own_range(recv.len()).start, recv), None)
+        self.planned(call, BorrowedBuffer::default().with_mut(self.own_range(recv.len()).start, recv), None)
     }
 
     /// Sends block i of `send` to rank i, and fills block i of `recv` with the block that rank i sends to
@@ -190,10 +194,10 @@ impl Group {
         let count = self.block_len("send", send.len())?;
         self.check_blocks("recv", recv.len(), count)?;
         let own = self.own_range(count);
-        let (before, into, behind) = cut(recv, own.clone());
-        let lent = Lent::default().sent(0, send).copied(&send[own.clone()], into);
-        let lent = lent.filled(send.len(), before).filled(send.len() + own.end, behind);
-        self.planned(call::<T>(CallKind::AllToAll, None, 0, count), lent, None)
+        let (before, into, behind) = split_around(recv, own.clone());
+        let buffer = BorrowedBuffer::default().with_ref(0, send).with_copy(&send[own.clone()], into);
+        let buffer = buffer.with_mut(send.len(), before).with_mut(send.len() + own.end, behind);
+        self.planned(call::<T>(CallKind::AllToAll, None, 0, count), buffer, None)
     }
 
     /// In-place form of [`Self::all_to_all`]: `buf` is sent, and replaced by the received blocks.
@@ -210,8 +214,8 @@ impl Group {
     pub(super) fn prepare_all_to_all_in_place<'a, T: Element>(&self, buf: &'a mut [T]) -> Prepared<'a> {
         let count = self.block_len("buf", buf.len())?;
         let call = call::<T>(CallKind::AllToAll, None, 0, count);
-        let lent = Lent::default().scratch(0, buf.to_vec());
-        self.planned(call, lent.filled(buf.len(), buf), None)
+        let buffer = BorrowedBuffer::default().with_scratch(0, buf.to_vec());
+        self.planned(call, buffer.with_mut(buf.len(), buf), None)
     }
 
     /// Returns the length of each of the `size` blocks of a buffer.
@@ -239,40 +243,44 @@ impl Group {
     }
 
     /// Returns this rank's block of a buffer whose length has been checked.
-    pub(super) fn own<'a, T>(&self, buf: &'a mut [T], len: usize) -> &'a mut [T] {
+    pub(super) fn own_block_mut<'a, T>(&self, buf: &'a mut [T], len: usize) -> &'a mut [T] {
         &mut buf[self.own_range(len)]
     }
 
-    pub(super) fn own_of<'a, T>(&self, buf: &'a [T], len: usize) -> &'a [T] {
+    pub(super) fn own_block<'a, T>(&self, buf: &'a [T], len: usize) -> &'a [T] {
         &buf[self.own_range(len)]
     }
 }
 
 /// Splits a buffer into the parts before `own`, in it, and after it.
-pub(super) fn cut<T>(buf: &mut [T], own: Range<usize>) -> (&mut [T], &mut [T], &mut [T]) {
+pub(super) fn split_around<T>(buf: &mut [T], own: Range<usize>) -> (&mut [T], &mut [T], &mut [T]) {
     let (rest, behind) = buf.split_at_mut(own.end);
     let (before, own) = rest.split_at_mut(own.start);
     (before, own, behind)
 }
 
 /// Describes a receive buffer: peers fill `recv` around the block `own`, which is copied from `send`.
-pub(super) fn around<'a, T: Element>(send: &'a [T], recv: &'a mut [T], own: Range<usize>) -> Lent<'a> {
-    let (before, into, behind) = cut(recv, own.clone());
-    Lent::default().copied(send, into).filled(0, before).filled(own.end, behind)
+pub(super) fn recv_around_own<'a, T: Element>(
+    send: &'a [T],
+    recv: &'a mut [T],
+    own: Range<usize>,
+) -> BorrowedBuffer<'a> {
+    let (before, into, behind) = split_around(recv, own.clone());
+    BorrowedBuffer::default().with_copy(send, into).with_mut(0, before).with_mut(own.end, behind)
 }
 
 /// Describes the buffers of a reduce-scatter. `recv` starts as this rank's input to its block; the blocks
 /// of other ranks are a copy of `send`, or `send` itself, which is then only read.
-pub(super) fn reduced<'a, T: Element>(
+pub(super) fn reduce_scatter_buffers<'a, T: Element>(
     copied: bool,
     send: &'a [T],
     recv: &'a mut [T],
     own: Range<usize>,
-) -> Lent<'a> {
+) -> BorrowedBuffer<'a> {
     recv.copy_from_slice(&send[own.clone()]);
-    let lent = Lent::default().filled(own.start, recv);
+    let buffer = BorrowedBuffer::default().with_mut(own.start, recv);
     if copied {
-        return lent.scratch_around(own, send.to_vec());
+        return buffer.with_scratch_around(own, send.to_vec());
     }
-    lent.sent(0, &send[..own.start]).sent(own.end, &send[own.end..])
+    buffer.with_ref(0, &send[..own.start]).with_ref(own.end, &send[own.end..])
 }

@@ -88,21 +88,21 @@ mutable!(Vec<T>, Box<[T]>, SharedBuffer<T>, &mut [T]);
 /// All buffers of one operation, and the value that their owner gets back.
 ///
 /// Sealed: one buffer, a pair of send and receive buffers, a list of buffers, [`AnySource`], or nothing.
-pub trait Memory: sealed::Sealed + Sized {
+pub trait OperationBuffers: sealed::Sealed + Sized {
     /// The value that is returned when the operation is done.
     type Output;
 
     #[doc(hidden)]
-    fn give_back(self, envelope: Option<Envelope>) -> Self::Output;
+    fn into_output(self, envelope: Option<Envelope>) -> Self::Output;
 
     #[doc(hidden)]
     fn into_owned(self) -> Option<Box<dyn Any + Send>>;
 }
 
-impl<B: Buffer> Memory for B {
+impl<B: Buffer> OperationBuffers for B {
     type Output = B;
 
-    fn give_back(self, _: Option<Envelope>) -> B {
+    fn into_output(self, _: Option<Envelope>) -> B {
         self
     }
 
@@ -115,10 +115,10 @@ macro_rules! compound {
     ($([$($parameter:ident),*] $memory:ty, |$value:ident| $owned:expr;)*) => {$(
         impl<$($parameter: Buffer),*> sealed::Sealed for $memory {}
 
-        impl<$($parameter: Buffer),*> Memory for $memory {
+        impl<$($parameter: Buffer),*> OperationBuffers for $memory {
             type Output = Self;
 
-            fn give_back(self, _: Option<Envelope>) -> Self {
+            fn into_output(self, _: Option<Envelope>) -> Self {
                 self
             }
 
@@ -154,12 +154,12 @@ pub struct AnySource<B>(pub(super) B);
 
 impl<B: Buffer> sealed::Sealed for AnySource<B> {}
 
-impl<B: Buffer> Memory for AnySource<B> {
+impl<B: Buffer> OperationBuffers for AnySource<B> {
     type Output = (B, usize);
 
-    fn give_back(self, envelope: Option<Envelope>) -> (B, usize) {
+    fn into_output(self, envelope: Option<Envelope>) -> (B, usize) {
         // A successful receive always has an envelope.
-        (self.0, envelope.map_or(usize::MAX, |envelope| envelope.from))
+        (self.0, envelope.map_or(usize::MAX, |envelope| envelope.source))
     }
 
     fn into_owned(self) -> Option<Box<dyn Any + Send>> {

@@ -1,7 +1,7 @@
 //! Coalesced collectives: lists of buffers that are sent as one.
 
 use super::{
-    Call, CallKind, CommError, Element, Group, Lent, Prepared, ReduceOp, Reduction, call, check_len,
+    BorrowedBuffer, Call, CallKind, CommError, Element, Group, Prepared, ReduceOp, Reduction, call, check_len,
 };
 use crate::plan::fingerprint;
 
@@ -27,8 +27,8 @@ impl Group {
         op: &Reduction<T>,
     ) -> Prepared<'a> {
         let kernel = op.kernel(self.size())?;
-        let (lent, lens) = one_row(bufs);
-        self.planned(listed::<T>(CallKind::AllReduce, Some(op.op()), &lens), lent, Some(kernel))
+        let (buffer, lens) = concatenated(bufs);
+        self.planned(list_call::<T>(CallKind::AllReduce, Some(op.op()), &lens), buffer, Some(kernel))
     }
 
     /// Runs [`Self::broadcast`] on each buffer of a list, at the cost of one call.
@@ -51,8 +51,8 @@ impl Group {
         root: usize,
     ) -> Prepared<'a> {
         self.check_rank(root, "root")?;
-        let (lent, lens) = one_row(bufs);
-        self.planned(rooted::<T>(CallKind::Broadcast, None, root, &lens), lent, None)
+        let (buffer, lens) = concatenated(bufs);
+        self.planned(rooted_list_call::<T>(CallKind::Broadcast, None, root, &lens), buffer, None)
     }
 
     /// Runs [`Self::reduce`] on each buffer of a list, at the cost of one call.
@@ -79,8 +79,12 @@ impl Group {
     ) -> Prepared<'a> {
         self.check_rank(root, "root")?;
         let kernel = op.kernel(self.size())?;
-        let (lent, lens) = one_row(bufs);
-        self.planned(rooted::<T>(CallKind::Reduce, Some(op.op()), root, &lens), lent, Some(kernel))
+        let (buffer, lens) = concatenated(bufs);
+        self.planned(
+            rooted_list_call::<T>(CallKind::Reduce, Some(op.op()), root, &lens),
+            buffer,
+            Some(kernel),
+        )
     }
 
     /// Runs [`Self::all_gather`] on each pair of buffers of two lists, at the cost of one call.
@@ -109,16 +113,16 @@ impl Group {
         check_len("the list of recv", recvs.len(), sends.len())?;
         let lens: Vec<usize> = sends.iter().map(|send| send.len()).collect();
         let count: usize = lens.iter().sum();
-        let (mut lent, mut within) = (Lent::default(), 0);
+        let (mut buffer, mut within) = (BorrowedBuffer::default(), 0);
         for (send, recv) in sends.into_iter().zip(recvs) {
             self.check_blocks("recv", recv.len(), send.len())?;
-            self.own(recv, send.len()).copy_from_slice(send);
+            self.own_block_mut(recv, send.len()).copy_from_slice(send);
             for (rank, block) in recv.chunks_exact_mut(send.len().max(1)).enumerate() {
-                lent = lent.filled(rank * count + within, block);
+                buffer = buffer.with_mut(rank * count + within, block);
             }
             within += send.len();
         }
-        self.planned(listed::<T>(CallKind::AllGather, None, &lens), lent, None)
+        self.planned(list_call::<T>(CallKind::AllGather, None, &lens), buffer, None)
     }
 
     /// Runs [`Self::reduce_scatter`] on each pair of buffers of two lists, at the cost of one call.
@@ -150,52 +154,52 @@ impl Group {
         check_len("the list of recv", recvs.len(), sends.len())?;
         let lens: Vec<usize> = recvs.iter().map(|recv| recv.len()).collect();
         let count: usize = lens.iter().sum();
-        let call = listed::<T>(CallKind::ReduceScatter, Some(op.op()), &lens);
-        let around = self.inner.works_on_copy(&call);
-        let (own, mut lent, mut within) = (self.own_range(count), Lent::default(), 0);
-        let mut copy = vec![Vec::new(); if around { self.size() } else { 0 }];
+        let call = list_call::<T>(CallKind::ReduceScatter, Some(op.op()), &lens);
+        let needs_copy = self.inner.needs_scratch_copy(&call);
+        let (own, mut buffer, mut within) = (self.own_range(count), BorrowedBuffer::default(), 0);
+        let mut copy = vec![Vec::new(); if needs_copy { self.size() } else { 0 }];
         for (send, recv) in sends.into_iter().zip(recvs) {
             let len = recv.len();
             self.check_blocks("send", send.len(), len)?;
-            recv.copy_from_slice(self.own_of(send, len));
+            recv.copy_from_slice(self.own_block(send, len));
             for (rank, block) in send.chunks_exact(len.max(1)).enumerate() {
-                if around {
+                if needs_copy {
                     copy[rank].extend_from_slice(block);
                 } else if rank != self.rank() {
-                    lent = lent.sent(rank * count + within, block);
+                    buffer = buffer.with_ref(rank * count + within, block);
                 }
             }
-            lent = lent.filled(own.start + within, recv);
+            buffer = buffer.with_mut(own.start + within, recv);
             within += len;
         }
-        if around {
-            lent = lent.scratch_around(own, copy.concat());
+        if needs_copy {
+            buffer = buffer.with_scratch_around(own, copy.concat());
         }
-        self.planned(call, lent, Some(kernel))
+        self.planned(call, buffer, Some(kernel))
     }
 }
 
 /// Concatenates the buffers; returns their lengths too.
-fn one_row<'a, T: Element>(bufs: impl Iterator<Item = &'a mut [T]>) -> (Lent<'a>, Vec<usize>) {
-    let (mut lent, mut lens, mut at) = (Lent::default(), Vec::new(), 0);
+fn concatenated<'a, T: Element>(bufs: impl Iterator<Item = &'a mut [T]>) -> (BorrowedBuffer<'a>, Vec<usize>) {
+    let (mut buffer, mut lens, mut at) = (BorrowedBuffer::default(), Vec::new(), 0);
     for buf in bufs {
         let len = buf.len();
-        lent = lent.filled(at, buf);
+        buffer = buffer.with_mut(at, buf);
         lens.push(len);
         at += len;
     }
-    (lent, lens)
+    (buffer, lens)
 }
 
 /// Returns the call on buffers of these lengths, on which all ranks must agree.
-fn listed<T: Element>(kind: CallKind, op: Option<ReduceOp>, lens: &[usize]) -> Call {
+fn list_call<T: Element>(kind: CallKind, op: Option<ReduceOp>, lens: &[usize]) -> Call {
     let hash = fingerprint(lens);
     // The fingerprint is never 0, which means a call without a list.
     call::<T>(kind, op, (hash ^ hash >> 32) as u32 | 1, lens.iter().sum())
 }
 
-/// Returns the call of [`listed`] for an operation with a root.
-fn rooted<T: Element>(kind: CallKind, op: Option<ReduceOp>, root: usize, lens: &[usize]) -> Call {
-    let list = listed::<T>(kind, op, lens);
+/// Returns the call of [`list_call`] for an operation with a root.
+fn rooted_list_call<T: Element>(kind: CallKind, op: Option<ReduceOp>, root: usize, lens: &[usize]) -> Call {
+    let list = list_call::<T>(kind, op, lens);
     Call { root: root as u32, ..list }.with_lens((list.root ^ list.root >> 24) & 0x00FF_FFFF | 1)
 }

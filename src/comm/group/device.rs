@@ -1,4 +1,4 @@
-//! The device side of a group, as the host side uses it.
+//! The device backend of a group, as the host side uses it.
 
 use std::sync::{Arc, PoisonError, Weak};
 
@@ -6,40 +6,40 @@ use super::{CommError, Group};
 use crate::call::Call;
 use crate::cause::Cause;
 use crate::device::DeviceError;
-use crate::device::side::Side;
+use crate::device::backend::DeviceBackend;
 
 impl Group {
     /// Returns true if this handle supports operations on device buffers; [`Self::with_device`] adds a
-    /// device side.
+    /// device backend.
     #[must_use]
     pub fn has_device(&self) -> bool {
         self.device.is_some()
     }
 
-    /// Returns a handle of this group without a device side.
+    /// Returns a handle of this group without a device backend.
     pub(crate) fn without_device(&self) -> Self {
         Self { device: None, ..self.clone() }
     }
 
-    pub(crate) fn with_side(&self, side: Side) -> Self {
-        let side = Arc::new(side);
-        let mut sides = self.inner.sides.lock().unwrap_or_else(PoisonError::into_inner);
-        sides.retain(|side| side.strong_count() > 0);
-        sides.push(Arc::downgrade(&side));
-        drop(sides);
-        Self { device: Some(side), ..self.clone() }
+    pub(crate) fn with_device_backend(&self, backend: DeviceBackend) -> Self {
+        let backend = Arc::new(backend);
+        let mut device_backends = self.inner.device_backends.lock().unwrap_or_else(PoisonError::into_inner);
+        device_backends.retain(|backend| backend.strong_count() > 0);
+        device_backends.push(Arc::downgrade(&backend));
+        drop(device_backends);
+        Self { device: Some(backend), ..self.clone() }
     }
 
-    /// Returns the device sides of all handles of this group.
-    pub(super) fn sides(&self) -> Vec<Arc<Side>> {
-        let sides = self.inner.sides.lock().unwrap_or_else(PoisonError::into_inner);
-        sides.iter().filter_map(Weak::upgrade).collect()
+    /// Returns the device backends of all handles of this group.
+    pub(super) fn device_backends(&self) -> Vec<Arc<DeviceBackend>> {
+        let device_backends = self.inner.device_backends.lock().unwrap_or_else(PoisonError::into_inner);
+        device_backends.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// # Errors
-    /// [`CommError::Device`] if this handle has no device side.
-    pub(crate) fn side(&self) -> Result<&Arc<Side>, CommError> {
-        let without = || DeviceError::Without { group: self.name().to_owned() }.into();
+    /// [`CommError::Device`] if this handle has no device backend.
+    pub(crate) fn device_backend(&self) -> Result<&Arc<DeviceBackend>, CommError> {
+        let without = || DeviceError::GroupWithoutDevice { group: self.name().to_owned() }.into();
         self.inner.check_caller()?;
         self.device.as_ref().ok_or_else(without)
     }
@@ -52,20 +52,20 @@ impl Group {
 
     /// Returns an error if the group has ended for all ranks; that this rank destroyed its handle does not
     /// count.
-    pub(crate) fn goes_on(&self) -> Result<(), CommError> {
+    pub(crate) fn check_alive(&self) -> Result<(), CommError> {
         self.inner.shared.as_ref().map_or(Ok(()), |shared| shared.check(None))
     }
 
     /// Returns the ranks that have left in good order, or whose loss is about to be reported.
-    pub(crate) fn absent(&self) -> Vec<usize> {
+    pub(crate) fn absent_ranks(&self) -> Vec<usize> {
         let Some(shared) = &self.inner.shared else { return Vec::new() };
-        let here = shared.look().here;
+        let here = shared.live_ranks().live;
         (0..self.size()).filter(|&rank| rank != self.rank() && !here.contains(&rank)).collect()
     }
 
     /// # Errors
     /// [`CommError::InvalidArgument`] if this process is a fork of the one that made the group.
-    pub(crate) fn of_this_process(&self) -> Result<(), CommError> {
+    pub(crate) fn check_process(&self) -> Result<(), CommError> {
         if self.is_forked() { self.inner.check_caller() } else { Ok(()) }
     }
 

@@ -1,6 +1,6 @@
 //! Point-to-point messages.
 
-use super::{Call, CallKind, CommError, Element, Envelope, Group, Lent, Operation, Prepared, call};
+use super::{BorrowedBuffer, Call, CallKind, CommError, Element, Envelope, Group, Operation, Prepared, call};
 
 impl Group {
     /// Sends `buf` to rank `to`, which must receive it with equal tag, type and length.
@@ -20,8 +20,8 @@ impl Group {
 
     pub(super) fn prepare_send<'a, T: Element>(&self, buf: &'a [T], to: usize, tag: u32) -> Prepared<'a> {
         self.check_peer(to, "send to")?;
-        let lent = Lent::default().sent(0, buf);
-        Ok(Some(Operation::Send { to, call: message::<T>(tag, buf.len()), lent }))
+        let buffer = BorrowedBuffer::default().with_ref(0, buf);
+        Ok(Some(Operation::Send { to, call: message::<T>(tag, buf.len()), buffer }))
     }
 
     /// Fills `buf` with the next message with this `tag` from rank `from`, which may be this one.
@@ -41,7 +41,11 @@ impl Group {
     ) -> Prepared<'a> {
         self.check_peer(from, "receive from")?;
         let call = message::<T>(tag, buf.len());
-        Ok(Some(Operation::Recv { from: Some(from), call, lent: Lent::default().filled(0, buf) }))
+        Ok(Some(Operation::Recv {
+            from: Some(from),
+            call,
+            buffer: BorrowedBuffer::default().with_mut(0, buf),
+        }))
     }
 
     /// Fills `buf` with the next message with this `tag` from any rank, this one included; returns the
@@ -54,13 +58,13 @@ impl Group {
     /// The errors of [`Self::recv`].
     pub fn recv_any<T: Element>(&self, buf: &mut [T], tag: u32) -> Result<usize, CommError> {
         let envelope = self.carry_out(self.prepare_recv_any(buf, tag))?;
-        Ok(envelope.map_or(usize::MAX, |envelope| envelope.from))
+        Ok(envelope.map_or(usize::MAX, |envelope| envelope.source))
     }
 
     pub(super) fn prepare_recv_any<'a, T: Element>(&self, buf: &'a mut [T], tag: u32) -> Prepared<'a> {
         self.check_message()?;
         let call = message::<T>(tag, buf.len());
-        Ok(Some(Operation::Recv { from: None, call, lent: Lent::default().filled(0, buf) }))
+        Ok(Some(Operation::Recv { from: None, call, buffer: BorrowedBuffer::default().with_mut(0, buf) }))
     }
 
     /// Sends `send` to rank `to` and receives `recv` from rank `from` concurrently, like `MPI_Sendrecv`. A
@@ -107,7 +111,7 @@ impl Group {
     pub fn probe(&self, from: Option<usize>, tag: u32) -> Result<Envelope, CommError> {
         loop {
             // A waiting probe that succeeds always returns an envelope.
-            if let Some(envelope) = self.look_for(from, tag, true)? {
+            if let Some(envelope) = self.probe_message(from, tag, true)? {
                 return Ok(envelope);
             }
         }
@@ -118,10 +122,15 @@ impl Group {
     /// # Errors
     /// The errors of [`Self::probe`].
     pub fn try_probe(&self, from: Option<usize>, tag: u32) -> Result<Option<Envelope>, CommError> {
-        self.look_for(from, tag, false)
+        self.probe_message(from, tag, false)
     }
 
-    fn look_for(&self, from: Option<usize>, tag: u32, wait: bool) -> Result<Option<Envelope>, CommError> {
+    fn probe_message(
+        &self,
+        from: Option<usize>,
+        tag: u32,
+        wait: bool,
+    ) -> Result<Option<Envelope>, CommError> {
         match from {
             Some(from) => self.check_peer(from, "receive from")?,
             None => self.check_message()?,

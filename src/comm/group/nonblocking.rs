@@ -8,10 +8,10 @@ use std::mem::MaybeUninit;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::buffers::{Buffer, BufferMut, Memory};
+use super::buffers::{Buffer, BufferMut, OperationBuffers};
 use super::work::Work;
 use super::{CommError, Group, Prepared};
-use crate::engine::Ticket;
+use crate::engine::Completion;
 
 impl Group {
     /// Returns the nonblocking operations of this group, on buffers that they own while in progress.
@@ -29,7 +29,7 @@ impl Group {
     /// ```
     #[must_use]
     pub fn nonblocking(&self) -> Nonblocking<'static, 'static> {
-        Nonblocking { group: self.clone(), scope: None, lives: PhantomData }
+        Nonblocking { group: self.clone(), scope: None, lifetimes: PhantomData }
     }
 
     /// Calls `body` with the nonblocking operations of this group, on buffers that they borrow. At the end
@@ -58,22 +58,25 @@ impl Group {
         &self,
         body: impl for<'scope> FnOnce(&'scope Nonblocking<'scope, 'env>) -> Result<R, CommError>,
     ) -> Result<R, CommError> {
-        let tickets = Arc::new(Mutex::default());
-        let scope =
-            Nonblocking { group: self.clone(), scope: Some(Arc::clone(&tickets)), lives: PhantomData };
+        let completions = Arc::new(Mutex::default());
+        let scope = Nonblocking {
+            group: self.clone(),
+            scope: Some(Arc::clone(&completions)),
+            lifetimes: PhantomData,
+        };
         let result = catch_unwind(AssertUnwindSafe(|| body(&scope)));
         if result.is_err() {
             self.abort("a thread panicked in a scope of nonblocking operations");
         }
-        let tickets: Vec<Arc<Ticket>> =
-            std::mem::take(&mut tickets.lock().unwrap_or_else(PoisonError::into_inner));
+        let completions: Vec<Arc<Completion>> =
+            std::mem::take(&mut completions.lock().unwrap_or_else(PoisonError::into_inner));
         let mut first = Ok(());
-        for ticket in tickets {
-            while !ticket.is_done() {
-                self.wait_for(std::slice::from_ref(&ticket), None);
+        for completion in completions {
+            while !completion.is_done() {
+                self.wait_for(std::slice::from_ref(&completion), None);
             }
             // The result of a handle that has left the scope belongs to its owner.
-            let outcome = ticket.take_dropped().map_or(Ok(()), |outcome| outcome.map(drop));
+            let outcome = completion.take_if_detached().map_or(Ok(()), |outcome| outcome.map(drop));
             first = first.and(outcome);
         }
         match result {
@@ -113,7 +116,7 @@ impl Group {
 /// let mut buf = [1.0_f32; 4];
 /// world.scope(|scope| {
 ///     scope.broadcast(&mut buf[..], 0)?;
-///     scope.broadcast(&mut buf[..], 0)?; // lent already
+///     scope.broadcast(&mut buf[..], 0)?; // borrowed already
 ///     Ok(())
 /// });
 /// ```
@@ -132,15 +135,15 @@ impl Group {
 pub struct Nonblocking<'scope, 'env: 'scope> {
     group: Group,
     /// The operations started in a scope.
-    scope: Option<Arc<Mutex<Vec<Arc<Ticket>>>>>,
+    scope: Option<Arc<Mutex<Vec<Arc<Completion>>>>>,
     /// Makes both lifetimes invariant: neither may be shortened or extended.
-    lives: PhantomData<(&'scope mut &'scope (), &'env mut &'env ())>,
+    lifetimes: PhantomData<(&'scope mut &'scope (), &'env mut &'env ())>,
 }
 
 impl<'scope> Nonblocking<'scope, '_> {
     /// Starts the operation that `prepare` makes on `memory`.
     #[allow(unsafe_code)]
-    pub(super) fn begin<M: Memory + 'scope>(
+    pub(super) fn begin<M: OperationBuffers + 'scope>(
         &self,
         memory: M,
         prepare: impl for<'a> FnOnce(&Group, &'a mut M) -> Prepared<'a>,
@@ -163,25 +166,26 @@ impl<'scope> Nonblocking<'scope, '_> {
                 return Err(error);
             }
         };
-        let mut ticket = None;
+        let mut completion = None;
         if let (Some(shared), Some(operation)) = (group.inner.shared(), prepared) {
-            let begun = Arc::new(Ticket::nonblocking(self.group.limit(), Arc::clone(shared.chores())));
-            // SAFETY: until the ticket is done, the elements that `memory` owns are neither moved nor
-            // freed. The handle keeps them, and the ticket if the handle is dropped (`Work::drop`);
+            let pending =
+                Arc::new(Completion::nonblocking(self.group.limit(), Arc::clone(shared.callback_queue())));
+            // SAFETY: until the completion is done, the elements that `memory` owns are neither moved nor
+            // freed. The handle keeps them, and the completion if the handle is dropped (`Work::drop`);
             // `mem::forget` frees nothing. Elements that it borrows live for 'scope. That is forever, or
-            // until `Group::scope` has waited for the ticket, which is registered here.
-            unsafe { shared.begin(operation, &begun) };
-            if let Some(tickets) = &self.scope {
-                let mut tickets = tickets.lock().unwrap_or_else(PoisonError::into_inner);
-                if tickets.len() == tickets.capacity() {
-                    tickets.retain(|ticket| !ticket.is_taken());
+            // until `Group::scope` has waited for the completion, which is registered here.
+            unsafe { shared.begin(operation, &pending) };
+            if let Some(completions) = &self.scope {
+                let mut completions = completions.lock().unwrap_or_else(PoisonError::into_inner);
+                if completions.len() == completions.capacity() {
+                    completions.retain(|completion| !completion.is_taken());
                 }
-                tickets.push(Arc::clone(&begun));
+                completions.push(Arc::clone(&pending));
             }
-            shared.nudge();
-            ticket = Some(begun);
+            shared.poll_once();
+            completion = Some(pending);
         }
-        Ok(Work::new(self.group.clone(), ticket, memory))
+        Ok(Work::new(self.group.clone(), completion, memory))
     }
 }
 

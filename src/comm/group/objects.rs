@@ -12,7 +12,7 @@ use super::{CommError, Group};
 /// Largest object in bytes. A larger size is most likely an error, so no rank allocates memory for it.
 const OBJECT_MAX_BYTES: u64 = 1 << 30;
 /// Marker instead of a size: the object of this rank cannot be serialized.
-const UNWRITABLE: u64 = u64::MAX;
+const NOT_SERIALIZABLE: u64 = u64::MAX;
 
 impl Group {
     /// Broadcasts the object of rank `root` to all ranks.
@@ -31,21 +31,21 @@ impl Group {
         object: Option<T>,
         root: usize,
     ) -> Result<T, CommError> {
-        let group = self.in_parts();
+        let group = self.with_fixed_deadline();
         self.check_rank(root, "root")?;
         let is_root = self.rank() == root;
         if is_root && object.is_none() {
             return Err(CommError::InvalidArgument(format!("rank {root} is the root and has no object")));
         }
-        let mine = if is_root { object.as_ref().map(written) } else { None };
-        let mut size = [mine.as_ref().map_or(0, size_of_written)];
+        let mine = if is_root { object.as_ref().map(serialize) } else { None };
+        let mut size = [mine.as_ref().map_or(0, serialized_size)];
         group.broadcast(&mut size, root)?;
         check_size(root, size[0], mine.as_ref())?;
         let mut bytes = mine.and_then(Result::ok).map_or_else(|| buffer(size[0] as usize), Ok)?;
         group.broadcast(&mut bytes, root)?;
         match object {
             Some(object) if is_root => Ok(object),
-            Some(_) | None => read(root, &bytes),
+            Some(_) | None => deserialize(root, &bytes),
         }
     }
 
@@ -62,14 +62,14 @@ impl Group {
         &self,
         object: &T,
     ) -> Result<Vec<T>, CommError> {
-        let group = self.in_parts();
-        let mine = written(object);
+        let group = self.with_fixed_deadline();
+        let mine = serialize(object);
         let mut sizes = vec![0; self.size()];
-        group.all_gather(&[size_of_written(&mine)], &mut sizes)?;
+        group.all_gather(&[serialized_size(&mine)], &mut sizes)?;
         let (lens, mine) = self.lens(&sizes, mine)?;
         let mut bytes = buffer(lens.iter().sum())?;
         group.all_gather_v(&mine, &mut bytes, &lens)?;
-        read_all(&bytes, &lens)
+        deserialize_all(&bytes, &lens)
     }
 
     /// Gathers the objects of all ranks on rank `root`, in rank order; returns `None` on the others.
@@ -85,16 +85,16 @@ impl Group {
         object: &T,
         root: usize,
     ) -> Result<Option<Vec<T>>, CommError> {
-        let group = self.in_parts();
+        let group = self.with_fixed_deadline();
         self.check_rank(root, "root")?;
-        let mine = written(object);
+        let mine = serialize(object);
         let mut sizes = vec![0; self.size()];
-        group.all_gather(&[size_of_written(&mine)], &mut sizes)?;
+        group.all_gather(&[serialized_size(&mine)], &mut sizes)?;
         let (lens, mine) = self.lens(&sizes, mine)?;
         let is_root = self.rank() == root;
         let mut bytes = buffer(if is_root { lens.iter().sum() } else { 0 })?;
         group.gather_v(&mine, &mut bytes, &lens, root)?;
-        if is_root { read_all(&bytes, &lens).map(Some) } else { Ok(None) }
+        if is_root { deserialize_all(&bytes, &lens).map(Some) } else { Ok(None) }
     }
 
     /// Scatters the objects of rank `root`, one for each rank, in rank order.
@@ -113,35 +113,35 @@ impl Group {
         objects: Option<Vec<T>>,
         root: usize,
     ) -> Result<T, CommError> {
-        let group = self.in_parts();
+        let group = self.with_fixed_deadline();
         self.check_rank(root, "root")?;
-        let mut written_all = Vec::new();
+        let mut serialized = Vec::new();
         if self.rank() == root {
             let objects = objects.unwrap_or_default();
             if objects.len() != self.size() {
                 let (have, want) = (objects.len(), self.size());
                 return Err(CommError::InvalidArgument(format!("{have} objects for {want} ranks")));
             }
-            written_all = objects.iter().map(written).collect();
+            serialized = objects.iter().map(serialize).collect();
         }
         let mut sizes = vec![0; self.size()];
-        for (size, written) in sizes.iter_mut().zip(&written_all) {
-            *size = size_of_written(written);
+        for (size, written) in sizes.iter_mut().zip(&serialized) {
+            *size = serialized_size(written);
         }
         group.broadcast(&mut sizes, root)?;
         for &size in &sizes {
-            let failed = written_all.iter().find(|written| written.is_err());
+            let failed = serialized.iter().find(|written| written.is_err());
             check_size(root, size, failed)?;
         }
         let lens: Vec<usize> = sizes.iter().map(|&size| size as usize).collect();
-        let send: Vec<u8> = written_all.into_iter().flat_map(Result::unwrap_or_default).collect();
+        let send: Vec<u8> = serialized.into_iter().flat_map(Result::unwrap_or_default).collect();
         let mut bytes = buffer(lens[self.rank()])?;
         group.scatter_v(&send, &mut bytes, &lens, root)?;
-        read(root, &bytes)
+        deserialize(root, &bytes)
     }
 
     /// Checks the sizes of all ranks; returns them as lengths, with the bytes of this rank.
-    fn lens(&self, sizes: &[u64], mine: Written) -> Result<(Vec<usize>, Vec<u8>), CommError> {
+    fn lens(&self, sizes: &[u64], mine: Serialized) -> Result<(Vec<usize>, Vec<u8>), CommError> {
         for (rank, &size) in sizes.iter().enumerate() {
             check_size(rank, size, Some(&mine).filter(|_| rank == self.rank()))?;
         }
@@ -151,14 +151,14 @@ impl Group {
 }
 
 /// A serialized object, or the serialization error.
-type Written = Result<Vec<u8>, String>;
+type Serialized = Result<Vec<u8>, String>;
 
-fn written<T: Serialize>(object: &T) -> Written {
+fn serialize<T: Serialize>(object: &T) -> Serialized {
     postcard::to_stdvec(object).map_err(|error| error.to_string())
 }
 
-fn size_of_written(written: &Written) -> u64 {
-    written.as_ref().map_or(UNWRITABLE, |bytes| bytes.len() as u64)
+fn serialized_size(written: &Serialized) -> u64 {
+    written.as_ref().map_or(NOT_SERIALIZABLE, |bytes| bytes.len() as u64)
 }
 
 /// Allocates a receive buffer. Other ranks determine its length, so running out of memory is an error.
@@ -171,10 +171,10 @@ fn buffer(len: usize) -> Result<Vec<u8>, CommError> {
 }
 
 /// Checks that an object of this size can be sent; `mine` is set if this rank serialized it.
-fn check_size(rank: usize, size: u64, mine: Option<&Written>) -> Result<(), CommError> {
+fn check_size(rank: usize, size: u64, mine: Option<&Serialized>) -> Result<(), CommError> {
     let what = match (size, mine) {
-        (UNWRITABLE, Some(Err(error))) => format!("cannot be written: {error}"),
-        (UNWRITABLE, _) => "cannot be written there".to_owned(),
+        (NOT_SERIALIZABLE, Some(Err(error))) => format!("cannot be written: {error}"),
+        (NOT_SERIALIZABLE, _) => "cannot be written there".to_owned(),
         (size, _) if size > OBJECT_MAX_BYTES => {
             format!("has {size} bytes, more than {OBJECT_MAX_BYTES}; send it as a buffer")
         }
@@ -183,7 +183,7 @@ fn check_size(rank: usize, size: u64, mine: Option<&Written>) -> Result<(), Comm
     Err(CommError::Object { rank, what })
 }
 
-fn read<T: DeserializeOwned>(rank: usize, bytes: &[u8]) -> Result<T, CommError> {
+fn deserialize<T: DeserializeOwned>(rank: usize, bytes: &[u8]) -> Result<T, CommError> {
     let error = |what: String| CommError::Object { rank, what };
     let (object, rest) = postcard::take_from_bytes(bytes)
         .map_err(|cause| error(format!("cannot be read: {cause}; is it of the same type there?")))?;
@@ -193,12 +193,12 @@ fn read<T: DeserializeOwned>(rank: usize, bytes: &[u8]) -> Result<T, CommError> 
     Err(error(format!("has {} bytes too many; is it of the same type there?", rest.len())))
 }
 
-fn read_all<T: DeserializeOwned>(bytes: &[u8], lens: &[usize]) -> Result<Vec<T>, CommError> {
+fn deserialize_all<T: DeserializeOwned>(bytes: &[u8], lens: &[usize]) -> Result<Vec<T>, CommError> {
     let mut rest = bytes;
     let one = |(rank, &len): (usize, &usize)| {
         let (object, others) = rest.split_at_checked(len).unwrap_or((rest, &[]));
         rest = others;
-        read(rank, object)
+        deserialize(rank, object)
     };
     lens.iter().enumerate().map(one).collect()
 }
@@ -214,12 +214,12 @@ mod tests {
     fn random_objects_never_cause_a_panic() {
         let objects: [Object; 2] =
             [(7, Some("convoke".to_owned()), vec![vec![1; 3], vec![], vec![u64::MAX]]), (0, None, vec![])];
-        let good = objects.map(|object| written(&object).unwrap());
-        let decode = |bytes: &[u8]| read::<Object>(0, bytes).ok();
+        let good = objects.map(|object| serialize(&object).unwrap());
+        let decode = |bytes: &[u8]| deserialize::<Object>(0, bytes).ok();
         // Limit on the bytes that serde reserves for a list before its elements arrive.
         let most = 3 << 20;
         convoke_testkit::fuzz("random_objects_never_cause_a_panic", &good, most, decode, |object| {
-            written(object).unwrap()
+            serialize(object).unwrap()
         });
     }
 }

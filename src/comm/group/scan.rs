@@ -1,6 +1,6 @@
 //! Scans: reductions over all ranks up to this one.
 
-use super::{CallKind, CommError, Element, Group, Lent, Prepared, ReduceOp, Reduction, call};
+use super::{BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, ReduceOp, Reduction, call};
 use crate::kernels::Kernel;
 
 impl Group {
@@ -19,9 +19,9 @@ impl Group {
     }
 
     pub(super) fn prepare_scan<'a, T: Element>(&self, buf: &'a mut [T], op: &Reduction<T>) -> Prepared<'a> {
-        let kernel = scanning(op)?;
+        let kernel = scan_kernel(op)?;
         let call = call::<T>(CallKind::Scan, Some(op.op()), 0, buf.len());
-        self.planned(call, Lent::default().filled(0, buf), Some(kernel))
+        self.planned(call, BorrowedBuffer::default().with_mut(0, buf), Some(kernel))
     }
 
     /// Replaces `buf` on rank r by the elementwise `op` over the `buf` of ranks 0 to r − 1. On rank 0,
@@ -47,16 +47,16 @@ impl Group {
         buf: &'a mut [T],
         op: &Reduction<T>,
     ) -> Prepared<'a> {
-        let kernel = scanning(op)?;
+        let kernel = scan_kernel(op)?;
         let call = call::<T>(CallKind::ExclusiveScan, Some(op.op()), 0, buf.len());
-        let lent = Lent::default().scratch(0, buf.to_vec());
+        let buffer = BorrowedBuffer::default().with_scratch(0, buf.to_vec());
         // The buffer of rank 0 is not changed.
-        let lent = if self.rank() > 0 { lent.filled(buf.len(), buf) } else { lent };
-        self.planned(call, lent, Some(kernel))
+        let buffer = if self.rank() > 0 { buffer.with_mut(buf.len(), buf) } else { buffer };
+        self.planned(call, buffer, Some(kernel))
     }
 }
 
-fn scanning<T: Element>(op: &Reduction<T>) -> Result<Kernel, CommError> {
+fn scan_kernel<T: Element>(op: &Reduction<T>) -> Result<Kernel, CommError> {
     if op.op() == ReduceOp::Avg {
         let what = "avg of a part of the ranks has no meaning in a scan";
         return Err(CommError::InvalidArgument(what.to_owned()));

@@ -20,13 +20,13 @@ use serde::{Deserialize, Serialize};
 use super::{CommError, Group};
 
 /// Time limit of one store request.
-const STORE_TIME: Duration = Duration::from_secs(10);
+const STORE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Poll interval of the rank that decides; the other ranks double their interval up to the longest.
-const LOOK: Duration = Duration::from_millis(10);
-const LONGEST_LOOK: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+const MAX_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A failed group, or one that did not form; its name and generation prefix the keys of the next agreement.
-struct Past {
+struct FailedGroup {
     name: String,
     generation: Generation,
     /// Global ranks of its members, by rank.
@@ -72,34 +72,34 @@ impl Group {
         }
         self.abort("it goes on with those who are left");
         let (name, ranks) = (self.name().to_owned(), self.global_ranks().to_vec());
-        let mut past = Past { name, generation: self.generation(), ranks };
+        let mut failed_group = FailedGroup { name, generation: self.generation(), ranks };
         // Groups that formed here and failed at once. They are kept, since dropping them would look like
         // the loss of this rank.
         let mut formed: Vec<Self> = Vec::new();
         let mut failed = None;
         loop {
-            let gone = || self.gone(&past, &formed);
-            let (generation, ranks) = self.decide(&past, within, gone)?;
+            let gone = || self.missing_ranks(&failed_group, &formed);
+            let (generation, ranks) = self.decide(&failed_group, within, gone)?;
             let survivors: Vec<usize> = ranks.iter().filter_map(|&rank| self.group_rank(rank)).collect();
             if !survivors.contains(&self.rank()) {
                 return Err(CommError::Excluded { group: self.name().to_owned(), survivors });
             }
-            if let Some(error) = failed.take().filter(|_| ranks.len() == past.ranks.len()) {
+            if let Some(error) = failed.take().filter(|_| ranks.len() == failed_group.ranks.len()) {
                 // All members live, but the group does not form.
                 return Err(error);
             }
             *shrunk = true;
-            let came = past.key("came");
-            past = Past { name: format!("{}/shrunk", past.name), generation, ranks };
-            let options = self.inner.options.clone().name(past.name.clone()).generation(generation);
-            let Some(mut invitation) = self.invitation(&survivors, options) else { continue };
+            let came = failed_group.key("came");
+            failed_group = FailedGroup { name: format!("{}/shrunk", failed_group.name), generation, ranks };
+            let options = self.inner.options.clone().name(failed_group.name.clone()).generation(generation);
+            let Some(mut config) = self.bootstrap_config(&survivors, options) else { continue };
             // The dead ranks have freed cores, so the sharing is computed again.
-            invitation.sharing = None;
-            let error = match self.join_successor(invitation, within) {
+            config.sharing = None;
+            let error = match self.join_successor(config, within) {
                 Ok(group) => match group.with_timeout(within).barrier() {
                     Ok(()) => {
                         if group.rank() == 0 {
-                            let _ = self.inner.store.delete(&came, Instant::now() + STORE_TIME);
+                            let _ = self.inner.store.delete(&came, Instant::now() + STORE_TIMEOUT);
                         }
                         return Ok(group);
                     }
@@ -110,7 +110,7 @@ impl Group {
                 },
                 Err(error) => error,
             };
-            let of_ranks = error.place().is_some() || matches!(error, CommError::Bootstrap { .. });
+            let of_ranks = error.context().is_some() || matches!(error, CommError::Bootstrap { .. });
             failed = Some(if of_ranks { error } else { return Err(error) });
         }
     }
@@ -118,29 +118,29 @@ impl Group {
     /// Agrees with the ranks that come on the members of the next group.
     fn decide(
         &self,
-        past: &Past,
+        failed_group: &FailedGroup,
         within: Duration,
         gone: impl Fn() -> BTreeSet<usize>,
     ) -> Result<(Generation, Vec<usize>), CommError> {
         let (store, me) = (&self.inner.store, self.inner.origin[self.rank()]);
         let deadline = Instant::now().checked_add(within);
-        let soon = || Instant::now() + STORE_TIME;
-        let (came_key, decided) = (past.key("came"), past.key("decided"));
+        let soon = || Instant::now() + STORE_TIMEOUT;
+        let (came_key, decided) = (failed_group.key("came"), failed_group.key("decided"));
         if let Some(decision) = store.try_get(&decided, soon())? {
             return read(&decision);
         }
         store.append(&came_key, format!("{me} ").as_bytes(), soon())?;
-        let mut look = LOOK;
+        let mut interval = POLL_INTERVAL;
         loop {
             let gone = gone();
             let late = deadline.is_some_and(|deadline| Instant::now() >= deadline);
-            let decides = past.ranks.iter().find(|rank| !gone.contains(rank)) == Some(&me);
+            let decides = failed_group.ranks.iter().find(|rank| !gone.contains(rank)) == Some(&me);
             if decides || late {
                 let came = store.try_get(&came_key, soon())?.unwrap_or_default();
                 let came = String::from_utf8_lossy(&came);
                 let came: BTreeSet<usize> =
                     came.split_whitespace().filter_map(|rank| rank.parse().ok()).collect();
-                let left = past.ranks.iter().copied().filter(|rank| !gone.contains(rank));
+                let left = failed_group.ranks.iter().copied().filter(|rank| !gone.contains(rank));
                 let (here, awaited): (Vec<_>, Vec<_>) = left.partition(|rank| came.contains(rank));
                 if here.contains(&me) && (late || awaited.is_empty()) {
                     let generation = Generation::random()
@@ -151,12 +151,12 @@ impl Group {
                 }
                 if late {
                     // The others consider this rank lost, and none of them has come.
-                    return Ok((past.generation, here));
+                    return Ok((failed_group.generation, here));
                 }
             } else {
-                look = (look * 2).min(LONGEST_LOOK);
+                interval = (interval * 2).min(MAX_POLL_INTERVAL);
             }
-            let until = Instant::now() + look;
+            let until = Instant::now() + interval;
             match store.get(&decided, deadline.map_or(until, |deadline| deadline.min(until))) {
                 Ok(decision) => return read(&decision),
                 Err(StoreError::Timeout { .. }) => {}
@@ -165,22 +165,27 @@ impl Group {
         }
     }
 
-    /// Returns the ranks of `past` that will not come. Their processes have ended or have dropped these
-    /// groups, or a group ended because of them.
-    fn gone(&self, past: &Past, formed: &[Self]) -> BTreeSet<usize> {
+    /// Returns the ranks of `failed_group` that will not come. Their processes have ended or have dropped
+    /// these groups, or a group ended because of them.
+    fn missing_ranks(&self, failed_group: &FailedGroup, formed: &[Self]) -> BTreeSet<usize> {
         let (mut present, mut lost) = (BTreeSet::new(), BTreeSet::new());
         for group in formed.iter().chain([self]) {
             let Some(shared) = &group.inner.shared else { continue };
-            let seen = shared.look();
-            present.extend(seen.here.into_iter().filter_map(|rank| group.global_rank(rank)));
+            let seen = shared.live_ranks();
+            present.extend(seen.live.into_iter().filter_map(|rank| group.global_rank(rank)));
             lost.extend(seen.lost.and_then(|rank| group.global_rank(rank)));
         }
         present.extend(self.global_rank(self.rank()));
-        past.ranks.iter().copied().filter(|rank| !present.contains(rank) || lost.contains(rank)).collect()
+        failed_group
+            .ranks
+            .iter()
+            .copied()
+            .filter(|rank| !present.contains(rank) || lost.contains(rank))
+            .collect()
     }
 }
 
-impl Past {
+impl FailedGroup {
     fn key(&self, what: &str) -> Vec<u8> {
         format!("{}/{}/shrink/{what}", self.name, self.generation).into_bytes()
     }

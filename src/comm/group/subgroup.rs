@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::bootstrap::{self, Waiting, Whereabouts};
+use crate::bootstrap::{self, ListeningRank, StoreLocation};
 
-use super::{CallKind, CommError, Group, GroupOptions, Invitation, Lent, call};
+use super::{BootstrapConfig, BorrowedBuffer, CallKind, CommError, Group, GroupOptions, call};
 use crate::plan::{Tuning, fingerprint};
 
 /// Color of a rank that joins no group.
@@ -14,18 +14,18 @@ const NO_COLOR: i64 = -1;
 /// Marks a split in the comparison between ranks; a list of ranks has a fingerprint instead.
 const SPLIT: u64 = 0;
 /// Numbers that each rank contributes to the agreement on a subgroup.
-const TOLD: usize = 3;
+const VALUES_PER_RANK: usize = 3;
 /// Limit, in bytes, on the record that a rank contributes: its address, its cores, its choice of
 /// algorithms.
-const MOST_TOLD: i64 = 1 << 20;
+const MAX_RECORD_BYTES: i64 = 1 << 20;
 
 /// The agreement of all ranks to make certain groups next.
 #[derive(Debug)]
-pub(crate) struct Agreed<'a> {
+pub(crate) struct SubgroupAgreement<'a> {
     /// Number of agreements before this one.
     number: u64,
     /// The two numbers that each rank contributed.
-    told: Vec<[i64; 2]>,
+    values: Vec<[i64; 2]>,
     /// Held until the groups are made, so that threads of a rank make subgroups one after the other, and
     /// all ranks exchange records in one order.
     _turn: MutexGuard<'a, u64>,
@@ -60,7 +60,7 @@ impl Group {
             let what = format!("a group of the ranks {ranks:?}: it needs some, each once");
             return Err(CommError::InvalidArgument(what));
         }
-        let group = self.in_parts();
+        let group = self.with_fixed_deadline();
         let agreed = group.agree(&format!("a group of the ranks {ranks:?}"), fingerprint(ranks), [0; 2])?;
         group.form(&agreed, ranks)
     }
@@ -79,11 +79,11 @@ impl Group {
     /// The cost of [`Self::subgroup`].
     pub fn split(&self, color: Option<u32>, key: i64) -> Result<Option<Self>, CommError> {
         let color = color.map_or(NO_COLOR, i64::from);
-        let group = self.in_parts();
+        let group = self.with_fixed_deadline();
         let agreed = group.agree("a split", SPLIT, [color, key])?;
-        let with_us = |&rank: &usize| color != NO_COLOR && agreed.told[rank][0] == color;
-        let mut together: Vec<usize> = (0..self.size()).filter(with_us).collect();
-        together.sort_by_key(|&rank| (agreed.told[rank][1], rank));
+        let has_same_color = |&rank: &usize| color != NO_COLOR && agreed.values[rank][0] == color;
+        let mut together: Vec<usize> = (0..self.size()).filter(has_same_color).collect();
+        together.sort_by_key(|&rank| (agreed.values[rank][1], rank));
         group.form(&agreed, &together)
     }
 
@@ -132,21 +132,26 @@ impl Group {
         self.inner.origin.iter().position(|&origin| origin == global_rank)
     }
 
-    /// Agrees with all ranks to make `what`, identified by `mark`, next, and exchanges the numbers `told`.
+    /// Agrees with all ranks to make `what`, identified by `mark`, next, and exchanges the numbers `values`.
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`] on all ranks if some make another group. Otherwise the errors of
     /// [`Self::all_gather`].
-    pub(crate) fn agree(&self, what: &str, mark: u64, told: [i64; 2]) -> Result<Agreed<'_>, CommError> {
+    pub(crate) fn agree(
+        &self,
+        what: &str,
+        mark: u64,
+        values: [i64; 2],
+    ) -> Result<SubgroupAgreement<'_>, CommError> {
         let name = self.subgroup_name.as_deref().unwrap_or_default();
         let mark = fingerprint(&[mark as usize, name_fingerprint(name) as usize]) as i64;
         // The lock makes the numbers follow the order of the agreements, also between threads.
         let mut made = self.inner.subgroups.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut all = vec![0; TOLD * self.size()];
-        self.own(&mut all, TOLD).copy_from_slice(&[mark, told[0], told[1]]);
-        let call = call::<i64>(CallKind::Subgroup, None, 0, TOLD);
-        self.carry_out(self.planned(call, Lent::default().filled(0, &mut all), None))?;
-        let (all, _) = all.as_chunks::<TOLD>();
+        let mut all = vec![0; VALUES_PER_RANK * self.size()];
+        self.own_block_mut(&mut all, VALUES_PER_RANK).copy_from_slice(&[mark, values[0], values[1]]);
+        let call = call::<i64>(CallKind::Subgroup, None, 0, VALUES_PER_RANK);
+        self.carry_out(self.planned(call, BorrowedBuffer::default().with_mut(0, &mut all), None))?;
+        let (all, _) = all.as_chunks::<VALUES_PER_RANK>();
         if let Some(other) = all.iter().position(|theirs| theirs[0] != mark) {
             let named = if name.is_empty() { String::new() } else { format!(" named {name:?}") };
             let what = format!(
@@ -157,15 +162,19 @@ impl Group {
         }
         let number = *made;
         *made += 1;
-        let told = all.iter().map(|&[_, first, second]| [first, second]).collect();
-        Ok(Agreed { number, told, _turn: made })
+        let values = all.iter().map(|&[_, first, second]| [first, second]).collect();
+        Ok(SubgroupAgreement { number, values, _turn: made })
     }
 
     /// Makes the group of `ranks`; returns `None` if this rank is not a member. All ranks of this group
     /// call it.
     ///
     /// Disjoint groups may share one agreement; overlapping ones also need different names.
-    pub(crate) fn form(&self, agreed: &Agreed<'_>, ranks: &[usize]) -> Result<Option<Self>, CommError> {
+    pub(crate) fn form(
+        &self,
+        agreed: &SubgroupAgreement<'_>,
+        ranks: &[usize],
+    ) -> Result<Option<Self>, CommError> {
         let (number, first) = (agreed.number, ranks.first().copied().unwrap_or_default());
         let own = self.subgroup_name.as_deref().unwrap_or_default();
         let dash = if own.is_empty() { "" } else { "-" };
@@ -175,74 +184,76 @@ impl Group {
             fingerprint(&[options.id as usize, number as usize, first, name_fingerprint(own) as usize]);
         // Ranks outside the groups take part too: NCCL splits a communicator with all of its ranks.
         #[cfg(feature = "nccl")]
-        let side = self.split_side(ranks)?;
+        let backend = self.split_device(ranks)?;
         let rest = self.limit().deadline().saturating_duration_since(Instant::now());
-        let invitation = self.invitation(ranks, options).map(|invitation| Invitation {
+        let config = self.bootstrap_config(ranks, options).map(|config| BootstrapConfig {
             is_successor: true,
-            options: invitation.options.clone().init_timeout(invitation.options.init_timeout.min(rest)),
-            ..invitation
+            options: config.options.clone().init_timeout(config.options.init_timeout.min(rest)),
+            ..config
         });
-        let waiting = invitation.as_ref().filter(|invitation| invitation.size > 1).map(|invitation| {
-            Waiting::new(invitation).map_err(|error| (bootstrap::no_record(invitation, &error), error))
+        let waiting = config.as_ref().filter(|config| config.size > 1).map(|config| {
+            ListeningRank::new(config).map_err(|error| (bootstrap::failure_record(config, &error), error))
         });
         let record = match &waiting {
             None => Vec::new(),
             Some(Ok(waiting)) => waiting.record(),
             Some(Err((record, _))) => record.clone(),
         };
-        let records = self.tell_all(&record)?;
+        let records = self.exchange_records(&record)?;
         let records: Vec<&[u8]> = ranks.iter().map(|&rank| records[rank].as_slice()).collect();
         let formed = match waiting {
-            Some(Ok(waiting)) => Some(bootstrap::connect_to(waiting, &records)?),
+            Some(Ok(waiting)) => Some(bootstrap::connect_with_records(waiting, &records)?),
             Some(Err((_, error))) => return Err(error),
             None => None,
         };
-        let Some(invitation) = invitation else { return Ok(None) };
+        let Some(config) = config else { return Ok(None) };
         let keep = self.inner.keep.clone();
         let group = match formed {
-            Some(formed) => Self::formed(invitation, formed, keep),
-            None => Self::join(invitation, keep)?,
+            Some(formed) => Self::from_bootstrap(config, formed, keep),
+            None => Self::join(config, keep)?,
         };
-        let group = self.with_usual_time(group);
+        let group = self.restore_init_timeout(group);
         #[cfg(feature = "nccl")]
-        if let Some(side) = side {
-            return side.of(&group).map(Some);
+        if let Some(backend) = backend {
+            return backend.attach(&group).map(Some);
         }
         Ok(Some(group))
     }
 
     /// Exchanges the records of all ranks.
-    fn tell_all(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
+    fn exchange_records(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
         let mut lens = vec![0; self.size()];
-        self.own(&mut lens, 1).copy_from_slice(&[own.len() as i64]);
+        self.own_block_mut(&mut lens, 1).copy_from_slice(&[own.len() as i64]);
         let first = call::<i64>(CallKind::Subgroup, None, 0, 1);
-        self.carry_out(self.planned(first, Lent::default().filled(0, &mut lens), None))?;
-        let is_sound = |len: &i64| (0..=MOST_TOLD).contains(len);
-        if let Some(rank) = lens.iter().position(|len| !is_sound(len)) {
-            let what =
-                format!("rank {rank} tells {} bytes of itself, at most {MOST_TOLD} make sense", lens[rank]);
+        self.carry_out(self.planned(first, BorrowedBuffer::default().with_mut(0, &mut lens), None))?;
+        let is_valid = |len: &i64| (0..=MAX_RECORD_BYTES).contains(len);
+        if let Some(rank) = lens.iter().position(|len| !is_valid(len)) {
+            let what = format!(
+                "rank {rank} tells {} bytes of itself, at most {MAX_RECORD_BYTES} make sense",
+                lens[rank]
+            );
             return Err(CommError::Bootstrap { group: self.name().to_owned(), what, ranks: vec![rank] });
         }
         let most = lens.iter().copied().max().unwrap_or_default() as usize;
         let mut all = vec![0; most * self.size()];
-        self.own(&mut all, most)[..own.len()].copy_from_slice(own);
+        self.own_block_mut(&mut all, most)[..own.len()].copy_from_slice(own);
         let second = call::<u8>(CallKind::Subgroup, None, 0, most);
-        self.carry_out(self.planned(second, Lent::default().filled(0, &mut all), None))?;
-        let told = lens.iter().enumerate().map(|(rank, &len)| all[rank * most..][..len as usize].to_vec());
-        Ok(told.collect())
+        self.carry_out(self.planned(second, BorrowedBuffer::default().with_mut(0, &mut all), None))?;
+        let values = lens.iter().enumerate().map(|(rank, &len)| all[rank * most..][..len as usize].to_vec());
+        Ok(values.collect())
     }
 
-    /// Returns an invitation for `ranks` of this group, with the timeout of this handle; `None` if this
+    /// Returns a bootstrap configuration for `ranks` of this group, with the timeout of this handle; `None` if this
     /// rank is not among them.
-    pub(super) fn invitation(&self, ranks: &[usize], options: GroupOptions) -> Option<Invitation> {
-        Some(Invitation {
+    pub(super) fn bootstrap_config(&self, ranks: &[usize], options: GroupOptions) -> Option<BootstrapConfig> {
+        Some(BootstrapConfig {
             store: Arc::clone(&self.inner.store),
-            place: format!("generation {}", self.generation()),
+            store_id: format!("generation {}", self.generation()),
             store_rank: ranks.iter().position(|&rank| Some(rank) == self.inner.store_rank),
             rank: ranks.iter().position(|&rank| rank == self.rank())?,
             size: ranks.len(),
-            whereabouts: Whereabouts::default(),
-            removal: None,
+            store_location: StoreLocation::default(),
+            entry_guard: None,
             origin: ranks.iter().map(|&rank| self.inner.origin[rank]).collect(),
             is_successor: false,
             options: options.timeout(self.timeout),
@@ -256,15 +267,15 @@ impl Group {
     /// Joins a group that descends from this one, within the shorter of `time` and `init_timeout`.
     pub(super) fn join_successor(
         &self,
-        mut invitation: Invitation,
+        mut config: BootstrapConfig,
         time: Duration,
     ) -> Result<Self, CommError> {
-        invitation.options.init_timeout = invitation.options.init_timeout.min(time);
-        Ok(self.with_usual_time(Self::join(invitation, self.inner.keep.clone())?))
+        config.options.init_timeout = config.options.init_timeout.min(time);
+        Ok(self.restore_init_timeout(Self::join(config, self.inner.keep.clone())?))
     }
 
     /// Restores the `init_timeout` of a group that had less time to form, for the groups made from it.
-    fn with_usual_time(&self, mut group: Self) -> Self {
+    fn restore_init_timeout(&self, mut group: Self) -> Self {
         if let Some(inner) = Arc::get_mut(&mut group.inner) {
             inner.options.init_timeout = self.inner.options.init_timeout;
         }
@@ -302,7 +313,7 @@ mod tests {
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         });
         for (rank, [group, half]) in sharings.into_iter().enumerate() {
-            assert_eq!((group.place, half), (Some(rank), group));
+            assert_eq!((group.core_index, half), (Some(rank), group));
         }
     }
 }

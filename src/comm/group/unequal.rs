@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use super::blocks::{around, cut, reduced};
-use super::{CallKind, CommError, Element, Group, Lent, Prepared, Reduction, call, check_len};
+use super::blocks::{recv_around_own, reduce_scatter_buffers, split_around};
+use super::{BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, call, check_len};
 use crate::plan::{self, Algorithm, Blocks};
 
 impl Group {
@@ -35,14 +35,14 @@ impl Group {
         lens: &[usize],
     ) -> Prepared<'a> {
         let blocks = self.blocks(lens)?;
-        let own = blocks.of(self.rank());
+        let own = blocks.range(self.rank());
         check_len("send", send.len(), own.len())?;
         check_len("recv", recv.len(), blocks.end())?;
         let call = call::<T>(CallKind::AllGatherV, None, blocks.fingerprint(), blocks.end());
         let topology = &self.inner.topology;
         let algorithm = self.inner.tuning.all_gather(size_of_val(recv) / self.size(), topology);
         let plan = || Arc::new(plan::all_gather(algorithm, self.rank(), topology, &blocks, size_of::<T>()));
-        self.collective(call, plan, around(send, recv, own.clone()).sent(own.start, send), None)
+        self.collective(call, plan, recv_around_own(send, recv, own.clone()).with_ref(own.start, send), None)
     }
 
     /// Fills `recv` with the elementwise `op` over this rank's block of all ranks' `send`, in which rank i
@@ -75,7 +75,7 @@ impl Group {
         op: &Reduction<T>,
     ) -> Prepared<'a> {
         let blocks = self.blocks(lens)?;
-        let own = blocks.of(self.rank());
+        let own = blocks.range(self.rank());
         check_len("send", send.len(), blocks.end())?;
         check_len("recv", recv.len(), own.len())?;
         let kernel = op.kernel(self.size())?;
@@ -84,7 +84,12 @@ impl Group {
         let algorithm = self.inner.tuning.reduce_scatter(size_of_val(send) / self.size(), topology, rounding);
         let bytes = size_of::<T>();
         let plan = || Arc::new(plan::reduce_scatter(algorithm, rounding, rank, topology, &blocks, bytes));
-        self.collective(call, plan, reduced(algorithm != Algorithm::Direct, send, recv, own), Some(kernel))
+        self.collective(
+            call,
+            plan,
+            reduce_scatter_buffers(algorithm != Algorithm::Direct, send, recv, own),
+            Some(kernel),
+        )
     }
 
     /// Fills `recv` of rank `root` with the `send` of all ranks, in rank order; there rank i has `lens[i]`
@@ -117,17 +122,17 @@ impl Group {
         root: usize,
     ) -> Prepared<'a> {
         self.check_rank(root, "root")?;
-        let (blocks, lent) = if self.rank() == root {
+        let (blocks, buffer) = if self.rank() == root {
             let blocks = self.blocks(lens)?;
-            check_len("send", send.len(), blocks.of(root).len())?;
+            check_len("send", send.len(), blocks.range(root).len())?;
             check_len("recv", recv.len(), blocks.end())?;
-            let lent = around(send, recv, blocks.of(root));
-            (blocks, lent)
+            let buffer = recv_around_own(send, recv, blocks.range(root));
+            (blocks, buffer)
         } else {
-            (self.only_mine(send.len()), Lent::default().sent(0, send))
+            (self.own_block_only(send.len()), BorrowedBuffer::default().with_ref(0, send))
         };
         let plan = || Arc::new(plan::gather(self.rank(), &blocks, root));
-        self.collective(call::<T>(CallKind::GatherV, None, root as u32, 0), plan, lent, None)
+        self.collective(call::<T>(CallKind::GatherV, None, root as u32, 0), plan, buffer, None)
     }
 
     /// Fills `recv` with this rank's block of the `send` of rank `root`, in which rank i has `lens[i]`
@@ -159,17 +164,18 @@ impl Group {
         root: usize,
     ) -> Prepared<'a> {
         self.check_rank(root, "root")?;
-        let (blocks, lent) = if self.rank() == root {
+        let (blocks, buffer) = if self.rank() == root {
             let blocks = self.blocks(lens)?;
             check_len("send", send.len(), blocks.end())?;
-            check_len("recv", recv.len(), blocks.of(root).len())?;
-            let lent = Lent::default().sent(0, send).copied(&send[blocks.of(root)], recv);
-            (blocks, lent)
+            check_len("recv", recv.len(), blocks.range(root).len())?;
+            let buffer =
+                BorrowedBuffer::default().with_ref(0, send).with_copy(&send[blocks.range(root)], recv);
+            (blocks, buffer)
         } else {
-            (self.only_mine(recv.len()), Lent::default().filled(0, recv))
+            (self.own_block_only(recv.len()), BorrowedBuffer::default().with_mut(0, recv))
         };
         let plan = || Arc::new(plan::scatter(self.rank(), &blocks, root));
-        self.collective(call::<T>(CallKind::ScatterV, None, root as u32, 0), plan, lent, None)
+        self.collective(call::<T>(CallKind::ScatterV, None, root as u32, 0), plan, buffer, None)
     }
 
     /// Sends block i of `send`, with `send_lens[i]` elements, to rank i. Fills block i of `recv`, with
@@ -200,13 +206,13 @@ impl Group {
         let rank = self.rank();
         check_len("send", send.len(), sent.end())?;
         check_len("recv", recv.len(), filled.end())?;
-        check_len("this rank's own block of recv", filled.of(rank).len(), sent.of(rank).len())?;
+        check_len("this rank's own block of recv", filled.range(rank).len(), sent.range(rank).len())?;
         let plan = || Arc::new(plan::all_to_all(rank, &sent, &filled));
-        let own = filled.of(rank);
-        let (before, into, behind) = cut(recv, own.clone());
-        let lent = Lent::default().sent(0, send).copied(&send[sent.of(rank)], into);
-        let lent = lent.filled(sent.end(), before).filled(sent.end() + own.end, behind);
-        self.collective(call::<T>(CallKind::AllToAllV, None, 0, 0), plan, lent, None)
+        let own = filled.range(rank);
+        let (before, into, behind) = split_around(recv, own.clone());
+        let buffer = BorrowedBuffer::default().with_ref(0, send).with_copy(&send[sent.range(rank)], into);
+        let buffer = buffer.with_mut(sent.end(), before).with_mut(sent.end() + own.end, behind);
+        self.collective(call::<T>(CallKind::AllToAllV, None, 0, 0), plan, buffer, None)
     }
 
     pub(crate) fn blocks(&self, lens: &[usize]) -> Result<Blocks, CommError> {
@@ -216,9 +222,9 @@ impl Group {
     }
 
     /// Returns blocks of which only that of this rank is not empty.
-    fn only_mine(&self, len: usize) -> Blocks {
+    fn own_block_only(&self, len: usize) -> Blocks {
         let mut lens = vec![0; self.size()];
         lens[self.rank()] = len;
-        Blocks::new(&lens).unwrap_or_else(|| Blocks::equal_of(self.size(), 0))
+        Blocks::new(&lens).unwrap_or_else(|| Blocks::uniform(self.size(), 0))
     }
 }

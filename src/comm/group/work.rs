@@ -10,11 +10,11 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-use super::buffers::Memory;
+use super::buffers::OperationBuffers;
 use super::{CommError, Group};
 #[cfg(feature = "nccl")]
-use crate::device::begun::Begun;
-use crate::engine::{Outcome, Ticket};
+use crate::device::operation::DeviceOperation;
+use crate::engine::{Completion, Outcome};
 
 /// An operation in progress, and its buffers; a request in the terms of MPI.
 ///
@@ -26,28 +26,28 @@ use crate::engine::{Outcome, Ticket};
 /// After an error the buffers are not returned, since their contents are unspecified; no rank accesses them
 /// any more.
 #[must_use = "the result is known only to who waits for it"]
-pub struct Work<M: Memory> {
+pub struct Work<M: OperationBuffers> {
     state: Option<State<M>>,
 }
 
 struct State<M> {
     /// `None` if there was nothing to do.
-    ticket: Option<Arc<Ticket>>,
+    completion: Option<Arc<Completion>>,
     /// The operation on a device, if it is one.
     #[cfg(feature = "nccl")]
-    begun: Option<Arc<Begun>>,
+    device_operation: Option<Arc<DeviceOperation>>,
     group: Group,
     /// Always initialised. It is not a plain `M`: the engine writes through pointers into it, and moving a
     /// `Box` or `&mut` would assert exclusive access.
     memory: MaybeUninit<M>,
 }
 
-impl<M: Memory> Work<M> {
-    pub(super) fn new(group: Group, ticket: Option<Arc<Ticket>>, memory: MaybeUninit<M>) -> Self {
+impl<M: OperationBuffers> Work<M> {
+    pub(super) fn new(group: Group, completion: Option<Arc<Completion>>, memory: MaybeUninit<M>) -> Self {
         let state = State {
-            ticket,
+            completion,
             #[cfg(feature = "nccl")]
-            begun: None,
+            device_operation: None,
             group,
             memory,
         };
@@ -60,7 +60,7 @@ impl<M: Memory> Work<M> {
     /// The errors of the blocking call.
     pub fn wait(mut self) -> Result<M::Output, CommError> {
         loop {
-            self.help(None);
+            self.drive(None);
             if let Some(result) = self.result() {
                 return result;
             }
@@ -74,7 +74,7 @@ impl<M: Memory> Work<M> {
     /// The errors of the blocking call.
     pub fn wait_timeout(mut self, time: Duration) -> Result<Result<M::Output, Self>, CommError> {
         let until = Instant::now().checked_add(time);
-        self.help(until);
+        self.drive(until);
         match self.result() {
             Some(result) => result.map(Ok),
             None => Ok(Err(self)),
@@ -85,12 +85,12 @@ impl<M: Memory> Work<M> {
     ///
     /// # Errors
     /// The errors of the blocking call.
-    pub fn test(self) -> Result<Result<M::Output, Self>, CommError> {
-        if let Some(State { ticket: Some(ticket), group, .. }) = &self.state
-            && !ticket.is_done()
+    pub fn try_wait(self) -> Result<Result<M::Output, Self>, CommError> {
+        if let Some(State { completion: Some(completion), group, .. }) = &self.state
+            && !completion.is_done()
             && !self.is_on_device()
         {
-            group.nudge();
+            group.wake_engine();
         }
         self.wait_timeout(Duration::ZERO)
     }
@@ -99,20 +99,20 @@ impl<M: Memory> Work<M> {
     #[must_use]
     pub fn is_completed(&self) -> bool {
         #[cfg(feature = "nccl")]
-        if let Some(begun) = self.begun() {
-            return begun.look();
+        if let Some(device_operation) = self.device_operation() {
+            return device_operation.poll();
         }
-        self.ticket().is_none_or(|ticket| ticket.is_done())
+        self.completion().is_none_or(|completion| completion.is_done())
     }
 
     /// Registers a `callback` that is called once when the operation is done, successfully or not; at once
     /// if it is done. The thread that detects completion calls it, without holding locks. It may start
     /// operations, but should not wait for them.
     pub fn on_complete(&self, callback: impl FnOnce() + Send + 'static) {
-        self.hurry();
-        match self.ticket() {
-            Some(ticket) => {
-                if let Err(callback) = ticket.call(Box::new(callback)) {
+        self.request_fast_poll();
+        match self.completion() {
+            Some(completion) => {
+                if let Err(callback) = completion.on_complete(Box::new(callback)) {
                     callback();
                 }
             }
@@ -127,43 +127,43 @@ impl<M: Memory> Work<M> {
     /// # Errors
     /// [`CommError::System`] if the process has no descriptor left.
     pub fn descriptor(&self) -> Result<Option<BorrowedFd<'_>>, CommError> {
-        self.hurry();
-        self.ticket().map(|ticket| ticket.descriptor()).transpose()
+        self.request_fast_poll();
+        self.completion().map(|completion| completion.descriptor()).transpose()
     }
 
-    fn ticket(&self) -> Option<&Arc<Ticket>> {
-        self.state.as_ref()?.ticket.as_ref()
+    fn completion(&self) -> Option<&Arc<Completion>> {
+        self.state.as_ref()?.completion.as_ref()
     }
 
     #[cfg(feature = "nccl")]
-    fn begun(&self) -> Option<&Arc<Begun>> {
-        self.state.as_ref()?.begun.as_ref()
+    fn device_operation(&self) -> Option<&Arc<DeviceOperation>> {
+        self.state.as_ref()?.device_operation.as_ref()
     }
 
     fn is_on_device(&self) -> bool {
         #[cfg(feature = "nccl")]
-        return self.begun().is_some();
+        return self.device_operation().is_some();
         #[cfg(not(feature = "nccl"))]
         false
     }
 
     /// Starts polling of a device operation for a caller that waits without polling, since no thread drives
     /// a device.
-    fn hurry(&self) {
+    fn request_fast_poll(&self) {
         #[cfg(feature = "nccl")]
-        if let Some(begun) = self.begun() {
-            begun.hurry();
+        if let Some(device_operation) = self.device_operation() {
+            device_operation.request_fast_poll();
         }
     }
 
     /// Drives the engine until the operation is done or `until` has passed.
-    fn help(&self, until: Option<Instant>) {
+    fn drive(&self, until: Option<Instant>) {
         #[cfg(feature = "nccl")]
-        if let Some(begun) = self.begun() {
-            return begun.wait(until);
+        if let Some(device_operation) = self.device_operation() {
+            return device_operation.wait(until);
         }
-        if let Some(State { ticket: Some(ticket), group, .. }) = &self.state {
-            group.wait_for(std::slice::from_ref(ticket), until);
+        if let Some(State { completion: Some(completion), group, .. }) = &self.state {
+            group.wait_for(std::slice::from_ref(completion), until);
         }
     }
 
@@ -172,21 +172,22 @@ impl<M: Memory> Work<M> {
         if !self.is_completed() {
             return None;
         }
-        let State { ticket, memory, .. } = self.state.take()?;
+        let State { completion, memory, .. } = self.state.take()?;
         // SAFETY: initialised from the start, and read once: `state` has been taken.
         #[allow(unsafe_code)]
         let memory = unsafe { memory.assume_init() };
-        let outcome: Outcome = ticket.and_then(|ticket| ticket.take()).unwrap_or(Ok(None));
-        Some(outcome.map(|envelope| memory.give_back(envelope)))
+        let outcome: Outcome = completion.and_then(|completion| completion.take()).unwrap_or(Ok(None));
+        Some(outcome.map(|envelope| memory.into_output(envelope)))
     }
 }
 
 #[cfg(feature = "nccl")]
 impl Work<()> {
-    /// Makes the handle of a device operation; `begun` is `None` if there is nothing to wait for.
-    pub(crate) fn on_device(group: Group, begun: Option<Arc<Begun>>) -> Self {
-        let ticket = begun.as_ref().map(|begun| Arc::clone(begun.ticket()));
-        Self { state: Some(State { ticket, begun, group, memory: MaybeUninit::new(()) }) }
+    /// Makes the handle of a device operation; `device_operation` is `None` if there is nothing to wait for.
+    pub(crate) fn on_device(group: Group, device_operation: Option<Arc<DeviceOperation>>) -> Self {
+        let completion =
+            device_operation.as_ref().map(|device_operation| Arc::clone(device_operation.completion()));
+        Self { state: Some(State { completion, device_operation, group, memory: MaybeUninit::new(()) }) }
     }
 
     /// Makes a stream wait until the operation is done, without blocking the host. Work enqueued on it
@@ -195,11 +196,13 @@ impl Work<()> {
     /// # Errors
     /// [`CommError::Device`] if the device failed.
     pub fn wait_on(&self, stream: &cudarc::driver::CudaStream) -> Result<(), CommError> {
-        self.begun().map_or(Ok(()), |begun| begun.hold(stream)).map_err(CommError::from)
+        self.device_operation()
+            .map_or(Ok(()), |device_operation| device_operation.block_stream(stream))
+            .map_err(CommError::from)
     }
 }
 
-impl<M: Memory> Future for Work<M> {
+impl<M: OperationBuffers> Future for Work<M> {
     type Output = Result<M::Output, CommError>;
 
     /// # Panics
@@ -207,9 +210,9 @@ impl<M: Memory> Future for Work<M> {
     #[allow(clippy::panic)]
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let work = self.get_mut();
-        work.hurry();
-        if let Some(ticket) = work.ticket()
-            && ticket.wake(context.waker())
+        work.request_fast_poll();
+        if let Some(completion) = work.completion()
+            && completion.register_waker(context.waker())
         {
             return Poll::Pending;
         }
@@ -221,32 +224,33 @@ impl<M: Memory> Future for Work<M> {
 }
 
 /// No field is pinned: the elements are not stored in the handle.
-impl<M: Memory> Unpin for Work<M> {}
+impl<M: OperationBuffers> Unpin for Work<M> {}
 
-impl<M: Memory> Drop for Work<M> {
+impl<M: OperationBuffers> Drop for Work<M> {
     fn drop(&mut self) {
         let is_on_device = self.is_on_device();
-        let Some(State { ticket, group, memory, .. }) = self.state.take() else { return };
+        let Some(State { completion, group, memory, .. }) = self.state.take() else { return };
         // SAFETY: initialised from the start, and read once: `state` has been taken. If the engine still
         // uses the memory, it is kept alive below, or it is borrowed and the scope waits.
         #[allow(unsafe_code)]
         let memory = unsafe { memory.assume_init() };
-        let Some(ticket) = ticket else { return };
-        ticket.drop_handle();
-        if ticket.is_done() {
+        let Some(completion) = completion else { return };
+        completion.detach();
+        if completion.is_done() {
             return;
         }
         match memory.into_owned() {
-            // The group is kept too, since its device side must not end while the operation is in progress.
-            Some(owned) if is_on_device => drop(ticket.keep(Box::new((owned, group)))),
+            // The group is kept too, since its device backend must not end while the operation is in
+            // progress.
+            Some(owned) if is_on_device => drop(completion.keep_alive(Box::new((owned, group)))),
             // The group is not kept: dropping its last handle waits for this operation.
-            Some(owned) => drop(ticket.keep(Box::new(owned))),
+            Some(owned) => drop(completion.keep_alive(Box::new(owned))),
             None => {}
         }
     }
 }
 
-impl<M: Memory> fmt::Debug for Work<M> {
+impl<M: OperationBuffers> fmt::Debug for Work<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Work").field("is_completed", &self.is_completed()).finish_non_exhaustive()
     }
@@ -256,7 +260,9 @@ impl<M: Memory> fmt::Debug for Work<M> {
 ///
 /// # Errors
 /// The first error in that order, after all are done.
-pub fn wait_all<M: Memory>(works: impl IntoIterator<Item = Work<M>>) -> Result<Vec<M::Output>, CommError> {
+pub fn wait_all<M: OperationBuffers>(
+    works: impl IntoIterator<Item = Work<M>>,
+) -> Result<Vec<M::Output>, CommError> {
     let results: Vec<_> = works.into_iter().map(Work::wait).collect();
     results.into_iter().collect()
 }
@@ -266,7 +272,9 @@ pub fn wait_all<M: Memory>(works: impl IntoIterator<Item = Work<M>>) -> Result<V
 ///
 /// # Errors
 /// The error of the operation that is done.
-pub fn wait_any<M: Memory>(works: &mut Vec<Work<M>>) -> Result<Option<(usize, M::Output)>, CommError> {
+pub fn wait_any<M: OperationBuffers>(
+    works: &mut Vec<Work<M>>,
+) -> Result<Option<(usize, M::Output)>, CommError> {
     let Some(first) = works.first().and_then(|work| work.state.as_ref()).map(|state| state.group.clone())
     else {
         return Ok(None);
@@ -278,15 +286,16 @@ pub fn wait_any<M: Memory>(works: &mut Vec<Work<M>>) -> Result<Option<(usize, M:
         let of_first = |work: &&Work<M>| {
             !work.is_on_device() && work.state.as_ref().is_some_and(|state| state.group.is_same(&first))
         };
-        let tickets: Vec<_> = works.iter().filter(of_first).filter_map(Work::ticket).cloned().collect();
-        if tickets.len() == works.len() {
-            first.wait_for(&tickets, None);
+        let completions: Vec<_> =
+            works.iter().filter(of_first).filter_map(Work::completion).cloned().collect();
+        if completions.len() == works.len() {
+            first.wait_for(&completions, None);
         } else {
             // A thread cannot drive several groups at once; the background threads of the groups drive
             // them.
             let me = Waker::from(Arc::new(Unpark(std::thread::current())));
-            works.iter().for_each(Work::hurry);
-            if works.iter().filter_map(Work::ticket).all(|ticket| ticket.wake(&me)) {
+            works.iter().for_each(Work::request_fast_poll);
+            if works.iter().filter_map(Work::completion).all(|completion| completion.register_waker(&me)) {
                 std::thread::park();
             }
         }

@@ -2,10 +2,10 @@
 
 use num_complex::Complex;
 
-use crate::dtype::Bytes;
+use crate::dtype::NativeBytes;
 
 /// A number of `N` bytes that can be multiplied, real or complex.
-pub(super) trait Multiply<const N: usize>: Bytes<N> {
+pub(super) trait Multiply<const N: usize>: NativeBytes<N> {
     fn product(self, other: Self) -> Self;
 }
 

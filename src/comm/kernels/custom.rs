@@ -8,26 +8,26 @@ use crate::dtype::Element;
 
 /// A function of the program, as a kernel calls it. The flag says that the second operand is the left one.
 /// The error says how the function failed.
-pub(crate) type Function = dyn Fn(&mut [u8], &[u8], bool) -> Result<(), String> + Send + Sync;
+pub(crate) type ReductionFn = dyn Fn(&mut [u8], &[u8], bool) -> Result<(), String> + Send + Sync;
 
 /// Most elements that the function gets at once.
 const ELEMENTS: usize = 4096;
 
 thread_local! {
-    static INSIDE: Cell<bool> = const { Cell::new(false) };
+    static IN_REDUCTION_FUNCTION: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Returns whether this thread is in a function of the program that the engine called. There it must not wait
 /// for the engine.
-pub(crate) fn is_inside_function() -> bool {
-    INSIDE.get()
+pub(crate) fn is_in_reduction_function() -> bool {
+    IN_REDUCTION_FUNCTION.get()
 }
 
 /// Wraps `function` as a kernel.
 ///
 /// It works on copies, because arrived data is not aligned, and a function that panics must not leave half a
 /// result.
-pub(crate) fn function<T: Element>(
+pub(crate) fn wrap_function<T: Element>(
     function: impl Fn(&mut [T], &[T]) + Send + Sync + 'static,
 ) -> impl Fn(&mut [u8], &[u8], bool) -> Result<(), String> + Send + Sync + 'static {
     move |into, from, from_is_first| {
@@ -39,9 +39,9 @@ pub(crate) fn function<T: Element>(
             if from_is_first {
                 std::mem::swap(&mut mine, &mut theirs);
             }
-            INSIDE.set(true);
+            IN_REDUCTION_FUNCTION.set(true);
             let result = catch_unwind(AssertUnwindSafe(|| function(&mut mine, &theirs)));
-            INSIDE.set(false);
+            IN_REDUCTION_FUNCTION.set(false);
             result.map_err(|panic| format!("the reduction function panicked: {}", message(&*panic)))?;
             T::write(&mine, into);
         }

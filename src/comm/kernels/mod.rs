@@ -1,20 +1,21 @@
 //! Arithmetic on buffers: one table from (type, operation) to functions, looked up once per call.
 //!
 //! Kernels work in place on bytes: `into = into op from`, element by element in native byte order. Bytes need
-//! no alignment, and their loops use the widest [`vectors`] that the processor has. The two operands cannot
-//! overlap, so no scalar fallback is compiled. The read-only operand may lie in memory that processes share.
+//! no alignment, and their loops use the widest [vectors](simd) that the processor has. The two operands
+//! cannot overlap, so no scalar fallback is compiled. The read-only operand may lie in memory that processes
+//! share.
 //!
 //! Every operation commutes to the last bit (NaN payloads excepted). So both ends of an exchange compute one
 //! result from swapped operands.
 //!
 //! Types share functions if their bits allow it. Complex numbers are added as twice as many real numbers,
-//! truth values are combined as bits, and halves are added as `f32` ([`halves`]).
+//! truth values are combined as bits, and halves are added as `f32` ([`half_precision`]).
 
 mod arith;
+mod contributions;
 mod custom;
-mod halves;
-mod shares;
-mod vectors;
+mod half_precision;
+mod simd;
 
 use std::convert::Infallible;
 use std::fmt;
@@ -23,16 +24,16 @@ use std::sync::Arc;
 use num_complex::Complex;
 
 use crate::dtype::sealed::Factor;
-use crate::dtype::{Bytes, Dtype, ReduceOp};
+use crate::dtype::{Dtype, NativeBytes, ReduceOp};
 use arith::{Arith, Bits, Multiply};
-pub(crate) use custom::{Function, function, is_inside_function};
-pub(crate) use halves::{WIDE_BYTES, Wide};
-pub(crate) use shares::Ranks;
-pub(crate) use vectors::{Source, copy};
-use vectors::{each, zip};
+pub(crate) use contributions::Contributors;
+pub(crate) use custom::{ReductionFn, is_in_reduction_function, wrap_function};
+pub(crate) use half_precision::{ACCUMULATOR_BYTES, F32Conversion};
+pub(crate) use simd::{SourceBytes, copy};
+use simd::{map_in_place, zip_in_place};
 
 /// `into[i] = into[i] op from[i]`; both slices have the same length, a multiple of the element size.
-type ReduceFn = fn(into: &mut [u8], from: Source<'_>);
+type ReduceFn = fn(into: &mut [u8], from: SourceBytes<'_>);
 
 /// `buf[i] = buf[i] / divisor`.
 type DivideFn = fn(buf: &mut [u8], divisor: u32);
@@ -46,30 +47,31 @@ const CHUNK: usize = 256;
 /// The arithmetic of a reduction.
 #[derive(Clone)]
 pub(crate) struct Kernel {
-    reduce: Reduce,
+    reduce: ReduceImpl,
     /// Ends the reduction of an element, after its last contribution.
     divide: Option<DivideFn>,
     /// The divisor of averages.
     world: u32,
     scale: Option<Arc<ScaleFn>>,
     /// The conversion, if the other functions are those of wider elements.
-    wide: Option<&'static Wide>,
+    f32_conversion: Option<&'static F32Conversion>,
 }
 
 #[derive(Clone)]
-enum Reduce {
-    Numbers(ReduceFn),
-    Function(Arc<Function>),
+enum ReduceImpl {
+    Builtin(ReduceFn),
+    Custom(Arc<ReductionFn>),
 }
 
-/// One step of adding all ranks' shares of a range in the order of the ranks ([`Kernel::fold`]).
+/// One step of adding all ranks' contributions of a range in the order of the ranks
+/// ([`Kernel::reduce_ordered`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Fold {
-    /// No share was added before.
+pub(crate) struct OrderedReduceStep {
+    /// No contribution was added before.
     pub(crate) first: bool,
-    /// This rank's own share comes next to the one that has arrived.
+    /// This rank's own contribution comes next to the one that has arrived.
     pub(crate) own: bool,
-    /// With this step all shares are added.
+    /// With this step all contributions are added.
     pub(crate) last: bool,
 }
 
@@ -90,38 +92,45 @@ impl Kernel {
             Dtype::U64 => integers::<u64, 8>(op),
             Dtype::F32 => numbers::<f32, 4>(op),
             Dtype::F64 => numbers::<f64, 8>(op),
-            Dtype::F16 | Dtype::Bf16 if op.rounds(dtype) => numbers::<f32, 4>(op),
-            Dtype::F16 => halves::order::<{ halves::F16_INFINITY }>(op),
-            Dtype::Bf16 => halves::order::<{ halves::BF16_INFINITY }>(op),
-            Dtype::Bool => truths(op),
+            Dtype::F16 | Dtype::Bf16 if op.accumulates_in_f32(dtype) => numbers::<f32, 4>(op),
+            Dtype::F16 => half_precision::min_max::<{ half_precision::F16_INFINITY }>(op),
+            Dtype::Bf16 => half_precision::min_max::<{ half_precision::BF16_INFINITY }>(op),
+            Dtype::Bool => booleans(op),
             Dtype::ComplexF32 => complex::<Complex<f32>, 8, f32, 4>(op),
             Dtype::ComplexF64 => complex::<Complex<f64>, 16, f64, 8>(op),
         };
         let (reduce, divide) = functions?;
-        let wide = if op.rounds(dtype) { Wide::of(dtype) } else { None };
+        let f32_conversion = if op.accumulates_in_f32(dtype) { F32Conversion::of(dtype) } else { None };
         let world = u32::try_from(world).unwrap_or(u32::MAX);
-        Some(Self { reduce: Reduce::Numbers(reduce), divide, world, scale: None, wide })
+        Some(Self { reduce: ReduceImpl::Builtin(reduce), divide, world, scale: None, f32_conversion })
     }
 
-    /// Returns the kernel of a sum whose shares are first changed by `scale`; `None` if that has no meaning.
+    /// Returns the kernel of a sum whose contributions are first changed by `scale`; `None` if that has no
+    /// meaning.
     pub(crate) fn scaled_sum(dtype: Dtype, scale: Arc<ScaleFn>) -> Option<Self> {
         let sum = Self::of(dtype, ReduceOp::PremulSum, 1)?;
         Some(Self { scale: Some(scale), ..sum })
     }
 
     /// Returns the kernel of a reduction by a function of the program.
-    pub(crate) fn custom(function: Arc<Function>) -> Self {
-        Self { reduce: Reduce::Function(function), divide: None, world: 1, scale: None, wide: None }
+    pub(crate) fn custom(function: Arc<ReductionFn>) -> Self {
+        Self {
+            reduce: ReduceImpl::Custom(function),
+            divide: None,
+            world: 1,
+            scale: None,
+            f32_conversion: None,
+        }
     }
 
-    /// Returns the function that changes this rank's own share before anything is added to it.
+    /// Returns the function that changes this rank's own contribution before anything is added to it.
     pub(crate) fn scale(&self) -> Option<&ScaleFn> {
         self.scale.as_deref()
     }
 
     /// Returns the conversion to the elements that the kernel adds, if these are wider.
-    pub(crate) fn wide(&self) -> Option<&'static Wide> {
-        self.wide
+    pub(crate) fn f32_conversion(&self) -> Option<&'static F32Conversion> {
+        self.f32_conversion
     }
 
     /// Adds a contribution: `into[i] = into[i] op from[i]`, or `from[i] op into[i]` if the contribution
@@ -137,8 +146,8 @@ impl Kernel {
         last: bool,
     ) -> Result<(), String> {
         match &self.reduce {
-            Reduce::Numbers(reduce) => reduce(into, from.into()),
-            Reduce::Function(function) => function(into, from, is_first)?,
+            ReduceImpl::Builtin(reduce) => reduce(into, from.into()),
+            ReduceImpl::Custom(function) => function(into, from, is_first)?,
         }
         if let Some(divide) = self.divide.filter(|_| last) {
             divide(into, self.world);
@@ -146,24 +155,25 @@ impl Kernel {
         Ok(())
     }
 
-    /// Adds the shares `from` to `sums`, as `step` says; `share` is this rank's own and receives the result.
-    /// `wide` converts elements of `from` and `share` to those of `sums`, if these are wider.
+    /// Adds the contributions `from` to `sums`, as `step` says; `contribution` is this rank's own and
+    /// receives the result. `conversion` converts elements of `from` and `contribution` to those of `sums`,
+    /// if these are wider.
     ///
     /// All three hold equal numbers of elements.
-    pub(crate) fn fold(
+    pub(crate) fn reduce_ordered(
         &self,
-        step: Fold,
-        wide: Option<&Wide>,
+        step: OrderedReduceStep,
+        conversion: Option<&F32Conversion>,
         sums: &mut [u8],
         from: &[u8],
-        share: &mut [u8],
+        contribution: &mut [u8],
     ) -> Result<(), String> {
-        let Fold { first, own, last } = step;
-        let Wide { widen, narrow } = *wide.unwrap_or(&Wide::NOT);
-        let mut memory = [0; CHUNK * WIDE_BYTES];
-        let chunk = CHUNK * wide.map_or(WIDE_BYTES, |_| Wide::NARROW_BYTES);
-        let shares = from.chunks(chunk).zip(share.chunks_mut(chunk));
-        for (sums, (from, share)) in sums.chunks_mut(memory.len()).zip(shares) {
+        let OrderedReduceStep { first, own, last } = step;
+        let F32Conversion { widen, narrow } = *conversion.unwrap_or(&F32Conversion::IDENTITY);
+        let mut memory = [0; CHUNK * ACCUMULATOR_BYTES];
+        let chunk = CHUNK * conversion.map_or(ACCUMULATOR_BYTES, |_| F32Conversion::HALF_BYTES);
+        let contributions = from.chunks(chunk).zip(contribution.chunks_mut(chunk));
+        for (sums, (from, contribution)) in sums.chunks_mut(memory.len()).zip(contributions) {
             let next = &mut memory[..sums.len()];
             if first {
                 widen(from, sums);
@@ -172,14 +182,14 @@ impl Kernel {
                 self.reduce(sums, next, false, false)?;
             }
             if own {
-                widen(share, next);
+                widen(contribution, next);
                 self.reduce(sums, next, false, false)?;
             }
             if last {
                 if let Some(divide) = self.divide {
                     divide(sums, self.world);
                 }
-                narrow(sums, share);
+                narrow(sums, contribution);
             }
         }
         Ok(())
@@ -192,23 +202,23 @@ impl fmt::Debug for Kernel {
     }
 }
 
-type Functions = Option<(ReduceFn, Option<DivideFn>)>;
+type KernelFunctions = Option<(ReduceFn, Option<DivideFn>)>;
 
-fn integers<T: Bits<N>, const N: usize>(op: ReduceOp) -> Functions {
+fn integers<T: Bits<N>, const N: usize>(op: ReduceOp) -> KernelFunctions {
     let reduce: ReduceFn = match op {
-        ReduceOp::Band => |into, from| zip(into, from, T::and),
-        ReduceOp::Bor => |into, from| zip(into, from, T::or),
-        ReduceOp::Bxor => |into, from| zip(into, from, T::xor),
+        ReduceOp::Band => |into, from| zip_in_place(into, from, T::and),
+        ReduceOp::Bor => |into, from| zip_in_place(into, from, T::or),
+        ReduceOp::Bxor => |into, from| zip_in_place(into, from, T::xor),
         _ => return numbers::<T, N>(op),
     };
     Some((reduce, None))
 }
 
-fn numbers<T: Arith<N>, const N: usize>(op: ReduceOp) -> Functions {
+fn numbers<T: Arith<N>, const N: usize>(op: ReduceOp) -> KernelFunctions {
     let reduce: ReduceFn = match op {
-        ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum => |into, from| zip(into, from, T::sum),
-        ReduceOp::Min => |into, from| zip(into, from, T::min),
-        ReduceOp::Max => |into, from| zip(into, from, T::max),
+        ReduceOp::Sum | ReduceOp::Avg | ReduceOp::PremulSum => |into, from| zip_in_place(into, from, T::sum),
+        ReduceOp::Min => |into, from| zip_in_place(into, from, T::min),
+        ReduceOp::Max => |into, from| zip_in_place(into, from, T::max),
         ReduceOp::Product => product::<T, N>,
         ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor | ReduceOp::Custom => return None,
     };
@@ -216,13 +226,13 @@ fn numbers<T: Arith<N>, const N: usize>(op: ReduceOp) -> Functions {
     Some((reduce, divide))
 }
 
-fn complex<T: Multiply<N>, const N: usize, R: Arith<M>, const M: usize>(op: ReduceOp) -> Functions {
+fn complex<T: Multiply<N>, const N: usize, R: Arith<M>, const M: usize>(op: ReduceOp) -> KernelFunctions {
     if op == ReduceOp::Product { Some((product::<T, N>, None)) } else { numbers::<R, M>(op) }
 }
 
 /// Truth values are the bytes 0 and 1. Bytes from a peer are not trusted to be one of them, neither here nor
 /// when they are stored (`engine/buffer.rs`).
-fn truths(op: ReduceOp) -> Functions {
+fn booleans(op: ReduceOp) -> KernelFunctions {
     integers::<u8, 1>(match op {
         ReduceOp::Sum | ReduceOp::Max => ReduceOp::Bor,
         ReduceOp::Product | ReduceOp::Min => ReduceOp::Band,
@@ -230,29 +240,29 @@ fn truths(op: ReduceOp) -> Functions {
     })
 }
 
-fn product<T: Multiply<N>, const N: usize>(into: &mut [u8], from: Source<'_>) {
-    zip(into, from, T::product);
+fn product<T: Multiply<N>, const N: usize>(into: &mut [u8], from: SourceBytes<'_>) {
+    zip_in_place(into, from, T::product);
 }
 
 fn divide<T: Arith<N>, const N: usize>(buf: &mut [u8], divisor: u32) {
-    each(buf, |a: T| a.divided_by(divisor));
+    map_in_place(buf, |a: T| a.divided_by(divisor));
 }
 
 macro_rules! factors {
     ($($number:ty),*) => {$(
         impl Factor for $number {
             fn multiply(self, bytes: &mut [u8]) {
-                each(bytes, |number: Self| number.product(self));
+                map_in_place(bytes, |number: Self| number.product(self));
             }
 
             fn bytes(self) -> [u8; 16] {
                 let mut bytes = [0; 16];
-                bytes[..size_of::<Self>()].copy_from_slice(&<Self as Bytes<_>>::write(self));
+                bytes[..size_of::<Self>()].copy_from_slice(&<Self as NativeBytes<_>>::write(self));
                 bytes
             }
 
-            fn of_bytes(bytes: [u8; 16]) -> Option<Self> {
-                Some(<Self as Bytes<_>>::read(*bytes.first_chunk()?))
+            fn from_bytes(bytes: [u8; 16]) -> Option<Self> {
+                Some(<Self as NativeBytes<_>>::read(*bytes.first_chunk()?))
             }
         }
     )*};
@@ -269,7 +279,7 @@ impl Factor for Infallible {
         match self {}
     }
 
-    fn of_bytes(_: [u8; 16]) -> Option<Self> {
+    fn from_bytes(_: [u8; 16]) -> Option<Self> {
         None
     }
 }

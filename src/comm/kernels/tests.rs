@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-use super::vectors::Vectors;
+use super::simd::SimdLevel;
 use super::*;
 use crate::dtype::Element;
 use convoke_testkit::Random;
@@ -61,7 +61,7 @@ fn undefined_type_and_operation_pairs_have_no_kernel() {
 macro_rules! check_integers {
     ($($int:ident),*) => {$(
         #[test]
-        fn $int() { Vectors::each(|| {
+        fn $int() { SimdLevel::for_each_supported(|| {
             let mut random = Random::new(stringify!($int));
             for len in 0..130 {
                 let a: Vec<$int> = (0..len).map(|_| random.next() as $int).collect();
@@ -118,7 +118,7 @@ macro_rules! special_pairs {
 macro_rules! check_floats {
     ($($float:ident, $wide:ident;)*) => {$(
         #[test]
-        fn $float() { Vectors::each(|| {
+        fn $float() { SimdLevel::for_each_supported(|| {
             let pairs = special_pairs!($float);
             // Values are equal if their bits are, or if both are NaN, whose payload is left open.
             let same = |p: $float, q: $float| p.to_bits() == q.to_bits() || p.is_nan() && q.is_nan();
@@ -164,19 +164,19 @@ macro_rules! check_halves {
                 (0..=u16::MAX).map($half::from_bits)
             }
 
-            fn wide() -> &'static Wide {
-                Wide::of($half::DTYPE).unwrap()
+            fn conversion() -> &'static F32Conversion {
+                F32Conversion::of($half::DTYPE).unwrap()
             }
 
             fn widened(values: &[$half], shift: usize) -> Vec<f32> {
                 let (from, mut into) = (bytes_of(values, shift), vec![0; 1 + 4 * values.len()]);
-                (wide().widen)(&from[shift..], &mut into[1..]);
+                (conversion().widen)(&from[shift..], &mut into[1..]);
                 values_of(&into[1..])
             }
 
             fn narrowed(values: &[f32], shift: usize) -> Vec<$half> {
                 let (from, mut into) = (bytes_of(values, shift), vec![0; 1 + 2 * values.len()]);
-                (wide().narrow)(&from[shift..], &mut into[1..]);
+                (conversion().narrow)(&from[shift..], &mut into[1..]);
                 values_of(&into[1..])
             }
 
@@ -185,7 +185,7 @@ macro_rules! check_halves {
             }
 
             #[test]
-            fn every_half_converts_to_float_and_back() { Vectors::each(|| {
+            fn every_half_converts_to_float_and_back() { SimdLevel::for_each_supported(|| {
                 let halves: Vec<_> = all().collect();
                 let floats = widened(&halves, 1);
                 for (half, float) in halves.iter().zip(&floats) {
@@ -198,7 +198,7 @@ macro_rules! check_halves {
             }); }
 
             #[test]
-            fn conversion_to_half_rounds_to_nearest_even() { Vectors::each(|| {
+            fn conversion_to_half_rounds_to_nearest_even() { SimdLevel::for_each_supported(|| {
                 let pairs = all().filter(|half| half.is_finite() && half.is_sign_positive());
                 for low in pairs {
                     let high = $half::from_bits(low.to_bits() + 1);
@@ -218,7 +218,7 @@ macro_rules! check_halves {
             }); }
 
             #[test]
-            fn half_minimum_and_maximum_handle_special_values() { Vectors::each(|| {
+            fn half_minimum_and_maximum_handle_special_values() { SimdLevel::for_each_supported(|| {
                 let special = [0.0, -0.0, 1.0, -1.5, 1000.0, -2e-5, 3e-5, f32::INFINITY, -f32::INFINITY, f32::NAN,
                     -f32::NAN].map($half::from_f32);
                 let pairs: Vec<_> = special.iter().flat_map(|&a| special.map(|b| (a, b))).collect();
@@ -239,39 +239,39 @@ macro_rules! check_halves {
             }); }
 
             #[test]
-            fn ordered_reductions_round_once() { Vectors::each(|| {
+            fn ordered_reductions_round_once() { SimdLevel::for_each_supported(|| {
                 let mut random = Random::new("ordered_reductions_round_once");
                 for len in (0..130).chain([1000]) {
                     let mut values =
                         || (0..len).map(|_| $half::from_bits(random.next() as u16)).collect::<Vec<_>>();
-                    // Rank 1 adds the shares of ranks 0, 2 and 3.
+                    // Rank 1 adds the contributions of ranks 0, 2 and 3.
                     let (own, others) = (values(), [values(), values(), values()]);
                     for op in [ReduceOp::Sum, ReduceOp::Product, ReduceOp::Avg] {
                         let kernel = Kernel::of($half::DTYPE, op, 4).unwrap();
                         for narrow in [true, false] {
-                            let wide = kernel.wide().filter(|_| narrow);
+                            let conversion = kernel.f32_conversion().filter(|_| narrow);
                             let bytes = |values: &[$half]| {
                                 if narrow { bytes_of(values, 5) } else { bytes_of(&widened(values, 0), 5) }
                             };
-                            let (mut share, mut sums) = (bytes(&own), vec![0xFF; 4 * len]);
+                            let (mut contribution, mut sums) = (bytes(&own), vec![0xFF; 4 * len]);
                             for (index, from) in others.iter().enumerate() {
-                                let step = Fold { first: index == 0, own: index == 0, last: index == 2 };
-                                kernel.fold(step, wide, &mut sums, &bytes(from)[5..], &mut share[5..]).unwrap();
+                                let step = OrderedReduceStep { first: index == 0, own: index == 0, last: index == 2 };
+                                kernel.reduce_ordered(step, conversion, &mut sums, &bytes(from)[5..], &mut contribution[5..]).unwrap();
                             }
                             let got = if narrow {
-                                values_of(&share[5..])
+                                values_of(&contribution[5..])
                             } else {
-                                narrowed(&values_of(&share[5..]), 0)
+                                narrowed(&values_of(&contribution[5..]), 0)
                             };
                             for i in 0..len {
-                                let shares = [others[0][i], own[i], others[1][i], others[2][i]].map(f32::from);
+                                let contributions = [others[0][i], own[i], others[1][i], others[2][i]].map(f32::from);
                                 let want = match op {
-                                    ReduceOp::Product => shares.into_iter().reduce(|a, b| a * b).unwrap(),
-                                    ReduceOp::Sum => shares.into_iter().reduce(|a, b| a + b).unwrap(),
-                                    _ => shares.into_iter().reduce(|a, b| a + b).unwrap() / 4.0,
+                                    ReduceOp::Product => contributions.into_iter().reduce(|a, b| a * b).unwrap(),
+                                    ReduceOp::Sum => contributions.into_iter().reduce(|a, b| a + b).unwrap(),
+                                    _ => contributions.into_iter().reduce(|a, b| a + b).unwrap() / 4.0,
                                 };
                                 let want = $half::from_f32(want);
-                                assert!(same(got[i], want), "{op} {shares:?}: {} {want}", got[i]);
+                                assert!(same(got[i], want), "{op} {contributions:?}: {} {want}", got[i]);
                             }
                         }
                     }
@@ -328,21 +328,21 @@ where
 
 #[test]
 fn complex_f32() {
-    Vectors::each(|| {
+    SimdLevel::for_each_supported(|| {
         check_complex::<f32>("complex_f32");
     });
 }
 
 #[test]
 fn complex_f64() {
-    Vectors::each(|| {
+    SimdLevel::for_each_supported(|| {
         check_complex::<f64>("complex_f64");
     });
 }
 
 #[test]
 fn bool_reductions_are_correct() {
-    Vectors::each(|| {
+    SimdLevel::for_each_supported(|| {
         for len in 0..130 {
             let a: Vec<bool> = (0..len).map(|i| i % 2 == 1).collect();
             let b: Vec<bool> = (0..len).map(|i| i % 4 > 1).collect();
@@ -369,7 +369,7 @@ fn farthest(into: &mut [f64], from: &[f64]) {
 
 #[test]
 fn user_functions_get_aligned_elements_in_the_documented_order() {
-    let kernel = Kernel::custom(Arc::new(function(farthest)));
+    let kernel = Kernel::custom(Arc::new(wrap_function(farthest)));
     for len in (0..130).chain([5000, 10_000]) {
         let a: Vec<f64> = (0..len).map(|i| f64::from(i % 5) - 2.0).collect();
         let b: Vec<f64> = (0..len).map(|i| f64::from(i % 3) - 1.0).collect();
@@ -386,8 +386,8 @@ fn user_functions_get_aligned_elements_in_the_documented_order() {
 
 #[test]
 fn user_function_panic_is_an_error_and_changes_nothing() {
-    let kernel = Kernel::custom(Arc::new(function(|into: &mut [bool], _: &[bool]| {
-        assert!(is_inside_function());
+    let kernel = Kernel::custom(Arc::new(wrap_function(|into: &mut [bool], _: &[bool]| {
+        assert!(is_in_reduction_function());
         into.fill(true);
         panic!("no {}", "reason");
     })));
@@ -395,12 +395,12 @@ fn user_function_panic_is_an_error_and_changes_nothing() {
     let error = kernel.reduce(&mut into, &[1, 1, 1], false, true).unwrap_err();
     assert_eq!(error, "the reduction function panicked: no reason");
     assert_eq!(into, [0, 1, 0]);
-    assert!(!is_inside_function());
+    assert!(!is_in_reduction_function());
 }
 
 #[test]
 fn each_vector_instruction_set_is_tested() {
-    let kinds = Vectors::each(|| {});
+    let kinds = SimdLevel::for_each_supported(|| {});
     eprintln!("this processor has {kinds} kinds of vectors");
     #[cfg(target_arch = "x86_64")]
     assert_eq!(kinds > 1, std::arch::is_x86_feature_detected!("avx2"));
@@ -408,31 +408,31 @@ fn each_vector_instruction_set_is_tested() {
     assert_eq!(kinds, 1);
 }
 
-/// Returns the sum of the shares of `ranks` ranks, added by rank `me`.
-fn added_up(kernel: &Kernel, shares: &[Vec<u8>], me: usize) -> Vec<u8> {
-    let (mut own, mut told) = (shares[me].clone(), vec![0; shares[me].len()]);
+/// Returns the sum of the contributions of `ranks` ranks, added by rank `me`.
+fn reduced_at(kernel: &Kernel, contributions: &[Vec<u8>], me: usize) -> Vec<u8> {
+    let (mut own, mut published) = (contributions[me].clone(), vec![0; contributions[me].len()]);
     let mut scratch = vec![0xA5; Kernel::SCRATCH_BYTES];
-    let share = |rank: usize, at: usize, len: usize| {
+    let contribution = |rank: usize, at: usize, len: usize| {
         assert_ne!(rank, me);
-        Source::from(&shares[rank][at..at + len])
+        SourceBytes::from(&contributions[rank][at..at + len])
     };
-    let ranks = Ranks { count: shares.len(), me };
+    let ranks = Contributors { count: contributions.len(), me };
     kernel
-        .add_up(ranks, &mut own, &mut scratch, share, |at, sums| {
-            told[at..at + sums.len()].copy_from_slice(sums);
+        .reduce_all(ranks, &mut own, &mut scratch, contribution, |at, sums| {
+            published[at..at + sums.len()].copy_from_slice(sums);
         })
         .unwrap();
-    assert_eq!(own, told);
+    assert_eq!(own, published);
     own
 }
 
 #[test]
 fn operands_are_added_in_rank_order_in_every_kernel() {
-    Vectors::each(|| {
+    SimdLevel::for_each_supported(|| {
         let mut random = Random::new("operands_are_added_in_rank_order_in_every_kernel");
         for (ranks, bytes) in [(2, 64), (2, 9008), (3, 12_304), (4, 16), (5, 8192), (7, 4100 * 16)] {
             for dtype in Dtype::ALL {
-                let shares: Vec<Vec<u8>> = (0..ranks)
+                let contributions: Vec<Vec<u8>> = (0..ranks)
                     .map(|_| match dtype {
                         Dtype::Bool => (0..bytes).map(|_| random.below(2) as u8).collect(),
                         // Random bits are NaN or out of range too often.
@@ -453,19 +453,19 @@ fn operands_are_added_in_rank_order_in_every_kernel() {
                     .collect();
                 for op in ReduceOp::ALL {
                     let Some(kernel) = Kernel::of(dtype, op, ranks) else { continue };
-                    let want = match kernel.wide() {
-                        Some(_) => added_up(&kernel, &shares, 0),
+                    let want = match kernel.f32_conversion() {
+                        Some(_) => reduced_at(&kernel, &contributions, 0),
                         None => {
-                            let mut sums = shares[0].clone();
-                            for (index, share) in shares.iter().enumerate().skip(1) {
-                                kernel.reduce(&mut sums, share, false, index + 1 == ranks).unwrap();
+                            let mut sums = contributions[0].clone();
+                            for (index, contribution) in contributions.iter().enumerate().skip(1) {
+                                kernel.reduce(&mut sums, contribution, false, index + 1 == ranks).unwrap();
                             }
                             sums
                         }
                     };
                     for me in 0..ranks {
                         assert_eq!(
-                            added_up(&kernel, &shares, me),
+                            reduced_at(&kernel, &contributions, me),
                             want,
                             "{op} of {dtype} at {me} of {ranks}"
                         );
@@ -486,9 +486,9 @@ fn copies_at_any_page_offset_are_complete_and_stay_inside() {
     for behind in (0..66).chain([2048, 4032, 4095]) {
         let start = (base + behind) % PAGE;
         for len in [0, 1, 2047, 2048, 2049, 4095, 4096, 4097, 4 * PAGE - 1] {
-            let kinds = Vectors::each(|| {
+            let kinds = SimdLevel::for_each_supported(|| {
                 into.fill(0);
-                Source::from(&from[..len]).copy_to(&mut into[start..start + len]);
+                SourceBytes::from(&from[..len]).copy_to(&mut into[start..start + len]);
                 assert!(into[start..start + len] == from[..len], "{len} bytes, {behind} behind");
                 let mut beside = into[..start].iter().chain(&into[start + len..]);
                 assert!(beside.all(|&byte| byte == 0), "{len} bytes, {behind} behind");

@@ -7,20 +7,20 @@ use std::time::Duration;
 use super::Link;
 
 /// Read-ahead of a fresh connection.
-const SMALL_BYTES: usize = 16 << 10;
+const MIN_READ_AHEAD_BYTES: usize = 16 << 10;
 /// Read-ahead of a connection that reduces: one system call moves as much, and it fits in the L2 cache.
-pub(crate) const QUANTUM_BYTES: usize = 256 << 10;
+pub(crate) const MAX_READ_AHEAD_BYTES: usize = 256 << 10;
 
 /// The connection cannot be used any more.
 #[derive(Debug)]
-pub(crate) enum Broken {
+pub(crate) enum ConnError {
     /// The peer closed it.
     Closed,
     /// The system gave it up.
     Failed(io::Error),
 }
 
-impl std::fmt::Display for Broken {
+impl std::fmt::Display for ConnError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Closed => write!(f, "connection closed"),
@@ -33,15 +33,15 @@ impl std::fmt::Display for Broken {
 #[derive(Debug)]
 pub(crate) struct Conn {
     link: Box<dyn Link>,
-    ahead: Vec<u8>,
-    /// Unused bytes are `ahead[start..end]`.
+    buffer: Vec<u8>,
+    /// Unused bytes are `buffer[start..end]`.
     start: usize,
     end: usize,
 }
 
 impl Conn {
     pub(crate) fn new(link: Box<dyn Link>) -> Self {
-        Self { link, ahead: Vec::new(), start: 0, end: 0 }
+        Self { link, buffer: Vec::new(), start: 0, end: 0 }
     }
 
     /// Returns a connection that is closed from the start. It replaces one that was taken away.
@@ -59,12 +59,12 @@ impl Conn {
         self.link.pollable()
     }
 
-    pub(crate) fn watch_path(&self, bound: Duration) -> io::Result<()> {
-        self.link.watch_path(bound)
+    pub(crate) fn enable_keepalive(&self, bound: Duration) -> io::Result<()> {
+        self.link.enable_keepalive(bound)
     }
 
-    pub(crate) fn unheard(&self) -> Option<Duration> {
-        self.link.unheard()
+    pub(crate) fn time_since_ack(&self) -> Option<Duration> {
+        self.link.time_since_ack()
     }
 
     pub(crate) fn sender_cpu(&self) -> Option<usize> {
@@ -79,13 +79,13 @@ impl Conn {
         self.link.is_flushed()
     }
 
-    pub(crate) fn give_up_port(&self) {
-        self.link.give_up_port();
+    pub(crate) fn skip_time_wait(&self) {
+        self.link.skip_time_wait();
     }
 
     /// Returns the bytes that were read and not consumed.
     pub(crate) fn unread(&self) -> &[u8] {
-        &self.ahead[self.start..self.end]
+        &self.buffer[self.start..self.end]
     }
 
     pub(crate) fn consume(&mut self, bytes: usize) {
@@ -97,21 +97,21 @@ impl Conn {
     }
 
     /// Reads ahead until at most `limit` bytes are unread. Returns the bytes that came, 0 if none can now.
-    pub(crate) fn fill(&mut self, limit: usize) -> Result<usize, Broken> {
-        let limit = limit.min(QUANTUM_BYTES);
+    pub(crate) fn fill(&mut self, limit: usize) -> Result<usize, ConnError> {
+        let limit = limit.min(MAX_READ_AHEAD_BYTES);
         let unread = self.end - self.start;
         if limit <= unread {
             return Ok(0);
         }
-        let room = limit.next_power_of_two().max(SMALL_BYTES);
-        if self.ahead.len() < room {
-            self.ahead.resize(room, 0);
+        let room = limit.next_power_of_two().max(MIN_READ_AHEAD_BYTES);
+        if self.buffer.len() < room {
+            self.buffer.resize(room, 0);
         }
-        if self.start + limit > self.ahead.len() {
-            self.ahead.copy_within(self.start..self.end, 0);
+        if self.start + limit > self.buffer.len() {
+            self.buffer.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, unread);
         }
-        let target = &mut self.ahead[self.end..self.start + limit];
+        let target = &mut self.buffer[self.end..self.start + limit];
         let bytes = recv(&mut *self.link, target)?;
         self.end += bytes;
         Ok(bytes)
@@ -119,19 +119,19 @@ impl Conn {
 
     /// Reads into `into` without the read-ahead, which must be empty. Returns the bytes read, 0 if none can
     /// now.
-    pub(crate) fn recv(&mut self, into: &mut [u8]) -> Result<usize, Broken> {
+    pub(crate) fn recv(&mut self, into: &mut [u8]) -> Result<usize, ConnError> {
         debug_assert_eq!(self.start, self.end);
         recv(&mut *self.link, into)
     }
 
     /// Sends from the front of `parts`. Returns the bytes sent, 0 if none can be taken now.
-    pub(crate) fn send(&mut self, parts: &[IoSlice<'_>]) -> Result<usize, Broken> {
+    pub(crate) fn send(&mut self, parts: &[IoSlice<'_>]) -> Result<usize, ConnError> {
         loop {
             match self.link.try_send(parts) {
                 Ok(bytes) => return Ok(bytes),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(0),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(broken(error)),
+                Err(error) => return Err(conn_error(error)),
             }
         }
     }
@@ -140,7 +140,7 @@ impl Conn {
     pub(crate) fn discard(&mut self) -> bool {
         (self.start, self.end) = (0, 0);
         for _ in 0..64 {
-            match self.fill(SMALL_BYTES) {
+            match self.fill(MIN_READ_AHEAD_BYTES) {
                 Ok(0) => return false,
                 Ok(_) => (self.start, self.end) = (0, 0),
                 Err(_) => return true,
@@ -150,22 +150,22 @@ impl Conn {
     }
 }
 
-fn recv(link: &mut dyn Link, into: &mut [u8]) -> Result<usize, Broken> {
+fn recv(link: &mut dyn Link, into: &mut [u8]) -> Result<usize, ConnError> {
     loop {
         match link.try_recv(into) {
-            Ok(0) => return Err(Broken::Closed),
+            Ok(0) => return Err(ConnError::Closed),
             Ok(bytes) => return Ok(bytes),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(0),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(broken(error)),
+            Err(error) => return Err(conn_error(error)),
         }
     }
 }
 
-fn broken(error: io::Error) -> Broken {
+fn conn_error(error: io::Error) -> ConnError {
     match error.kind() {
-        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => Broken::Closed,
-        _ => Broken::Failed(error),
+        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => ConnError::Closed,
+        _ => ConnError::Failed(error),
     }
 }
 
@@ -176,7 +176,7 @@ mod tests {
 
     #[test]
     fn read_ahead_keeps_order_when_the_buffer_moves() {
-        let (mut a, b) = fake::pair(fake::Script::default());
+        let (mut a, b) = fake::pair(fake::FaultScript::default());
         let mut conn = Conn::new(Box::new(b));
         let sent: Vec<u8> = (0..100_000_u32).map(|i| (i % 251) as u8).collect();
         let (mut at, mut got) = (0, Vec::new());
@@ -184,7 +184,7 @@ mod tests {
             if at < sent.len() {
                 at += a.try_send(&[IoSlice::new(&sent[at..])]).unwrap_or(0);
             }
-            conn.fill(SMALL_BYTES + 7).unwrap();
+            conn.fill(MIN_READ_AHEAD_BYTES + 7).unwrap();
             let take = conn.unread().len().saturating_sub(3).max(usize::from(at == sent.len()));
             let take = take.min(conn.unread().len());
             got.extend_from_slice(&conn.unread()[..take]);

@@ -9,7 +9,7 @@ use convoke_testkit::Random;
 
 /// The behaviour of a pair of links, for both directions.
 #[derive(Debug, Clone)]
-pub(crate) struct Script {
+pub(crate) struct FaultScript {
     /// Most bytes that one call moves.
     pub(crate) step: usize,
     /// Most bytes under way.
@@ -23,7 +23,7 @@ pub(crate) struct Script {
     pub(crate) seed: u64,
 }
 
-impl Default for Script {
+impl Default for FaultScript {
     fn default() -> Self {
         Self { step: usize::MAX, capacity: 64 << 10, refuse: 0, interrupt: 0, end_after: usize::MAX, seed: 1 }
     }
@@ -37,26 +37,26 @@ struct Pipe {
 }
 
 #[derive(Debug)]
-pub(crate) struct Fake {
+pub(crate) struct FakeLink {
     out: Arc<Mutex<Pipe>>,
     into: Arc<Mutex<Pipe>>,
-    script: Script,
+    script: FaultScript,
     calls: u64,
 }
 
 /// Returns the two ends of a link.
-pub(crate) fn pair(script: Script) -> (Fake, Fake) {
+pub(crate) fn pair(script: FaultScript) -> (FakeLink, FakeLink) {
     let pipes = [Arc::new(Mutex::new(Pipe::default())), Arc::new(Mutex::new(Pipe::default()))];
-    let end = |out: usize, into: usize, seed| Fake {
+    let end = |out: usize, into: usize, seed| FakeLink {
         out: Arc::clone(&pipes[out]),
         into: Arc::clone(&pipes[into]),
-        script: Script { seed, ..script.clone() },
+        script: FaultScript { seed, ..script.clone() },
         calls: 0,
     };
     (end(0, 1, script.seed), end(1, 0, script.seed ^ 0xABCD))
 }
 
-impl Fake {
+impl FakeLink {
     /// Returns the script's decision for this call: `Err` if it is refused, else the most bytes to move.
     fn next(&mut self) -> io::Result<usize> {
         self.calls += 1;
@@ -71,7 +71,7 @@ impl Fake {
     }
 }
 
-impl Link for Fake {
+impl Link for FakeLink {
     fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
         let most = self.next()?;
         let mut pipe = self.out.lock().unwrap();

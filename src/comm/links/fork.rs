@@ -23,7 +23,7 @@ static HINT: AtomicUsize = AtomicUsize::new(0);
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
 /// Returns the number of forks between the first process of this program and this one. It costs one load.
-pub(crate) fn forks() -> u32 {
+pub(crate) fn fork_count() -> u32 {
     install();
     FORKS.load(Ordering::Relaxed)
 }
@@ -31,11 +31,11 @@ pub(crate) fn forks() -> u32 {
 /// A registered descriptor. Drop it before the descriptor is closed. Otherwise a fork in between would close,
 /// in the child, a new descriptor that has got its number.
 #[derive(Debug)]
-pub(crate) struct NotForForks {
+pub(crate) struct CloseOnFork {
     slot: Option<usize>,
 }
 
-impl NotForForks {
+impl CloseOnFork {
     pub(crate) fn new(fd: BorrowedFd<'_>) -> Self {
         install();
         let fd: RawFd = fd.as_raw_fd();
@@ -47,7 +47,7 @@ impl NotForForks {
     }
 }
 
-impl Drop for NotForForks {
+impl Drop for CloseOnFork {
     fn drop(&mut self) {
         if let Some(slot) = self.slot {
             OPEN[slot].store(0, Ordering::SeqCst);
@@ -89,7 +89,7 @@ mod tests {
     fn slots_are_reused() {
         let file = std::fs::File::open("/dev/null").unwrap();
         for _ in 0..3 * SLOTS {
-            assert!(NotForForks::new(file.as_fd()).slot.is_some());
+            assert!(CloseOnFork::new(file.as_fd()).slot.is_some());
         }
     }
 }

@@ -1,14 +1,15 @@
 //! The handshake by which two ranks prove to each other that they belong to one group. Pure.
 //!
 //! ```text
-//! connector → acceptor   Hello     lane, source, destination, nonce
+//! connector → acceptor   Hello     connection kind, source, destination, nonce
 //! acceptor → connector   Welcome   nonce, proof
 //! connector → acceptor   Proof     proof
 //! ```
 //!
 //! A proof is HMAC-SHA256, keyed by the job's secret, of the sender's role (connector or acceptor) and of
-//! everything that was sent before. So it cannot be reflected, replayed, or moved to another lane, group,
-//! rank or generation. It keeps out stale workers, other jobs and unauthenticated peers; it does not encrypt.
+//! everything that was sent before. So it cannot be reflected, replayed, or moved to another connection,
+//! group, rank or generation. It keeps out stale workers, other jobs and unauthenticated peers; it does not
+//! encrypt.
 //! `suite` names the cryptography, so that another can be added without a new format.
 
 use convoke_env::{Generation, Token};
@@ -24,7 +25,7 @@ pub(crate) const CAPABILITIES: u32 = 0;
 
 /// The purpose of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) enum Lane {
+pub(crate) enum ConnectionKind {
     /// Aborts, farewells and questions: short, never behind data. One for each pair of ranks.
     Control,
     /// Data of collectives.
@@ -33,7 +34,7 @@ pub(crate) enum Lane {
     Message,
 }
 
-impl Lane {
+impl ConnectionKind {
     pub(crate) const ALL: [Self; 3] = [Self::Control, Self::Collective, Self::Message];
 
     pub(crate) const fn to_wire(self) -> u8 {
@@ -52,7 +53,7 @@ pub(crate) type Mac32 = [u8; 32];
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub(crate) suite: u8,
-    pub(crate) lane: Lane,
+    pub(crate) conn_kind: ConnectionKind,
     pub(crate) capabilities: u32,
     pub(crate) source: u32,
     pub(crate) destination: u32,
@@ -61,14 +62,14 @@ pub(crate) struct Hello {
 
 /// Size of a [`Hello`] on the wire.
 pub(crate) const HELLO_BYTES: usize = 48;
-/// Size of a Welcome payload: suite, three spare bytes, capabilities, nonce, proof.
+/// Size of a Welcome payload: suite, three reserved bytes, capabilities, nonce, proof.
 pub(crate) const WELCOME_BYTES: usize = 72;
 
 impl Hello {
     pub(crate) fn encode(&self) -> [u8; HELLO_BYTES] {
         let mut out = [0; HELLO_BYTES];
         out[0] = self.suite;
-        out[1] = self.lane.to_wire();
+        out[1] = self.conn_kind.to_wire();
         out[4..8].copy_from_slice(&self.capabilities.to_le_bytes());
         out[8..12].copy_from_slice(&self.source.to_le_bytes());
         out[12..16].copy_from_slice(&self.destination.to_le_bytes());
@@ -88,7 +89,8 @@ impl Hello {
         nonce.copy_from_slice(&bytes[16..48]);
         Ok(Self {
             suite: bytes[0],
-            lane: Lane::from_wire(bytes[1]).ok_or_else(|| format!("unknown lane {}", bytes[1]))?,
+            conn_kind: ConnectionKind::from_wire(bytes[1])
+                .ok_or_else(|| format!("unknown lane {}", bytes[1]))?,
             capabilities: word(4),
             source: word(8),
             destination: word(12),
@@ -195,8 +197,8 @@ mod tests {
     use super::*;
 
     fn hello() -> Hello {
-        let (lane, nonce) = (Lane::Message, [7; 32]);
-        Hello { suite: SUITE_PLAIN, lane, capabilities: 5, source: 1, destination: 2, nonce }
+        let (conn_kind, nonce) = (ConnectionKind::Message, [7; 32]);
+        Hello { suite: SUITE_PLAIN, conn_kind, capabilities: 5, source: 1, destination: 2, nonce }
     }
 
     fn credentials(token: &[u8]) -> Credentials {
@@ -218,7 +220,7 @@ mod tests {
         let nonce = std::array::from_fn(|index| 0x40 + index as u8);
         let hello = Hello {
             suite: SUITE_PLAIN,
-            lane: Lane::Message,
+            conn_kind: ConnectionKind::Message,
             capabilities: 0x0403_0201,
             source: 0x1413_1211,
             destination: 0x2423_2221,
@@ -233,7 +235,7 @@ mod tests {
         let bytes = [&[0, 0, 0, 0, 1, 2, 3, 4][..], &nonce, &proof].concat();
         assert_eq!(welcome.encode()[..], bytes);
         assert_eq!(Welcome::decode(&bytes), Ok(welcome));
-        assert_eq!(Lane::ALL.map(Lane::to_wire), [0, 1, 2]);
+        assert_eq!(ConnectionKind::ALL.map(ConnectionKind::to_wire), [0, 1, 2]);
     }
 
     /// The proofs were computed from the text at the head of this file, with Python's `hmac`.
@@ -286,7 +288,7 @@ mod tests {
         assert!(!holds(&credentials(b"other"), Role::Connector, &hello(), 0, &nonce));
         assert!(!ours.verify(Role::Connector, &hello(), 0, &nonce, &proof[1..]));
         for changed in [
-            Hello { lane: Lane::Control, ..hello() },
+            Hello { conn_kind: ConnectionKind::Control, ..hello() },
             Hello { source: 3, ..hello() },
             Hello { destination: 3, ..hello() },
             Hello { nonce: [8; 32], ..hello() },

@@ -3,10 +3,10 @@
 pub(crate) mod conn;
 #[cfg(test)]
 pub(crate) mod fake;
+#[cfg(test)]
+pub(crate) mod fault_injection;
 pub(crate) mod fork;
 pub(crate) mod hello;
-#[cfg(test)]
-pub(crate) mod rough;
 pub(crate) mod tcp;
 
 use std::fmt;
@@ -33,15 +33,15 @@ pub(crate) trait Link: fmt::Debug + Send {
 
     /// Asks the kernel to keep nothing of the connection when it is dropped; else its port waits for a minute
     /// (TIME_WAIT). The link must be [flushed](Self::is_flushed): other bytes are lost.
-    fn give_up_port(&self) {}
+    fn skip_time_wait(&self) {}
 
     /// Asks the kernel to notice a dead peer host or path within `bound`, even if nothing is sent.
-    fn watch_path(&self, _bound: Duration) -> io::Result<()> {
+    fn enable_keepalive(&self, _bound: Duration) -> io::Result<()> {
         Ok(())
     }
 
     /// Returns the time since the peer's host was last heard; `None` if it is unknown.
-    fn unheard(&self) -> Option<Duration> {
+    fn time_since_ack(&self) -> Option<Duration> {
         None
     }
 

@@ -9,7 +9,7 @@ use nix::libc;
 use socket2::{Domain, Protocol, Socket, TcpKeepalive, Type};
 
 use super::Link;
-use super::fork::NotForForks;
+use super::fork::CloseOnFork;
 
 /// Connections that the kernel queues for a listener that is not in a call.
 const BACKLOG: i32 = 4096;
@@ -18,10 +18,10 @@ const BACKLOG: i32 = 4096;
 #[derive(Debug)]
 pub(crate) struct Tcp {
     /// Before the socket, so that it is dropped first.
-    _not_for_forks: NotForForks,
+    _close_on_fork: CloseOnFork,
     socket: Socket,
     /// The congestion control for a connection to another host.
-    outside: Outside,
+    system_congestion: SystemCongestion,
 }
 
 /// The system's congestion control, if Reno replaces it until it is known whether a connection leaves the
@@ -31,10 +31,10 @@ pub(crate) struct Tcp {
 /// at 2 ranks took 18 or 35 ms for 64 MiB by chance; Reno needs 17 ms each time. A socket that was once paced
 /// stays paced, whatever is set later: an all-reduce of 256 KiB by 4 ranks took 1.1 ms instead of 0.2. So
 /// sockets begin with Reno. This has no effect if the system refuses it.
-type Outside = Option<Vec<u8>>;
+type SystemCongestion = Option<Vec<u8>>;
 
 /// Makes a socket without a connection begin with Reno.
-fn begin_unpaced(socket: &Socket) -> Outside {
+fn start_with_reno(socket: &Socket) -> SystemCongestion {
     let before = socket.tcp_congestion().ok()?;
     socket.set_tcp_congestion(b"reno").ok()?;
     let name = before.split(|&byte| byte == 0).next().unwrap_or_default();
@@ -42,17 +42,17 @@ fn begin_unpaced(socket: &Socket) -> Outside {
 }
 
 impl Tcp {
-    fn new(socket: Socket, outside: Outside) -> io::Result<Self> {
+    fn new(socket: Socket, system_congestion: SystemCongestion) -> io::Result<Self> {
         socket.set_nonblocking(true)?;
         socket.set_tcp_nodelay(true)?;
-        Ok(Self { _not_for_forks: NotForForks::new(socket.as_fd()), socket, outside })
+        Ok(Self { _close_on_fork: CloseOnFork::new(socket.as_fd()), socket, system_congestion })
     }
 
-    /// Begins a connection; [`Self::connected`] says when it is open.
+    /// Begins a connection; [`Self::is_connected`] says when it is open.
     pub(crate) fn connect(to: SocketAddr, from: Option<SocketAddr>) -> io::Result<Self> {
         let socket = Socket::new(Domain::for_address(to), Type::STREAM, Some(Protocol::TCP))?;
-        let outside = begin_unpaced(&socket);
-        let tcp = Self::new(socket, outside)?;
+        let system_congestion = start_with_reno(&socket);
+        let tcp = Self::new(socket, system_congestion)?;
         if let Some(from) = from {
             tcp.socket.bind(&from.into())?;
         }
@@ -63,13 +63,13 @@ impl Tcp {
     }
 
     /// Returns whether a connection attempt has completed.
-    pub(crate) fn connected(&self) -> io::Result<bool> {
+    pub(crate) fn is_connected(&self) -> io::Result<bool> {
         if let Some(error) = self.socket.take_error()? {
             return Err(error);
         }
         match self.socket.peer_addr() {
             Ok(_) => {
-                self.paced_outside_the_host();
+                self.restore_system_congestion();
                 Ok(true)
             }
             Err(error) if error.kind() == io::ErrorKind::NotConnected => Ok(false),
@@ -79,15 +79,15 @@ impl Tcp {
 
     /// Returns whether both ends have one address, and so are on this host. Two addresses may belong to one
     /// host too.
-    fn is_inside_the_host(&self) -> bool {
+    fn is_intra_host(&self) -> bool {
         let ip = |address: socket2::SockAddr| address.as_socket().map(|address| address.ip());
         let (ours, theirs) = (self.socket.local_addr().map(ip), self.socket.peer_addr().map(ip));
         matches!((ours, theirs), (Ok(Some(ours)), Ok(Some(theirs))) if ours == theirs)
     }
 
-    fn paced_outside_the_host(&self) {
-        if let Some(outside) = self.outside.as_ref().filter(|_| !self.is_inside_the_host()) {
-            let _ = self.socket.set_tcp_congestion(outside);
+    fn restore_system_congestion(&self) {
+        if let Some(system_congestion) = self.system_congestion.as_ref().filter(|_| !self.is_intra_host()) {
+            let _ = self.socket.set_tcp_congestion(system_congestion);
         }
     }
 }
@@ -106,18 +106,18 @@ impl Link for Tcp {
     }
 
     fn is_flushed(&self) -> bool {
-        unsent(&self.socket) == 0
+        unacked_bytes(&self.socket) == 0
     }
 
-    fn give_up_port(&self) {
+    fn skip_time_wait(&self) {
         let _ = self.socket.set_linger(Some(Duration::ZERO));
     }
 
-    /// Sets keep-alive and user timeout, for control connections only. On a data lane, these settings would
-    /// end a peer that is alive but slow to read. They are not set inside a host: a virtual core that is not
-    /// scheduled for `bound`, while it holds one end, would look like a lost host.
-    fn watch_path(&self, bound: Duration) -> io::Result<()> {
-        if self.is_inside_the_host() {
+    /// Sets keep-alive and user timeout, for control connections only. On a data connection, these settings
+    /// would end a peer that is alive but slow to read. They are not set inside a host: a virtual core that is
+    /// not scheduled for `bound`, while it holds one end, would look like a lost host.
+    fn enable_keepalive(&self, bound: Duration) -> io::Result<()> {
+        if self.is_intra_host() {
             return Ok(());
         }
         let probe = Duration::from_secs(1);
@@ -127,8 +127,8 @@ impl Link for Tcp {
         self.socket.set_tcp_user_timeout(Some(bound))
     }
 
-    fn unheard(&self) -> Option<Duration> {
-        last_heard(&self.socket)
+    fn time_since_ack(&self) -> Option<Duration> {
+        time_since_ack(&self.socket)
     }
 
     /// Inside a host, the sender's core also carries the data into the receiver's socket.
@@ -143,7 +143,7 @@ impl Link for Tcp {
 
 /// Returns the bytes that the peer's kernel has not acknowledged; 0 if the socket cannot say.
 #[allow(unsafe_code)]
-fn unsent(socket: &Socket) -> libc::c_int {
+fn unacked_bytes(socket: &Socket) -> libc::c_int {
     let mut bytes: libc::c_int = 0;
     // SAFETY:
     // - the descriptor is open: `socket` is borrowed.
@@ -154,7 +154,7 @@ fn unsent(socket: &Socket) -> libc::c_int {
 
 /// Returns the time since the peer's kernel last acknowledged anything.
 #[allow(unsafe_code)]
-fn last_heard(socket: &Socket) -> Option<Duration> {
+fn time_since_ack(socket: &Socket) -> Option<Duration> {
     let mut info = std::mem::MaybeUninit::<libc::tcp_info>::zeroed();
     let mut bytes = size_of::<libc::tcp_info>() as libc::socklen_t;
     // SAFETY:
@@ -173,10 +173,10 @@ fn last_heard(socket: &Socket) -> Option<Duration> {
 #[derive(Debug)]
 pub(crate) struct Listener {
     /// Before the socket, so that it is dropped first.
-    _not_for_forks: NotForForks,
+    _close_on_fork: CloseOnFork,
     socket: Socket,
     /// The system's congestion control, for connections that are accepted.
-    outside: Outside,
+    system_congestion: SystemCongestion,
 }
 
 impl Listener {
@@ -186,15 +186,15 @@ impl Listener {
     }
 
     pub(crate) fn try_clone(&self) -> io::Result<Self> {
-        Ok(Self::of(self.socket.try_clone()?, self.outside.clone()))
+        Ok(Self::from_socket(self.socket.try_clone()?, self.system_congestion.clone()))
     }
 
     /// Returns the next waiting connection, and the address of its peer.
     pub(crate) fn accept(&self) -> io::Result<(Tcp, String)> {
         let (socket, from) = self.socket.accept()?;
         let from = from.as_socket().map_or_else(|| "?".to_owned(), |from| from.to_string());
-        let tcp = Tcp::new(socket, self.outside.clone())?;
-        tcp.paced_outside_the_host();
+        let tcp = Tcp::new(socket, self.system_congestion.clone())?;
+        tcp.restore_system_congestion();
         Ok((tcp, from))
     }
 
@@ -202,8 +202,8 @@ impl Listener {
         self.socket.as_fd()
     }
 
-    fn of(socket: Socket, outside: Outside) -> Self {
-        Self { _not_for_forks: NotForForks::new(socket.as_fd()), socket, outside }
+    fn from_socket(socket: Socket, system_congestion: SystemCongestion) -> Self {
+        Self { _close_on_fork: CloseOnFork::new(socket.as_fd()), socket, system_congestion }
     }
 }
 
@@ -212,9 +212,9 @@ pub(crate) fn listen(address: SocketAddr) -> io::Result<Listener> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;
-    let outside = begin_unpaced(&socket);
+    let system_congestion = start_with_reno(&socket);
     socket.listen(BACKLOG)?;
-    Ok(Listener::of(socket, outside))
+    Ok(Listener::from_socket(socket, system_congestion))
 }
 
 #[cfg(test)]
@@ -234,7 +234,7 @@ mod tests {
             assert!(std::time::Instant::now() < until, "nobody came");
             std::thread::yield_now();
         };
-        assert!(dialled.connected().unwrap());
+        assert!(dialled.is_connected().unwrap());
         // All sockets must begin with Reno, because a socket that was once paced stays paced.
         for socket in [&listener.socket, &dialled.socket, &accepted.socket] {
             assert_eq!(name(socket), "reno");
@@ -249,7 +249,7 @@ mod tests {
             let socket = Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::TCP)).unwrap();
             // Some algorithms are for root only.
             if socket.set_tcp_congestion(systems.as_bytes()).is_ok() {
-                assert_eq!(begin_unpaced(&socket).as_deref(), Some(systems.as_bytes()));
+                assert_eq!(start_with_reno(&socket).as_deref(), Some(systems.as_bytes()));
                 assert_eq!(name(&socket), "reno");
                 others += usize::from(systems != "reno");
             }
@@ -264,10 +264,10 @@ mod tests {
         // The socket is not connected yet, so it is not known to lead to this host.
         let socket = Socket::new(Domain::IPV4, Type::STREAM, Some(Protocol::TCP)).unwrap();
         let systems = name(&socket);
-        let outside = begin_unpaced(&socket);
+        let system_congestion = start_with_reno(&socket);
         assert_eq!(name(&socket), "reno");
-        let tcp = Tcp::new(socket, outside).unwrap();
-        tcp.paced_outside_the_host();
+        let tcp = Tcp::new(socket, system_congestion).unwrap();
+        tcp.restore_system_congestion();
         assert_eq!(name(&tcp.socket), systems);
     }
 

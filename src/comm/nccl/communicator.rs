@@ -1,6 +1,6 @@
 //! A communicator of NCCL: the part of a GPU group in this process.
 //!
-//! All calls return at once, also those that set up connections. A call is [`Progress::Under way`](Progress)
+//! All calls return at once, also those that set up connections. A call is [`Progress::InProgress`]
 //! until [`Communicator::progress`] reports otherwise. The caller makes the device the current one of its
 //! thread.
 
@@ -8,16 +8,18 @@ use std::ffi::{CStr, c_int, c_void};
 use std::ptr::{self, NonNull};
 
 use super::error::NcclError;
-use super::free::{Enter, Free};
+use super::free::{FreeCall, SetDevice};
 use super::functions::Functions;
 use super::library::Library;
-use super::types::{Address, Comm, Config, HOST_IMMEDIATE, IN_PROGRESS, Op, SUCCESS, Step, Type, UniqueId};
+use super::types::{
+    Address, Comm, Config, DataType, HOST_IMMEDIATE, IN_PROGRESS, NcclCall, RedOp, SUCCESS, UniqueId,
+};
 
 /// The state of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Progress {
     Done,
-    UnderWay,
+    InProgress,
 }
 
 /// A communicator. It is aborted when dropped, unless it was [destroyed](Self::destroy). Both wait for NCCL
@@ -26,7 +28,7 @@ pub(crate) struct Communicator {
     pub(super) functions: &'static Functions,
     /// The handle; `None` once it is freed.
     pub(super) handle: Option<NonNull<Comm>>,
-    pub(super) enter: Enter,
+    pub(super) set_device: SetDevice,
 }
 
 #[allow(unsafe_code)]
@@ -36,11 +38,11 @@ unsafe impl Send for Communicator {}
 
 /// The handle of memory registered with one communicator.
 #[derive(Debug)]
-pub(crate) struct Registered(NonNull<c_void>);
+pub(crate) struct RegistrationHandle(NonNull<c_void>);
 
 #[allow(unsafe_code)]
 // SAFETY: a handle that only NCCL reads.
-unsafe impl Send for Registered {}
+unsafe impl Send for RegistrationHandle {}
 
 impl Library {
     /// Creates a unique id for a group. One rank creates it and sends it to the others.
@@ -54,13 +56,13 @@ impl Library {
     }
 
     /// Begins to create the communicator of rank `rank` of `size` ranks that share `id`, on the thread's
-    /// current device. `enter` makes that device current on other threads.
+    /// current device. `set_device` makes that device current on other threads.
     pub(crate) fn begin(
         &'static self,
         size: usize,
         id: UniqueId,
         rank: usize,
-        enter: Enter,
+        set_device: SetDevice,
     ) -> Result<(Communicator, Progress), NcclError> {
         let functions = self.functions();
         let mut handle = ptr::null_mut();
@@ -78,8 +80,8 @@ impl Library {
         };
         const NAME: &str = "ncclCommInitRankConfig";
         let progress = check(functions, NAME, result, ptr::null_mut())?;
-        let handle = NonNull::new(handle).ok_or_else(|| NcclError::nothing(NAME))?;
-        Ok((Communicator { functions, handle: Some(handle), enter }, progress))
+        let handle = NonNull::new(handle).ok_or_else(|| NcclError::empty_result(NAME))?;
+        Ok((Communicator { functions, handle: Some(handle), set_device }, progress))
     }
 }
 
@@ -99,13 +101,17 @@ impl Communicator {
     /// # Safety
     /// `stream` is a stream of this communicator's device. The memory at the addresses is on that device,
     /// long enough, and stays so until the stream has come past the calls.
-    pub(crate) unsafe fn enqueue(&self, steps: &[Step], stream: *mut c_void) -> Result<Progress, NcclError> {
+    pub(crate) unsafe fn enqueue(
+        &self,
+        steps: &[NcclCall],
+        stream: *mut c_void,
+    ) -> Result<Progress, NcclError> {
         if let [step] = steps {
             // SAFETY: the caller promises it.
             let called = unsafe { self.call(step, stream) }?;
             // Up to 2.23 NCCL reports a single message as done while its thread still connects, and enqueues
             // it later.
-            let is_message = matches!(step, Step::Send { .. } | Step::Recv { .. });
+            let is_message = matches!(step, NcclCall::Send { .. } | NcclCall::Recv { .. });
             return if is_message { self.progress() } else { Ok(called) };
         }
         // SAFETY: has no arguments.
@@ -122,49 +128,53 @@ impl Communicator {
 
     /// # Safety
     /// As of [`Self::enqueue`].
-    unsafe fn call(&self, step: &Step, stream: *mut c_void) -> Result<Progress, NcclError> {
+    unsafe fn call(&self, step: &NcclCall, stream: *mut c_void) -> Result<Progress, NcclError> {
         let (functions, comm) = (self.functions, self.raw());
         let read = |at: Address| at as *const c_void;
         let written = |at: Address| at as *mut c_void;
         let made = match *step {
-            Step::AllReduce { op, of, .. }
-            | Step::Reduce { op, of, .. }
-            | Step::ReduceScatter { op, of, .. } => Some(self.made(op, of)?),
+            NcclCall::AllReduce { op, datatype, .. }
+            | NcclCall::Reduce { op, datatype, .. }
+            | NcclCall::ReduceScatter { op, datatype, .. } => Some(self.create_reduction(op, datatype)?),
             _ => None,
         };
         let op = made.as_ref().map_or(0, |made| made.number);
         // SAFETY: the caller promises it.
         let (name, result) = unsafe {
             match *step {
-                Step::AllReduce { send, recv, count, of, .. } => {
+                NcclCall::AllReduce { send, recv, count, datatype, .. } => {
                     let call = functions.all_reduce;
-                    ("ncclAllReduce", call(read(send), written(recv), count, of as c_int, op, comm, stream))
+                    (
+                        "ncclAllReduce",
+                        call(read(send), written(recv), count, datatype as c_int, op, comm, stream),
+                    )
                 }
-                Step::Broadcast { send, recv, count, of, root } => {
-                    let (call, of, root) = (functions.broadcast, of as c_int, root as c_int);
-                    ("ncclBroadcast", call(read(send), written(recv), count, of, root, comm, stream))
+                NcclCall::Broadcast { send, recv, count, datatype, root } => {
+                    let (call, datatype, root) = (functions.broadcast, datatype as c_int, root as c_int);
+                    ("ncclBroadcast", call(read(send), written(recv), count, datatype, root, comm, stream))
                 }
-                Step::Reduce { send, recv, count, of, root, .. } => {
-                    let (call, of, root) = (functions.reduce, of as c_int, root as c_int);
-                    ("ncclReduce", call(read(send), written(recv), count, of, op, root, comm, stream))
+                NcclCall::Reduce { send, recv, count, datatype, root, .. } => {
+                    let (call, datatype, root) = (functions.reduce, datatype as c_int, root as c_int);
+                    ("ncclReduce", call(read(send), written(recv), count, datatype, op, root, comm, stream))
                 }
-                Step::AllGather { send, recv, count, of } => {
+                NcclCall::AllGather { send, recv, count, datatype } => {
                     let call = functions.all_gather;
-                    ("ncclAllGather", call(read(send), written(recv), count, of as c_int, comm, stream))
+                    ("ncclAllGather", call(read(send), written(recv), count, datatype as c_int, comm, stream))
                 }
-                Step::ReduceScatter { send, recv, count, of, .. } => {
+                NcclCall::ReduceScatter { send, recv, count, datatype, .. } => {
                     let call = functions.reduce_scatter;
                     (
                         "ncclReduceScatter",
-                        call(read(send), written(recv), count, of as c_int, op, comm, stream),
+                        call(read(send), written(recv), count, datatype as c_int, op, comm, stream),
                     )
                 }
-                Step::Send { send, count, of, to } => {
-                    ("ncclSend", (functions.send)(read(send), count, of as c_int, to as c_int, comm, stream))
-                }
-                Step::Recv { recv, count, of, from } => (
+                NcclCall::Send { send, count, datatype, to } => (
+                    "ncclSend",
+                    (functions.send)(read(send), count, datatype as c_int, to as c_int, comm, stream),
+                ),
+                NcclCall::Recv { recv, count, datatype, from } => (
                     "ncclRecv",
-                    (functions.recv)(written(recv), count, of as c_int, from as c_int, comm, stream),
+                    (functions.recv)(written(recv), count, datatype as c_int, from as c_int, comm, stream),
                 ),
             }
         };
@@ -172,16 +182,17 @@ impl Communicator {
     }
 
     /// The number of an operation. An operation with a factor is created for this call.
-    fn made(&self, op: Op, of: Type) -> Result<Made<'_>, NcclError> {
-        let mut made = Made { number: 0, of: None };
-        if let Op::PremulSum(mut factor) = op {
+    fn create_reduction(&self, op: RedOp, datatype: DataType) -> Result<CreatedReduction<'_>, NcclError> {
+        let mut made = CreatedReduction { number: 0, owner: None };
+        if let RedOp::PremulSum(mut factor) = op {
             let create = self.functions.red_op_create_pre_mul_sum;
             let factor = factor.as_mut_ptr().cast();
             // SAFETY: reads one element, of at most 8 bytes, before it returns, and writes one number.
-            let result =
-                unsafe { create(&raw mut made.number, factor, of as c_int, HOST_IMMEDIATE, self.raw()) };
+            let result = unsafe {
+                create(&raw mut made.number, factor, datatype as c_int, HOST_IMMEDIATE, self.raw())
+            };
             self.check("ncclRedOpCreatePreMulSum", result)?;
-            made.of = Some(self);
+            made.owner = Some(self);
         } else {
             made.number = op.number();
         }
@@ -192,17 +203,21 @@ impl Communicator {
     ///
     /// # Safety
     /// The memory is on the communicator's device, and stays until it is [deregistered](Self::deregister).
-    pub(crate) unsafe fn register(&self, at: Address, bytes: usize) -> Result<Option<Registered>, NcclError> {
+    pub(crate) unsafe fn register(
+        &self,
+        at: Address,
+        bytes: usize,
+    ) -> Result<Option<RegistrationHandle>, NcclError> {
         let Some(register) = self.functions.comm_register else { return Ok(None) };
         let mut handle = ptr::null_mut();
         // SAFETY: the caller promises it; writes one pointer.
         let result = unsafe { register(self.raw(), at as *mut c_void, bytes, &raw mut handle) };
         self.check("ncclCommRegister", result)?;
-        Ok(NonNull::new(handle).map(Registered))
+        Ok(NonNull::new(handle).map(RegistrationHandle))
     }
 
     /// Deregisters memory.
-    pub(crate) fn deregister(&self, registered: Registered) {
+    pub(crate) fn deregister(&self, registered: RegistrationHandle) {
         if let Some(deregister) = self.functions.comm_deregister {
             // SAFETY: from `register` of this communicator, and used once.
             let _ = unsafe { deregister(self.raw(), registered.0.as_ptr()) };
@@ -219,17 +234,17 @@ impl Communicator {
 
     /// Frees the communicator after [`Self::finalize`].
     pub(crate) fn destroy(mut self) {
-        self.last(self.functions.comm_destroy, Free::apart);
+        self.free_with(self.functions.comm_destroy, FreeCall::run_on_thread);
     }
 
     /// Aborts the communicator on this thread, however long that takes.
-    pub(crate) fn abort_here(mut self) {
-        self.last(self.functions.comm_abort, Free::here);
+    pub(crate) fn abort_blocking(mut self) {
+        self.free_with(self.functions.comm_abort, FreeCall::run_here);
     }
 
-    fn last(&mut self, call: unsafe extern "C" fn(*mut Comm) -> c_int, how: fn(Free)) {
+    fn free_with(&mut self, call: unsafe extern "C" fn(*mut Comm) -> c_int, how: fn(FreeCall)) {
         if let Some(handle) = self.handle.take() {
-            how(Free { call, handle, enter: self.enter.clone() });
+            how(FreeCall { call, handle, set_device: self.set_device.clone() });
         }
     }
 
@@ -244,14 +259,14 @@ impl Communicator {
 
 /// A reduction. If it was created for one call, dropping this value destroys it; NCCL keeps it for calls
 /// under way.
-struct Made<'a> {
+struct CreatedReduction<'a> {
     number: c_int,
-    of: Option<&'a Communicator>,
+    owner: Option<&'a Communicator>,
 }
 
-impl Drop for Made<'_> {
+impl Drop for CreatedReduction<'_> {
     fn drop(&mut self) {
-        if let Some(communicator) = self.of {
+        if let Some(communicator) = self.owner {
             // SAFETY: made by this communicator, and used for the last time.
             #[allow(unsafe_code)]
             let _ = unsafe { (communicator.functions.red_op_destroy)(self.number, communicator.raw()) };
@@ -261,7 +276,7 @@ impl Drop for Made<'_> {
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        self.last(self.functions.comm_abort, Free::apart);
+        self.free_with(self.functions.comm_abort, FreeCall::run_on_thread);
     }
 }
 
@@ -275,7 +290,7 @@ fn check(
 ) -> Result<Progress, NcclError> {
     match result {
         SUCCESS => Ok(Progress::Done),
-        IN_PROGRESS => Ok(Progress::UnderWay),
+        IN_PROGRESS => Ok(Progress::InProgress),
         _ => {
             // SAFETY: both return texts that stay valid, or null; the communicator is valid or null.
             let (what, detail) = unsafe {

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use super::places;
+use super::candidates;
 
 /// A version of NCCL.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -18,10 +18,10 @@ pub struct Version {
 
 impl Version {
     /// The oldest usable version: the first that can abort during setup, and split communicators.
-    pub(super) const LEAST: Self = Self { major: 2, minor: 18, patch: 0 };
+    pub(super) const MINIMUM: Self = Self { major: 2, minor: 18, patch: 0 };
 
     /// Decodes NCCL's version number: 2708 is 2.7.8; from 2.9 on, 21803 is 2.18.3.
-    pub(super) fn of(code: i32) -> Option<Self> {
+    pub(super) fn from_code(code: i32) -> Option<Self> {
         let code = u32::try_from(code).ok().filter(|&code| code >= 1000)?;
         let (major, hundreds) = if code < 10_000 { (code / 1000, 10) } else { (code / 10_000, 100) };
         Some(Self { major, minor: code / 100 % hundreds, patch: code % 100 })
@@ -43,14 +43,14 @@ pub enum NcclError {
         "NCCL was not found{}; install it (pip install nvidia-nccl-cu13, or apt-get install libnccl2), or say where it is \
          in {}",
         Tried(tried),
-        places::CHOSEN
+        candidates::LIBRARY_VARIABLE
     )]
     NotFound {
         /// The places that were tried, with the system's errors.
         tried: Vec<(PathBuf, String)>,
     },
     /// The library is older than convoke needs.
-    #[error("{} is NCCL {version}; {} or newer is needed", path.display(), Version::LEAST)]
+    #[error("{} is NCCL {version}; {} or newer is needed", path.display(), Version::MINIMUM)]
     TooOld {
         /// The library.
         path: PathBuf,
@@ -86,7 +86,7 @@ impl fmt::Debug for NcclError {
 
 impl NcclError {
     /// The error for a call that reported success but returned nothing.
-    pub(crate) fn nothing(function: &'static str) -> Self {
+    pub(crate) fn empty_result(function: &'static str) -> Self {
         Self::Call { function, what: "it gave nothing".to_owned(), detail: None }
     }
 }

@@ -7,9 +7,9 @@ use std::sync::OnceLock;
 
 use libloading::os::unix::{Library as Handle, RTLD_LOCAL, RTLD_NOW};
 
+use super::candidates::{Candidate, candidates};
 use super::error::{NcclError, Version};
 use super::functions::Functions;
-use super::places::{Place, places};
 use super::types::SUCCESS;
 
 /// NCCL as this process has found it. It is never closed, since it runs its own threads.
@@ -31,35 +31,37 @@ impl Library {
     /// [`NcclError::NotFound`] with all that was tried, [`NcclError::TooOld`], [`NcclError::Unusable`].
     pub fn load() -> Result<&'static Self, NcclError> {
         static OF_PROCESS: OnceLock<Result<Library, NcclError>> = OnceLock::new();
-        let loaded = OF_PROCESS.get_or_init(|| Self::open(&places(|name| std::env::var_os(name), entries)));
+        let loaded =
+            OF_PROCESS.get_or_init(|| Self::open(&candidates(|name| std::env::var_os(name), entries)));
         loaded.as_ref().map_err(Clone::clone)
     }
 
-    /// Opens the first of `places` that exists and is new enough. The error describes the first that exists.
-    pub(super) fn open(places: &[Place]) -> Result<Self, NcclError> {
+    /// Opens the first of `candidates` that exists and is new enough. The error describes the first that
+    /// exists.
+    pub(super) fn open(candidates: &[Candidate]) -> Result<Self, NcclError> {
         let (mut tried, mut refused) = (Vec::new(), None);
-        for place in places {
-            if place.guessed && !place.path.exists() {
+        for candidate in candidates {
+            if candidate.guessed && !candidate.path.exists() {
                 continue;
             }
             // SAFETY: opening a library runs its initialisers. Its name says that it is NCCL, which every
             // program that links it relies on too.
             #[allow(unsafe_code)]
-            let opened = unsafe { Handle::open(Some(&place.path), RTLD_NOW | RTLD_LOCAL) };
+            let opened = unsafe { Handle::open(Some(&candidate.path), RTLD_NOW | RTLD_LOCAL) };
             match opened {
-                Ok(handle) => match Self::of(handle, &place.path) {
+                Ok(handle) => match Self::from_handle(handle, &candidate.path) {
                     Ok(library) => return Ok(library),
                     Err(error) => {
                         refused.get_or_insert(error);
                     }
                 },
-                Err(error) => tried.push((place.path.clone(), text_of(&error))),
+                Err(error) => tried.push((candidate.path.clone(), text_of(&error))),
             }
         }
         Err(refused.unwrap_or(NcclError::NotFound { tried }))
     }
 
-    fn of(handle: Handle, path: &Path) -> Result<Self, NcclError> {
+    fn from_handle(handle: Handle, path: &Path) -> Result<Self, NcclError> {
         let unusable = |what: String| NcclError::Unusable { path: path.to_owned(), what };
         // SAFETY: the library has the name of NCCL, so this is the function of `nccl.h`.
         #[allow(unsafe_code)]
@@ -70,14 +72,14 @@ impl Library {
         // SAFETY: writes one number.
         #[allow(unsafe_code)]
         let result = unsafe { get_version(&raw mut code) };
-        let version = Version::of(code).filter(|_| result == SUCCESS);
+        let version = Version::from_code(code).filter(|_| result == SUCCESS);
         let version = version.ok_or_else(|| unusable(format!("it says {code} is its version")))?;
-        if version < Version::LEAST {
+        if version < Version::MINIMUM {
             return Err(NcclError::TooOld { path: path.to_owned(), version });
         }
         // SAFETY: its version says that it is new enough.
         #[allow(unsafe_code)]
-        let functions = unsafe { Functions::of(&handle) };
+        let functions = unsafe { Functions::load(&handle) };
         let functions = functions.map_err(|absent| unusable(format!("it has no {absent}")))?;
         let path = file_at(get_version as usize).unwrap_or_else(|| path.to_owned());
         Ok(Self { path, version, functions, _handle: handle })

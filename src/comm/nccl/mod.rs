@@ -1,30 +1,30 @@
 //! NCCL, found and loaded at run time: the build needs neither NCCL nor CUDA.
 //!
 //! ```text
-//! places ─► library ─► functions, types, error
+//! candidates ─► library ─► functions, types, error
 //!              └► communicator ─► split, free
 //! ```
 //!
-//! `places` (pure) lists where the library may be. `library` opens the first that exists, is new enough and
-//! has all functions. `types` (pure) has the needed part of the header. `communicator` makes the calls,
+//! `candidates` (pure) lists where the library may be. `library` opens the first that exists, is new enough
+//! and has all functions. `types` (pure) has the needed part of the header. `communicator` makes the calls,
 //! `split` splits a communicator, `free` frees it. Nothing here depends on groups.
 
+mod candidates;
 mod communicator;
 mod error;
 mod free;
 mod functions;
 mod library;
-mod places;
 mod split;
 #[cfg(test)]
 mod tests;
 mod types;
 
 #[allow(unused)]
-pub(crate) use communicator::{Communicator, Progress, Registered};
+pub(crate) use communicator::{Communicator, Progress, RegistrationHandle};
 pub use error::{NcclError, Version};
 #[allow(unused)]
-pub(crate) use free::{Enter, LET_GO};
+pub(crate) use free::{FREE_TIMEOUT, SetDevice};
 pub use library::Library;
 #[allow(unused)]
-pub(crate) use types::{Address, Op, Step, Type, UniqueId};
+pub(crate) use types::{Address, DataType, NcclCall, RedOp, UniqueId};

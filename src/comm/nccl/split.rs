@@ -1,20 +1,20 @@
-//! Splitting a communicator.
+//! PendingSplit a communicator.
 
 use std::ffi::c_int;
 use std::ptr::{self, NonNull};
 
 use super::communicator::Communicator;
 use super::error::NcclError;
-use super::free::Enter;
+use super::free::SetDevice;
 use super::functions::Functions;
 use super::types::{Comm, Config, NO_COLOR};
 
 /// A split that is under way: NCCL writes the new communicator here when it is done.
-pub(crate) struct Splitting {
+pub(crate) struct PendingSplit {
     functions: &'static Functions,
-    enter: Enter,
+    set_device: SetDevice,
     /// The destination of NCCL's write; its address stays fixed until NCCL has written.
-    into: Box<Into>,
+    into: Box<SplitResult>,
     /// Set when NCCL writes no more.
     settled: bool,
 }
@@ -22,12 +22,12 @@ pub(crate) struct Splitting {
 #[allow(unsafe_code)]
 // SAFETY: as for a communicator. NCCL writes `into` before the parent reports that it is done, and it is read
 // only then.
-unsafe impl Send for Splitting {}
+unsafe impl Send for PendingSplit {}
 
 /// The cell to which NCCL writes the new communicator.
-struct Into(*mut Comm);
+struct SplitResult(*mut Comm);
 
-impl Default for Into {
+impl Default for SplitResult {
     fn default() -> Self {
         Self(ptr::null_mut())
     }
@@ -37,34 +37,39 @@ impl Default for Into {
 impl Communicator {
     /// Begins to split this communicator: ranks with the same color are together, in the order of `key`. All
     /// ranks call it. When [`Self::progress`] of this communicator reports that it is done,
-    /// [`Splitting::take`] has the new one.
+    /// [`PendingSplit::into_communicator`] has the new one.
     ///
     /// The result of the call itself does not tell that: only `progress` does.
-    pub(crate) fn begin_split(&self, color: Option<usize>, key: usize) -> Result<Splitting, NcclError> {
-        let mut into = Box::<Into>::default();
+    pub(crate) fn begin_split(&self, color: Option<usize>, key: usize) -> Result<PendingSplit, NcclError> {
+        let mut into = Box::<SplitResult>::default();
         let mut config = Config::nonblocking();
         let color = color.map_or(NO_COLOR, |color| color as c_int);
-        // SAFETY: NCCL copies `config`, and writes to `into` until it reports that it is done. `Splitting`
+        // SAFETY: NCCL copies `config`, and writes to `into` until it reports that it is done. `PendingSplit`
         // keeps `into` until then (see its `drop`).
         let result = unsafe {
             (self.functions.comm_split)(self.raw(), color, key as c_int, &raw mut into.0, &raw mut config)
         };
         self.check("ncclCommSplit", result)?;
-        Ok(Splitting { functions: self.functions, enter: self.enter.clone(), into, settled: false })
+        Ok(PendingSplit {
+            functions: self.functions,
+            set_device: self.set_device.clone(),
+            into,
+            settled: false,
+        })
     }
 }
 
-impl Splitting {
+impl PendingSplit {
     /// Returns the new communicator; `None` for a rank without a color. Call it only when the parent's call
     /// is done.
-    pub(crate) fn take(mut self) -> Option<Communicator> {
+    pub(crate) fn into_communicator(mut self) -> Option<Communicator> {
         self.settled = true;
         let handle = Some(NonNull::new(self.into.0)?);
-        Some(Communicator { functions: self.functions, handle, enter: self.enter.clone() })
+        Some(Communicator { functions: self.functions, handle, set_device: self.set_device.clone() })
     }
 }
 
-impl Drop for Splitting {
+impl Drop for PendingSplit {
     fn drop(&mut self) {
         if !self.settled {
             // The split was abandoned, and NCCL may still write here: leak 8 bytes, once for each group that

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::places::Place;
+use super::candidates::Candidate;
 use super::{Library, NcclError, Version};
 
 /// A folder with stubs, removed when this value is dropped.
@@ -17,9 +17,9 @@ impl Stubs {
     }
 
     /// A library that `stub.c` makes with these options.
-    fn stub(&self, name: &str, options: &[&str]) -> Place {
+    fn stub(&self, name: &str, options: &[&str]) -> Candidate {
         let path = self.0.join(name);
-        let source = convoke_testkit::programs::root().join("src/comm/nccl/tests/stub.c");
+        let source = convoke_testkit::programs::repository_root().join("src/comm/nccl/tests/stub.c");
         let mut compiler = Command::new("cc");
         compiler.args(["-shared", "-fPIC", "-o"]).arg(&path).arg(source).args(options);
         assert!(compiler.status().unwrap().success());
@@ -33,8 +33,8 @@ impl Drop for Stubs {
     }
 }
 
-fn chosen(path: PathBuf) -> Place {
-    Place { path, guessed: false }
+fn chosen(path: PathBuf) -> Candidate {
+    Candidate { path, guessed: false }
 }
 
 #[test]
@@ -42,7 +42,7 @@ fn first_recent_enough_nccl_is_used() {
     let stubs = Stubs::new("first");
     let old = stubs.stub("old.so", &["-DVERSION=21703"]);
     let good = stubs.stub("good.so", &["-DVERSION=23007"]);
-    let absent = Place { path: stubs.0.join("absent.so"), guessed: true };
+    let absent = Candidate { path: stubs.0.join("absent.so"), guessed: true };
     let library = Library::open(&[absent, old, good.clone()]).unwrap();
     assert_eq!((library.version().to_string().as_str(), library.path()), ("2.30.7", &*good.path));
 }
@@ -50,7 +50,7 @@ fn first_recent_enough_nccl_is_used() {
 #[test]
 fn missing_nccl_error_lists_all_paths_tried() {
     let nowhere = Path::new("/nowhere/libnccl.so.2").to_owned();
-    let guessed = Place { path: nowhere.clone(), guessed: true };
+    let guessed = Candidate { path: nowhere.clone(), guessed: true };
     let name = chosen("libnccl-absent.so.2".into());
     let error = Library::open(&[name, chosen(nowhere.clone()), guessed]).unwrap_err();
     let NcclError::NotFound { tried } = &error else { panic!("{error}") };
@@ -77,7 +77,7 @@ fn too_old_nccl_is_named_with_its_version() {
 #[test]
 fn broken_nccl_library_error_states_the_defect() {
     let stubs = Stubs::new("broken");
-    let what = |place: Place| match Library::open(&[place]).unwrap_err() {
+    let what = |place: Candidate| match Library::open(&[place]).unwrap_err() {
         NcclError::Unusable { what, .. } => what,
         other => panic!("{other}"),
     };
@@ -96,7 +96,7 @@ fn broken_nccl_library_error_states_the_defect() {
 
 #[test]
 fn nccl_version_codes_are_decoded() {
-    let read = |code| Version::of(code).map(|version| version.to_string());
+    let read = |code| Version::from_code(code).map(|version| version.to_string());
     assert_eq!(read(2708).as_deref(), Some("2.7.8"));
     assert_eq!(read(2212).as_deref(), Some("2.2.12"));
     assert_eq!(read(21803).as_deref(), Some("2.18.3"));

@@ -33,8 +33,8 @@ pub(super) struct Config {
     version: c_uint,
     blocking: c_int,
     cga_cluster_size: c_int,
-    least_ctas: c_int,
-    most_ctas: c_int,
+    min_ctas: c_int,
+    max_ctas: c_int,
     net_name: *const c_char,
     split_share: c_int,
 }
@@ -48,8 +48,8 @@ impl Config {
             version: 21_800,
             blocking: 0,
             cga_cluster_size: UNDEFINED,
-            least_ctas: UNDEFINED,
-            most_ctas: UNDEFINED,
+            min_ctas: UNDEFINED,
+            max_ctas: UNDEFINED,
             net_name: ptr::null(),
             split_share: UNDEFINED,
         }
@@ -59,7 +59,7 @@ impl Config {
 /// `ncclDataType_t`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(i32)]
-pub(crate) enum Type {
+pub(crate) enum DataType {
     I8 = 0,
     U8 = 1,
     I32 = 2,
@@ -75,7 +75,7 @@ pub(crate) enum Type {
 }
 
 #[cfg(test)]
-impl Type {
+impl DataType {
     /// Bytes of an element.
     pub(crate) const fn size_bytes(self) -> usize {
         match self {
@@ -89,7 +89,7 @@ impl Type {
 
 /// `ncclRedOp_t`.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum Op {
+pub(crate) enum RedOp {
     Sum,
     Product,
     Max,
@@ -100,7 +100,7 @@ pub(crate) enum Op {
     PremulSum([u8; 8]),
 }
 
-impl Op {
+impl RedOp {
     /// The number of the operation; of one with a factor, that of a sum.
     pub(super) const fn number(self) -> c_int {
         match self {
@@ -119,14 +119,14 @@ pub(crate) type Address = u64;
 /// One call on elements `T` with the reduction `O`. Counts are of elements; those of `AllGather` and
 /// `ReduceScatter` are of one rank's block. NCCL has its own `T` and `O`.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum Step<T = Type, O = Op> {
-    AllReduce { send: Address, recv: Address, count: usize, of: T, op: O },
-    Broadcast { send: Address, recv: Address, count: usize, of: T, root: usize },
-    Reduce { send: Address, recv: Address, count: usize, of: T, op: O, root: usize },
-    AllGather { send: Address, recv: Address, count: usize, of: T },
-    ReduceScatter { send: Address, recv: Address, count: usize, of: T, op: O },
-    Send { send: Address, count: usize, of: T, to: usize },
-    Recv { recv: Address, count: usize, of: T, from: usize },
+pub(crate) enum NcclCall<T = DataType, O = RedOp> {
+    AllReduce { send: Address, recv: Address, count: usize, datatype: T, op: O },
+    Broadcast { send: Address, recv: Address, count: usize, datatype: T, root: usize },
+    Reduce { send: Address, recv: Address, count: usize, datatype: T, op: O, root: usize },
+    AllGather { send: Address, recv: Address, count: usize, datatype: T },
+    ReduceScatter { send: Address, recv: Address, count: usize, datatype: T, op: O },
+    Send { send: Address, count: usize, datatype: T, to: usize },
+    Recv { recv: Address, count: usize, datatype: T, from: usize },
 }
 
 #[cfg(test)]

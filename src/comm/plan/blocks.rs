@@ -12,7 +12,7 @@ pub(crate) struct Blocks {
 
 impl Blocks {
     /// Returns `world` blocks of `len` elements.
-    pub(crate) fn equal_of(world: usize, len: usize) -> Self {
+    pub(crate) fn uniform(world: usize, len: usize) -> Self {
         Self { bounds: (0..=world).map(|index| index * len).collect(), equal: Some(len) }
     }
 
@@ -30,7 +30,7 @@ impl Blocks {
         self.bounds.len() - 1
     }
 
-    pub(crate) fn of(&self, rank: usize) -> Range<usize> {
+    pub(crate) fn range(&self, rank: usize) -> Range<usize> {
         self.bounds[rank]..self.bounds[rank + 1]
     }
 
@@ -40,7 +40,7 @@ impl Blocks {
     }
 
     /// Returns the length of each block, if all are equal.
-    pub(crate) fn equal(&self) -> Option<usize> {
+    pub(crate) fn uniform_len(&self) -> Option<usize> {
         self.equal
     }
 
@@ -64,9 +64,9 @@ mod tests {
     #[test]
     fn blocks_are_contiguous() {
         let blocks = Blocks::new(&[3, 0, 4]).unwrap();
-        assert_eq!((blocks.world(), blocks.end(), blocks.equal()), (3, 7, None));
-        assert_eq!((blocks.of(0), blocks.of(1), blocks.of(2)), (0..3, 3..3, 3..7));
-        assert_eq!(Blocks::new(&[2, 2]), Some(Blocks::equal_of(2, 2)));
+        assert_eq!((blocks.world(), blocks.end(), blocks.uniform_len()), (3, 7, None));
+        assert_eq!((blocks.range(0), blocks.range(1), blocks.range(2)), (0..3, 3..3, 3..7));
+        assert_eq!(Blocks::new(&[2, 2]), Some(Blocks::uniform(2, 2)));
         assert_ne!(blocks.fingerprint(), Blocks::new(&[4, 0, 3]).unwrap().fingerprint());
         assert_eq!(Blocks::new(&[usize::MAX, 1]), None);
     }

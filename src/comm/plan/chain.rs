@@ -35,7 +35,7 @@ pub(super) fn reduce(rank: usize, topology: &Topology, count: usize, root: usize
 /// Returns the previous and the next rank in a chain from `root` over its host and then the others.
 fn neighbours(rank: usize, topology: &Topology, root: usize) -> (Option<usize>, Option<usize>) {
     let hosts = topology.hosts();
-    let (root_host, root_place) = topology.place(root);
+    let (root_host, root_place) = topology.host_and_index(root);
     let mut chain: Vec<usize> = Vec::with_capacity(topology.world());
     chain.extend(&hosts[root_host][root_place..]);
     chain.extend(&hosts[root_host][..root_place]);

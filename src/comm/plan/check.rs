@@ -19,7 +19,7 @@ struct Value {
 }
 
 /// The content of memory that no plan has filled.
-const NOTHING: Value = Value { ranks: 0, bracketing: 0, finished: false };
+const EMPTY: Value = Value { ranks: 0, bracketing: 0, finished: false };
 
 impl Value {
     fn of(rank: usize) -> Self {
@@ -27,7 +27,7 @@ impl Value {
     }
 
     /// Returns whether each rank's share is in it once, and it is finished if there was anything to add.
-    fn is_whole(self, world: usize) -> bool {
+    fn is_complete(self, world: usize) -> bool {
         self.ranks == (1 << world) - 1 && self.finished == (world > 1)
     }
 
@@ -49,9 +49,9 @@ fn in_rank_order(world: usize) -> Value {
 }
 
 /// Returns whether `plans` use ordered reduction: then they must add in the order of the ranks.
-fn fold(plans: &[Plan]) -> bool {
-    let mut segments = plans.iter().flat_map(|plan| &plan.streams).flat_map(|stream| &stream.segments);
-    segments.any(|segment| matches!(segment.apply, Apply::Fold(_)))
+fn is_ordered(plans: &[Plan]) -> bool {
+    let mut parts = plans.iter().flat_map(|plan| &plan.streams).flat_map(|stream| &stream.parts);
+    parts.any(|part| matches!(part.apply, Apply::ReduceOrdered(_)))
 }
 
 fn mix(mut x: u64) -> u64 {
@@ -106,8 +106,11 @@ pub(crate) fn all_reduce_is_right(topologies: Topologies, plan: impl Fn(usize, &
             let plans: Vec<_> = (0..world).map(|rank| plan(rank, topology, count)).collect();
             let end = simulate(&plans, count);
             for (element, &first) in end[0].iter().enumerate() {
-                assert!(first.is_whole(world), "{topology:?} count {count}: {first:?}");
-                assert!(!fold(&plans) || first == in_rank_order(world), "{topology:?} count {count}: order");
+                assert!(first.is_complete(world), "{topology:?} count {count}: {first:?}");
+                assert!(
+                    !is_ordered(&plans) || first == in_rank_order(world),
+                    "{topology:?} count {count}: order"
+                );
                 for values in &end {
                     assert_eq!(values[element], first, "{topology:?} count {count}: ranks differ");
                 }
@@ -131,8 +134,8 @@ pub(crate) fn broadcast_is_right(
 pub(crate) fn reduce_is_right(topologies: Topologies, plan: impl Fn(usize, &Topology, usize, usize) -> Plan) {
     each_root(topologies, plan, |root, plans, end| {
         let (world, first) = (plans.len(), end[root].first());
-        assert!(end[root].iter().all(|value| value.is_whole(world) && Some(value) == first));
-        assert!(!fold(plans) || first.is_none_or(|&first| first == in_rank_order(world)), "order");
+        assert!(end[root].iter().all(|value| value.is_complete(world) && Some(value) == first));
+        assert!(!is_ordered(plans) || first.is_none_or(|&first| first == in_rank_order(world)), "order");
     });
 }
 
@@ -195,8 +198,8 @@ pub(crate) fn reduce_scatter_is_right(
         |rank, blocks| vec![Value::of(rank); blocks.end()],
         plan,
         |rank, blocks, end| {
-            let result = &end[blocks.of(rank)];
-            assert!(result.iter().all(|value| value.is_whole(blocks.world())), "rank {rank}: {result:?}");
+            let result = &end[blocks.range(rank)];
+            assert!(result.iter().all(|value| value.is_complete(blocks.world())), "rank {rank}: {result:?}");
         },
     );
 }
@@ -208,18 +211,18 @@ pub(crate) fn all_to_all_is_right(plan: impl Fn(usize, &Blocks, &Blocks) -> Plan
     // unequal.
     let of_rank = |rank: usize, blocks: &Blocks| {
         let world = blocks.world();
-        let lens: Vec<_> = (0..world).map(|peer| blocks.of((rank + peer) % world).len()).collect();
+        let lens: Vec<_> = (0..world).map(|peer| blocks.range((rank + peer) % world).len()).collect();
         Blocks::new(&lens).unwrap()
     };
     let got = |rank: usize, mine: &Blocks| -> Vec<Value> {
-        (0..mine.world()).flat_map(|from| vec![mark(from, rank); mine.of(from).len()]).collect()
+        (0..mine.world()).flat_map(|from| vec![mark(from, rank); mine.range(from).len()]).collect()
     };
     blocks_are_right(
         flat,
         |rank, blocks| {
             let mine = of_rank(rank, blocks);
-            let sent = (0..mine.world()).flat_map(|to| vec![mark(rank, to); mine.of(to).len()]);
-            let filled = got(rank, &mine).into_iter().map(|v| if v.ranks == 1 << rank { v } else { NOTHING });
+            let sent = (0..mine.world()).flat_map(|to| vec![mark(rank, to); mine.range(to).len()]);
+            let filled = got(rank, &mine).into_iter().map(|v| if v.ranks == 1 << rank { v } else { EMPTY });
             sent.chain(filled).collect()
         },
         |rank, _, blocks| plan(rank, &of_rank(rank, blocks), &of_rank(rank, blocks)),
@@ -252,11 +255,11 @@ pub(crate) fn scatter_is_right(plan: impl Fn(usize, &Blocks, usize) -> Plan) {
             flat,
             |rank, blocks| {
                 let full = rank == root_of(blocks.world());
-                if full { whole_row(blocks).collect() } else { vec![NOTHING; blocks.end()] }
+                if full { whole_row(blocks).collect() } else { vec![EMPTY; blocks.end()] }
             },
             |rank, _, blocks| plan(rank, blocks, root_of(blocks.world())),
             |rank, blocks, end| {
-                assert!(end[blocks.of(rank)].iter().all(|&value| value == Value::of(rank)), "rank {rank}");
+                assert!(end[blocks.range(rank)].iter().all(|&value| value == Value::of(rank)), "rank {rank}");
             },
         );
     }
@@ -264,13 +267,13 @@ pub(crate) fn scatter_is_right(plan: impl Fn(usize, &Blocks, usize) -> Plan) {
 
 /// Returns a row of which only this rank's block is filled.
 fn own_block(rank: usize, blocks: &Blocks) -> Vec<Value> {
-    let mut row = vec![NOTHING; blocks.end()];
-    row[blocks.of(rank)].fill(Value::of(rank));
+    let mut row = vec![EMPTY; blocks.end()];
+    row[blocks.range(rank)].fill(Value::of(rank));
     row
 }
 
 fn whole_row(blocks: &Blocks) -> impl Iterator<Item = Value> + '_ {
-    (0..blocks.world()).flat_map(|rank| vec![Value::of(rank); blocks.of(rank).len()])
+    (0..blocks.world()).flat_map(|rank| vec![Value::of(rank); blocks.range(rank).len()])
 }
 
 /// Runs `plan` from the rows of `start` for many worlds and blocks, and calls `check` with every rank's row.
@@ -283,7 +286,7 @@ fn blocks_are_right(
     each_topology(topologies, |topology| {
         let world = topology.world();
         let unequal: Vec<_> = (0..world).map(|rank| mix((world * 40 + rank) as u64) as usize % 5).collect();
-        let rows = [0, 1, 5].map(|count| Blocks::equal_of(world, count));
+        let rows = [0, 1, 5].map(|count| Blocks::uniform(world, count));
         for blocks in rows.into_iter().chain(Blocks::new(&unequal)) {
             let rows = (0..world).map(|rank| start(rank, &blocks)).collect();
             let plans: Vec<_> = (0..world).map(|rank| plan(rank, topology, &blocks)).collect();
@@ -300,7 +303,7 @@ pub(crate) fn barrier_is_right(rounds: impl Fn(&Topology) -> usize, plan: impl F
     each_topology(on_hosts, |topology| {
         let world = topology.world();
         let plans: Vec<_> = (0..world).map(|rank| plan(rank, topology)).collect();
-        let memory = || vec![vec![NOTHING; rounds(topology)]; world];
+        let memory = || vec![vec![EMPTY; rounds(topology)]; world];
         Simulation::new(&plans, memory()).run();
         for late in 0..world {
             let ended = Simulation::new(&plans, memory()).ended_without(late);

@@ -2,20 +2,20 @@
 
 use std::ops::Range;
 
-use super::{Apply, Blocks, Plan, Stream, block, fold};
+use super::{Apply, Blocks, Plan, Stream, block, ordered};
 
 /// All-reduce in two rounds, as `rank` of `world` sees it.
 ///
 /// Rank i owns block i. Every rank sends its share of block i to rank i; rank i adds the shares and sends the
 /// sum to every rank. This sends as few bytes as the ring, in two rounds instead of 2(P−1), but over P−1
 /// connections.
-pub(super) fn all_reduce(rank: usize, world: usize, count: usize, folds: Option<usize>) -> Plan {
+pub(super) fn all_reduce(rank: usize, world: usize, count: usize, ordered_window: Option<usize>) -> Plan {
     let mut plan = Plan::default();
     let own = block(rank, world, count);
     for peer in others(rank, world) {
         plan.push(Stream::send(peer, [block(peer, world, count)]));
     }
-    let sum = add(&mut plan, rank, world, own.clone(), folds);
+    let sum = add(&mut plan, rank, world, own.clone(), ordered_window);
     for peer in others(rank, world) {
         plan.push(Stream::send(peer, [own.clone()]).after(sum, 0));
     }
@@ -54,10 +54,10 @@ fn add(
     rank: usize,
     world: usize,
     range: Range<usize>,
-    folds: Option<usize>,
+    ordered_window: Option<usize>,
 ) -> Option<usize> {
-    if let Some(window) = folds {
-        return fold::push(plan, rank, world, range, fold::Start::Window(window));
+    if let Some(window) = ordered_window {
+        return ordered::push(plan, rank, world, range, ordered::Start::Window(window));
     }
     let mut sum = None;
     for peer in others(rank, world) {
@@ -72,20 +72,20 @@ fn add(
 pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
     let mut plan = Plan::default();
     for peer in others(rank, blocks.world()) {
-        plan.push(Stream::send(peer, [blocks.of(rank)]));
-        plan.push(Stream::recv(peer, [(blocks.of(peer), Apply::Copy)]));
+        plan.push(Stream::send(peer, [blocks.range(rank)]));
+        plan.push(Stream::recv(peer, [(blocks.range(peer), Apply::Copy)]));
     }
     plan
 }
 
 /// Reduce-scatter in one round, as `rank` sees it: in the end its own block is summed over all ranks. Its
 /// other blocks are only sent.
-pub(super) fn reduce_scatter(rank: usize, blocks: &Blocks, folds: Option<usize>) -> Plan {
+pub(super) fn reduce_scatter(rank: usize, blocks: &Blocks, ordered_window: Option<usize>) -> Plan {
     let (mut plan, world) = (Plan::default(), blocks.world());
     for peer in others(rank, world) {
-        plan.push(Stream::send(peer, [blocks.of(peer)]));
+        plan.push(Stream::send(peer, [blocks.range(peer)]));
     }
-    add(&mut plan, rank, world, blocks.of(rank), folds);
+    add(&mut plan, rank, world, blocks.range(rank), ordered_window);
     plan
 }
 
@@ -95,9 +95,9 @@ pub(crate) fn all_to_all(rank: usize, sent: &Blocks, filled: &Blocks) -> Plan {
     let (mut plan, world) = (Plan::default(), sent.world());
     for distance in 1..world {
         let (to, from) = ((rank + distance) % world, (rank + world - distance) % world);
-        let into = filled.of(from);
+        let into = filled.range(from);
         let into = sent.end() + into.start..sent.end() + into.end;
-        plan.push(Stream::send(to, [sent.of(to)]));
+        plan.push(Stream::send(to, [sent.range(to)]));
         plan.push(Stream::recv(from, [(into, Apply::Copy)]));
     }
     plan
@@ -119,16 +119,18 @@ mod tests {
     fn direct_blocks_are_delivered_to_their_destinations() {
         all_gather_is_right(flat, |rank, _, blocks| super::all_gather(rank, blocks));
         all_to_all_is_right(super::all_to_all);
-        for folds in [None, Some(2)] {
-            reduce_scatter_is_right(flat, |rank, _, blocks| super::reduce_scatter(rank, blocks, folds));
+        for ordered_window in [None, Some(2)] {
+            reduce_scatter_is_right(flat, |rank, _, blocks| {
+                super::reduce_scatter(rank, blocks, ordered_window)
+            });
         }
     }
 
     #[test]
     fn result_includes_every_rank_exactly_once() {
-        for folds in [None, Some(2)] {
+        for ordered_window in [None, Some(2)] {
             all_reduce_is_right(flat, |rank, topology, count| {
-                super::all_reduce(rank, topology.world(), count, folds)
+                super::all_reduce(rank, topology.world(), count, ordered_window)
             });
         }
         reduce_is_right(flat, |rank, topology, count, root| {

@@ -4,7 +4,7 @@ use super::{Apply, Plan, Stream, Topology};
 
 /// Number of rounds: log2 of the ranks of the largest host and log2 of the hosts, each rounded up.
 pub(super) fn rounds(topology: &Topology) -> usize {
-    rounds_among(topology.widest()) + rounds_among(topology.hosts().len())
+    rounds_among(topology.largest_host()) + rounds_among(topology.hosts().len())
 }
 
 fn rounds_among(parties: usize) -> usize {
@@ -21,40 +21,41 @@ fn rounds_among(parties: usize) -> usize {
 ///
 /// Hensgen, Finkel & Manber 1988, doi:10.1007/BF01379320.
 pub(super) fn barrier(rank: usize, topology: &Topology) -> Plan {
-    let (mut plan, mut heard) = (Plan::default(), None);
+    let (mut plan, mut last_recv) = (Plan::default(), None);
     let hosts = topology.hosts();
-    let (host, place) = topology.place(rank);
+    let (host, local_rank) = topology.host_and_index(rank);
     let here = &hosts[host];
     for round in 0..rounds_among(here.len()) {
         let distance = 1 << round;
-        let from = here[(place + here.len() - distance) % here.len()];
-        heard = tell(&mut plan, round, [here[(place + distance) % here.len()]], from, heard);
+        let from = here[(local_rank + here.len() - distance) % here.len()];
+        last_recv =
+            push_round(&mut plan, round, [here[(local_rank + distance) % here.len()]], from, last_recv);
     }
     for round in 0..rounds_among(hosts.len()) {
         let distance = 1 << round;
         let (to, from) =
             (&hosts[(host + distance) % hosts.len()], &hosts[(host + hosts.len() - distance) % hosts.len()]);
         // A host with more ranks hears several times from one counterpart.
-        let counterparts = to.iter().copied().skip(place).step_by(here.len());
-        let number = rounds_among(topology.widest()) + round;
-        heard = tell(&mut plan, number, counterparts, from[place % from.len()], heard);
+        let counterparts = to.iter().copied().skip(local_rank).step_by(here.len());
+        let number = rounds_among(topology.largest_host()) + round;
+        last_recv = push_round(&mut plan, number, counterparts, from[local_rank % from.len()], last_recv);
     }
     plan
 }
 
 /// Adds one round, which waits for the stream of the round before. Returns the receiving stream of this
 /// round.
-fn tell(
+fn push_round(
     plan: &mut Plan,
     round: usize,
     to: impl IntoIterator<Item = usize>,
     from: usize,
-    heard: Option<usize>,
+    last_recv: Option<usize>,
 ) -> Option<usize> {
     for peer in to {
-        plan.push(Stream::send(peer, Some(round..round + 1)).after(heard, 0));
+        plan.push(Stream::send(peer, Some(round..round + 1)).after(last_recv, 0));
     }
-    Some(plan.push(Stream::recv(from, [(round..round + 1, Apply::Copy)]).after(heard, 0)))
+    Some(plan.push(Stream::recv(from, [(round..round + 1, Apply::Copy)]).after(last_recv, 0)))
 }
 
 #[cfg(test)]

@@ -58,7 +58,7 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
 /// ```
 pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
     let mut plan = Plan::default();
-    let of = |ranks: &[usize]| ranks.iter().map(|&rank| blocks.of(rank)).collect::<Vec<_>>();
+    let of = |ranks: &[usize]| ranks.iter().map(|&rank| blocks.range(rank)).collect::<Vec<_>>();
     // These are the blocks of this rank and of its partner, in order.
     let ours = order(rank, blocks.world());
     let mut came: Vec<usize> = Vec::new();
@@ -66,7 +66,7 @@ pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
         let (partner, had) = (rank ^ (1 << round), 1 << round);
         // The rank's own block waits for nothing, and is sent with that of the first round.
         let first = ours[..had.min(2)].to_vec();
-        let own = blocks.of(rank).len().cast_signed();
+        let own = blocks.range(rank).len().cast_signed();
         plan.push(Stream::send(partner, of(&first)).after(came.first().copied(), own));
         for (index, &stream) in came.iter().enumerate().skip(1) {
             let piece = &ours[1 << index..2 << index];

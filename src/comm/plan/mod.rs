@@ -1,9 +1,9 @@
 //! Plans: which rank sends what to whom, in which order. Pure arithmetic, no socket and no clock.
 //!
 //! A [`Plan`] is the part of one rank in one collective: a graph of [`Stream`]s. A stream moves the elements
-//! of its segments, in order, to or from one peer. Its gate lets it run only so far ahead of another stream
-//! of the same rank. Gates are the only synchronisation, so all streams are pipelined at the granularity of
-//! arrived bytes.
+//! of its parts, in order, to or from one peer. Its dependency lets it run only so far ahead of another
+//! stream of the same rank. Dependencies are the only synchronisation, so all streams are pipelined at the
+//! granularity of arrived bytes.
 //!
 //! Streams of one rank to (or from) one peer follow each other in the order of the plan. Both ends agree on
 //! it, so the bytes need no further framing. All inputs of a plan except the rank must be equal on all ranks.
@@ -18,23 +18,23 @@ pub(crate) mod check;
 mod direct;
 mod dissemination;
 mod doubling;
-mod fold;
 mod hierarchy;
+mod linear;
+mod ordered;
 mod ring;
-mod star;
 mod topology;
 mod tree;
 pub(crate) mod tuning;
 
 use std::ops::Range;
 
-use crate::kernels::Fold;
+use crate::kernels::OrderedReduceStep;
 pub(crate) use blocks::{Blocks, fingerprint};
 pub(crate) use topology::Topology;
 pub(crate) use tuning::{Algorithm, Tuning};
 
 /// Wide elements are twice as long as those that they are rounded to.
-const WIDER: usize = 2;
+const WIDE_FACTOR: usize = 2;
 
 /// Bytes of a block in ring and hierarchical algorithms, which process one block of each rank at a time.
 ///
@@ -61,8 +61,8 @@ pub(crate) struct Stream {
     pub(crate) peer: usize,
     pub(crate) direction: Direction,
     /// Parts of the buffer, in the order in which they are sent.
-    pub(crate) segments: Vec<Segment>,
-    pub(crate) gate: Option<Gate>,
+    pub(crate) parts: Vec<BufferPart>,
+    pub(crate) dependency: Option<Dependency>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,7 +73,7 @@ pub(crate) enum Direction {
 
 /// A part of the buffer, in elements.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Segment {
+pub(crate) struct BufferPart {
     pub(crate) range: Range<usize>,
     /// The use of elements that arrive; [`Apply::Copy`] in streams that send.
     pub(crate) apply: Apply,
@@ -88,7 +88,7 @@ pub(crate) enum Apply {
     /// They are reduced as by `Reduce`, and they are the last: an average is divided now.
     ReduceLast,
     /// They are added to sums beside the buffer, which has this rank's own share until it gets the result.
-    Fold(Fold),
+    ReduceOrdered(OrderedReduceStep),
 }
 
 /// The time at which a reduction rounds to the precision of its elements.
@@ -99,30 +99,30 @@ pub(crate) enum Rounding {
     /// Rounds once, when all shares are added, as wide elements.
     Once {
         /// The ranks scale their shares before they add them, so that even the shares are wide elements.
-        wide_shares: bool,
+        wide_inputs: bool,
     },
 }
 
 impl Rounding {
     /// Returns the window of an ordered reduction, in elements, if the adding rank gets every single share
     /// instead of partial sums.
-    fn folds(self, algorithm: Algorithm) -> Option<usize> {
-        let all = matches!(algorithm, Algorithm::Direct | Algorithm::Flat | Algorithm::Star);
-        (all && self != Self::Stepwise).then_some(fold::WINDOW)
+    fn ordered_window(self, algorithm: Algorithm) -> Option<usize> {
+        let all = matches!(algorithm, Algorithm::Direct | Algorithm::Flat | Algorithm::Linear);
+        (all && self != Self::Stepwise).then_some(ordered::WINDOW)
     }
 
     /// Returns whether wide elements are sent.
     fn is_wide(self, algorithm: Algorithm) -> bool {
         match self {
             Self::Stepwise => false,
-            Self::Once { wide_shares } => wide_shares || self.folds(algorithm).is_none(),
+            Self::Once { wide_inputs } => wide_inputs || self.ordered_window(algorithm).is_none(),
         }
     }
 }
 
 /// Holds a stream back: its progress is at most that of `stream` plus `lead` elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Gate {
+pub(crate) struct Dependency {
     /// Index of the other stream in the same plan.
     pub(crate) stream: usize,
     /// The number is below 0 if the needed element lies further back in the other stream.
@@ -131,23 +131,23 @@ pub(crate) struct Gate {
 
 impl Stream {
     fn send(peer: usize, ranges: impl IntoIterator<Item = Range<usize>>) -> Self {
-        let segments = ranges.into_iter().map(|range| Segment { range, apply: Apply::Copy }).collect();
-        Self { peer, direction: Direction::Send, segments, gate: None }
+        let parts = ranges.into_iter().map(|range| BufferPart { range, apply: Apply::Copy }).collect();
+        Self { peer, direction: Direction::Send, parts, dependency: None }
     }
 
-    fn recv(peer: usize, segments: impl IntoIterator<Item = (Range<usize>, Apply)>) -> Self {
-        let segments = segments.into_iter().map(|(range, apply)| Segment { range, apply }).collect();
-        Self { peer, direction: Direction::Recv, segments, gate: None }
+    fn recv(peer: usize, parts: impl IntoIterator<Item = (Range<usize>, Apply)>) -> Self {
+        let parts = parts.into_iter().map(|(range, apply)| BufferPart { range, apply }).collect();
+        Self { peer, direction: Direction::Recv, parts, dependency: None }
     }
 
     fn after(mut self, stream: Option<usize>, lead: isize) -> Self {
-        self.gate = stream.map(|stream| Gate { stream, lead });
+        self.dependency = stream.map(|stream| Dependency { stream, lead });
         self
     }
 
     /// Returns the number of elements that it moves.
     pub(crate) fn len(&self) -> usize {
-        self.segments.iter().map(|segment| segment.range.len()).sum()
+        self.parts.iter().map(|part| part.range.len()).sum()
     }
 }
 
@@ -180,8 +180,8 @@ pub(crate) fn all_reduce(
     let plan = match algorithm {
         Algorithm::Ring => ring::all_reduce(rank, world, count, chunk),
         Algorithm::Hierarchy => hierarchy::all_reduce(rank, topology, count, chunk),
-        Algorithm::Direct => direct::all_reduce(rank, world, count, rounding.folds(algorithm)),
-        Algorithm::Flat | Algorithm::Star => fold::all_reduce(rank, world, count),
+        Algorithm::Direct => direct::all_reduce(rank, world, count, rounding.ordered_window(algorithm)),
+        Algorithm::Flat | Algorithm::Linear => ordered::all_reduce(rank, world, count),
         Algorithm::Doubling | Algorithm::Binomial | Algorithm::Chain | Algorithm::Memory => {
             doubling::all_reduce(rank, world, count)
         }
@@ -217,8 +217,8 @@ pub(crate) fn reduce(
     let world = topology.world();
     let plan = match algorithm {
         Algorithm::Chain => chain::reduce(rank, topology, count, root),
-        Algorithm::Direct => direct::reduce(rank, world, count, root, fold::WINDOW),
-        Algorithm::Star => fold::reduce(rank, world, count, root, fold::WINDOW),
+        Algorithm::Direct => direct::reduce(rank, world, count, root, ordered::WINDOW),
+        Algorithm::Linear => ordered::reduce(rank, world, count, root, ordered::WINDOW),
         Algorithm::Binomial
         | Algorithm::Ring
         | Algorithm::Doubling
@@ -246,7 +246,7 @@ pub(crate) fn all_gather(
         | Algorithm::Binomial
         | Algorithm::Chain
         | Algorithm::Flat
-        | Algorithm::Star
+        | Algorithm::Linear
         | Algorithm::Memory => direct::all_gather(rank, blocks),
     };
     Plan { algorithm: Some(algorithm), ..plan }
@@ -272,8 +272,8 @@ pub(crate) fn reduce_scatter(
         | Algorithm::Binomial
         | Algorithm::Chain
         | Algorithm::Flat
-        | Algorithm::Star
-        | Algorithm::Memory => direct::reduce_scatter(rank, blocks, rounding.folds(algorithm)),
+        | Algorithm::Linear
+        | Algorithm::Memory => direct::reduce_scatter(rank, blocks, rounding.ordered_window(algorithm)),
     };
     Plan { wide, algorithm: Some(algorithm), ..plan }
 }
@@ -281,10 +281,10 @@ pub(crate) fn reduce_scatter(
 /// Elements in one turn of `algorithm` over a buffer: a block of [`BLOCK_BYTES`] for each that owns one.
 fn chunk_elements(algorithm: Algorithm, topology: &Topology, wide: bool, element_bytes: usize) -> usize {
     let owners = match algorithm {
-        Algorithm::Hierarchy => topology.hosts().len() * topology.lanes(),
+        Algorithm::Hierarchy => topology.hosts().len() * topology.rails(),
         _ => topology.world(),
     };
-    owners * BLOCK_BYTES / if wide { WIDER * element_bytes } else { element_bytes }
+    owners * BLOCK_BYTES / if wide { WIDE_FACTOR * element_bytes } else { element_bytes }
 }
 
 /// Inclusive scan of `count` elements, as `rank` of `world` sees it.
@@ -299,7 +299,7 @@ pub(crate) fn exclusive_scan(rounding: Rounding, rank: usize, world: usize, coun
 }
 
 pub(crate) use direct::all_to_all;
-pub(crate) use star::{gather, scatter};
+pub(crate) use linear::{gather, scatter};
 
 /// Barrier, over a buffer of [`barrier_elements`] one-byte elements whose values do not matter.
 pub(crate) fn barrier(rank: usize, topology: &Topology) -> Plan {

@@ -54,31 +54,37 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize, chunk: usize) 
 
 /// Ring all-gather, as `rank` sees it: it sends its own block and then the blocks that it has received.
 pub(super) fn all_gather(rank: usize, blocks: &Blocks, chunk: usize) -> Plan {
-    around(rank, blocks, chunk, 0, |_| Apply::Copy)
+    ring_steps(rank, blocks, chunk, 0, |_| Apply::Copy)
 }
 
 /// Ring reduce-scatter, as `rank` sees it: in the end its own block is summed over all ranks, the others are
 /// partial sums.
 pub(super) fn reduce_scatter(rank: usize, blocks: &Blocks, chunk: usize) -> Plan {
     let last = blocks.world().saturating_sub(2);
-    around(rank, blocks, chunk, 1, |step| if step == last { Apply::ReduceLast } else { Apply::Reduce })
+    ring_steps(rank, blocks, chunk, 1, |step| if step == last { Apply::ReduceLast } else { Apply::Reduce })
 }
 
 /// P−1 steps around the ring; step k sends block `rank − first − k`.
 ///
 /// Equal blocks are sent chunk by chunk, so that a part is still in the cache when it is sent on. Unequal
 /// blocks are sent whole, because with parts of different length no single lead would hold for all chunks.
-fn around(rank: usize, blocks: &Blocks, chunk: usize, first: usize, apply: impl Fn(usize) -> Apply) -> Plan {
+fn ring_steps(
+    rank: usize,
+    blocks: &Blocks,
+    chunk: usize,
+    first: usize,
+    apply: impl Fn(usize) -> Apply,
+) -> Plan {
     let (mut plan, world) = (Plan::default(), blocks.world());
     if world == 1 {
         return plan;
     }
     let (to, from) = ((rank + 1) % world, (rank + world - 1) % world);
-    let chunks = blocks.equal().map_or(1, |len| len.div_ceil((chunk / world).max(1)).max(1));
+    let chunks = blocks.uniform_len().map_or(1, |len| len.div_ceil((chunk / world).max(1)).max(1));
     let (mut sent, mut received, mut lead) = (Vec::new(), Vec::new(), usize::MAX);
     for index in 0..chunks {
         let part = |behind: usize| {
-            let whole = blocks.of((rank + 2 * world - first - behind) % world);
+            let whole = blocks.range((rank + 2 * world - first - behind) % world);
             let part = block(index, chunks, whole.len());
             whole.start + part.start..whole.start + part.end
         };
@@ -137,7 +143,7 @@ mod tests {
     #[test]
     fn odd_element_count_keeps_the_prefetch_distance() {
         let plan = all_reduce(0, 2, (16 << 20) + 1, 2 * BLOCK_BYTES / 4);
-        let lead = plan.streams[1].gate.unwrap().lead;
+        let lead = plan.streams[1].dependency.unwrap().lead;
         assert!(lead.unsigned_abs() * 4 > BLOCK_BYTES * 9 / 10, "{lead}");
     }
 }

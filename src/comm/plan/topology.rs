@@ -9,22 +9,22 @@ pub(crate) struct Topology {
     /// The ranks of each host, lowest first; hosts in the order of their lowest ranks. None is empty.
     hosts: Vec<Vec<usize>>,
     /// For each rank: its host, and its index among the ranks there.
-    places: Vec<(usize, usize)>,
+    positions: Vec<(usize, usize)>,
 }
 
 impl Topology {
     /// Makes a topology. Ranks with equal keys share a host; the keys are in rank order.
     pub(crate) fn new<K: Eq + Hash>(keys: impl IntoIterator<Item = K>) -> Self {
-        let (mut hosts, mut places, mut known) = (Vec::<Vec<usize>>::new(), Vec::new(), HashMap::new());
+        let (mut hosts, mut positions, mut known) = (Vec::<Vec<usize>>::new(), Vec::new(), HashMap::new());
         for (rank, key) in keys.into_iter().enumerate() {
             let host = *known.entry(key).or_insert(hosts.len());
             if host == hosts.len() {
                 hosts.push(Vec::new());
             }
-            places.push((host, hosts[host].len()));
+            positions.push((host, hosts[host].len()));
             hosts[host].push(rank);
         }
-        Self { hosts, places }
+        Self { hosts, positions }
     }
 
     /// All of `world` ranks on one host.
@@ -34,7 +34,7 @@ impl Topology {
 
     /// Number of ranks.
     pub(crate) fn world(&self) -> usize {
-        self.places.len()
+        self.positions.len()
     }
 
     /// The ranks of each host.
@@ -43,33 +43,33 @@ impl Topology {
     }
 
     /// Returns the host of `rank`, and its index there.
-    pub(crate) fn place(&self, rank: usize) -> (usize, usize) {
-        self.places[rank]
+    pub(crate) fn host_and_index(&self, rank: usize) -> (usize, usize) {
+        self.positions[rank]
     }
 
     /// The ranks of the host of `rank`.
-    pub(crate) fn ranks_beside(&self, rank: usize) -> &[usize] {
-        &self.hosts[self.places[rank].0]
+    pub(crate) fn local_ranks(&self, rank: usize) -> &[usize] {
+        &self.hosts[self.positions[rank].0]
     }
 
     /// Ranks of each host that exchange with other hosts at the same time: as many as the smallest has.
-    pub(crate) fn lanes(&self) -> usize {
+    pub(crate) fn rails(&self) -> usize {
         self.hosts.iter().map(Vec::len).min().unwrap_or(0)
     }
 
     /// Ranks of the largest host.
-    pub(crate) fn widest(&self) -> usize {
+    pub(crate) fn largest_host(&self) -> usize {
         self.hosts.iter().map(Vec::len).max().unwrap_or(0)
     }
 
     /// Returns whether there are several hosts, and several ranks on one of them.
-    pub(crate) fn is_deep(&self) -> bool {
-        self.hosts.len() > 1 && self.widest() > 1
+    pub(crate) fn is_hierarchical(&self) -> bool {
+        self.hosts.len() > 1 && self.largest_host() > 1
     }
 
     /// Returns whether all hosts have equally many ranks.
     pub(crate) fn is_even(&self) -> bool {
-        self.lanes() == self.widest()
+        self.rails() == self.largest_host()
     }
 }
 
@@ -82,17 +82,17 @@ mod tests {
         let topology = Topology::new(["b", "a", "b", "c", "a", "b"]);
         assert_eq!(topology.hosts(), [vec![0, 2, 5], vec![1, 4], vec![3]]);
         assert_eq!(
-            (0..6).map(|rank| topology.place(rank)).collect::<Vec<_>>(),
+            (0..6).map(|rank| topology.host_and_index(rank)).collect::<Vec<_>>(),
             [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (0, 2)]
         );
-        assert_eq!((topology.world(), topology.lanes(), topology.widest()), (6, 1, 3));
-        assert!(topology.is_deep() && !topology.is_even());
+        assert_eq!((topology.world(), topology.rails(), topology.largest_host()), (6, 1, 3));
+        assert!(topology.is_hierarchical() && !topology.is_even());
     }
 
     #[test]
     fn single_host_and_one_rank_per_host_need_no_hierarchy() {
-        assert!(!Topology::one_host(4).is_deep());
-        assert!(!Topology::new(0..4).is_deep());
-        assert!(Topology::new([0, 0, 1, 1]).is_deep() && Topology::new([0, 0, 1, 1]).is_even());
+        assert!(!Topology::one_host(4).is_hierarchical());
+        assert!(!Topology::new(0..4).is_hierarchical());
+        assert!(Topology::new([0, 0, 1, 1]).is_hierarchical() && Topology::new([0, 0, 1, 1]).is_even());
     }
 }

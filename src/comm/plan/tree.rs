@@ -7,9 +7,9 @@ use super::{Apply, Plan, Stream, Topology};
 /// The largest subtree is served first, other hosts before this one.
 pub(super) fn broadcast(rank: usize, topology: &Topology, count: usize, root: usize) -> Plan {
     let mut plan = Plan::default();
-    let family = Family::of(rank, topology, root);
-    let got = family.parent.map(|parent| plan.push(Stream::recv(parent, [(0..count, Apply::Copy)])));
-    for &child in family.children.iter().rev() {
+    let neighbours = TreeNeighbours::of(rank, topology, root);
+    let got = neighbours.parent.map(|parent| plan.push(Stream::recv(parent, [(0..count, Apply::Copy)])));
+    for &child in neighbours.children.iter().rev() {
         plan.push(Stream::send(child, Some(0..count)).after(got, 0));
     }
     plan
@@ -21,7 +21,7 @@ pub(super) fn broadcast(rank: usize, topology: &Topology, count: usize, root: us
 /// than the root end as partial sums.
 pub(super) fn reduce(rank: usize, topology: &Topology, count: usize, root: usize) -> Plan {
     let mut plan = Plan::default();
-    let Family { parent, children } = Family::of(rank, topology, root);
+    let TreeNeighbours { parent, children } = TreeNeighbours::of(rank, topology, root);
     let mut before = None;
     for &child in &children {
         let last = parent.is_none() && Some(&child) == children.last();
@@ -36,16 +36,17 @@ pub(super) fn reduce(rank: usize, topology: &Topology, count: usize, root: usize
 
 /// The parent and children of a rank in a binomial tree of hosts, whose nodes are binomial trees of their
 /// ranks. Every host but the root's is reached over one edge.
-struct Family {
+struct TreeNeighbours {
     parent: Option<usize>,
     /// The smallest subtree comes first, those on other hosts last.
     children: Vec<usize>,
 }
 
-impl Family {
+impl TreeNeighbours {
     fn of(rank: usize, topology: &Topology, root: usize) -> Self {
         let hosts = topology.hosts();
-        let ((host, place), (root_host, root_place)) = (topology.place(rank), topology.place(root));
+        let ((host, place), (root_host, root_place)) =
+            (topology.host_and_index(rank), topology.host_and_index(root));
         let leader = |host: usize| if host == root_host { root_place } else { 0 };
         let here = &hosts[host];
         let inside = |place: usize| here[(place + leader(host)) % here.len()];

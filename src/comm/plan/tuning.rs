@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-use super::{Rounding, Topology, WIDER};
+use super::{Rounding, Topology, WIDE_FACTOR};
 use crate::call::CallKind;
 
 /// Version of the table below: ranks with different tables refuse each other.
@@ -20,7 +20,7 @@ const DOUBLING_GATHER_BYTES: usize = 64 << 10;
 const DIRECT_RANKS: usize = 8;
 /// Largest direct exchange, in bytes, if ranks share several hosts: it sends data over the network more than
 /// once.
-const DIRECT_DEEP_BYTES: usize = 256 << 10;
+const DIRECT_MULTI_HOST_BYTES: usize = 256 << 10;
 /// Largest all-reduce by direct exchange, in bytes, on other topologies. Beyond it the ring, with one
 /// neighbour each way, uses the caches better. Blocks are exchanged directly at any size, since a ring has to
 /// pass them on.
@@ -28,13 +28,13 @@ const DIRECT_BYTES: usize = 4 << 20;
 /// Most ranks for which every share of a sum that is rounded once goes to the adding rank. So many ranks are
 /// all connected from the start. Beyond it, few connections matter more than bytes, and partial sums travel
 /// as wide elements.
-const FOLD_RANKS: usize = 16;
+const ORDERED_RANKS: usize = 16;
 /// Largest broadcast and reduce by the binomial tree, in bytes.
 const BINOMIAL_BYTES: usize = 64 << 10;
 /// Least bytes for which a hierarchy of hosts pays.
 const HIERARCHY_BYTES: usize = 64 << 10;
-/// Most ranks for each lane: with more ranks, the owners of lanes would be the bottleneck.
-const HIERARCHY_RANKS_PER_LANE: usize = 2;
+/// Most ranks of the largest host for each rail. With more, the ranks of the rails would be the bottleneck.
+const HIERARCHY_MAX_IMBALANCE: usize = 2;
 
 /// A communication pattern.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -45,7 +45,7 @@ pub(crate) enum Algorithm {
     Binomial,
     Chain,
     Flat,
-    Star,
+    Linear,
     Hierarchy,
     /// Shared memory ([`crate::shm`]) instead of streams.
     Memory,
@@ -60,7 +60,7 @@ impl Algorithm {
         Self::Binomial,
         Self::Chain,
         Self::Flat,
-        Self::Star,
+        Self::Linear,
         Self::Hierarchy,
         Self::Memory,
     ];
@@ -73,7 +73,7 @@ impl Algorithm {
             Self::Binomial => "binomial",
             Self::Chain => "chain",
             Self::Flat => "flat",
-            Self::Star => "star",
+            Self::Linear => "star",
             Self::Hierarchy => "hierarchy",
             Self::Memory => "shm",
         }
@@ -129,7 +129,7 @@ impl Tuning {
     }
 
     /// Returns whether the user has chosen the algorithm for calls of a kind.
-    pub(crate) fn is_chosen(&self, kind: CallKind) -> bool {
+    pub(crate) fn has_override(&self, kind: CallKind) -> bool {
         let chosen = match kind {
             CallKind::AllReduce => self.all_reduce,
             CallKind::Broadcast => self.broadcast,
@@ -145,30 +145,30 @@ impl Tuning {
     pub(crate) fn all_reduce(&self, bytes: usize, topology: &Topology, rounding: Rounding) -> Algorithm {
         let world = topology.world();
         let doubling = if world == 2 { DOUBLING_PAIR_BYTES } else { DOUBLING_BYTES };
-        let sent = travelling(bytes, world, rounding);
+        let sent = bytes_on_wire(bytes, world, rounding);
         self.all_reduce.unwrap_or(match sent {
-            _ if saves_network(bytes, topology, rounding) => Algorithm::Hierarchy,
-            _ if folds(world, rounding) && sent <= doubling => Algorithm::Flat,
-            _ if folds(world, rounding) => Algorithm::Direct,
+            _ if hierarchy_pays(bytes, topology, rounding) => Algorithm::Hierarchy,
+            _ if reduces_in_order(world, rounding) && sent <= doubling => Algorithm::Flat,
+            _ if reduces_in_order(world, rounding) => Algorithm::Direct,
             _ if sent <= doubling => Algorithm::Doubling,
-            _ if is_direct(sent, DIRECT_BYTES, topology) => Algorithm::Direct,
+            _ if uses_direct(sent, DIRECT_BYTES, topology) => Algorithm::Direct,
             _ => Algorithm::Ring,
         })
     }
 
     /// Algorithm of a broadcast of `bytes`.
     pub(crate) fn broadcast(&self, bytes: usize) -> Algorithm {
-        self.broadcast.unwrap_or(Self::rooted(bytes))
+        self.broadcast.unwrap_or(Self::rooted_algorithm(bytes))
     }
 
     /// Algorithm of a reduce of `bytes`.
     pub(crate) fn reduce(&self, bytes: usize, topology: &Topology, rounding: Rounding) -> Algorithm {
         let world = topology.world();
-        let sent = travelling(bytes, world, rounding);
+        let sent = bytes_on_wire(bytes, world, rounding);
         self.reduce.unwrap_or(match sent {
-            _ if folds(world, rounding) && sent <= BINOMIAL_BYTES => Algorithm::Star,
-            _ if folds(world, rounding) => Algorithm::Direct,
-            _ => Self::rooted(sent),
+            _ if reduces_in_order(world, rounding) && sent <= BINOMIAL_BYTES => Algorithm::Linear,
+            _ if reduces_in_order(world, rounding) => Algorithm::Direct,
+            _ => Self::rooted_algorithm(sent),
         })
     }
 
@@ -180,20 +180,20 @@ impl Tuning {
             None if doubles && bytes.saturating_mul(topology.world()) <= DOUBLING_GATHER_BYTES => {
                 Algorithm::Doubling
             }
-            chosen => Self::of_blocks(chosen, bytes, topology, Rounding::Stepwise),
+            chosen => Self::block_algorithm(chosen, bytes, topology, Rounding::Stepwise),
         }
     }
 
     /// Algorithm of a reduce-scatter of blocks of `bytes`.
     pub(crate) fn reduce_scatter(&self, bytes: usize, topology: &Topology, rounding: Rounding) -> Algorithm {
-        Self::of_blocks(self.reduce_scatter, bytes, topology, rounding)
+        Self::block_algorithm(self.reduce_scatter, bytes, topology, rounding)
     }
 
-    fn rooted(bytes: usize) -> Algorithm {
+    fn rooted_algorithm(bytes: usize) -> Algorithm {
         if bytes <= BINOMIAL_BYTES { Algorithm::Binomial } else { Algorithm::Chain }
     }
 
-    fn of_blocks(
+    fn block_algorithm(
         chosen: Option<Algorithm>,
         bytes: usize,
         topology: &Topology,
@@ -202,47 +202,49 @@ impl Tuning {
         let world = topology.world();
         let all = bytes.saturating_mul(world);
         match chosen {
-            // Blocks belong to ranks, and no lane would carry the block of a rank without a lane.
+            // Blocks belong to ranks, and no rail would carry the block of a rank without a rail.
             Some(Algorithm::Hierarchy) if !topology.is_even() => Algorithm::Ring,
             Some(chosen) => chosen,
-            None if topology.is_even() && saves_network(all, topology, rounding) => Algorithm::Hierarchy,
-            None if folds(world, rounding) => Algorithm::Direct,
+            None if topology.is_even() && hierarchy_pays(all, topology, rounding) => Algorithm::Hierarchy,
+            None if reduces_in_order(world, rounding) => Algorithm::Direct,
             // With two ranks, one exchange is the whole ring.
             None if world == 2 => Algorithm::Direct,
-            None if is_direct(travelling(all, world, rounding), usize::MAX, topology) => Algorithm::Direct,
+            None if uses_direct(bytes_on_wire(all, world, rounding), usize::MAX, topology) => {
+                Algorithm::Direct
+            }
             None => Algorithm::Ring,
         }
     }
 }
 
 /// Returns whether all shares go to the adding rank.
-fn folds(world: usize, rounding: Rounding) -> bool {
-    rounding != Rounding::Stepwise && world <= FOLD_RANKS
+fn reduces_in_order(world: usize, rounding: Rounding) -> bool {
+    rounding != Rounding::Stepwise && world <= ORDERED_RANKS
 }
 
 /// Returns whether each rank sends every other its block directly: `sent` bytes, of at most `most`.
-fn is_direct(sent: usize, most: usize, topology: &Topology) -> bool {
-    let most = if topology.is_deep() { most.min(DIRECT_DEEP_BYTES) } else { most };
+fn uses_direct(sent: usize, most: usize, topology: &Topology) -> bool {
+    let most = if topology.is_hierarchical() { most.min(DIRECT_MULTI_HOST_BYTES) } else { most };
     sent <= most && topology.world() <= DIRECT_RANKS
 }
 
 /// Returns the bytes that `bytes` of elements take when they are sent.
-fn travelling(bytes: usize, world: usize, rounding: Rounding) -> usize {
+fn bytes_on_wire(bytes: usize, world: usize, rounding: Rounding) -> usize {
     let wide = match rounding {
         Rounding::Stepwise => false,
-        Rounding::Once { wide_shares } => wide_shares || !folds(world, rounding),
+        Rounding::Once { wide_inputs } => wide_inputs || !reduces_in_order(world, rounding),
     };
-    if wide { bytes.saturating_mul(WIDER) } else { bytes }
+    if wide { bytes.saturating_mul(WIDE_FACTOR) } else { bytes }
 }
 
 /// Returns whether it pays to reduce `bytes` inside the hosts, so that only sums go over the network.
 ///
 /// It does not pay if all shares go to the adding rank: then there are no sums to send.
-fn saves_network(bytes: usize, topology: &Topology, rounding: Rounding) -> bool {
-    !folds(topology.world(), rounding)
-        && topology.is_deep()
-        && topology.widest() <= HIERARCHY_RANKS_PER_LANE * topology.lanes()
-        && travelling(bytes, topology.world(), rounding) >= HIERARCHY_BYTES
+fn hierarchy_pays(bytes: usize, topology: &Topology, rounding: Rounding) -> bool {
+    !reduces_in_order(topology.world(), rounding)
+        && topology.is_hierarchical()
+        && topology.largest_host() <= HIERARCHY_MAX_IMBALANCE * topology.rails()
+        && bytes_on_wire(bytes, topology.world(), rounding) >= HIERARCHY_BYTES
 }
 
 /// Formats everything that decides as one comparable text.
@@ -334,14 +336,14 @@ mod tests {
     #[test]
     fn single_rounding_reductions_use_direct_up_to_16_ranks() {
         let tuning = Tuning::default();
-        let once = Rounding::Once { wide_shares: false };
+        let once = Rounding::Once { wide_inputs: false };
         let all_reduce = |bytes, world| tuning.all_reduce(bytes, &Topology::one_host(world), once);
         let (some, more) = (Topology::one_host(16), Topology::one_host(17));
         assert_eq!(all_reduce(8 << 10, 16), Algorithm::Flat);
         assert_eq!(all_reduce(64 << 20, 16), Algorithm::Direct);
         assert_eq!(all_reduce(4 << 10, 17), Algorithm::Doubling, "as many bytes, twice as long");
         assert_eq!(all_reduce(64 << 20, 17), Algorithm::Ring);
-        assert_eq!(tuning.reduce(4, &some, once), Algorithm::Star);
+        assert_eq!(tuning.reduce(4, &some, once), Algorithm::Linear);
         assert_eq!(tuning.reduce(1 << 20, &some, once), Algorithm::Direct);
         assert_eq!(tuning.reduce(1 << 20, &more, once), Algorithm::Chain);
         assert_eq!(tuning.reduce_scatter(1 << 20, &some, once), Algorithm::Direct);
@@ -358,7 +360,7 @@ mod tests {
         assert_eq!(all_reduce(&[0, 0, 1, 1], 1 << 20), Algorithm::Hierarchy);
         assert_eq!(all_reduce(&[0, 0, 0, 1, 1], 1 << 20), Algorithm::Hierarchy);
         assert_eq!(all_reduce(&[0, 1, 0, 1], 1 << 20), Algorithm::Hierarchy);
-        // These have one lane for three ranks, and one rank on each host.
+        // These have one rail for three ranks, and one rank on each host.
         assert_eq!(all_reduce(&[0, 0, 0, 1], 1 << 20), Algorithm::Ring);
         assert_eq!(all_reduce(&[0, 1, 2], 1 << 20), Algorithm::Direct);
         assert_eq!(all_reduce(&[0, 1, 2], 64 << 20), Algorithm::Ring);
@@ -375,8 +377,8 @@ mod tests {
     fn single_rounding_reductions_use_a_hierarchy_beyond_16_ranks() {
         let tuning = Tuning::default();
         let of = |hosts: usize| Topology::new((0..8 * hosts).map(|rank| rank / 8));
-        for wide_shares in [false, true] {
-            let once = Rounding::Once { wide_shares };
+        for wide_inputs in [false, true] {
+            let once = Rounding::Once { wide_inputs };
             assert_eq!(tuning.all_reduce(1 << 20, &of(2), once), Algorithm::Direct, "16 ranks");
             assert_eq!(tuning.reduce_scatter(1 << 20, &of(2), once), Algorithm::Direct);
             assert_eq!(tuning.reduce(1 << 20, &of(2), once), Algorithm::Direct);

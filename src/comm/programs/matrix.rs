@@ -11,25 +11,25 @@ use std::time::Duration;
 use convoke_store::{MemoryStore, Store};
 
 use super::calls;
+use super::handles::{PendingHandles, TestError};
 use super::model::case;
-use super::program::{Collective, KINDS};
-use super::rank::text;
-use super::values::{TYPES, Value, hash, with_every_type, with_type};
-use super::works::{Shelves, Stop};
+use super::random_program::{Collective, KINDS};
+use super::rank::describe;
+use super::values::{TYPES, Value, hash, with_any_type, with_type};
 use crate::{Dtype, Group, GroupOptions, ReduceOp};
 
-const LONG: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// The numbers of ranks of the short and of the full form.
 const WORLDS: [&[usize]; 2] = [&[1, 2, 3, 5], &[1, 2, 3, 4, 5, 6, 7, 8, 16, 17]];
 /// Lengths in elements.
-const FEW: [usize; 5] = [0, 1, 3, 7, 77];
+const SHORT_LENS: [usize; 5] = [0, 1, 3, 7, 77];
 /// Total lengths in bytes at which algorithms, small messages and chunks change. Each is tried exactly, with
 /// one element less, and with one more.
 const THRESHOLDS: [&[usize]; 2] =
     [&[4 << 10, 8 << 10, 12 << 10], &[4 << 10, 8 << 10, 12 << 10, 64 << 10, 128 << 10, 256 << 10]];
 
 /// Each case takes one in this many lengths.
-const STEP: usize = 11;
+const LEN_STRIDE: usize = 11;
 
 /// Returns whether the reduction of this many values gives one result in every order.
 fn is_exact(dtype: Dtype, op: ReduceOp, ranks: usize) -> bool {
@@ -58,8 +58,8 @@ fn cases(world: usize, thresholds: &[usize]) -> Vec<Collective> {
                 let bytes = dtype.size_bytes() * buffers.max(1) * times;
                 let around =
                     |threshold: &usize| (threshold / bytes).saturating_sub(1)..=threshold / bytes + 1;
-                let lens = FEW.into_iter().chain(thresholds.iter().flat_map(around));
-                for (index, len) in lens.enumerate().skip(cases.len() % STEP).step_by(STEP) {
+                let lens = SHORT_LENS.into_iter().chain(thresholds.iter().flat_map(around));
+                for (index, len) in lens.enumerate().skip(cases.len() % LEN_STRIDE).step_by(LEN_STRIDE) {
                     // Neighbouring lengths differ, and some are 0.
                     let unequal = (0..buffers).map(|place| len.saturating_sub(place % 3)).collect();
                     let (root, seed) = ((cases.len() + index) % world, cases.len() as u64);
@@ -72,7 +72,7 @@ fn cases(world: usize, thresholds: &[usize]) -> Vec<Collective> {
 }
 
 /// Runs the blocking form.
-fn wait<T: Value>(group: &Group, call: &Collective) -> Result<(), Stop> {
+fn wait<T: Value>(group: &Group, call: &Collective) -> Result<(), TestError> {
     let case = case::<T>(call, group.rank(), group.size());
     let (send, mut recv) = (case.send.clone(), case.recv.clone());
     calls::blocking(group, call, &send, &mut recv)?;
@@ -80,26 +80,26 @@ fn wait<T: Value>(group: &Group, call: &Collective) -> Result<(), Stop> {
 }
 
 /// Begins the nonblocking form.
-fn begin<T: Value>(group: &Group, call: &Collective, shelves: &mut Shelves) -> Result<(), Stop> {
+fn begin<T: Value>(group: &Group, call: &Collective, handles: &mut PendingHandles) -> Result<(), TestError> {
     let case = case::<T>(call, group.rank(), group.size());
     let (memory, what) = ((case.send.clone(), case.recv.clone()), (call, group.rank(), group.size()));
     let check = Box::new(move |send: &[T], recv: &[T]| case.check(send, recv));
-    Ok(calls::begin::<T, _, _>(&group.nonblocking(), what, memory, shelves, check)?)
+    Ok(calls::begin::<T, _, _>(&group.nonblocking(), what, memory, handles, check)?)
 }
 
 fn run(group: &Group, cases: &[Collective]) {
-    let fail = |call: &Collective, stop: &Stop| -> ! {
-        panic!("{call:?} on rank {} of {}: {}", group.rank(), group.size(), text(stop))
+    let fail = |call: &Collective, error: &TestError| -> ! {
+        panic!("{call:?} on rank {} of {}: {}", group.rank(), group.size(), describe(error))
     };
-    let mut shelves = Shelves::new(hash(0, group.rank(), 0));
+    let mut handles = PendingHandles::new(hash(0, group.rank(), 0));
     for call in cases {
-        with_every_type!(call.dtype, T => wait::<T>(group, call)).unwrap_or_else(|stop| fail(call, &stop));
+        with_any_type!(call.dtype, T => wait::<T>(group, call)).unwrap_or_else(|error| fail(call, &error));
         if TYPES.contains(&call.dtype) {
-            let begun = with_type!(call.dtype, T => begin::<T>(group, call, &mut shelves));
-            begun.and_then(|()| shelves.tidy()).unwrap_or_else(|stop| fail(call, &stop));
+            let begun = with_type!(call.dtype, T => begin::<T>(group, call, &mut handles));
+            begun.and_then(|()| handles.wait_for_some()).unwrap_or_else(|error| fail(call, &error));
         }
     }
-    shelves.settle().unwrap_or_else(|stop| fail(&cases[0], &stop));
+    handles.wait_all().unwrap_or_else(|error| fail(&cases[0], &error));
 }
 
 #[test]
@@ -113,7 +113,7 @@ fn every_collective_type_operation_and_world_size() {
                 for rank in 0..world {
                     let (store, cases) = (Arc::clone(&store), &cases);
                     scope.spawn(move || {
-                        let options = GroupOptions::default().timeout(LONG).init_timeout(LONG);
+                        let options = GroupOptions::default().timeout(TIMEOUT).init_timeout(TIMEOUT);
                         let group = Group::new(store, rank, world, options.shared_memory(in_memory));
                         run(&group.unwrap_or_else(|error| panic!("rank {rank}: {error}")), cases);
                     });

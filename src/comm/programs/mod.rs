@@ -1,16 +1,16 @@
 //! Random programs: all operations, in all their forms, on overlapping groups and from several threads,
 //! compared with a model that computes the results of every rank.
 //!
-//! A seed determines a program: its groups, 200 operations, its ending, and the faults of its connections. It
-//! also determines the thread and the form in which a rank carries out an operation. Forms are: blocking,
-//! begun and waited for in any way and order, in a scope, or with a dropped handle. Only timing does not
-//! depend on the seed.
+//! A seed determines a program: its groups, 200 operations, its termination, and the faults of its
+//! connections. It also determines the thread and the form in which a rank carries out an operation. Forms
+//! are: blocking, begun and waited for in any way and order, in a scope, or with a dropped handle. Only
+//! timing does not depend on the seed.
 //!
 //! [`matrix`] runs each collective in turn against this model.
 //!
-//! [`program`] defines the operations, and [`model`] the results. [`calls`], [`messages`], [`objects`] and
-//! [`scope`] carry them out. [`works`] waits, [`rank`] drives one rank, and [`ending`] has the endings with
-//! errors.
+//! [`random_program`] defines the operations, and [`model`] the results. [`calls`], [`messages`], [`objects`]
+//! and [`scope`] carry them out. [`handles`] waits, [`rank`] drives one rank, and [`termination`] has the
+//! terminations with errors.
 //!
 //! The test runs a fixed set of seeds, then random ones for some seconds. With CONVOKE_FULL=1 there are 5,000
 //! programs. With CONVOKE_SEED it runs the program of that seed repeatedly for the usual time.
@@ -19,16 +19,16 @@
 #![allow(clippy::panic)]
 
 mod calls;
-mod ending;
+mod handles;
 mod matrix;
 mod messages;
 mod model;
 mod objects;
-mod program;
+mod random_program;
 mod rank;
 mod scope;
+mod termination;
 mod values;
-mod works;
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -40,21 +40,21 @@ use std::time::{Duration, Instant};
 use convoke_store::{MemoryStore, Store};
 
 use convoke_testkit::Random;
-use program::Program;
-use rank::Common;
+use random_program::RandomProgram;
+use rank::SharedState;
 
 /// The number of programs that every run includes.
-const FIXED: usize = 50;
+const FIXED_SEEDS: usize = 50;
 /// The number of programs of the full form.
-const PROGRAMS: usize = 5000;
+const FULL_RUN_PROGRAMS: usize = 5000;
 /// The time in which the short form begins programs beyond the fixed ones.
-const SHORT: Duration = Duration::from_secs(5);
+const SHORT_RUN: Duration = Duration::from_secs(5);
 /// The longest time that a program may run: more than any of its waits.
-const LONGEST: Duration = Duration::from_secs(200);
+const MAX_PROGRAM_TIME: Duration = Duration::from_secs(200);
 /// The longest time in which no thread of a program may progress. A longer pause means that a message was not
 /// noticed until its ranks probed each other, shortly before a deadline. The total time proves nothing: on a
 /// busy machine each context switch takes milliseconds.
-const STALLED: Duration = Duration::from_secs(45);
+const MAX_STALL: Duration = Duration::from_secs(45);
 
 #[test]
 fn random_call_sequences_match_the_reference_and_leak_nothing() {
@@ -68,10 +68,12 @@ fn random_call_sequences_match_the_reference_and_leak_nothing() {
         let mut ran = 0;
         loop {
             let number = begun.fetch_add(1, Ordering::Relaxed);
-            if number >= FIXED && if full { number >= PROGRAMS } else { start.elapsed() > SHORT } {
+            if number >= FIXED_SEEDS
+                && if full { number >= FULL_RUN_PROGRAMS } else { start.elapsed() > SHORT_RUN }
+            {
                 return Ok(ran);
             }
-            let seed = given.unwrap_or(number as u64 + if number < FIXED { 0 } else { first });
+            let seed = given.unwrap_or(number as u64 + if number < FIXED_SEEDS { 0 } else { first });
             run(seed).map_err(|what| {
                 format!("run it alone: CONVOKE_SEED={seed} cargo test -p convoke-comm --lib programs\n{what}")
             })?;
@@ -92,32 +94,32 @@ fn random_call_sequences_match_the_reference_and_leak_nothing() {
 /// Runs the program of `seed`. The error describes the failure.
 fn run(seed: u64) -> Result<(), String> {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
-    let common = Arc::new(Common::new(Program::random(seed), Arc::clone(&store)));
-    let (ranks, ending) = (common.program.world(), common.program.to_string());
-    let (tell, told) = mpsc::channel();
+    let shared = Arc::new(SharedState::new(RandomProgram::random(seed), Arc::clone(&store)));
+    let (ranks, description) = (shared.program.world(), shared.program.to_string());
+    let (sender, receiver) = mpsc::channel();
     for rank in 0..ranks {
-        let (common, tell) = (Arc::clone(&common), tell.clone());
+        let (shared, sender) = (Arc::clone(&shared), sender.clone());
         std::thread::spawn(move || {
-            let ended = catch_unwind(AssertUnwindSafe(|| rank::run(&common, rank)));
-            drop(common);
+            let ended = catch_unwind(AssertUnwindSafe(|| rank::run(&shared, rank)));
+            drop(shared);
             // Nobody listens if another rank hangs.
-            let _ = tell.send((rank, ended.unwrap_or_else(|_| Err("panicked".to_owned()))));
+            let _ = sender.send((rank, ended.unwrap_or_else(|_| Err("panicked".to_owned()))));
         });
     }
-    let (deadline, mut wrong, mut causes) = (Instant::now() + LONGEST, Vec::new(), BTreeSet::new());
+    let (deadline, mut wrong, mut causes) = (Instant::now() + MAX_PROGRAM_TIME, Vec::new(), BTreeSet::new());
     for _ in 0..ranks {
-        match told.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+        match receiver.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
             Ok((_, Ok(cause))) => causes.extend(cause),
             Ok((rank, Err(what))) => wrong.push(format!("rank {rank}: {what}")),
             Err(_) => {
-                wrong.push(format!("it hangs; the threads of the ranks: {:#?}", common.doing.lock()));
+                wrong.push(format!("it hangs; the threads of the ranks: {:#?}", shared.current_steps.lock()));
                 break;
             }
         }
     }
-    let pause = common.doing.lock().expect("nobody panics with it").longest_pause;
-    drop(common);
-    if wrong.is_empty() && pause > STALLED {
+    let pause = shared.current_steps.lock().expect("nobody panics with it").longest_pause;
+    drop(shared);
+    if wrong.is_empty() && pause > MAX_STALL {
         wrong.push(format!("no thread got on for {} s", pause.as_secs()));
     }
     if wrong.is_empty() && causes.len() > 1 {
@@ -130,5 +132,5 @@ fn run(seed: u64) -> Result<(), String> {
         }
         std::thread::yield_now();
     }
-    if wrong.is_empty() { Ok(()) } else { Err(format!("{}\n{ending}", wrong.join("\n"))) }
+    if wrong.is_empty() { Ok(()) } else { Err(format!("{}\n{description}", wrong.join("\n"))) }
 }

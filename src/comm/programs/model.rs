@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::ReduceOp;
 
-use super::program::{Collective, Kind};
+use super::random_program::{Collective, CollectiveKind};
 use super::values::{Value, hash};
 
 /// One rank's memory of one operation. The buffers of a list follow each other.
@@ -13,41 +13,47 @@ pub(crate) struct Case<T> {
     pub(crate) send: Vec<T>,
     pub(crate) recv: Vec<T>,
     /// The expected values of `recv`, in the part that is specified.
-    pub(crate) want: Vec<T>,
+    pub(crate) expected: Vec<T>,
     pub(crate) specified: Range<usize>,
     rounded: bool,
 }
 
 impl<T: Value> Case<T> {
     /// The case of an operation that is no reduction.
-    pub(crate) fn of(send: Vec<T>, recv: Vec<T>, want: Vec<T>) -> Self {
-        let specified = 0..want.len();
-        Self { send, recv, want, specified, rounded: false }
+    pub(crate) fn new(send: Vec<T>, recv: Vec<T>, expected: Vec<T>) -> Self {
+        let specified = 0..expected.len();
+        Self { send, recv, expected, specified, rounded: false }
     }
 
     /// Checks the result of the operation: `send` unchanged, and `recv` as expected.
     pub(crate) fn check(&self, send: &[T], recv: &[T]) -> Result<(), String> {
-        compare("what is sent has changed", send, &self.send, T::is)?;
-        let (got, want) = (recv.get(self.specified.clone()), &self.want[self.specified.clone()]);
-        compare("wrong", got.unwrap_or_default(), want, if self.rounded { T::is_near } else { T::is })
+        compare("what is sent has changed", send, &self.send, T::equals)?;
+        let (got, expected) = (recv.get(self.specified.clone()), &self.expected[self.specified.clone()]);
+        compare(
+            "wrong",
+            got.unwrap_or_default(),
+            expected,
+            if self.rounded { T::is_close } else { T::equals },
+        )
     }
 }
 
-fn compare<T: Value>(what: &str, got: &[T], want: &[T], same: fn(T, T) -> bool) -> Result<(), String> {
-    if got.len() != want.len() {
-        return Err(format!("{what}: {} elements, not {}", got.len(), want.len()));
+fn compare<T: Value>(what: &str, got: &[T], expected: &[T], same: fn(T, T) -> bool) -> Result<(), String> {
+    if got.len() != expected.len() {
+        return Err(format!("{what}: {} elements, not {}", got.len(), expected.len()));
     }
-    let mut pairs = got.iter().zip(want).enumerate();
-    match pairs.find(|(_, (got, want))| !same(**got, **want)) {
-        Some((index, (got, want))) => {
-            Err(format!("{what}: element {index} of {} is {got:?}, not {want:?}", pairs.len() + index + 1))
-        }
+    let mut pairs = got.iter().zip(expected).enumerate();
+    match pairs.find(|(_, (got, expected))| !same(**got, **expected)) {
+        Some((index, (got, expected))) => Err(format!(
+            "{what}: element {index} of {} is {got:?}, not {expected:?}",
+            pairs.len() + index + 1
+        )),
         None => Ok(()),
     }
 }
 
 /// Arbitrary values for memory that an operation fills.
-pub(crate) fn junk<T: Value>(len: usize) -> Vec<T> {
+pub(crate) fn arbitrary<T: Value>(len: usize) -> Vec<T> {
     (0..len).map(|index| T::rounded(hash(7, len, index))).collect()
 }
 
@@ -95,94 +101,104 @@ impl Model<'_> {
         let (len, everybody, is_root) = (lens.iter().sum::<usize>(), 0..size, me == *root);
         let at = |rank: usize| lens[..rank].iter().sum::<usize>();
         let mut case = match kind {
-            Kind::Barrier => Case::of(vec![], vec![], vec![]),
-            Kind::AllReduce | Kind::AllReduceList => {
-                Case::of(vec![], self.row(me, 0..len), self.sums(everybody, 0..len))
+            CollectiveKind::Barrier => Case::new(vec![], vec![], vec![]),
+            CollectiveKind::AllReduce | CollectiveKind::AllReduceList => {
+                Case::new(vec![], self.row(me, 0..len), self.sums(everybody, 0..len))
             }
-            Kind::AllReduceInto => Case::of(self.row(me, 0..len), junk(len), self.sums(everybody, 0..len)),
-            Kind::Broadcast | Kind::BroadcastList => {
-                Case::of(vec![], self.row(me, 0..len), self.row(*root, 0..len))
+            CollectiveKind::AllReduceInto => {
+                Case::new(self.row(me, 0..len), arbitrary(len), self.sums(everybody, 0..len))
             }
-            Kind::Reduce | Kind::ReduceList => {
-                Case::of(vec![], self.row(me, 0..len), self.sums(everybody, 0..len))
+            CollectiveKind::Broadcast | CollectiveKind::BroadcastList => {
+                Case::new(vec![], self.row(me, 0..len), self.row(*root, 0..len))
             }
-            Kind::ReduceInto => {
-                let want = if is_root { self.sums(everybody, 0..len) } else { junk(len) };
-                Case::of(self.row(me, 0..len), junk(len), want)
+            CollectiveKind::Reduce | CollectiveKind::ReduceList => {
+                Case::new(vec![], self.row(me, 0..len), self.sums(everybody, 0..len))
             }
-            Kind::Scan => Case::of(vec![], self.row(me, 0..len), self.sums(0..me + 1, 0..len)),
-            Kind::ExclusiveScan => {
-                let want = if me == 0 { self.row(me, 0..len) } else { self.sums(0..me, 0..len) };
-                Case::of(vec![], self.row(me, 0..len), want)
+            CollectiveKind::ReduceInto => {
+                let expected = if is_root { self.sums(everybody, 0..len) } else { arbitrary(len) };
+                Case::new(self.row(me, 0..len), arbitrary(len), expected)
             }
-            Kind::AllGather | Kind::AllGatherInPlace | Kind::AllGatherV | Kind::Gather | Kind::GatherV => {
+            CollectiveKind::Scan => Case::new(vec![], self.row(me, 0..len), self.sums(0..me + 1, 0..len)),
+            CollectiveKind::ExclusiveScan => {
+                let expected = if me == 0 { self.row(me, 0..len) } else { self.sums(0..me, 0..len) };
+                Case::new(vec![], self.row(me, 0..len), expected)
+            }
+            CollectiveKind::AllGather
+            | CollectiveKind::AllGatherInPlace
+            | CollectiveKind::AllGatherV
+            | CollectiveKind::Gather
+            | CollectiveKind::GatherV => {
                 let lens: Vec<usize> = if lens.len() == 1 { vec![len; size] } else { lens.clone() };
-                let want = (0..size).flat_map(|rank| self.row(rank, 0..lens[rank])).collect::<Vec<T>>();
+                let expected = (0..size).flat_map(|rank| self.row(rank, 0..lens[rank])).collect::<Vec<T>>();
                 let (before, mine) = (lens[..me].iter().sum::<usize>(), self.row(me, 0..lens[me]));
-                let mut recv = junk(want.len());
+                let mut recv = arbitrary(expected.len());
                 match kind {
-                    Kind::AllGatherInPlace => {
+                    CollectiveKind::AllGatherInPlace => {
                         recv[before..before + lens[me]].copy_from_slice(&mine);
-                        Case::of(vec![], recv, want)
+                        Case::new(vec![], recv, expected)
                     }
-                    Kind::Gather | Kind::GatherV if !is_root => Case::of(mine, vec![], vec![]),
-                    _ => Case::of(mine, recv, want),
+                    CollectiveKind::Gather | CollectiveKind::GatherV if !is_root => {
+                        Case::new(mine, vec![], vec![])
+                    }
+                    _ => Case::new(mine, recv, expected),
                 }
             }
-            Kind::AllGatherList => {
+            CollectiveKind::AllGatherList => {
                 let piece = |(index, &len): (usize, &usize)| -> Vec<T> {
                     let start = at(index);
                     (0..size).flat_map(|rank| self.row(rank, start..start + len)).collect()
                 };
-                let want: Vec<T> = lens.iter().enumerate().flat_map(piece).collect();
-                Case::of(self.row(me, 0..len), junk(want.len()), want)
+                let expected: Vec<T> = lens.iter().enumerate().flat_map(piece).collect();
+                Case::new(self.row(me, 0..len), arbitrary(expected.len()), expected)
             }
-            Kind::ReduceScatter | Kind::ReduceScatterInPlace | Kind::ReduceScatterV => {
+            CollectiveKind::ReduceScatter
+            | CollectiveKind::ReduceScatterInPlace
+            | CollectiveKind::ReduceScatterV => {
                 let lens: Vec<usize> = if lens.len() == 1 { vec![len; size] } else { lens.clone() };
                 let (before, all) = (lens[..me].iter().sum::<usize>(), lens.iter().sum::<usize>());
                 let own = before..before + lens[me];
-                if *kind == Kind::ReduceScatterInPlace {
-                    let want = self.sums(everybody, 0..all);
-                    Case { specified: own, ..Case::of(vec![], self.row(me, 0..all), want) }
+                if *kind == CollectiveKind::ReduceScatterInPlace {
+                    let expected = self.sums(everybody, 0..all);
+                    Case { specified: own, ..Case::new(vec![], self.row(me, 0..all), expected) }
                 } else {
-                    Case::of(self.row(me, 0..all), junk(own.len()), self.sums(everybody, own))
+                    Case::new(self.row(me, 0..all), arbitrary(own.len()), self.sums(everybody, own))
                 }
             }
-            Kind::ReduceScatterList => {
+            CollectiveKind::ReduceScatterList => {
                 let piece = |(index, &len): (usize, &usize)| -> Vec<T> {
                     let start = size * at(index) + me * len;
                     self.sums(0..size, start..start + len)
                 };
-                let want: Vec<T> = lens.iter().enumerate().flat_map(piece).collect();
-                Case::of(self.row(me, 0..size * len), junk(len), want)
+                let expected: Vec<T> = lens.iter().enumerate().flat_map(piece).collect();
+                Case::new(self.row(me, 0..size * len), arbitrary(len), expected)
             }
-            Kind::Scatter | Kind::ScatterV => {
+            CollectiveKind::Scatter | CollectiveKind::ScatterV => {
                 let lens: Vec<usize> = if lens.len() == 1 { vec![len; size] } else { lens.clone() };
                 let (before, all) = (lens[..me].iter().sum::<usize>(), lens.iter().sum::<usize>());
                 let send = self.row(me, 0..if is_root { all } else { 0 });
-                Case::of(send, junk(lens[me]), self.row(*root, before..before + lens[me]))
+                Case::new(send, arbitrary(lens[me]), self.row(*root, before..before + lens[me]))
             }
-            Kind::AllToAll | Kind::AllToAllInPlace => {
+            CollectiveKind::AllToAll | CollectiveKind::AllToAllInPlace => {
                 let from = |rank: usize| self.row(rank, me * len..(me + 1) * len);
-                let want: Vec<T> = (0..size).flat_map(from).collect();
+                let expected: Vec<T> = (0..size).flat_map(from).collect();
                 let mine = self.row(me, 0..size * len);
                 match kind {
-                    Kind::AllToAllInPlace => Case::of(vec![], mine, want),
-                    _ => Case::of(mine, junk(want.len()), want),
+                    CollectiveKind::AllToAllInPlace => Case::new(vec![], mine, expected),
+                    _ => Case::new(mine, arbitrary(expected.len()), expected),
                 }
             }
-            Kind::AllToAllV => {
+            CollectiveKind::AllToAllV => {
                 let from = |rank: usize| {
                     let row = &lens[rank * size..(rank + 1) * size];
                     let before = row[..me].iter().sum::<usize>();
                     self.row(rank, before..before + row[me])
                 };
-                let want: Vec<T> = (0..size).flat_map(from).collect();
+                let expected: Vec<T> = (0..size).flat_map(from).collect();
                 let sent = lens[me * size..(me + 1) * size].iter().sum();
-                Case::of(self.row(me, 0..sent), junk(want.len()), want)
+                Case::new(self.row(me, 0..sent), arbitrary(expected.len()), expected)
             }
         };
-        if matches!(kind, Kind::Reduce | Kind::ReduceList) && !is_root {
+        if matches!(kind, CollectiveKind::Reduce | CollectiveKind::ReduceList) && !is_root {
             case.specified = 0..0;
         }
         case.rounded = self.call.rounded;

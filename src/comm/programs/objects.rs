@@ -2,9 +2,9 @@
 
 use crate::Group;
 
-use super::program::Objects;
+use super::handles::TestError;
+use super::random_program::Objects;
 use super::values::hash;
-use super::works::Stop;
 
 /// An arbitrary type that serde can write, with values of different sizes.
 type Object = (u64, Option<String>, Vec<u16>);
@@ -16,7 +16,7 @@ fn object(seed: u64, rank: usize) -> Object {
     (random, text, (0..(random >> 8) as usize % long).map(|index| hash(seed, rank, index) as u16).collect())
 }
 
-pub(crate) fn exchange(group: &Group, what: &Objects) -> Result<(), Stop> {
+pub(crate) fn exchange(group: &Group, what: &Objects) -> Result<(), TestError> {
     let (me, size) = (group.rank(), group.size());
     let all = |seed| (0..size).map(|rank| object(seed, rank)).collect::<Vec<_>>();
     let right = match *what {

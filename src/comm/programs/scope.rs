@@ -5,18 +5,18 @@ use std::sync::Arc;
 use crate::{CommError, Group, Nonblocking};
 
 use super::calls;
-use super::model::{Case, junk};
-use super::program::{Collective, Message, Messages, Pattern};
+use super::handles::{ScopeHandles, TestError};
+use super::model::{Case, arbitrary};
+use super::random_program::{Collective, Message, Messages, Pattern};
 use super::values::Value;
-use super::works::{OfScope, Stop};
 use convoke_testkit::Random;
 
 /// An operation with memory that a scope borrows.
-pub(crate) trait Lent {
+pub(crate) trait ScopedOperation {
     fn begin<'scope, 'env>(
         &'env mut self,
         scope: &Nonblocking<'scope, 'env>,
-        handles: &mut OfScope<'scope>,
+        handles: &mut ScopeHandles<'scope>,
     ) -> Result<(), CommError>;
 
     /// Checks the memory when the scope is over.
@@ -24,27 +24,31 @@ pub(crate) trait Lent {
 }
 
 /// Carries out all operations in one scope.
-pub(crate) fn carry_out(group: &Group, lent: &mut [Box<dyn Lent>], random: &mut Random) -> Result<(), Stop> {
+pub(crate) fn run(
+    group: &Group,
+    operations: &mut [Box<dyn ScopedOperation>],
+    random: &mut Random,
+) -> Result<(), TestError> {
     let mut wrong = Ok(());
     group.scope(|scope| {
-        let mut handles = OfScope::default();
-        for one in &mut *lent {
+        let mut handles = ScopeHandles::default();
+        for one in &mut *operations {
             one.begin(scope, &mut handles)?;
         }
-        match handles.settle(random) {
-            Err(Stop::Failed(error)) => return Err(error),
+        match handles.wait_some(random) {
+            Err(TestError::Failed(error)) => return Err(error),
             other => wrong = other,
         }
         Ok(())
     })?;
     wrong?;
-    Ok(lent.iter().try_for_each(|one| one.check())?)
+    Ok(operations.iter().try_for_each(|one| one.check())?)
 }
 
 /// Compares the buffers that an operation has sent and filled with the model.
 type Check<T> = Box<dyn Fn(&Case<T>, &[T], &[T]) -> Result<(), String>>;
 
-pub(crate) struct OfCollective<T> {
+pub(crate) struct ScopedCollective<T> {
     pub(crate) call: Collective,
     pub(crate) place: (usize, usize),
     pub(crate) case: Case<T>,
@@ -54,11 +58,11 @@ pub(crate) struct OfCollective<T> {
     pub(crate) check: Check<T>,
 }
 
-impl<T: Value> Lent for OfCollective<T> {
+impl<T: Value> ScopedOperation for ScopedCollective<T> {
     fn begin<'scope, 'env>(
         &'env mut self,
         scope: &Nonblocking<'scope, 'env>,
-        handles: &mut OfScope<'scope>,
+        handles: &mut ScopeHandles<'scope>,
     ) -> Result<(), CommError> {
         let (what, memory) = ((&self.call, self.place.0, self.place.1), (&self.send[..], &mut self.recv[..]));
         calls::begin::<T, _, _>(scope, what, memory, handles, Box::new(|_, _| Ok(())))
@@ -69,31 +73,31 @@ impl<T: Value> Lent for OfCollective<T> {
     }
 }
 
-pub(crate) struct OfMessages<T> {
+pub(crate) struct ScopedMessages<T> {
     what: Arc<Messages>,
     me: usize,
     /// The memory of each message of this rank.
     memory: Vec<Vec<T>>,
 }
 
-impl<T: Value> OfMessages<T> {
+impl<T: Value> ScopedMessages<T> {
     /// `None` if only the waiter of a receive learns the sender.
     pub(crate) fn new(what: &Arc<Messages>, me: usize) -> Option<Self> {
         let memory = |(index, message): (usize, &Message)| {
-            if message.from == me { what.content::<T>(index) } else { junk(message.len) }
+            if message.from == me { what.content::<T>(index) } else { arbitrary(message.len) }
         };
-        let memory = what.of(me).map(memory).collect();
+        let memory = what.of_rank(me).map(memory).collect();
         (what.pattern != Pattern::AnySource).then(|| Self { what: Arc::clone(what), me, memory })
     }
 }
 
-impl<T: Value> Lent for OfMessages<T> {
+impl<T: Value> ScopedOperation for ScopedMessages<T> {
     fn begin<'scope, 'env>(
         &'env mut self,
         scope: &Nonblocking<'scope, 'env>,
-        handles: &mut OfScope<'scope>,
+        handles: &mut ScopeHandles<'scope>,
     ) -> Result<(), CommError> {
-        for ((_, Message { from, to, tag, .. }), memory) in self.what.of(self.me).zip(&mut self.memory) {
+        for ((_, Message { from, to, tag, .. }), memory) in self.what.of_rank(self.me).zip(&mut self.memory) {
             if *from == self.me {
                 handles.add(scope.send(&memory[..], *to, *tag)?);
             } else {
@@ -104,6 +108,9 @@ impl<T: Value> Lent for OfMessages<T> {
     }
 
     fn check(&self) -> Result<(), String> {
-        self.what.of(self.me).zip(&self.memory).try_for_each(|((index, _), got)| self.what.check(index, got))
+        self.what
+            .of_rank(self.me)
+            .zip(&self.memory)
+            .try_for_each(|((index, _), got)| self.what.check(index, got))
     }
 }

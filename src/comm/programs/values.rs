@@ -28,12 +28,12 @@ pub(crate) trait Value: Element + Debug + PartialEq {
     fn scaled(self, random: u64) -> Self;
 
     /// Returns whether both are equal; all NaN are equal.
-    fn is(self, other: Self) -> bool {
+    fn equals(self, other: Self) -> bool {
         self == other
     }
 
     /// Returns whether both are equal except for rounding.
-    fn is_near(self, other: Self) -> bool {
+    fn is_close(self, other: Self) -> bool {
         self == other
     }
 
@@ -172,11 +172,11 @@ macro_rules! floats {
                 $from_f32($to_f32 * factor(random))
             }
 
-            fn is(self, other: Self) -> bool {
+            fn equals(self, other: Self) -> bool {
                 self.to_bits() == other.to_bits() || self.is_nan() && other.is_nan()
             }
 
-            fn is_near(self, other: Self) -> bool {
+            fn is_close(self, other: Self) -> bool {
                 let wide = |$value: Self| $to_f32;
                 (wide(self) - wide(other)).abs() < $near
             }
@@ -238,7 +238,7 @@ macro_rules! complex {
                 self * Self::factor(random)
             }
 
-            fn is_near(self, other: Self) -> bool {
+            fn is_close(self, other: Self) -> bool {
                 (self - other).norm_sqr() < 1e-10
             }
 
@@ -257,7 +257,7 @@ pub(crate) const TYPES: [Dtype; 6] =
     [Dtype::Bool, Dtype::I16, Dtype::F32, Dtype::I64, Dtype::Bf16, Dtype::ComplexF64];
 
 /// Evaluates an expression with the listed type that corresponds to `dtype`.
-macro_rules! with_one_of {
+macro_rules! match_type {
     ([$($Name:ident: $type:ty),*], $dtype:expr, $T:ident => $body:expr, $other:ident => $else:expr) => {
         match $dtype {
             $(Dtype::$Name => {
@@ -268,12 +268,12 @@ macro_rules! with_one_of {
         }
     };
 }
-pub(crate) use with_one_of;
+pub(crate) use match_type;
 
 /// Evaluates an expression with the type of [`TYPES`] that corresponds to `dtype`.
 macro_rules! with_type {
     ($dtype:expr, $T:ident => $body:expr) => {
-        $crate::programs::values::with_one_of!(
+        $crate::programs::values::match_type!(
             [Bool: bool, I16: i16, F32: f32, I64: i64, Bf16: crate::bf16, ComplexF64: crate::Complex<f64>],
             $dtype,
             $T => $body,
@@ -284,9 +284,9 @@ macro_rules! with_type {
 pub(crate) use with_type;
 
 /// Evaluates an expression with the type that corresponds to `dtype`, out of all types.
-macro_rules! with_every_type {
+macro_rules! with_any_type {
     ($dtype:expr, $T:ident => $body:expr) => {
-        $crate::programs::values::with_one_of!(
+        $crate::programs::values::match_type!(
             [I8: i8, I32: i32, U8: u8, U16: u16, U32: u32, U64: u64, F64: f64, F16: crate::f16,
                 ComplexF32: crate::Complex<f32>],
             $dtype,
@@ -295,7 +295,7 @@ macro_rules! with_every_type {
         )
     };
 }
-pub(crate) use with_every_type;
+pub(crate) use with_any_type;
 
 /// A pseudorandom number that depends only on the arguments.
 pub(crate) fn hash(seed: u64, rank: usize, index: usize) -> u64 {

@@ -8,11 +8,11 @@ use convoke_env::{AgentChannel, Generation, ToWorker, Token};
 use crate::error::CommError;
 
 /// Time limit for the first message on the agent channel. The launcher runs before this process starts.
-const HELLO: Duration = Duration::from_secs(10);
+const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// The first message on the agent channel.
 #[derive(Debug, Clone)]
-pub(super) struct Hello {
+pub(super) struct AgentHello {
     pub(super) generation: Generation,
     pub(super) token: Option<Token>,
     pub(super) channel: Option<Arc<Mutex<AgentChannel>>>,
@@ -23,24 +23,24 @@ pub(super) struct Hello {
 /// All duplicates of the descriptor share one stream, so its first message can be read only once. Its
 /// content is kept for later sessions of this process. Living sessions share the channel; the last one
 /// closes it.
-pub(super) fn inherited_hello() -> Result<Option<Hello>, CommError> {
-    static SAID: Mutex<Option<(Hello, Weak<Mutex<AgentChannel>>)>> = Mutex::new(None);
-    let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((hello, channel)) = &mut *said {
+pub(super) fn inherited_hello() -> Result<Option<AgentHello>, CommError> {
+    static FIRST_MESSAGE: Mutex<Option<(AgentHello, Weak<Mutex<AgentChannel>>)>> = Mutex::new(None);
+    let mut received = FIRST_MESSAGE.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((hello, channel)) = &mut *received {
         let open = match channel.upgrade() {
             Some(open) => Some(open),
             None => AgentChannel::inherited()?.map(|channel| Arc::new(Mutex::new(channel))),
         };
         *channel = open.as_ref().map_or_else(Weak::new, Arc::downgrade);
-        return Ok(Some(Hello { channel: open, ..hello.clone() }));
+        return Ok(Some(AgentHello { channel: open, ..hello.clone() }));
     }
     let Some(mut channel) = AgentChannel::inherited()? else { return Ok(None) };
     loop {
-        if let ToWorker::Hello { generation, token } = channel.receive(HELLO)? {
+        if let ToWorker::Hello { generation, token } = channel.receive(HELLO_TIMEOUT)? {
             let channel = Arc::new(Mutex::new(channel));
-            let hello = Hello { generation, token, channel: None };
-            *said = Some((hello.clone(), Arc::downgrade(&channel)));
-            return Ok(Some(Hello { channel: Some(channel), ..hello }));
+            let hello = AgentHello { generation, token, channel: None };
+            *received = Some((hello.clone(), Arc::downgrade(&channel)));
+            return Ok(Some(AgentHello { channel: Some(channel), ..hello }));
         }
     }
 }

@@ -4,18 +4,18 @@ use std::path::PathBuf;
 
 use crate::error::CommError;
 
-/// Meeting place, and the rank if the URL contains it.
+/// Rendezvous, and the rank if the URL contains it.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Url {
-    pub(super) way: Way,
+    pub(super) init_method: InitMethod,
     /// Rank and number of ranks.
-    pub(super) place: Option<(usize, usize)>,
+    pub(super) rank_and_size: Option<(usize, usize)>,
 }
 
-/// The meeting place that a URL names.
+/// The rendezvous that a URL names.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Way {
-    /// `env://`: the environment names the meeting place.
+pub(super) enum InitMethod {
+    /// `env://`: the environment names the rendezvous.
     Env,
     /// `tcp://host:port`: rank 0 serves the store at this address.
     Tcp { host: String, port: u16 },
@@ -34,17 +34,17 @@ fn parse(text: &str) -> Result<Url, String> {
     let (base, query) = text.split_once('?').unwrap_or((text, ""));
     let (scheme, rest) =
         base.split_once("://").ok_or("it has no scheme: tcp://host:port, file:///path or env://")?;
-    let way = match scheme {
-        "env" if rest.is_empty() => Way::Env,
+    let init_method = match scheme {
+        "env" if rest.is_empty() => InitMethod::Env,
         "env" => return Err("nothing stands between env:// and a `?`".to_owned()),
         "tcp" => tcp(rest.strip_suffix('/').unwrap_or(rest))?,
         "file" => file(rest)?,
         other => return Err(format!("the scheme {other:?} is not tcp, file or env")),
     };
-    Ok(Url { way, place: place(query)? })
+    Ok(Url { init_method, rank_and_size: parse_rank_and_size(query)? })
 }
 
-fn tcp(address: &str) -> Result<Way, String> {
+fn tcp(address: &str) -> Result<InitMethod, String> {
     let form = "an address is host:port, as in tcp://node-1:29500 or tcp://[::1]:29500";
     let (host, port) = address.rsplit_once(':').ok_or(form)?;
     if host.contains('%') {
@@ -60,19 +60,19 @@ fn tcp(address: &str) -> Result<Way, String> {
     }
     let port = port.parse::<u16>().ok().filter(|&port| port != 0);
     let port = port.ok_or("a port is 1 to 65535, the same for all ranks")?;
-    Ok(Way::Tcp { host: bare.unwrap_or(host).to_owned(), port })
+    Ok(InitMethod::Tcp { host: bare.unwrap_or(host).to_owned(), port })
 }
 
-fn file(path: &str) -> Result<Way, String> {
+fn file(path: &str) -> Result<InitMethod, String> {
     // Browsers write `file://localhost/path` for a file of this host.
     let path = path.strip_prefix("localhost").unwrap_or(path);
     if !path.starts_with('/') || path.ends_with('/') {
         return Err("a file is named by its absolute path, as in file:///shared/job-7".to_owned());
     }
-    Ok(Way::File(PathBuf::from(path)))
+    Ok(InitMethod::File(PathBuf::from(path)))
 }
 
-fn place(query: &str) -> Result<Option<(usize, usize)>, String> {
+fn parse_rank_and_size(query: &str) -> Result<Option<(usize, usize)>, String> {
     let (mut rank, mut size) = (None, None);
     for pair in query.split('&').filter(|pair| !pair.is_empty()) {
         let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
@@ -102,23 +102,27 @@ fn place(query: &str) -> Result<Option<(usize, usize)>, String> {
 mod tests {
     use super::*;
 
-    fn tcp(host: &str, port: u16) -> Way {
-        Way::Tcp { host: host.to_owned(), port }
+    fn tcp(host: &str, port: u16) -> InitMethod {
+        InitMethod::Tcp { host: host.to_owned(), port }
     }
 
     #[test]
     fn torch_urls_are_accepted() {
         let cases = [
-            ("env://", Way::Env, None),
-            ("env://?rank=1&world_size=2", Way::Env, Some((1, 2))),
+            ("env://", InitMethod::Env, None),
+            ("env://?rank=1&world_size=2", InitMethod::Env, Some((1, 2))),
             ("tcp://10.1.1.20:23456", tcp("10.1.1.20", 23456), None),
             ("tcp://node-1:29500/", tcp("node-1", 29500), None),
             ("tcp://[::1]:29500?world_size=4&rank=3", tcp("::1", 29500), Some((3, 4))),
-            ("file:///tmp/a%20b c", Way::File(PathBuf::from("/tmp/a%20b c")), None),
-            ("file://localhost/tmp/x?rank=0&world_size=1&", Way::File(PathBuf::from("/tmp/x")), Some((0, 1))),
+            ("file:///tmp/a%20b c", InitMethod::File(PathBuf::from("/tmp/a%20b c")), None),
+            (
+                "file://localhost/tmp/x?rank=0&world_size=1&",
+                InitMethod::File(PathBuf::from("/tmp/x")),
+                Some((0, 1)),
+            ),
         ];
-        for (text, way, place) in cases {
-            assert_eq!(Url::parse(text).unwrap(), Url { way, place }, "{text}");
+        for (text, init_method, rank_and_size) in cases {
+            assert_eq!(Url::parse(text).unwrap(), Url { init_method, rank_and_size }, "{text}");
         }
     }
 
@@ -128,14 +132,15 @@ mod tests {
             ["tcp://[::1]:29500?world_size=4&rank=3", "tcp://node-1:29500/", "file:///tmp/x", "env://"];
         let decode = |bytes: &[u8]| Url::parse(&String::from_utf8_lossy(bytes)).ok();
         let encode = |url: &Url| {
-            let way = match &url.way {
-                Way::Env => "env://".to_owned(),
-                Way::Tcp { host, port } if host.contains(':') => format!("tcp://[{host}]:{port}"),
-                Way::Tcp { host, port } => format!("tcp://{host}:{port}"),
-                Way::File(path) => format!("file://{}", path.display()),
+            let init_method = match &url.init_method {
+                InitMethod::Env => "env://".to_owned(),
+                InitMethod::Tcp { host, port } if host.contains(':') => format!("tcp://[{host}]:{port}"),
+                InitMethod::Tcp { host, port } => format!("tcp://{host}:{port}"),
+                InitMethod::File(path) => format!("file://{}", path.display()),
             };
-            let place = url.place.map(|(rank, size)| format!("?rank={rank}&world_size={size}"));
-            (way + &place.unwrap_or_default()).into_bytes()
+            let rank_and_size =
+                url.rank_and_size.map(|(rank, size)| format!("?rank={rank}&world_size={size}"));
+            (init_method + &rank_and_size.unwrap_or_default()).into_bytes()
         };
         convoke_testkit::fuzz("random_urls_never_cause_a_panic", &good, 4000, decode, encode);
     }

@@ -18,9 +18,9 @@ pub struct World {
 }
 
 impl World {
-    /// `told` holds the local rank and local world size from a launcher, if there is one.
-    pub(super) fn new(group: Group, told: Option<(usize, usize)>, restart_count: u32) -> Self {
-        let (local_rank, local_world_size) = told.unwrap_or_else(|| group.place_on_host());
+    /// `local` holds the local rank and local world size from a launcher, if there is one.
+    pub(super) fn new(group: Group, local: Option<(usize, usize)>, restart_count: u32) -> Self {
+        let (local_rank, local_world_size) = local.unwrap_or_else(|| group.local_rank_and_size());
         Self { group, local_rank, local_world_size, restart_count }
     }
 

@@ -1,14 +1,14 @@
 //! Memory of programs that all ranks of the host can reach: an all-reduce in it copies nothing.
 //!
-//! When a rank announces a call, it publishes the allocation and offset that hold its elements ([`Offer`]).
-//! If all ranks name one allocation, the owner of each piece of the sum reads the shares in place and writes
-//! the sum to all ranks.
+//! When a rank announces a call, it publishes the allocation and offset that hold its elements
+//! ([`PublishedLocation`]). If all ranks name one allocation, the owner of each piece of the sum reads the
+//! contributions in place and writes the sum to all ranks.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
-use super::part::Part;
+use super::region::Region;
 use super::segment::{Segment, View};
 
 /// The allocations that a rank knows together with the others.
@@ -23,35 +23,35 @@ pub(crate) struct Allocations {
 pub(crate) struct Allocation {
     /// The number of this allocation: equal on all ranks, different for every other allocation.
     pub(crate) id: u64,
-    pub(crate) all: Segment,
+    pub(crate) segment: Segment,
     /// The byte range that belongs to each rank.
     pub(crate) regions: Vec<Range<usize>>,
     /// This rank's range.
-    pub(crate) own: Arc<Part>,
+    pub(crate) own: Arc<Region>,
 }
 
 /// The location of a call's elements, as published in the rank's slot: the allocation, 0 for none, and the
 /// offset in the publishing rank's region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) struct Told {
+pub(super) struct PublishedLocation {
     pub(super) id: u64,
     pub(super) at: u64,
 }
 
 /// A rank's own elements, which it lets others write to until the call is over on all ranks.
 #[derive(Debug)]
-pub(super) struct Offer {
+pub(super) struct Exposure {
     allocation: Arc<Allocation>,
     at: usize,
     bytes: usize,
-    taken_back: bool,
+    ended: bool,
 }
 
 /// The elements of all ranks.
 #[derive(Debug)]
 pub(super) struct Direct {
-    offer: Offer,
-    /// The offsets at which the elements begin, by place on the host.
+    exposure: Exposure,
+    /// The offsets at which the elements begin, by local rank.
     starts: Vec<usize>,
 }
 
@@ -67,17 +67,17 @@ impl Allocations {
         list.push(Arc::downgrade(allocation));
     }
 
-    /// Returns an offer of the `bytes` bytes at an address, if an allocation can lend them.
-    pub(super) fn offer(&self, address: usize, bytes: usize) -> Option<Offer> {
+    /// Returns an exposure of the `bytes` bytes at an address, if an allocation contains them.
+    pub(super) fn expose(&self, address: usize, bytes: usize) -> Option<Exposure> {
         let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         list.iter().filter_map(Weak::upgrade).find_map(|allocation| {
-            let at = allocation.own.place(address, bytes)?;
-            Some(Offer { allocation, at, bytes, taken_back: false })
+            let at = allocation.own.offset_of(address, bytes)?;
+            Some(Exposure { allocation, at, bytes, ended: false })
         })
     }
 }
 
-impl Told {
+impl PublishedLocation {
     pub(super) const BYTES: usize = 16;
 
     pub(super) fn encode(self) -> [u8; Self::BYTES] {
@@ -94,35 +94,35 @@ impl Told {
     }
 }
 
-impl Offer {
-    pub(super) fn told(&self) -> Told {
-        Told { id: self.allocation.id, at: self.at as u64 }
+impl Exposure {
+    pub(super) fn location(&self) -> PublishedLocation {
+        PublishedLocation { id: self.allocation.id, at: self.at as u64 }
     }
 
     /// Returns the elements of all ranks if all have published this allocation. The error names the rank
     /// whose data is invalid.
-    pub(super) fn with(mut self, told: &[Told]) -> Result<Option<Direct>, usize> {
-        if told.iter().any(|told| told.id != self.allocation.id) {
+    pub(super) fn into_direct(mut self, locations: &[PublishedLocation]) -> Result<Option<Direct>, usize> {
+        if locations.iter().any(|location| location.id != self.allocation.id) {
             // Every rank finds that.
-            self.taken_back = true;
+            self.ended = true;
             return Ok(None);
         }
-        let start = |(place, told): (usize, &Told)| {
-            let region = self.allocation.regions.get(place).ok_or(place)?;
-            let at = usize::try_from(told.at)
+        let start = |(local_rank, location): (usize, &PublishedLocation)| {
+            let region = self.allocation.regions.get(local_rank).ok_or(local_rank)?;
+            let at = usize::try_from(location.at)
                 .ok()
                 .filter(|at| at.checked_add(self.bytes).is_some_and(|end| end <= region.len()));
-            at.map(|at| region.start + at).ok_or(place)
+            at.map(|at| region.start + at).ok_or(local_rank)
         };
-        let starts = told.iter().enumerate().map(start).collect::<Result<_, _>>()?;
-        Ok(Some(Direct { offer: self, starts }))
+        let starts = locations.iter().enumerate().map(start).collect::<Result<_, _>>()?;
+        Ok(Some(Direct { exposure: self, starts }))
     }
 }
 
-impl Drop for Offer {
+impl Drop for Exposure {
     fn drop(&mut self) {
         // The call has failed, and a rank that does not know it yet may still write.
-        if !self.taken_back {
+        if !self.ended {
             self.allocation.own.make_private(self.at, self.bytes);
         }
     }
@@ -131,17 +131,17 @@ impl Drop for Offer {
 impl Direct {
     /// Bytes of each rank's elements.
     pub(super) fn bytes(&self) -> usize {
-        self.offer.bytes
+        self.exposure.bytes
     }
 
-    /// The `bytes` bytes at `at` of the elements of the rank at `place`.
-    pub(super) fn view(&self, place: usize, at: usize, bytes: usize) -> View<'_> {
-        debug_assert!(at + bytes <= self.offer.bytes);
-        self.offer.allocation.all.view(self.starts[place] + at, bytes)
+    /// The `bytes` bytes at `at` of the elements of the rank `local_rank` of the host.
+    pub(super) fn view(&self, local_rank: usize, at: usize, bytes: usize) -> View<'_> {
+        debug_assert!(at + bytes <= self.exposure.bytes);
+        self.exposure.allocation.segment.view(self.starts[local_rank] + at, bytes)
     }
 
     /// Marks the call as over on all ranks.
-    pub(super) fn take_back(&mut self) {
-        self.offer.taken_back = true;
+    pub(super) fn end(&mut self) {
+        self.exposure.ended = true;
     }
 }

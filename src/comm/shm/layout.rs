@@ -1,10 +1,10 @@
 //! The layout of the memory that the ranks of a host share. Pure.
 //!
 //! ```text
-//! page: who sleeps, whether all is over │ of rank 0: control │ slots │ rounds │ rings to each rank │ of rank 1: ...
+//! page: sleep bits, failure flag │ of rank 0: control │ slots │ rounds │ rings to each rank │ of rank 1: ...
 //! ```
 //!
-//! Only the owner writes to a rank's memory. Exceptions: the sleeper bits, and the read counter of a ring,
+//! Only the owner writes to a rank's memory. Exceptions: the sleep bits, and the read counter of a ring,
 //! which its reader writes.
 
 use std::ops::Range;
@@ -18,36 +18,36 @@ const PAGE: usize = 4096;
 /// ranks takes 1.82 µs with 8 slots, 1.60 with 32, 1.19 with 128.
 pub(crate) const SLOTS: u32 = 128;
 /// Most bytes that a rank publishes in a slot.
-pub(crate) const SMALL_BYTES: usize = 8 << 10;
+pub(crate) const SLOT_BYTES: usize = 8 << 10;
 /// Bytes of a slot's header: its stamp and the call, before the data.
 pub(crate) const SLOT_HEADER: usize = 64;
 /// Offsets in a slot: the rank's call, and a digest of all its earlier calls.
-pub(crate) const CALL_AT: usize = 8;
-pub(crate) const PAST_AT: usize = 24;
+pub(crate) const CALL_OFFSET: usize = 8;
+pub(crate) const HISTORY_OFFSET: usize = 24;
 /// Most bytes that a rank publishes in the line of the stamp.
-pub(crate) const INLINE_BYTES: usize = SLOT_HEADER - INLINE_AT;
-pub(crate) const INLINE_AT: usize = 32;
+pub(crate) const INLINE_BYTES: usize = SLOT_HEADER - INLINE_OFFSET;
+pub(crate) const INLINE_OFFSET: usize = 32;
 /// The number of rounds of large calls that are in memory at a time.
-pub(crate) const DEPTH: u64 = 14;
+pub(crate) const ROUNDS_IN_MEMORY: u64 = 14;
 /// Most bytes that a rank publishes in a round.
 pub(crate) const ROUND_BYTES: usize = 128 << 10;
 /// Rounds follow each other in memory and wrap around after this many bytes. A core takes far longer to write
 /// a line that another core has read lately and still has in its cache. On two cores of an EPYC (Zen 4, 1 MiB
 /// each) an all-reduce of 64 KiB takes 14.0 µs with 512 KiB here. It takes 7.2 µs with 1 MiB, 5.7 with 2 MiB,
 /// and 7.6 with 8 MiB, where large calls take twice as long.
-pub(crate) const ROUNDS_BYTES: usize = (DEPTH as usize + 2) * ROUND_BYTES;
+pub(crate) const ROUNDS_BYTES: usize = (ROUNDS_IN_MEMORY as usize + 2) * ROUND_BYTES;
 /// Most ranks of a host that share memory: one message on a socket carries two descriptors of each.
-pub(crate) const MOST_RANKS: usize = 126;
+pub(crate) const MAX_RANKS: usize = 126;
 /// The least size of a ring.
-const RING_LEAST_BYTES: usize = 8 << 10;
+const MIN_RING_BYTES: usize = 8 << 10;
 
 /// The counters of a rank that other ranks read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Counter {
     /// Rounds whose input from this rank is in memory.
-    Given,
+    Published,
     /// Rounds whose sum of this rank's part is in memory.
-    Summed,
+    Reduced,
     /// Rounds whose memory this rank no longer reads.
     Done,
 }
@@ -60,13 +60,13 @@ impl Counter {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Proof {
     /// Written by the rank that made the memory.
-    Question,
-    Answer,
+    Challenge,
+    Response,
 }
 
 /// One of the rings from a rank to another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct RingPlace {
+pub(crate) struct RingOffsets {
     /// The offsets of the writer's count of bytes written, and of its end-of-stream flag.
     pub(crate) written: usize,
     pub(crate) closed: usize,
@@ -79,13 +79,13 @@ pub(crate) struct RingPlace {
 
 /// The purpose of a ring.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum RingLane {
+pub(crate) enum RingChannel {
     Messages,
     /// Collectives by streams.
     Collectives,
 }
 
-impl RingLane {
+impl RingChannel {
     const ALL: [Self; 2] = [Self::Messages, Self::Collectives];
 
     /// The approximate size of all rings of one rank, and the largest size of one ring. Rings of messages are
@@ -102,11 +102,11 @@ impl RingLane {
     /// The size of one ring if this many ranks share the space.
     fn ring_bytes(self, ranks: usize) -> usize {
         let (all, most) = self.bytes();
-        (all / ranks.next_power_of_two()).clamp(RING_LEAST_BYTES, most)
+        (all / ranks.next_power_of_two()).clamp(MIN_RING_BYTES, most)
     }
 
     /// The size of one ring with the counters of both ends.
-    fn ring_and_ends(self, ranks: usize) -> usize {
+    fn ring_with_counters(self, ranks: usize) -> usize {
         2 * LINE + self.ring_bytes(ranks)
     }
 }
@@ -116,15 +116,15 @@ impl RingLane {
 pub(crate) struct Layout {
     ranks: usize,
     /// Bytes of each rank.
-    all: usize,
+    rank_bytes: usize,
 }
 
-/// The offset of the failure flag, behind the sleeper bits of the first page.
-const FAILED: usize = 2 * LINE;
+/// The offset of the failure flag, behind the sleep bits of the first page.
+const FAILURE_FLAG: usize = 2 * LINE;
 /// The offset of the core numbers in the first page: a word for each rank.
 const CORES: usize = PAGE / 4;
 const CONTROL: usize = PAGE;
-const SLOT: usize = (SLOT_HEADER + SMALL_BYTES).next_multiple_of(LINE);
+const SLOT: usize = (SLOT_HEADER + SLOT_BYTES).next_multiple_of(LINE);
 const ALL_SLOTS: usize = (SLOTS as usize * SLOT).next_multiple_of(PAGE);
 // The last round may begin just before the wrap-around. Two rounds that share bytes are nearly `ROUNDS_BYTES`
 // apart.
@@ -132,28 +132,29 @@ const ALL_ROUNDS: usize = ROUNDS_BYTES + ROUND_BYTES;
 
 impl Layout {
     pub(crate) fn new(ranks: usize) -> Self {
-        let rings: usize = RingLane::ALL.iter().map(|lane| ranks * lane.ring_and_ends(ranks)).sum();
-        Self { ranks, all: (CONTROL + ALL_SLOTS + ALL_ROUNDS + rings).next_multiple_of(PAGE) }
+        let rings: usize =
+            RingChannel::ALL.iter().map(|channel| ranks * channel.ring_with_counters(ranks)).sum();
+        Self { ranks, rank_bytes: (CONTROL + ALL_SLOTS + ALL_ROUNDS + rings).next_multiple_of(PAGE) }
     }
 
     /// The total size.
     pub(crate) fn bytes(self) -> usize {
-        self.of(self.ranks).start
+        self.rank_range(self.ranks).start
     }
 
     /// The bytes that belong to `rank`.
-    pub(crate) fn of(self, rank: usize) -> Range<usize> {
-        PAGE + rank * self.all..PAGE + (rank + 1) * self.all
+    pub(crate) fn rank_range(self, rank: usize) -> Range<usize> {
+        PAGE + rank * self.rank_bytes..PAGE + (rank + 1) * self.rank_bytes
     }
 
     /// The word with the bit of `rank` that is set while it sleeps, and that bit.
-    pub(crate) fn sleeper(rank: usize) -> (usize, u64) {
+    pub(crate) fn sleep_bit(rank: usize) -> (usize, u64) {
         (rank / 64 * size_of::<u64>(), 1 << (rank % 64))
     }
 
     /// The word that is set when the group has failed.
-    pub(crate) fn failed() -> usize {
-        FAILED
+    pub(crate) fn failure_flag() -> usize {
+        FAILURE_FLAG
     }
 
     /// The word in which `rank` publishes the core on which it waits, plus 1. It is 0 until the rank has done
@@ -163,43 +164,49 @@ impl Layout {
     }
 
     /// The words with the bits of all ranks.
-    pub(crate) fn sleepers(self) -> impl Iterator<Item = usize> {
+    pub(crate) fn sleep_masks(self) -> impl Iterator<Item = usize> {
         (0..self.ranks.div_ceil(64)).map(|word| word * size_of::<u64>())
     }
 
     pub(crate) fn counter(self, rank: usize, counter: Counter) -> usize {
-        self.of(rank).start + LINE * counter as usize
+        self.rank_range(rank).start + LINE * counter as usize
     }
 
     pub(crate) fn proof(self, rank: usize, proof: Proof) -> usize {
-        self.of(rank).start + LINE * (Counter::COUNT + proof as usize)
+        self.rank_range(rank).start + LINE * (Counter::COUNT + proof as usize)
     }
 
     /// The bytes that `rank` commits: its own; the first rank also commits the common page.
-    pub(crate) fn taken_by(self, rank: usize) -> Range<usize> {
-        let own = self.of(rank);
+    pub(crate) fn committed_by(self, rank: usize) -> Range<usize> {
+        let own = self.rank_range(rank);
         if rank == 0 { 0..own.end } else { own }
     }
 
     /// The slot of `rank` for call number `number`.
     pub(crate) fn slot(self, rank: usize, number: u32) -> usize {
-        self.of(rank).start + CONTROL + (number % SLOTS) as usize * SLOT
+        self.rank_range(rank).start + CONTROL + (number % SLOTS) as usize * SLOT
     }
 
     /// The offset of the data of `rank` in a round that begins `position` bytes after the first of all calls.
     pub(crate) fn round(self, rank: usize, position: u64) -> usize {
-        self.of(rank).start + CONTROL + ALL_SLOTS + (position % ROUNDS_BYTES as u64) as usize
+        self.rank_range(rank).start + CONTROL + ALL_SLOTS + (position % ROUNDS_BYTES as u64) as usize
     }
 
     /// The ring from rank `from` to rank `to`.
-    pub(crate) fn ring(self, lane: RingLane, from: usize, to: usize) -> RingPlace {
+    pub(crate) fn ring(self, channel: RingChannel, from: usize, to: usize) -> RingOffsets {
         let ranks = self.ranks;
-        let lanes = RingLane::ALL.iter().take_while(|&&other| other != lane);
-        let before: usize = lanes.map(|lane| ranks * lane.ring_and_ends(ranks)).sum();
-        let before = before + to * lane.ring_and_ends(ranks);
-        let start = self.of(from).start + CONTROL + ALL_SLOTS + ALL_ROUNDS + before;
+        let channels = RingChannel::ALL.iter().take_while(|&&other| other != channel);
+        let before: usize = channels.map(|channel| ranks * channel.ring_with_counters(ranks)).sum();
+        let before = before + to * channel.ring_with_counters(ranks);
+        let start = self.rank_range(from).start + CONTROL + ALL_SLOTS + ALL_ROUNDS + before;
         let (written, read, data) = (start, start + LINE, start + 2 * LINE);
-        RingPlace { written, closed: written + size_of::<u64>(), read, data, bytes: lane.ring_bytes(ranks) }
+        RingOffsets {
+            written,
+            closed: written + size_of::<u64>(),
+            read,
+            data,
+            bytes: channel.ring_bytes(ranks),
+        }
     }
 }
 
@@ -207,61 +214,63 @@ impl Layout {
 mod tests {
     use super::*;
 
-    /// All places, as ranges.
-    fn places(layout: Layout) -> Vec<Range<usize>> {
-        let mut places: Vec<_> = layout.sleepers().map(|word| word..word + 8).collect();
-        places.push(Layout::failed()..Layout::failed() + LINE);
+    /// The ranges of all fields.
+    fn ranges(layout: Layout) -> Vec<Range<usize>> {
+        let mut ranges: Vec<_> = layout.sleep_masks().map(|word| word..word + 8).collect();
+        ranges.push(Layout::failure_flag()..Layout::failure_flag() + LINE);
         for rank in 0..layout.ranks {
-            places.push(Layout::core(rank)..Layout::core(rank) + 8);
-            for counter in [Counter::Given, Counter::Summed, Counter::Done] {
+            ranges.push(Layout::core(rank)..Layout::core(rank) + 8);
+            for counter in [Counter::Published, Counter::Reduced, Counter::Done] {
                 let at = layout.counter(rank, counter);
-                places.push(at..at + LINE);
+                ranges.push(at..at + LINE);
             }
-            for proof in [Proof::Question, Proof::Answer] {
+            for proof in [Proof::Challenge, Proof::Response] {
                 let at = layout.proof(rank, proof);
-                places.push(at..at + LINE);
+                ranges.push(at..at + LINE);
             }
-            places.extend((0..SLOTS).map(|number| {
+            ranges.extend((0..SLOTS).map(|number| {
                 let at = layout.slot(rank, number);
-                at..at + SLOT_HEADER + SMALL_BYTES
+                at..at + SLOT_HEADER + SLOT_BYTES
             }));
-            places.push(layout.round(rank, 0)..layout.round(rank, ROUNDS_BYTES as u64 - 1) + ROUND_BYTES);
-            for (lane, to) in
-                RingLane::ALL.into_iter().flat_map(|lane| (0..layout.ranks).map(move |to| (lane, to)))
+            ranges.push(layout.round(rank, 0)..layout.round(rank, ROUNDS_BYTES as u64 - 1) + ROUND_BYTES);
+            for (channel, to) in RingChannel::ALL
+                .into_iter()
+                .flat_map(|channel| (0..layout.ranks).map(move |to| (channel, to)))
             {
-                let ring = layout.ring(lane, rank, to);
-                places.push(ring.written..ring.written + LINE);
-                places.push(ring.read..ring.read + LINE);
-                places.push(ring.data..ring.data + ring.bytes);
+                let ring = layout.ring(channel, rank, to);
+                ranges.push(ring.written..ring.written + LINE);
+                ranges.push(ring.read..ring.read + LINE);
+                ranges.push(ring.data..ring.data + ring.bytes);
                 assert!(ring.bytes.is_power_of_two());
                 assert!(
-                    layout.of(rank).contains(&ring.written) && layout.of(rank).end >= ring.data + ring.bytes
+                    layout.rank_range(rank).contains(&ring.written)
+                        && layout.rank_range(rank).end >= ring.data + ring.bytes
                 );
             }
         }
-        places
+        ranges
     }
 
     #[test]
     fn slots_are_disjoint_and_inside_the_memory() {
-        for ranks in [2, 3, 64, 65, MOST_RANKS] {
+        for ranks in [2, 3, 64, 65, MAX_RANKS] {
             let layout = Layout::new(ranks);
-            let mut places = places(layout);
-            places.sort_by_key(|place| place.start);
-            assert!(places.windows(2).all(|pair| pair[0].end <= pair[1].start), "{ranks} ranks");
-            assert!(places.last().unwrap().end <= layout.bytes());
-            assert_eq!(layout.of(0).start % PAGE + layout.bytes() % PAGE, 0);
-            let taken: Vec<_> = (0..ranks).map(|rank| layout.taken_by(rank)).collect();
-            assert!(taken.windows(2).all(|pair| pair[0].end == pair[1].start), "{ranks} ranks");
-            assert_eq!((taken[0].start, taken[ranks - 1].end), (0, layout.bytes()));
+            let mut ranges = ranges(layout);
+            ranges.sort_by_key(|range| range.start);
+            assert!(ranges.windows(2).all(|pair| pair[0].end <= pair[1].start), "{ranks} ranks");
+            assert!(ranges.last().unwrap().end <= layout.bytes());
+            assert_eq!(layout.rank_range(0).start % PAGE + layout.bytes() % PAGE, 0);
+            let committed: Vec<_> = (0..ranks).map(|rank| layout.committed_by(rank)).collect();
+            assert!(committed.windows(2).all(|pair| pair[0].end == pair[1].start), "{ranks} ranks");
+            assert_eq!((committed[0].start, committed[ranks - 1].end), (0, layout.bytes()));
         }
     }
 
     #[test]
     fn each_rank_has_its_own_sleeper_bit() {
-        let bits: std::collections::HashSet<_> = (0..MOST_RANKS).map(Layout::sleeper).collect();
-        assert_eq!(bits.len(), MOST_RANKS);
-        let words: Vec<_> = Layout::new(MOST_RANKS).sleepers().collect();
+        let bits: std::collections::HashSet<_> = (0..MAX_RANKS).map(Layout::sleep_bit).collect();
+        assert_eq!(bits.len(), MAX_RANKS);
+        let words: Vec<_> = Layout::new(MAX_RANKS).sleep_masks().collect();
         assert!(bits.iter().all(|(word, _)| words.contains(word)));
     }
 }

@@ -1,39 +1,40 @@
 //! Shared memory: collectives and messages between the ranks of one host, without connections.
 //!
 //! ```text
-//! meeting ─► segment, layout       memory that all of them have
-//! program ─► run, small ─► moves   collectives: what a rank does, step by step; doing it, also at once; copies and sums
-//!            ring ─► segment       a way for bytes, in the place of a connection
-//!            bells                 waking who sleeps
-//! handout ─► allocations ─► part   memory of programs that all of them reach
+//! bootstrap ─► segment, layout          memory that all of them have
+//! schedule ─► collective, small_call    collectives: the steps of a rank; their execution, also inline
+//!              └─► copy_reduce          copies and sums
+//!              ring ─► segment          a byte stream in the place of a connection
+//!              doorbells                wake-up of sleeping ranks
+//! fd_passing ─► allocations ─► region   memory of programs that all of them reach
 //! ```
 //!
 //! Control connections stay open: they report a rank that has died, left or aborted. Memory holds data and
 //! counters only. The rules of connections hold here too: calls are compared before data is touched, every
 //! wait has a deadline, one rank reports a failure to all.
 //!
-//! Only a rank itself writes to its memory. The order of a call's steps ([`program`]) determines when others
+//! Only a rank itself writes to its memory. The order of a call's steps ([`schedule`]) determines when others
 //! may read it and how long it must stay. `tests.rs` checks that in many orders of events.
 
 pub(crate) mod allocations;
-mod bells;
-pub(crate) mod handout;
+pub(crate) mod bootstrap;
+pub(crate) mod collective;
+mod copy_reduce;
+mod doorbells;
+pub(crate) mod fd_passing;
 mod layout;
-pub(crate) mod meeting;
 #[cfg(all(test, loom))]
 mod models;
-mod moves;
-pub(crate) mod obstacle;
-mod pace;
-pub(crate) mod part;
-mod program;
-mod put;
+pub(crate) mod region;
 mod ring;
-pub(crate) mod run;
+mod schedule;
 pub(crate) mod segment;
-pub(crate) mod small;
+pub(crate) mod small_call;
+mod store_policy;
 #[cfg(test)]
 mod tests;
+pub(crate) mod unavailable;
+mod write;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -42,50 +43,52 @@ use std::sync::atomic::Ordering;
 use smallvec::SmallVec;
 
 use crate::call::Call;
-use crate::engine::streams::RunError;
+use crate::engine::streams::ExecutionError;
 use crate::kernels::Kernel;
-use allocations::{Allocations, Told};
-use bells::Bells;
-use layout::{CALL_AT, Counter, INLINE_AT, PAST_AT, ROUND_BYTES, SLOT_HEADER, SLOTS, SMALL_BYTES};
-pub(crate) use layout::{Layout, RingLane};
-use meeting::Met;
-use pace::Pace;
-pub(crate) use program::is_known;
-use program::{CACHED_BYTES, Limits, Program, Step, Whom};
+use allocations::{Allocations, PublishedLocation};
+use bootstrap::SharedResources;
+use doorbells::Doorbells;
+use layout::{
+    CALL_OFFSET, Counter, HISTORY_OFFSET, INLINE_OFFSET, ROUND_BYTES, SLOT_BYTES, SLOT_HEADER, SLOTS,
+};
+pub(crate) use layout::{Layout, RingChannel};
 use ring::Ring;
+pub(crate) use schedule::is_supported;
+use schedule::{CACHED_BYTES, Limits, Peers, Schedule, ScheduleStep};
 use segment::{Segment, View};
+use store_policy::StorePolicy;
 
 /// The memory that this rank shares with the others on its host.
 #[derive(Debug)]
-pub(crate) struct Node {
+pub(crate) struct HostMemory {
     segment: Arc<Segment>,
     layout: Layout,
-    bells: Arc<Bells>,
-    /// The ranks in the group of the host's ranks, and the place of this one.
+    doorbells: Arc<Doorbells>,
+    /// The ranks in the group of the host's ranks, and the local rank of this one: its index in `ranks`.
     ranks: Vec<usize>,
     me: usize,
     processes: Vec<OwnedFd>,
-    /// The core on which this rank last said that it waits, plus 1.
+    /// The core that this rank last published, plus 1.
     core: u64,
-    /// Calls and rounds that were begun here, and the size of the rounds.
+    /// Calls and rounds that were started here, and the size of the rounds.
     calls: u32,
     rounds: u64,
     round_bytes: u64,
-    past: u64,
-    /// The calls that the others had begun, and their counters, when last read.
-    begun: Vec<u32>,
-    counted: [Vec<u64>; Counter::COUNT],
+    history: u64,
+    /// The calls that the others had started, and their counters, when last read.
+    started: Vec<u32>,
+    counters: [Vec<u64>; Counter::COUNT],
     scratch: Vec<u8>,
     /// The store policy of writes for all ranks, and of writes for one rank each.
-    to_all: Pace,
-    to_each: Vec<Pace>,
+    policy_for_all: StorePolicy,
+    policy_for_rank: Vec<StorePolicy>,
     allocations: Arc<Allocations>,
     /// A list of steps that the next run reuses, which saves an allocation.
-    steps: Vec<Step>,
+    steps: Vec<ScheduleStep>,
 }
 
 /// The ranks that a call waits for.
-type Waits = SmallVec<[usize; 4]>;
+type AwaitedRanks = SmallVec<[usize; 4]>;
 
 /// The description of a call that a rank publishes in its slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,12 +98,12 @@ struct Header {
     seq: u32,
     /// A digest of the earlier calls. A rank that publishes or leaves without waiting is compared later by
     /// it.
-    past: u64,
+    history: u64,
 }
 
 /// The number of a call among those of the host's ranks, and the position of its rounds.
 #[derive(Debug, Clone, Copy)]
-struct Numbered {
+struct CallNumber {
     number: u32,
     /// The number of rounds before its own, and the offset of its first round in bytes after the first of all
     /// calls.
@@ -119,22 +122,22 @@ impl Header {
         // Odd multipliers are invertible, so every call affects the digest; the rotation makes the order
         // count.
         let mix = |hash: u64, word: u64| (hash.rotate_left(23) ^ word).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        words.into_iter().chain([u64::from(self.seq)]).fold(self.past, mix)
+        words.into_iter().chain([u64::from(self.seq)]).fold(self.history, mix)
     }
 }
 
-impl Node {
-    pub(crate) fn new(met: Met, layout: Layout, ranks: Vec<usize>, me: usize) -> Self {
-        let Met { segment, bells, processes } = met;
-        let bells = Arc::new(Bells::new(Arc::clone(&segment), layout, me, bells));
-        let (begun, counted) = (vec![0; ranks.len()], std::array::from_fn(|_| vec![0; ranks.len()]));
-        let (scratch, to_each) =
-            (vec![0; Kernel::SCRATCH_BYTES], ranks.iter().map(|_| Pace::default()).collect());
-        let (calls, rounds, round_bytes, past, steps) = (0, 0, 0, 0, Vec::new());
+impl HostMemory {
+    pub(crate) fn new(resources: SharedResources, layout: Layout, ranks: Vec<usize>, me: usize) -> Self {
+        let SharedResources { segment, doorbells, processes } = resources;
+        let doorbells = Arc::new(Doorbells::new(Arc::clone(&segment), layout, me, doorbells));
+        let (started, counters) = (vec![0; ranks.len()], std::array::from_fn(|_| vec![0; ranks.len()]));
+        let (scratch, policy_for_rank) =
+            (vec![0; Kernel::SCRATCH_BYTES], ranks.iter().map(|_| StorePolicy::default()).collect());
+        let (calls, rounds, round_bytes, history, steps) = (0, 0, 0, 0, Vec::new());
         Self {
             segment,
             layout,
-            bells,
+            doorbells,
             ranks,
             me,
             processes,
@@ -142,12 +145,12 @@ impl Node {
             calls,
             rounds,
             round_bytes,
-            past,
-            begun,
-            counted,
+            history,
+            started,
+            counters,
             scratch,
-            to_all: Pace::default(),
-            to_each,
+            policy_for_all: StorePolicy::default(),
+            policy_for_rank,
             allocations: Arc::default(),
             steps,
         }
@@ -158,10 +161,10 @@ impl Node {
         &self.allocations
     }
 
-    /// The other ranks of the host, with their places.
+    /// The other ranks of the host, with their local ranks.
     pub(crate) fn others(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
         let me = self.me;
-        self.ranks.clone().into_iter().enumerate().filter(move |&(place, _)| place != me)
+        self.ranks.clone().into_iter().enumerate().filter(move |&(local_rank, _)| local_rank != me)
     }
 
     /// The processes of the host's ranks, if the system has descriptors for them.
@@ -173,47 +176,48 @@ impl Node {
         self.processes().find(|&(of, _)| of == rank).map(|(_, process)| process)
     }
 
-    /// A pair of rings to the rank at `place`.
-    pub(crate) fn way(&self, lane: RingLane, place: usize) -> Ring {
-        let (out, into) = (self.layout.ring(lane, self.me, place), self.layout.ring(lane, place, self.me));
-        Ring::new(Arc::clone(&self.segment), Arc::clone(&self.bells), place, out, into)
+    /// A pair of rings to the rank `local_rank` of the host.
+    pub(crate) fn ring_to(&self, channel: RingChannel, local_rank: usize) -> Ring {
+        let (out, into) =
+            (self.layout.ring(channel, self.me, local_rank), self.layout.ring(channel, local_rank, self.me));
+        Ring::new(Arc::clone(&self.segment), Arc::clone(&self.doorbells), local_rank, out, into)
     }
 
     /// Sets the failure flag. Control connections report the reason.
     pub(crate) fn fail(&self) {
-        self.segment.word(Layout::failed()).store(1, Ordering::Release);
+        self.segment.word(Layout::failure_flag()).store(1, Ordering::Release);
     }
 
     /// Returns whether a rank has set the failure flag.
     pub(crate) fn has_failed(&self) -> bool {
-        self.segment.word(Layout::failed()).load(Ordering::Acquire) != 0
+        self.segment.word(Layout::failure_flag()).load(Ordering::Acquire) != 0
     }
 
-    pub(crate) fn fall_asleep(&self) {
-        self.bells.fall_asleep();
+    pub(crate) fn mark_sleeping(&self) {
+        self.doorbells.mark_sleeping();
     }
 
-    /// Returns whether this rank is still marked as sleeping, because nobody has rung since.
-    pub(crate) fn is_asleep(&self) -> bool {
-        self.bells.is_asleep()
+    /// Returns whether this rank is still marked as sleeping, because nobody has woken it since.
+    pub(crate) fn is_marked_sleeping(&self) -> bool {
+        self.doorbells.is_marked_sleeping()
     }
 
-    pub(crate) fn wake_up(&self) {
-        self.bells.wake_up();
+    pub(crate) fn clear_sleeping(&self) {
+        self.doorbells.clear_sleeping();
     }
 
-    fn program(&self, call: &Call) -> Program {
-        let limits = Limits { small: SMALL_BYTES, round: ROUND_BYTES, cached: CACHED_BYTES };
+    fn schedule(&self, call: &Call) -> Schedule {
+        let limits = Limits { slot_bytes: SLOT_BYTES, round_bytes: ROUND_BYTES, cached_bytes: CACHED_BYTES };
         let root = self.ranks.iter().position(|&rank| rank == call.root as usize).unwrap_or(0);
-        Program::new(&Call { root: root as u32, ..*call }, self.me, self.ranks.len(), limits)
+        Schedule::new(&Call { root: root as u32, ..*call }, self.me, self.ranks.len(), limits)
     }
 
     /// Numbers a call and its rounds; all ranks do so in the same order.
-    fn count(&mut self, call: &Call, seq: u64, rounds: u64, round_bytes: usize) -> Numbered {
+    fn number_call(&mut self, call: &Call, seq: u64, rounds: u64, round_bytes: usize) -> CallNumber {
         self.calls = self.calls.wrapping_add(1);
-        let header = Header { call: call.encode(), seq: seq as u32, past: self.past };
-        self.past = header.digest();
-        let numbered = Numbered {
+        let header = Header { call: call.encode(), seq: seq as u32, history: self.history };
+        self.history = header.digest();
+        let call_number = CallNumber {
             number: self.calls,
             rounds: self.rounds,
             position: self.round_bytes,
@@ -222,28 +226,29 @@ impl Node {
         };
         self.rounds += rounds;
         self.round_bytes += rounds * round_bytes as u64;
-        numbered
+        call_number
     }
 
-    /// The bytes at `at` of what `rank` gives in the slot of call `number`, beside its stamp if `inline`.
-    fn in_slot(&self, rank: usize, number: u32, inline: bool, at: usize, bytes: usize) -> View<'_> {
-        let start = if inline { INLINE_AT } else { SLOT_HEADER };
+    /// The bytes at `at` of the data that `rank` publishes in the slot of call `number`, beside its stamp if
+    /// `inline`.
+    fn slot_view(&self, rank: usize, number: u32, inline: bool, at: usize, bytes: usize) -> View<'_> {
+        let start = if inline { INLINE_OFFSET } else { SLOT_HEADER };
         self.segment.view(self.layout.slot(rank, number) + start + at, bytes)
     }
 
-    fn in_round(&self, rank: usize, position: u64, at: usize, bytes: usize) -> View<'_> {
+    fn round_view(&self, rank: usize, position: u64, at: usize, bytes: usize) -> View<'_> {
         debug_assert!(at + bytes <= ROUND_BYTES);
         self.segment.view(self.layout.round(rank, position) + at, bytes)
     }
 
-    /// The ranks that may still read the slot of call `number`: they have not begun a call that is late
+    /// The ranks that may still read the slot of call `number`: they have not started a call that is late
     /// enough.
-    fn late_for(&mut self, number: u32) -> Waits {
+    fn slot_readers(&mut self, number: u32) -> AwaitedRanks {
         let needed = number.wrapping_sub(SLOTS - 1);
-        let mut late = Waits::new();
-        for place in 0..self.ranks.len() {
-            if place != self.me && !self.has_begun(place, needed) {
-                late.push(self.ranks[place]);
+        let mut late = AwaitedRanks::new();
+        for local_rank in 0..self.ranks.len() {
+            if local_rank != self.me && !self.has_started(local_rank, needed) {
+                late.push(self.ranks[local_rank]);
             }
         }
         late
@@ -251,60 +256,60 @@ impl Node {
 
     /// Returns whether the slot of the next call is free.
     #[inline]
-    fn is_free_for_next(&mut self) -> bool {
+    fn is_next_slot_free(&mut self) -> bool {
         let needed = self.calls.wrapping_add(1).wrapping_sub(SLOTS - 1);
-        (0..self.ranks.len()).all(|place| place == self.me || self.has_begun(place, needed))
+        (0..self.ranks.len()).all(|local_rank| local_rank == self.me || self.has_started(local_rank, needed))
     }
 
-    fn has_begun(&mut self, rank: usize, number: u32) -> bool {
-        if reaches(self.begun[rank], number) {
+    fn has_started(&mut self, rank: usize, number: u32) -> bool {
+        if reaches(self.started[rank], number) {
             return true;
         }
         let stamp = self.segment.word(self.layout.slot(rank, number)).load(Ordering::Acquire);
         if reaches(stamp as u32, number) {
-            self.begun[rank] = stamp as u32;
+            self.started[rank] = stamp as u32;
         }
         reaches(stamp as u32, number)
     }
 
     /// Publishes a call with its stamp, once all data of its slot is written. The caller must then
-    /// [ring](Bells::ring_all) for sleeping ranks.
-    fn announce(&self, number: u32, header: &Header, told: Option<Told>) {
+    /// [wake](Doorbells::wake_all) for sleeping ranks.
+    fn announce(&self, number: u32, header: &Header, location: Option<PublishedLocation>) {
         let slot = self.layout.slot(self.me, number);
-        if let Some(told) = told {
-            self.segment.view(slot + INLINE_AT, Told::BYTES).put(&told.encode());
+        if let Some(location) = location {
+            self.segment.view(slot + INLINE_OFFSET, PublishedLocation::BYTES).write(&location.encode());
         }
-        self.segment.view(slot + CALL_AT, 16).put(&header.call);
-        self.segment.view(slot + PAST_AT, 8).put(&header.past.to_le_bytes());
+        self.segment.view(slot + CALL_OFFSET, 16).write(&header.call);
+        self.segment.view(slot + HISTORY_OFFSET, 8).write(&header.history.to_le_bytes());
         let stamp = u64::from(header.seq) << 32 | u64::from(number);
         self.segment.word(slot).store(stamp, Ordering::Release);
     }
 
     /// Returns whether one of `ranks` was last on this rank's core, so that it can run only if this one
     /// yields.
-    pub(crate) fn is_near(&mut self, ranks: impl IntoIterator<Item = usize>) -> bool {
-        self.tell_core();
-        let mut places =
+    pub(crate) fn shares_core_with_any(&mut self, ranks: impl IntoIterator<Item = usize>) -> bool {
+        self.publish_core();
+        let mut local_ranks =
             ranks.into_iter().filter_map(|rank| self.ranks.iter().position(|&other| other == rank));
-        places.any(|place| self.shares_core(place))
+        local_ranks.any(|local_rank| self.shares_core(local_rank))
     }
 
     /// Publishes the core on which this rank waits.
-    fn tell_core(&mut self) {
+    fn publish_core(&mut self) {
         let core = nix::sched::sched_getcpu().map_or(0, |core| core as u64 + 1);
         if core != std::mem::replace(&mut self.core, core) {
             self.segment.word(Layout::core(self.me)).store(core, Ordering::Relaxed);
         }
     }
 
-    fn shares_core(&self, place: usize) -> bool {
-        self.core != 0 && self.segment.word(Layout::core(place)).load(Ordering::Relaxed) == self.core
+    fn shares_core(&self, local_rank: usize) -> bool {
+        self.core != 0 && self.segment.word(Layout::core(local_rank)).load(Ordering::Relaxed) == self.core
     }
 
     /// Wakes ranks that sleep, after something was announced.
     #[inline]
-    pub(crate) fn ring(&self) {
-        self.bells.ring_all();
+    pub(crate) fn wake_sleepers(&self) {
+        self.doorbells.wake_all();
     }
 
     /// Returns whether `rank` has made call `number`, which this rank describes as `ours` and which is its
@@ -314,24 +319,30 @@ impl Node {
     ///
     /// The rank made another call, now or before.
     #[inline]
-    fn meet(&mut self, rank: usize, number: u32, ours: &Header, seq: u64) -> Result<bool, RunError> {
+    fn match_call(
+        &mut self,
+        rank: usize,
+        number: u32,
+        ours: &Header,
+        seq: u64,
+    ) -> Result<bool, ExecutionError> {
         match self.header(rank, number) {
             None => Ok(false),
             Some(theirs) if theirs == *ours => Ok(true),
-            Some(theirs) => Err(self.differs(rank, number, theirs, seq)),
+            Some(theirs) => Err(self.mismatch(rank, number, theirs, seq)),
         }
     }
 
     #[cold]
-    fn differs(&mut self, rank: usize, number: u32, theirs: Header, seq: u64) -> RunError {
+    fn mismatch(&mut self, rank: usize, number: u32, theirs: Header, seq: u64) -> ExecutionError {
         let peer = self.ranks[rank];
-        let theirs = self.difference(rank, number).unwrap_or(theirs);
+        let theirs = self.first_difference(rank, number).unwrap_or(theirs);
         match Call::decode(theirs.call) {
             Ok(call) => {
                 let seq = seq & !u64::from(u32::MAX) | u64::from(theirs.seq);
-                RunError::Mismatch { peer, theirs: call, seq }
+                ExecutionError::Mismatch { peer, theirs: call, seq }
             }
-            Err(what) => RunError::Protocol { peer, what },
+            Err(what) => ExecutionError::Protocol { peer, what },
         }
     }
 
@@ -343,18 +354,18 @@ impl Node {
         if stamp as u32 != number {
             return None;
         }
-        if reaches(number, self.begun[rank]) {
-            self.begun[rank] = number;
+        if reaches(number, self.started[rank]) {
+            self.started[rank] = number;
         }
-        let (mut call, mut past) = ([0; 16], [0; 8]);
-        self.segment.view(slot + CALL_AT, 16).take(&mut call);
-        self.segment.view(slot + PAST_AT, 8).take(&mut past);
-        Some(Header { call, seq: (stamp >> 32) as u32, past: u64::from_le_bytes(past) })
+        let (mut call, mut history) = ([0; 16], [0; 8]);
+        self.segment.view(slot + CALL_OFFSET, 16).read(&mut call);
+        self.segment.view(slot + HISTORY_OFFSET, 8).read(&mut history);
+        Some(Header { call, seq: (stamp >> 32) as u32, history: u64::from_le_bytes(history) })
     }
 
     /// The call of `rank`, `number` or one shortly before, in which it was the first to differ from this
     /// rank.
-    fn difference(&mut self, rank: usize, number: u32) -> Option<Header> {
+    fn first_difference(&mut self, rank: usize, number: u32) -> Option<Header> {
         let last = (0..SLOTS).map(|back| number.wrapping_sub(back));
         let differ = last.filter_map(|number| {
             let (theirs, ours) = (self.header(rank, number)?, self.header(self.me, number)?);
@@ -364,33 +375,35 @@ impl Node {
     }
 
     /// The location of the elements of `rank` for call `number`, which it has made.
-    fn told(&self, rank: usize, number: u32) -> Told {
-        let mut bytes = [0; Told::BYTES];
-        self.segment.view(self.layout.slot(rank, number) + INLINE_AT, Told::BYTES).take(&mut bytes);
-        Told::decode(bytes)
+    fn published_location(&self, rank: usize, number: u32) -> PublishedLocation {
+        let mut bytes = [0; PublishedLocation::BYTES];
+        self.segment
+            .view(self.layout.slot(rank, number) + INLINE_OFFSET, PublishedLocation::BYTES)
+            .read(&mut bytes);
+        PublishedLocation::decode(bytes)
     }
 
-    fn publish(&self, counter: Counter, count: u64) {
+    fn set_counter(&self, counter: Counter, count: u64) {
         self.segment.word(self.layout.counter(self.me, counter)).store(count, Ordering::Release);
-        self.bells.ring_all();
+        self.doorbells.wake_all();
     }
 
     /// Returns whether the counter of `rank` has reached `count`.
-    fn has_counted(&mut self, rank: usize, counter: Counter, count: u64) -> bool {
-        let known = &mut self.counted[counter as usize][rank];
+    fn has_reached(&mut self, rank: usize, counter: Counter, count: u64) -> bool {
+        let known = &mut self.counters[counter as usize][rank];
         if *known < count {
             *known = self.segment.word(self.layout.counter(rank, counter)).load(Ordering::Acquire);
         }
         *known >= count
     }
 
-    /// The first of `whom` whose counter has not reached `count`.
-    fn behind(&mut self, whom: Whom, counter: Counter, count: u64) -> Option<usize> {
-        match whom {
-            Whom::One(rank) => (!self.has_counted(rank, counter, count)).then_some(rank),
-            Whom::All => {
+    /// The first of `peers` whose counter has not reached `count`.
+    fn first_behind(&mut self, peers: Peers, counter: Counter, count: u64) -> Option<usize> {
+        match peers {
+            Peers::One(rank) => (!self.has_reached(rank, counter, count)).then_some(rank),
+            Peers::All => {
                 let me = self.me;
-                (0..self.ranks.len()).find(|&rank| rank != me && !self.has_counted(rank, counter, count))
+                (0..self.ranks.len()).find(|&rank| rank != me && !self.has_reached(rank, counter, count))
             }
         }
     }

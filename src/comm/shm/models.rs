@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 use loom::sync::atomic::{AtomicU64, AtomicUsize};
 use loom::thread;
 
-use super::bells::{asleep, fall_asleep, is_asleep, take_away};
+use super::doorbells::{clear_sleep_bit, is_sleep_bit_set, set_sleep_bit, sleeping_ranks};
 
 const BIT: u64 = 2;
 
@@ -16,16 +16,16 @@ const BIT: u64 = 2;
 struct Shared {
     sleepers: AtomicU64,
     stamp: AtomicU64,
-    given: AtomicUsize,
+    data: AtomicUsize,
     sleeper: thread::Thread,
 }
 
 impl Shared {
     /// The other rank publishes data and wakes the sleeper.
-    fn give(&self) {
-        self.given.store(7, Ordering::Relaxed);
+    fn publish(&self) {
+        self.data.store(7, Ordering::Relaxed);
         self.stamp.store(1, Ordering::Release);
-        if asleep(&self.sleepers) & BIT != 0 && take_away(&self.sleepers, BIT) {
+        if sleeping_ranks(&self.sleepers) & BIT != 0 && clear_sleep_bit(&self.sleepers, BIT) {
             self.sleeper.unpark();
         }
     }
@@ -38,21 +38,21 @@ fn sleeping_rank_is_woken_or_sees_the_new_data() {
         let shared = Arc::new(Shared {
             sleepers: AtomicU64::new(0),
             stamp: AtomicU64::new(0),
-            given: AtomicUsize::new(0),
+            data: AtomicUsize::new(0),
             sleeper: thread::current(),
         });
         let other = Arc::clone(&shared);
-        let other = thread::spawn(move || other.give());
-        fall_asleep(&shared.sleepers, BIT);
-        if shared.stamp.load(Ordering::Acquire) == 0 && is_asleep(&shared.sleepers, BIT) {
+        let other = thread::spawn(move || other.publish());
+        set_sleep_bit(&shared.sleepers, BIT);
+        if shared.stamp.load(Ordering::Acquire) == 0 && is_sleep_bit_set(&shared.sleepers, BIT) {
             thread::park();
         }
-        take_away(&shared.sleepers, BIT);
+        clear_sleep_bit(&shared.sleepers, BIT);
         // A rank that was woken finds the data; one that was not woken had seen it.
         while shared.stamp.load(Ordering::Acquire) == 0 {
             thread::yield_now();
         }
-        assert_eq!(shared.given.load(Ordering::Relaxed), 7, "the stamp is there before what was given");
+        assert_eq!(shared.data.load(Ordering::Relaxed), 7, "the stamp is there before the data");
         other.join().unwrap();
     });
 }

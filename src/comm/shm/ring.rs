@@ -7,98 +7,98 @@ use std::io::{self, IoSlice};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::bells::Bells;
-use super::layout::RingPlace;
-use super::pace::Pace;
+use super::doorbells::Doorbells;
+use super::layout::RingOffsets;
 use super::segment::Segment;
+use super::store_policy::StorePolicy;
 use crate::links::Link;
 
 /// Most bytes that are copied before the count is published.
-const STEP_BYTES: usize = 16 << 10;
+const CHUNK_BYTES: usize = 16 << 10;
 /// The reader publishes its count when it has read this fraction of the ring, and when it finds nothing more
 /// to read. Publishing costs as much as reading a short message.
-const TOLD_PARTS: usize = 4;
+const READ_REPORTS_PER_RING: usize = 4;
 
 /// One end of the two rings between two ranks. Doorbells wake a waiting rank; there is no descriptor to poll.
 #[derive(Debug)]
 pub(crate) struct Ring {
     segment: Arc<Segment>,
-    bells: Arc<Bells>,
-    /// The other rank, by its place on the host.
+    doorbells: Arc<Doorbells>,
+    /// The local rank of the other end.
     peer: usize,
-    out: RingPlace,
-    into: RingPlace,
+    outgoing: RingOffsets,
+    incoming: RingOffsets,
     /// Bytes written and read here, and the other end's counts when last read.
     written: u64,
-    taken: u64,
+    peer_read: u64,
     read: u64,
-    come: u64,
+    peer_written: u64,
     /// The count of bytes read that the other end knows.
-    told: u64,
-    pace: Pace,
+    reported_read: u64,
+    policy: StorePolicy,
 }
 
 impl Ring {
-    /// The end that writes to `out` and reads from `into`.
+    /// The end that writes to `outgoing` and reads from `incoming`.
     pub(crate) fn new(
         segment: Arc<Segment>,
-        bells: Arc<Bells>,
+        doorbells: Arc<Doorbells>,
         peer: usize,
-        out: RingPlace,
-        into: RingPlace,
+        outgoing: RingOffsets,
+        incoming: RingOffsets,
     ) -> Self {
         Self {
             segment,
-            bells,
+            doorbells,
             peer,
-            out,
-            into,
+            outgoing,
+            incoming,
             written: 0,
-            taken: 0,
+            peer_read: 0,
             read: 0,
-            come: 0,
-            told: 0,
-            pace: Pace::default(),
+            peer_written: 0,
+            reported_read: 0,
+            policy: StorePolicy::default(),
         }
     }
 
     /// The number of contiguous bytes that can be written now, and the offset of the first.
-    fn room(&mut self) -> io::Result<(usize, usize)> {
-        let RingPlace { bytes, data, .. } = self.out;
-        if self.written - self.taken == bytes as u64 {
-            let taken = self.segment.word(self.out.read).load(Ordering::Acquire);
-            self.taken = within(taken, self.taken, self.written)?;
+    fn writable(&mut self) -> io::Result<(usize, usize)> {
+        let RingOffsets { bytes, data, .. } = self.outgoing;
+        if self.written - self.peer_read == bytes as u64 {
+            let peer_read = self.segment.word(self.outgoing.read).load(Ordering::Acquire);
+            self.peer_read = validated(peer_read, self.peer_read, self.written)?;
         }
         let at = self.written as usize & (bytes - 1);
-        let free = bytes - (self.written - self.taken) as usize;
+        let free = bytes - (self.written - self.peer_read) as usize;
         Ok((free.min(bytes - at), data + at))
     }
 
     /// The number of contiguous bytes that can be read now, and the offset of the first.
-    fn ready(&mut self) -> io::Result<(usize, usize)> {
-        let RingPlace { bytes, data, .. } = self.into;
-        if self.come == self.read {
-            let come = self.segment.word(self.into.written).load(Ordering::Acquire);
-            self.come = within(come, self.read, self.read + bytes as u64)?;
+    fn readable(&mut self) -> io::Result<(usize, usize)> {
+        let RingOffsets { bytes, data, .. } = self.incoming;
+        if self.peer_written == self.read {
+            let peer_written = self.segment.word(self.incoming.written).load(Ordering::Acquire);
+            self.peer_written = validated(peer_written, self.read, self.read + bytes as u64)?;
         }
         let at = self.read as usize & (bytes - 1);
-        Ok(((self.come - self.read) as usize).min(bytes - at)).map(|ready| (ready, data + at))
+        Ok(((self.peer_written - self.read) as usize).min(bytes - at)).map(|readable| (readable, data + at))
     }
 
-    fn tell_written(&self) {
-        self.segment.word(self.out.written).store(self.written, Ordering::Release);
-        self.bells.ring(self.peer);
+    fn publish_written(&self) {
+        self.segment.word(self.outgoing.written).store(self.written, Ordering::Release);
+        self.doorbells.wake(self.peer);
     }
 
-    fn tell_read(&mut self) {
-        self.told = self.read;
-        self.segment.word(self.into.read).store(self.read, Ordering::Release);
-        self.bells.ring(self.peer);
+    fn publish_read(&mut self) {
+        self.reported_read = self.read;
+        self.segment.word(self.incoming.read).store(self.read, Ordering::Release);
+        self.doorbells.wake(self.peer);
     }
 }
 
 /// Returns `count`, which another process wrote, if it is valid.
-fn within(count: u64, least: u64, most: u64) -> io::Result<u64> {
+fn validated(count: u64, least: u64, most: u64) -> io::Result<u64> {
     if (least..=most).contains(&count) {
         return Ok(count);
     }
@@ -107,27 +107,27 @@ fn within(count: u64, least: u64, most: u64) -> io::Result<u64> {
 
 impl Link for Ring {
     fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
-        let (mut sent, mut told) = (0, 0);
+        let (mut sent, mut reported) = (0, 0);
         'parts: for part in parts {
             let mut part: &[u8] = part;
             while !part.is_empty() {
-                let (room, at) = self.room()?;
-                if room == 0 {
+                let (writable, at) = self.writable()?;
+                if writable == 0 {
                     break 'parts;
                 }
-                let (now, rest) = part.split_at(room.min(part.len()).min(STEP_BYTES));
-                self.segment.view(at, now.len()).put_at(&self.pace, now);
+                let (now, rest) = part.split_at(writable.min(part.len()).min(CHUNK_BYTES));
+                self.segment.view(at, now.len()).write_with(&self.policy, now);
                 self.written += now.len() as u64;
                 sent += now.len();
                 part = rest;
-                if sent - told >= STEP_BYTES {
-                    self.tell_written();
-                    told = sent;
+                if sent - reported >= CHUNK_BYTES {
+                    self.publish_written();
+                    reported = sent;
                 }
             }
         }
-        if sent > told {
-            self.tell_written();
+        if sent > reported {
+            self.publish_written();
         }
         let empty = parts.iter().all(|part| part.is_empty());
         if sent > 0 || empty { Ok(sent) } else { Err(io::ErrorKind::WouldBlock.into()) }
@@ -136,37 +136,37 @@ impl Link for Ring {
     fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let mut got = 0;
         while got < into.len() {
-            let (ready, at) = self.ready()?;
-            if ready == 0 {
+            let (readable, at) = self.readable()?;
+            if readable == 0 {
                 break;
             }
-            let now = ready.min(into.len() - got).min(STEP_BYTES);
-            self.segment.view(at, now).take(&mut into[got..got + now]);
+            let now = readable.min(into.len() - got).min(CHUNK_BYTES);
+            self.segment.view(at, now).read(&mut into[got..got + now]);
             self.read += now as u64;
             got += now;
-            if self.read - self.told >= (self.into.bytes / TOLD_PARTS) as u64 {
-                self.tell_read();
+            if self.read - self.reported_read >= (self.incoming.bytes / READ_REPORTS_PER_RING) as u64 {
+                self.publish_read();
             }
         }
         if got > 0 {
             return Ok(got);
         }
-        if self.told < self.read {
-            self.tell_read();
+        if self.reported_read < self.read {
+            self.publish_read();
         }
-        if self.segment.word(self.into.closed).load(Ordering::Acquire) == 0 {
+        if self.segment.word(self.incoming.closed).load(Ordering::Acquire) == 0 {
             return Err(io::ErrorKind::WouldBlock.into());
         }
         // The other end may have written before it closed.
-        match self.ready()? {
+        match self.readable()? {
             (0, _) => Ok(0),
             _ => Err(io::ErrorKind::Interrupted.into()),
         }
     }
 
     fn close_write(&mut self) {
-        self.segment.word(self.out.closed).store(1, Ordering::Release);
-        self.bells.ring(self.peer);
+        self.segment.word(self.outgoing.closed).store(1, Ordering::Release);
+        self.doorbells.wake(self.peer);
     }
 
     /// Always true: bytes in memory stay there as long as the reader has the mapping.

@@ -1,7 +1,8 @@
 //! Memory that processes of one host share: anonymous, sealed, gone with the last process that has it.
 //!
 //! It is never a Rust reference, since others write to it. Words are atomics; bytes are copied in and out, or
-//! worked on through pointers by kernels. The programs of [`super`] define when a rank may touch which bytes.
+//! worked on through pointers by kernels. The schedules of [`super`] define when a rank may touch which
+//! bytes.
 
 use std::ffi::c_void;
 use std::io;
@@ -15,14 +16,14 @@ use nix::libc;
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::kernels::Source;
-use crate::room;
+use crate::kernels::SourceBytes;
+use crate::limits;
 
 /// The seals: nobody can shorten the memory, so access to it never raises SIGBUS.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// Bytes of a large page, where the system has them (x86-64; aarch64 with small ones of 4 KiB).
-const LARGE_PAGE: usize = 2 << 20;
+/// Bytes of a huge page, where the system has them (x86-64; aarch64 with small ones of 4 KiB).
+const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// A mapping of shared memory.
 #[derive(Debug)]
@@ -50,7 +51,7 @@ pub(crate) struct View<'a> {
 /// The operations that tests can make fail.
 #[cfg(test)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Failing {
+pub(crate) enum InjectedFault {
     Create,
     Commit,
     Map,
@@ -59,14 +60,14 @@ pub(crate) enum Failing {
 #[cfg(test)]
 thread_local! {
     /// The operation that fails on this thread.
-    pub(crate) static FAILING: std::cell::Cell<Option<Failing>> = const { std::cell::Cell::new(None) };
+    pub(crate) static INJECTED_FAULT: std::cell::Cell<Option<InjectedFault>> = const { std::cell::Cell::new(None) };
 }
 
 /// Fails if a test asks for it.
-macro_rules! may_fail {
+macro_rules! inject_fault {
     ($what:ident) => {
         #[cfg(test)]
-        if FAILING.get() == Some(Failing::$what) {
+        if INJECTED_FAULT.get() == Some(InjectedFault::$what) {
             return Err(io::ErrorKind::StorageFull.into());
         }
     };
@@ -75,9 +76,9 @@ macro_rules! may_fail {
 /// Creates anonymous memory of `bytes` bytes, whose descriptor can be passed to others. It takes no pages
 /// yet, but there must be room for all of them.
 pub(crate) fn create(bytes: usize) -> io::Result<OwnedFd> {
-    may_fail!(Create);
-    room::for_file(bytes)?;
-    room::for_memory(bytes)?;
+    inject_fault!(Create);
+    limits::check_file_size(bytes)?;
+    limits::check_memory(bytes)?;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     // Not executable, if the kernel knows that flag.
     let memory = rustix::fs::memfd_create(c"convoke", flags | MemfdFlags::NOEXEC_SEAL)
@@ -94,37 +95,37 @@ pub(crate) fn create(bytes: usize) -> io::Result<OwnedFd> {
 ///
 /// The machine or the control group does not have enough memory.
 pub(crate) fn commit(memory: impl AsFd, range: Range<usize>) -> io::Result<()> {
-    may_fail!(Commit);
+    inject_fault!(Commit);
     // No check for small ranges: it takes as long as allocating some pages.
-    if range.len() > LARGE_PAGE / 2 {
-        room::for_memory(range.len())?;
+    if range.len() > HUGE_PAGE_BYTES / 2 {
+        limits::check_memory(range.len())?;
     }
     let (start, len) = (range.start as u64, range.len() as u64);
     Ok(rustix::fs::fallocate(memory, FallocateFlags::empty(), start, len)?)
 }
 
 /// Maps `bytes` bytes of `memory` from `at` on, where a page begins. The address is aligned so that large
-/// pages of the memory can be large pages of the mapping.
+/// pages of the memory can be huge pages of the mapping.
 #[allow(unsafe_code)]
 pub(super) fn map_shared(memory: impl AsFd, at: usize, bytes: usize) -> io::Result<NonNull<u8>> {
     let protection = ProtFlags::READ | ProtFlags::WRITE;
-    let hint = if bytes < LARGE_PAGE { std::ptr::null_mut() } else { hint(at, bytes) };
+    let hint = if bytes < HUGE_PAGE_BYTES { std::ptr::null_mut() } else { aligned_hint(at, bytes) };
     // SAFETY: a new mapping where nothing is mapped: it takes no memory away from anybody.
     let start = unsafe { rustix::mm::mmap(hint, bytes, protection, MapFlags::SHARED, memory, at as u64) }?;
     NonNull::new(start.cast()).ok_or(io::ErrorKind::Other.into())
 }
 
-/// An address at which `bytes` bytes are free now, with the offset of `at` within a large page. Nobody may
+/// An address at which `bytes` bytes are free now, with the offset of `at` within a huge page. Nobody may
 /// rely on it; null if there is none.
 #[allow(unsafe_code)]
-fn hint(at: usize, bytes: usize) -> *mut c_void {
-    let (null, more) = (std::ptr::null_mut(), bytes.saturating_add(LARGE_PAGE));
+fn aligned_hint(at: usize, bytes: usize) -> *mut c_void {
+    let (null, more) = (std::ptr::null_mut(), bytes.saturating_add(HUGE_PAGE_BYTES));
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
     // SAFETY: a new mapping without access rights where nothing is mapped, removed at once.
     unsafe {
         let Ok(free) = rustix::mm::mmap_anonymous(null, more, ProtFlags::empty(), flags) else { return null };
         let _ = rustix::mm::munmap(free, more);
-        free.wrapping_byte_add(at.wrapping_sub(free.addr()) % LARGE_PAGE)
+        free.wrapping_byte_add(at.wrapping_sub(free.addr()) % HUGE_PAGE_BYTES)
     }
 }
 
@@ -136,7 +137,7 @@ impl Segment {
     /// The system's; and if it is not sealed or has another size.
     #[allow(unsafe_code)]
     pub(crate) fn map(memory: impl AsFd, bytes: usize) -> io::Result<Self> {
-        may_fail!(Map);
+        inject_fault!(Map);
         let sealed = rustix::fs::fcntl_get_seals(&memory)?.contains(SealFlags::SHRINK);
         let size = rustix::fs::fstat(&memory)?.st_size;
         if !sealed || usize::try_from(size) != Ok(bytes) {
@@ -150,18 +151,18 @@ impl Segment {
         Ok(segment)
     }
 
-    /// Collapses whole large pages that begin in `own` where the system can, and populates the page tables,
+    /// Collapses whole huge pages that begin in `own` where the system can, and populates the page tables,
     /// so that first accesses are fast. All ranks' pages must be committed; they may be in use.
     ///
     /// Large pages need fewer TLB entries: four ranks on two cores of an EPYC (Zen 4) add up 16 MiB in place
     /// 1.18 times as fast (median of 9 pairs).
     #[allow(unsafe_code)]
     pub(crate) fn populate(&self, own: Range<usize>) {
-        let large = |at: usize| at.next_multiple_of(LARGE_PAGE).min(self.bytes);
-        let (start, end) = (large(own.start), large(own.end));
+        let align = |at: usize| at.next_multiple_of(HUGE_PAGE_BYTES).min(self.bytes);
+        let (start, end) = (align(own.start), align(own.end));
         if start < end {
             // SAFETY: a range of our mapping, whose contents do not change. Before Linux 6.1, or if there are
-            // no large pages, pages stay small.
+            // no huge pages, pages stay small.
             unsafe {
                 libc::madvise(self.start.as_ptr().add(start).cast(), end - start, libc::MADV_COLLAPSE);
             }
@@ -205,15 +206,15 @@ impl<'a> View<'a> {
     /// The bytes as the source of a kernel.
     #[allow(unsafe_code)]
     #[inline(always)]
-    pub(crate) fn source(self) -> Source<'a> {
-        // SAFETY: mapped for `'a`. The order of a program's steps keeps others from writing there until the
+    pub(crate) fn source(self) -> SourceBytes<'a> {
+        // SAFETY: mapped for `'a`. The order of a schedule's steps keeps others from writing there until the
         // kernel has read it. If a rank breaks it, the bytes are arbitrary, and any bytes are elements.
-        unsafe { Source::new(self.start, self.bytes) }
+        unsafe { SourceBytes::new(self.start, self.bytes) }
     }
 
     /// Copies the bytes into `into`, which has the same length.
     #[inline(always)]
-    pub(crate) fn take(self, into: &mut [u8]) {
+    pub(crate) fn read(self, into: &mut [u8]) {
         self.source().copy_to(into);
     }
 }
@@ -247,17 +248,17 @@ mod tests {
         commit(&memory, 0..8192).unwrap();
         let (a, b) = (Segment::map(&memory, 8192).unwrap(), Segment::map(&memory, 8192).unwrap());
         a.populate(0..8192);
-        a.view(100, 3).put(&[1, 2, 3]);
+        a.view(100, 3).write(&[1, 2, 3]);
         a.word(4096).store(7, Ordering::Release);
         let mut bytes = [0; 4];
-        b.view(99, 4).take(&mut bytes);
+        b.view(99, 4).read(&mut bytes);
         assert_eq!((bytes, b.word(4096).load(Ordering::Acquire)), ([0, 1, 2, 3], 7));
     }
 
     #[test]
     fn writes_during_huge_page_conversion_are_kept() {
-        // Not a whole number of large pages; one large page spans both ranges.
-        let (bytes, middle) = (5 * LARGE_PAGE + 4096, 5 * LARGE_PAGE / 2);
+        // Not a whole number of huge pages; one huge page spans both ranges.
+        let (bytes, middle) = (5 * HUGE_PAGE_BYTES + 4096, 5 * HUGE_PAGE_BYTES / 2);
         let memory = create(bytes).unwrap();
         commit(&memory, 0..bytes).unwrap();
         let (a, b) = (Segment::map(&memory, bytes).unwrap(), Segment::map(&memory, bytes).unwrap());
@@ -282,13 +283,13 @@ mod tests {
 
     #[test]
     fn mappings_start_at_huge_page_boundaries() {
-        let memory = create(4 * LARGE_PAGE).unwrap();
-        for at in [0, 4096, LARGE_PAGE, LARGE_PAGE + 8192] {
+        let memory = create(4 * HUGE_PAGE_BYTES).unwrap();
+        for at in [0, 4096, HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 8192] {
             // Another thread may have mapped something there in between.
             let begins_well = |_| {
-                let bytes = 2 * LARGE_PAGE;
+                let bytes = 2 * HUGE_PAGE_BYTES;
                 let segment = Segment { start: map_shared(&memory, at, bytes).unwrap(), bytes };
-                segment.start.addr().get() % LARGE_PAGE == at % LARGE_PAGE
+                segment.start.addr().get() % HUGE_PAGE_BYTES == at % HUGE_PAGE_BYTES
             };
             assert!((0..100).any(begins_well), "{at}");
         }

@@ -1,16 +1,16 @@
-//! The programs of all ranks, run against each other in a model of the memory, in many orders of events.
+//! The schedules of all ranks, run against each other in a model of the memory, in many orders of events.
 
 use std::ops::Range;
 
-use super::layout::{Counter, DEPTH};
-use super::program::{Limits, Place, Program, Step, Whom, is_known};
+use super::layout::{Counter, ROUNDS_IN_MEMORY};
+use super::schedule::{Area, Limits, Peers, Schedule, ScheduleStep, is_supported};
 use crate::call::{Call, CallKind};
 use crate::dtype::{Dtype, ReduceOp};
 use convoke_testkit::Random;
 
 /// Limits so small that calls of a few elements have many rounds.
-const LIMITS: Limits = Limits { small: 24, round: 192, cached: 700 };
-const ROUNDS_BYTES: usize = (DEPTH as usize + 2) * LIMITS.round;
+const LIMITS: Limits = Limits { slot_bytes: 24, round_bytes: 192, cached_bytes: 700 };
+const ROUNDS_BYTES: usize = (ROUNDS_IN_MEMORY as usize + 2) * LIMITS.round_bytes;
 /// A number of slots so small that they are reused.
 const SLOTS: u32 = 8;
 
@@ -20,23 +20,23 @@ struct Memory {
     stamp: u32,
     slots: Vec<Vec<u8>>,
     rounds: Vec<u8>,
-    counted: [u64; Counter::COUNT],
-    /// A flag for each slot: true if the rank has offered its elements.
-    told: Vec<bool>,
-    /// The rows of all its calls.
-    rows: Vec<Vec<u8>>,
+    counters: [u64; Counter::COUNT],
+    /// A flag for each slot: true if the rank has exposed its elements.
+    exposed: Vec<bool>,
+    /// The buffers of all its calls.
+    buffers: Vec<Vec<u8>>,
 }
 
 /// The state of one rank within the sequence of calls.
 #[derive(Debug)]
 struct Rank {
     calls: Vec<Call>,
-    /// A flag for each call: true if the rank offers its elements.
-    offers: Vec<bool>,
+    /// A flag for each call: true if the rank exposes its elements.
+    exposes: Vec<bool>,
     direct: bool,
     call: usize,
     batch: u64,
-    steps: Vec<Step>,
+    steps: Vec<ScheduleStep>,
     more: bool,
     base: u64,
     at: Position,
@@ -49,12 +49,12 @@ struct Position {
     each: u64,
 }
 
-/// The value of byte `at` of the row of rank `rank` at the beginning of call `call`.
+/// The value of byte `at` of the buffer of rank `rank` at the beginning of call `call`.
 fn value(rank: usize, call: usize, at: usize) -> u8 {
     (rank * 89 + call * 31 + at * 7 + 3) as u8
 }
 
-fn row_bytes(call: &Call, ranks: usize) -> usize {
+fn buffer_bytes(call: &Call, ranks: usize) -> usize {
     let bytes = call.bytes() as usize;
     match call.kind {
         CallKind::AllReduce | CallKind::Broadcast | CallKind::Reduce => bytes,
@@ -63,7 +63,7 @@ fn row_bytes(call: &Call, ranks: usize) -> usize {
     }
 }
 
-/// The values that the row of `me` must have after a call; other bytes are unspecified.
+/// The values that the buffer of `me` must have after a call; other bytes are unspecified.
 fn expected(call: &Call, index: usize, ranks: usize, me: usize) -> Vec<(usize, u8)> {
     let bytes = call.bytes() as usize;
     let sum = |at: usize| (0..ranks).fold(0_u8, |sum, rank| sum.wrapping_add(value(rank, index, at)));
@@ -91,114 +91,116 @@ fn expected(call: &Call, index: usize, ranks: usize, me: usize) -> Vec<(usize, u
 }
 
 impl Rank {
-    fn new(calls: &[Call], offers: Vec<bool>) -> Self {
+    fn new(calls: &[Call], exposes: Vec<bool>) -> Self {
         let calls = calls.to_vec();
         let (call, batch, base, at) = (0, 0, 0, Position::default());
-        Self { calls, offers, direct: false, call, batch, steps: Vec::new(), more: true, base, at }
+        Self { calls, exposes, direct: false, call, batch, steps: Vec::new(), more: true, base, at }
     }
 
     /// Does the next step. Returns `false` if it has to wait or all calls are done.
     fn step(&mut self, me: usize, all: &mut [Memory]) -> bool {
         let ranks = all.len();
         let Some(call) = self.calls.get(self.call) else { return false };
-        let mut program = Program::new(call, me, ranks, LIMITS);
+        let mut schedule = Schedule::new(call, me, ranks, LIMITS);
         if self.direct {
-            program.make_direct();
+            schedule.make_direct();
         }
-        self.at.each = program.round_bytes() as u64;
+        self.at.each = schedule.round_bytes() as u64;
         if self.steps.is_empty() {
             if !self.more {
-                self.base += program.rounds();
-                self.at.first += program.rounds() * self.at.each;
+                self.base += schedule.rounds();
+                self.at.first += schedule.rounds() * self.at.each;
                 (self.call, self.batch, self.more, self.direct) = (self.call + 1, 0, true, false);
                 return true;
             }
-            self.more = program.batch(self.batch, &mut self.steps);
+            self.more = schedule.batch(self.batch, &mut self.steps);
             self.batch += 1;
             return true;
         }
-        if self.act(me, all) {
+        if self.execute_step(me, all) {
             self.steps.remove(0);
             return true;
         }
         false
     }
 
-    fn act(&mut self, me: usize, all: &mut [Memory]) -> bool {
+    fn execute_step(&mut self, me: usize, all: &mut [Memory]) -> bool {
         let (ranks, number) = (all.len(), self.call as u32 + 1);
-        let whom = move |whom: Whom| match whom {
-            Whom::All => 0..ranks,
-            Whom::One(rank) => rank..rank + 1,
+        let peers = move |peers: Peers| match peers {
+            Peers::All => 0..ranks,
+            Peers::One(rank) => rank..rank + 1,
         };
         let (call, base) = (self.call, self.base);
-        // Taken out during the step, since the step also reads the rows of other ranks.
-        let mut row = std::mem::take(&mut all[me].rows[call]);
-        let acted = self.act_on(&mut row, (me, number), all, whom, base);
-        all[me].rows[call] = row;
-        acted
+        // Taken out during the step, since the step also reads the buffers of other ranks.
+        let mut buffer = std::mem::take(&mut all[me].buffers[call]);
+        let done = self.execute_step_on(&mut buffer, (me, number), all, peers, base);
+        all[me].buffers[call] = buffer;
+        done
     }
 
-    fn act_on(
+    fn execute_step_on(
         &mut self,
-        row: &mut [u8],
+        buffer: &mut [u8],
         (me, number): (usize, u32),
         all: &mut [Memory],
-        whom: impl Fn(Whom) -> Range<usize>,
+        peers: impl Fn(Peers) -> Range<usize>,
         base: u64,
     ) -> bool {
         let (ranks, call, slot, position) = (all.len(), self.call, (number % SLOTS) as usize, self.at);
         match self.steps[0].clone() {
-            Step::Claim => {
+            ScheduleStep::AwaitSlot => {
                 return (0..ranks).all(|rank| rank == me || all[rank].stamp + SLOTS > number);
             }
-            Step::Announce => {
-                all[me].told[slot] = self.offers[call];
+            ScheduleStep::Announce => {
+                all[me].exposed[slot] = self.exposes[call];
                 all[me].stamp = number;
             }
-            Step::Decide => self.direct = all.iter().all(|memory| memory.told[slot]),
-            Step::AddUpDirect { row: range } => {
+            ScheduleStep::DecideDirect => self.direct = all.iter().all(|memory| memory.exposed[slot]),
+            ScheduleStep::ReduceDirect { range } => {
                 for at in range {
                     let others = (0..ranks).filter(|&rank| rank != me);
-                    row[at] =
-                        others.clone().fold(row[at], |sum, rank| sum.wrapping_add(all[rank].rows[call][at]));
-                    others.for_each(|rank| all[rank].rows[call][at] = row[at]);
+                    buffer[at] = others
+                        .clone()
+                        .fold(buffer[at], |sum, rank| sum.wrapping_add(all[rank].buffers[call][at]));
+                    others.for_each(|rank| all[rank].buffers[call][at] = buffer[at]);
                 }
             }
-            Step::Meet(those) => {
-                return whom(those).all(|rank| rank == me || all[rank].stamp >= number);
+            ScheduleStep::MatchCall(those) => {
+                return peers(those).all(|rank| rank == me || all[rank].stamp >= number);
             }
-            Step::Room(round) => {
-                let count = (base + round + 1).saturating_sub(DEPTH);
+            ScheduleStep::AwaitRound(round) => {
+                let count = (base + round + 1).saturating_sub(ROUNDS_IN_MEMORY);
                 return (0..ranks)
-                    .all(|rank| rank == me || all[rank].counted[Counter::Done as usize] >= count);
+                    .all(|rank| rank == me || all[rank].counters[Counter::Done as usize] >= count);
             }
-            Step::Await(counter, round, those) => {
+            ScheduleStep::AwaitCounter(counter, round, those) => {
                 let count = base + round + 1;
-                return whom(those).all(|rank| rank == me || all[rank].counted[counter as usize] >= count);
+                return peers(those).all(|rank| rank == me || all[rank].counters[counter as usize] >= count);
             }
-            Step::Publish(counter, round) => {
-                let counted = &mut all[me].counted[counter as usize];
-                assert!(*counted < base + round + 1, "counters only grow");
-                *counted = base + round + 1;
+            ScheduleStep::SetCounter(counter, round) => {
+                let counters = &mut all[me].counters[counter as usize];
+                assert!(*counters < base + round + 1, "counters only grow");
+                *counters = base + round + 1;
             }
-            Step::Give { row: from, place, at } => {
-                place_of(&mut all[me], place, position, number, at..at + from.len())
-                    .copy_from_slice(&row[from]);
+            ScheduleStep::Publish { range: from, area, at } => {
+                area_mut(&mut all[me], area, position, number, at..at + from.len())
+                    .copy_from_slice(&buffer[from]);
             }
-            Step::Take { from, place, at, row: into } => {
+            ScheduleStep::Fetch { from, area, at, range: into } => {
                 assert_ne!(from, me);
-                let given = place_of(&mut all[from], place, position, number, at..at + into.len()).to_vec();
-                row[into].copy_from_slice(&given);
+                let published =
+                    area_mut(&mut all[from], area, position, number, at..at + into.len()).to_vec();
+                buffer[into].copy_from_slice(&published);
             }
-            Step::AddUp { place, at, row: into, tells } => {
-                let mut sums = row[into.clone()].to_vec();
+            ScheduleStep::Reduce { area, at, range: into, publishes } => {
+                let mut sums = buffer[into.clone()].to_vec();
                 for rank in (0..ranks).filter(|&rank| rank != me) {
-                    let share = place_of(&mut all[rank], place, position, number, at..at + into.len());
+                    let share = area_mut(&mut all[rank], area, position, number, at..at + into.len());
                     sums.iter_mut().zip(share).for_each(|(sum, share)| *sum = sum.wrapping_add(*share));
                 }
-                row[into.clone()].copy_from_slice(&sums);
-                if tells {
-                    place_of(&mut all[me], place, position, number, at..at + into.len())
+                buffer[into.clone()].copy_from_slice(&sums);
+                if publishes {
+                    area_mut(&mut all[me], area, position, number, at..at + into.len())
                         .copy_from_slice(&sums);
                 }
             }
@@ -207,17 +209,17 @@ impl Rank {
     }
 }
 
-fn place_of(
+fn area_mut(
     memory: &mut Memory,
-    place: Place,
+    area: Area,
     position: Position,
     number: u32,
     range: Range<usize>,
 ) -> &mut [u8] {
-    match place {
-        Place::Slot => &mut memory.slots[(number % SLOTS) as usize][range],
-        Place::Round(round) => {
-            assert!(range.end <= LIMITS.round);
+    match area {
+        Area::Slot => &mut memory.slots[(number % SLOTS) as usize][range],
+        Area::Round(round) => {
+            assert!(range.end <= LIMITS.round_bytes);
             let start = (position.first + round * position.each) as usize % ROUNDS_BYTES;
             &mut memory.rounds[start + range.start..start + range.end]
         }
@@ -227,27 +229,27 @@ fn place_of(
 /// Runs the calls on `ranks` ranks. `next` chooses the rank that makes the next step from those that are not
 /// stuck.
 ///
-/// `offers` tells whether a rank offers the elements of a call.
+/// `exposes` returns whether a rank exposes the elements of a call.
 fn check(
     ranks: usize,
     calls: &[Call],
-    mut offers: impl FnMut(usize, usize) -> bool,
+    mut exposes: impl FnMut(usize, usize) -> bool,
     mut next: impl FnMut(&[usize]) -> usize,
 ) {
-    let row = |me: usize, index: usize| {
-        (0..row_bytes(&calls[index], ranks)).map(|at| value(me, index, at)).collect::<Vec<u8>>()
+    let buffer = |me: usize, index: usize| {
+        (0..buffer_bytes(&calls[index], ranks)).map(|at| value(me, index, at)).collect::<Vec<u8>>()
     };
     let memory = |me: usize| Memory {
         stamp: 0,
-        slots: vec![vec![0; LIMITS.small]; SLOTS as usize],
-        rounds: vec![0; ROUNDS_BYTES + LIMITS.round],
-        counted: [0; Counter::COUNT],
-        told: vec![false; SLOTS as usize],
-        rows: (0..calls.len()).map(|index| row(me, index)).collect(),
+        slots: vec![vec![0; LIMITS.slot_bytes]; SLOTS as usize],
+        rounds: vec![0; ROUNDS_BYTES + LIMITS.round_bytes],
+        counters: [0; Counter::COUNT],
+        exposed: vec![false; SLOTS as usize],
+        buffers: (0..calls.len()).map(|index| buffer(me, index)).collect(),
     };
     let mut all: Vec<_> = (0..ranks).map(memory).collect();
-    let offered = |me: usize| (0..calls.len()).map(|index| offers(me, index)).collect();
-    let mut those: Vec<_> = (0..ranks).map(offered).map(|offers| Rank::new(calls, offers)).collect();
+    let exposed = |me: usize| (0..calls.len()).map(|index| exposes(me, index)).collect();
+    let mut those: Vec<_> = (0..ranks).map(exposed).map(|exposes| Rank::new(calls, exposes)).collect();
     let mut able: Vec<usize> = (0..ranks).collect();
     while !able.is_empty() {
         let chosen = next(&able);
@@ -267,7 +269,7 @@ fn check(
         for (index, call) in calls.iter().enumerate() {
             for (at, value) in expected(call, index, ranks, me) {
                 assert_eq!(
-                    all[me].rows[index][at], value,
+                    all[me].buffers[index][at], value,
                     "byte {at} of call {index}, {call}, at {me} of {ranks}"
                 );
             }
@@ -276,7 +278,7 @@ fn check(
 }
 
 fn kinds() -> Vec<CallKind> {
-    CallKind::ALL.into_iter().filter(|&kind| is_known(kind)).collect()
+    CallKind::ALL.into_iter().filter(|&kind| is_supported(kind)).collect()
 }
 
 fn call(kind: CallKind, dtype: Dtype, root: usize, count: usize) -> Call {
@@ -292,8 +294,8 @@ fn each_collective_is_correct_at_sizes_around_the_limits() {
                 let most = 1200 / dtype.size_bytes();
                 for count in (0..most).step_by(if most > 100 { 17 } else { 1 }) {
                     let call = call(kind, dtype, random.below(ranks), count);
-                    let offered = random.below(2) == 0;
-                    check(ranks, &[call], |_, _| offered, |able| able[random.below(able.len())]);
+                    let exposed = random.below(2) == 0;
+                    check(ranks, &[call], |_, _| exposed, |able| able[random.below(able.len())]);
                 }
             }
         }
@@ -314,17 +316,17 @@ fn consecutive_calls_work_in_any_event_order() {
             })
             .collect();
         // One rank goes as far as it can, or all make a step in turn, or something in between.
-        let hurry = random.below(4);
+        let switches = random.below(4);
         let mut first = random.below(ranks);
-        // All ranks offer, none does, or one does not.
-        let offered: Vec<_> = calls.iter().map(|_| (random.below(3), random.below(ranks))).collect();
-        let offers = |me: usize, call: usize| match offered[call] {
+        // All ranks expose theirs, none does, or one does not.
+        let exposed: Vec<_> = calls.iter().map(|_| (random.below(3), random.below(ranks))).collect();
+        let exposes = |me: usize, call: usize| match exposed[call] {
             (0, _) => true,
             (1, _) => false,
             (_, other) => me != other,
         };
-        check(ranks, &calls, offers, |able| {
-            if hurry == 0 || random.below(200) == 0 {
+        check(ranks, &calls, exposes, |able| {
+            if switches == 0 || random.below(200) == 0 {
                 first = random.below(ranks);
             }
             *able.iter().find(|&&rank| rank == first).unwrap_or(&able[random.below(able.len())])

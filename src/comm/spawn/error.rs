@@ -6,7 +6,7 @@ use std::time::Duration;
 use convoke_env::ExitCause;
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Loss, Ranks};
+use crate::error::{LossReason, Ranks};
 
 /// The reason why [`spawn`](crate::spawn()) failed. No rank is left running.
 #[derive(thiserror::Error, Serialize, Deserialize)]
@@ -14,7 +14,7 @@ use crate::error::{Loss, Ranks};
 #[non_exhaustive]
 pub enum SpawnError {
     /// A rank failed.
-    #[error("rank {rank} of {size} {}; {}", Loss::from(*how), LastWords(stderr))]
+    #[error("rank {rank} of {size} {}; {}", LossReason::from(*how), StderrTail(stderr))]
     Failed {
         /// The rank that failed first, by itself.
         rank: usize,
@@ -28,7 +28,7 @@ pub enum SpawnError {
     /// A rank ended before it reached the call.
     #[error(
         "rank {rank} of {size} {} before it came to the call of spawn at {place}: does the program always come \
-         there? {}", Loss::from(*how), LastWords(stderr)
+         there? {}", LossReason::from(*how), StderrTail(stderr)
     )]
     Unreached {
         /// The rank.
@@ -75,7 +75,7 @@ impl std::fmt::Debug for SpawnError {
 impl SpawnError {
     /// Returns the rank to inspect first: the failed rank, or the first that still ran at the time limit.
     #[must_use]
-    pub fn blame(&self) -> Option<usize> {
+    pub fn suspect_rank(&self) -> Option<usize> {
         match self {
             Self::Failed { rank, .. } | Self::Unreached { rank, .. } => Some(*rank),
             Self::Timeout { ranks, .. } => ranks.first().copied(),
@@ -89,9 +89,9 @@ impl SpawnError {
 }
 
 /// Formats the end of standard error for a message.
-struct LastWords<'a>(&'a str);
+struct StderrTail<'a>(&'a str);
 
-impl std::fmt::Display for LastWords<'_> {
+impl std::fmt::Display for StderrTail<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.0.trim_end() {
             "" => f.write_str("it wrote nothing to stderr"),

@@ -1,7 +1,7 @@
 //! Parses the output of ranks and the marks in it. Pure.
 
 /// Starts and ends a mark: a control character that text does not use.
-const FENCE: u8 = 0x1E;
+const MARK_DELIMITER: u8 = 0x1E;
 /// Longest incomplete line that is buffered, in bytes.
 const LINE_BYTES: usize = 64 << 10;
 /// Bytes of the end of standard error that are kept, and bytes of it that an error shows.
@@ -23,7 +23,7 @@ pub(super) fn mark(token: &str, what: Mark) -> Vec<u8> {
         Mark::Begin => b'b',
         Mark::Consequence => b'c',
     };
-    [&[FENCE], token.as_bytes(), &[what, FENCE]].concat()
+    [&[MARK_DELIMITER], token.as_bytes(), &[what, MARK_DELIMITER]].concat()
 }
 
 /// Parser of standard output or standard error of a rank.
@@ -31,13 +31,13 @@ pub(super) fn mark(token: &str, what: Mark) -> Vec<u8> {
 pub(super) struct Output {
     marks: [(Mark, Vec<u8>); 2],
     /// The start of a possible mark, kept until more bytes arrive.
-    held: Vec<u8>,
+    pending: Vec<u8>,
     /// An incomplete line.
     line: Vec<u8>,
     /// Ends of the output before and after [`Mark::Begin`].
     before: Tail,
     after: Tail,
-    begun: bool,
+    started: bool,
     consequence: bool,
 }
 
@@ -45,45 +45,53 @@ impl Output {
     pub(super) fn new(token: &str) -> Self {
         let marks = [Mark::Begin, Mark::Consequence].map(|what| (what, mark(token, what)));
         let (before, after) = (Tail::default(), Tail::default());
-        Self { marks, held: Vec::new(), line: Vec::new(), before, after, begun: false, consequence: false }
+        Self {
+            marks,
+            pending: Vec::new(),
+            line: Vec::new(),
+            before,
+            after,
+            started: false,
+            consequence: false,
+        }
     }
 
     /// Parses the bytes that were read; returns the complete lines that are to be shown now.
-    pub(super) fn take(&mut self, bytes: &[u8]) -> Vec<u8> {
-        self.held.extend_from_slice(bytes);
-        let held = std::mem::take(&mut self.held);
-        let mut rest = held.as_slice();
-        while let Some(at) = rest.iter().position(|&byte| byte == FENCE) {
-            self.text(&rest[..at]);
+    pub(super) fn push(&mut self, bytes: &[u8]) -> Vec<u8> {
+        self.pending.extend_from_slice(bytes);
+        let pending = std::mem::take(&mut self.pending);
+        let mut rest = pending.as_slice();
+        while let Some(at) = rest.iter().position(|&byte| byte == MARK_DELIMITER) {
+            self.push_text(&rest[..at]);
             rest = &rest[at..];
             let found = self.marks.iter().find(|(_, mark)| rest.starts_with(mark));
             if let Some((what, mark)) = found {
                 rest = &rest[mark.len()..];
                 match what {
-                    Mark::Begin => self.begun = true,
+                    Mark::Begin => self.started = true,
                     Mark::Consequence => self.consequence = true,
                 }
             } else if self.marks.iter().any(|(_, mark)| mark.starts_with(rest)) {
-                self.held = rest.to_vec();
-                return self.lines();
+                self.pending = rest.to_vec();
+                return self.complete_lines();
             } else {
-                self.text(&rest[..1]);
+                self.push_text(&rest[..1]);
                 rest = &rest[1..];
             }
         }
-        self.text(rest);
-        self.lines()
+        self.push_text(rest);
+        self.complete_lines()
     }
 
     /// Returns the incomplete line at the end of the output.
     pub(super) fn finish(&mut self) -> Vec<u8> {
-        let held = std::mem::take(&mut self.held);
-        self.text(&held);
+        let pending = std::mem::take(&mut self.pending);
+        self.push_text(&pending);
         std::mem::take(&mut self.line)
     }
 
-    fn text(&mut self, bytes: &[u8]) {
-        if self.begun {
+    fn push_text(&mut self, bytes: &[u8]) {
+        if self.started {
             self.after.push(bytes);
             self.line.extend_from_slice(bytes);
         } else {
@@ -91,14 +99,14 @@ impl Output {
         }
     }
 
-    fn lines(&mut self) -> Vec<u8> {
+    fn complete_lines(&mut self) -> Vec<u8> {
         let end = self.line.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
         let end = if end == 0 && self.line.len() > LINE_BYTES { self.line.len() } else { end };
         self.line.drain(..end).collect()
     }
 
-    pub(super) fn has_begun(&self) -> bool {
-        self.begun
+    pub(super) fn has_started(&self) -> bool {
+        self.started
     }
 
     pub(super) fn is_consequence(&self) -> bool {
@@ -107,7 +115,7 @@ impl Output {
 
     /// Returns the end of the output since [`Mark::Begin`], or of all output if the mark did not come.
     pub(super) fn tail(&self) -> String {
-        let tail = if self.begun { &self.after } else { &self.before };
+        let tail = if self.started { &self.after } else { &self.before };
         without_backtraces(&String::from_utf8_lossy(&tail.bytes))
     }
 }
@@ -116,17 +124,17 @@ impl Output {
 /// them.
 fn without_backtraces(text: &str) -> String {
     let mut inside = false;
-    let told = text.split_inclusive('\n').filter(|line| {
+    let kept = text.split_inclusive('\n').filter(|line| {
         inside = line.trim_end() == "stack backtrace:" || inside && line.starts_with(' ');
         !inside
     });
-    let mut told: Vec<u8> = told.collect::<String>().into_bytes();
-    cut_to(SHOWN_BYTES, &mut told);
-    String::from_utf8_lossy(&told).into_owned()
+    let mut kept: Vec<u8> = kept.collect::<String>().into_bytes();
+    keep_last(SHOWN_BYTES, &mut kept);
+    String::from_utf8_lossy(&kept).into_owned()
 }
 
 /// Keeps the last `limit` bytes, and drops the incomplete first line of them if other lines follow.
-fn cut_to(limit: usize, bytes: &mut Vec<u8>) {
+fn keep_last(limit: usize, bytes: &mut Vec<u8>) {
     if bytes.len() > limit {
         let cut = bytes.len() - limit;
         let line = bytes[cut..].iter().position(|&byte| byte == b'\n').map_or(0, |at| at + 1);
@@ -143,7 +151,7 @@ struct Tail {
 impl Tail {
     fn push(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
-        cut_to(KEPT_BYTES, &mut self.bytes);
+        keep_last(KEPT_BYTES, &mut self.bytes);
     }
 }
 
@@ -168,13 +176,13 @@ mod tests {
             let mut output = Output::new("token");
             let mut seen = Vec::new();
             for piece in all.chunks(step) {
-                let lines = output.take(piece);
+                let lines = output.push(piece);
                 assert!(lines.is_empty() || lines.ends_with(b"\n"));
                 seen.extend(lines);
             }
             seen.extend(output.finish());
             assert_eq!(seen, shown, "pieces of {step}");
-            assert!(output.has_begun() && output.is_consequence());
+            assert!(output.has_started() && output.is_consequence());
             assert_eq!(output.tail().as_bytes(), shown);
         }
     }
@@ -182,19 +190,19 @@ mod tests {
     #[test]
     fn tail_of_output_before_the_marker_is_kept() {
         let mut output = Output::new("token");
-        assert_eq!(output.take(b"no such option\n"), b"");
-        assert!(!output.has_begun());
+        assert_eq!(output.push(b"no such option\n"), b"");
+        assert!(!output.has_started());
         assert_eq!(output.tail(), "no such option\n");
     }
 
     #[test]
     fn a_backtrace_does_not_hide_the_panic() {
         let mut output = Output::new("token");
-        output.take(b"thread 'x' panicked at x.rs:1:2:\nwhat it was\nstack backtrace:\n");
+        output.push(b"thread 'x' panicked at x.rs:1:2:\nwhat it was\nstack backtrace:\n");
         for frame in 0..1000 {
-            output.take(format!("  {frame}: a_function\n             at ./x.rs:1:2\n").as_bytes());
+            output.push(format!("  {frame}: a_function\n             at ./x.rs:1:2\n").as_bytes());
         }
-        output.take(b"note: Some details are omitted\n");
+        output.push(b"note: Some details are omitted\n");
         assert_eq!(
             output.tail(),
             "thread 'x' panicked at x.rs:1:2:\nwhat it was\nnote: Some details are omitted\n"
@@ -204,14 +212,14 @@ mod tests {
     #[test]
     fn long_line_is_split_and_memory_is_bounded() {
         let mut output = Output::new("token");
-        output.take(&mark("token", Mark::Begin));
+        output.push(&mark("token", Mark::Begin));
         let mut shown = 0;
         for _ in 0..100 {
-            shown += output.take(&[b'x'; 8 << 10]).len();
+            shown += output.push(&[b'x'; 8 << 10]).len();
             assert!(output.line.len() <= LINE_BYTES && output.after.bytes.len() <= KEPT_BYTES);
         }
         assert_eq!(shown + output.finish().len(), 100 * (8 << 10));
-        output.take(b"\nthe last line\n");
+        output.push(b"\nthe last line\n");
         assert_eq!(output.tail(), "the last line\n");
     }
 }

@@ -18,20 +18,20 @@ use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::{Pid, getpid, gettid};
 use rustix::process::{PidfdFlags, pidfd_open};
 
-use super::course::{Action, Course, End};
 use super::output::Output;
-use super::{Spawn, SpawnError, Ticket, VARIABLE, past};
+use super::supervisor::{Action, RankExit, Supervisor};
+use super::{Spawn, SpawnCallId, SpawnError, VARIABLE, call_results};
 
 /// Poll interval for ranks without a pidfd (an old kernel, a sandbox).
-const LOOK: Duration = Duration::from_millis(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// Limit on the reads of one pipe before other events are handled; together they exceed a pipe's capacity.
-const READS: usize = 64;
+const MAX_READS: usize = 64;
 /// Variables of this process's launcher that a rank must not inherit.
-const NOT_FOR_RANKS: [&str; 5] =
+const REMOVED_VARIABLES: [&str; 5] =
     [vars::RUN_ID, vars::RESTART_COUNT, vars::MAX_RESTARTS, vars::ERROR_FILE, vars::AGENT_FD];
 
 /// Starts the ranks and waits until all have ended.
-pub(super) fn run(spec: &Spawn, ticket: &Ticket) -> Result<(), SpawnError> {
+pub(super) fn run(spec: &Spawn, call_id: &SpawnCallId) -> Result<(), SpawnError> {
     if spec.size == 0 {
         return Err(SpawnError::Unusable("0 ranks: there must be one at least".to_owned()));
     }
@@ -48,23 +48,23 @@ pub(super) fn run(spec: &Spawn, ticket: &Ticket) -> Result<(), SpawnError> {
         all: Vec::new(),
         epoll,
         captured: !program.is_main,
-        course: Course::new(deadline, spec.grace),
+        supervisor: Supervisor::new(deadline, spec.grace),
     };
     for rank in 0..spec.size {
         let mut command = program.command();
-        for name in NOT_FOR_RANKS {
+        for name in REMOVED_VARIABLES {
             command.env_remove(name);
         }
-        let told = worker_env(rank, spec.size, store.port(), generation).to_vars();
-        command.envs(told.into_iter().filter(|(name, _)| !NOT_FOR_RANKS.contains(name)));
+        let variables = worker_env(rank, spec.size, store.port(), generation).to_vars();
+        command.envs(variables.into_iter().filter(|(name, _)| !REMOVED_VARIABLES.contains(name)));
         if [vars::TOKEN, vars::TOKEN_FILE].iter().all(|name| std::env::var_os(name).is_none()) {
             command.env(vars::TOKEN, &secret);
         }
         command.envs(spec.env.iter().map(|(name, value)| (name, value)));
-        command.env(VARIABLE, ticket.to_string()).env(past::VARIABLE, past::told());
-        ranks.start(command, ticket, spec.use_pidfds)?;
+        command.env(VARIABLE, call_id.to_string()).env(call_results::VARIABLE, call_results::encode_errors());
+        ranks.start(command, call_id, spec.use_pidfds)?;
     }
-    ranks.wait(spec, ticket)
+    ranks.wait(spec, call_id)
 }
 
 fn worker_env(rank: usize, size: usize, port: u16, generation: Generation) -> WorkerEnv {
@@ -138,33 +138,39 @@ struct Ranks {
     epoll: Epoll,
     /// The call is in a test, so output goes through the macros that the harness captures.
     captured: bool,
-    course: Course,
+    supervisor: Supervisor,
 }
 
 struct Rank {
     child: Child,
     pidfd: Option<OwnedFd>,
-    out: Stream<ChildStdout>,
-    err: Stream<ChildStderr>,
+    out: OutputPipe<ChildStdout>,
+    err: OutputPipe<ChildStderr>,
     has_ended: bool,
 }
 
 /// One output of a rank. The pipe is `None` once it has ended.
-struct Stream<P> {
+struct OutputPipe<P> {
     pipe: Option<P>,
     output: Output,
 }
 
 impl Ranks {
-    fn start(&mut self, mut command: Command, ticket: &Ticket, use_pidfds: bool) -> Result<(), SpawnError> {
+    fn start(
+        &mut self,
+        mut command: Command,
+        call_id: &SpawnCallId,
+        use_pidfds: bool,
+    ) -> Result<(), SpawnError> {
         let rank = self.all.len();
         let failed = |what: &'static str| move |error: io::Error| SpawnError::system(what, error);
         let mut child = command.spawn().map_err(failed("start this program again"))?;
         let (out, err) = (child.stdout.take(), child.stderr.take());
         let pid = rustix::process::Pid::from_raw(child.id().cast_signed()).filter(|_| use_pidfds);
         let pidfd = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
-        let output = || Output::new(&ticket.token);
-        let (out, err) = (Stream { pipe: out, output: output() }, Stream { pipe: err, output: output() });
+        let output = || Output::new(&call_id.token);
+        let (out, err) =
+            (OutputPipe { pipe: out, output: output() }, OutputPipe { pipe: err, output: output() });
         // From here on, dropping `Ranks` kills and reaps this rank.
         self.all.push(Rank { child, pidfd, out, err, has_ended: false });
         let Rank { pidfd, out, err, .. } = &self.all[rank];
@@ -186,10 +192,10 @@ impl Ranks {
         watch_all().map_err(failed("watch a rank"))
     }
 
-    fn wait(mut self, spec: &Spawn, ticket: &Ticket) -> Result<(), SpawnError> {
+    fn wait(mut self, spec: &Spawn, call_id: &SpawnCallId) -> Result<(), SpawnError> {
         while self.all.iter().any(|rank| !rank.has_ended) {
             let mut events = [EpollEvent::empty(); 64];
-            let count = match self.epoll.wait(&mut events, self.patience()) {
+            let count = match self.epoll.wait(&mut events, self.poll_timeout()) {
                 Ok(count) => count,
                 Err(nix::errno::Errno::EINTR) => 0,
                 Err(error) => return Err(SpawnError::system("wait for ranks", error)),
@@ -201,36 +207,37 @@ impl Ranks {
                 match kind {
                     OUT => self.all[rank].out.forward(self.captured, false),
                     ERR => self.all[rank].err.forward(self.captured, true),
-                    _ => self.reap(rank, ticket),
+                    _ => self.reap(rank, call_id),
                 }
             }
             for rank in 0..self.all.len() {
                 if self.all[rank].pidfd.is_none() && !self.all[rank].has_ended && self.all[rank].is_dead() {
-                    self.reap(rank, ticket);
+                    self.reap(rank, call_id);
                 }
             }
             let running = || (0..self.all.len()).filter(|&rank| !self.all[rank].has_ended).collect();
             let late = || SpawnError::Timeout { ranks: running(), after: spec.timeout.unwrap_or_default() };
-            let action = self.course.tick(Instant::now(), late);
-            self.act(action);
+            let action = self.supervisor.tick(Instant::now(), late);
+            self.signal_running(action);
         }
         let grace = spec.grace;
-        std::mem::replace(&mut self.course, Course::new(None, grace)).outcome()
+        std::mem::replace(&mut self.supervisor, Supervisor::new(None, grace)).outcome()
     }
 
     /// Returns the time until ranks must be polled or the state must be advanced.
-    fn patience(&self) -> EpollTimeout {
-        let look = self.all.iter().any(|rank| rank.pidfd.is_none() && !rank.has_ended).then_some(LOOK);
-        let wake = self.course.wake_at().map(|at| at.saturating_duration_since(Instant::now()));
-        let Some(patience) = look.into_iter().chain(wake).min() else { return EpollTimeout::NONE };
+    fn poll_timeout(&self) -> EpollTimeout {
+        let poll =
+            self.all.iter().any(|rank| rank.pidfd.is_none() && !rank.has_ended).then_some(POLL_INTERVAL);
+        let wake = self.supervisor.wake_at().map(|at| at.saturating_duration_since(Instant::now()));
+        let Some(timeout) = poll.into_iter().chain(wake).min() else { return EpollTimeout::NONE };
         // Rounded up; otherwise the last millisecond would be spent spinning.
-        let millis = u16::try_from(patience.as_millis() + 1).unwrap_or(u16::MAX);
+        let millis = u16::try_from(timeout.as_millis() + 1).unwrap_or(u16::MAX);
         EpollTimeout::from(millis)
     }
 
     /// Handles a dead rank: reads the rest of its output, kills its process group, and decides what
     /// follows.
-    fn reap(&mut self, rank: usize, ticket: &Ticket) {
+    fn reap(&mut self, rank: usize, call_id: &SpawnCallId) {
         let size = self.all.len();
         let one = &mut self.all[rank];
         if let Some(pidfd) = one.pidfd.take() {
@@ -238,27 +245,29 @@ impl Ranks {
         }
         one.out.finish(self.captured, false);
         one.err.finish(self.captured, true);
-        let status = one.end();
+        let status = one.kill_and_reap();
         let stderr = one.err.output.tail();
-        let has_begun = one.out.output.has_begun();
+        let has_started = one.out.output.has_started();
         let is_consequence = one.out.output.is_consequence();
-        let end = match status.map(how) {
+        let end = match status.map(exit_cause) {
             Err(source) => {
-                End::Failed(SpawnError::System { what: format!("learn how rank {rank} ended"), source })
+                RankExit::Failed(SpawnError::System { what: format!("learn how rank {rank} ended"), source })
             }
-            Ok(how) if !has_begun => {
-                let place = ticket.place.clone();
-                End::Failed(SpawnError::Unreached { rank, size, place, how, stderr })
+            Ok(how) if !has_started => {
+                let place = call_id.place.clone();
+                RankExit::Failed(SpawnError::Unreached { rank, size, place, how, stderr })
             }
-            Ok(ExitCause::Code(0)) => End::Well,
-            Ok(how) if is_consequence => End::Consequence(SpawnError::Failed { rank, size, how, stderr }),
-            Ok(how) => End::Failed(SpawnError::Failed { rank, size, how, stderr }),
+            Ok(ExitCause::Code(0)) => RankExit::Success,
+            Ok(how) if is_consequence => {
+                RankExit::Consequence(SpawnError::Failed { rank, size, how, stderr })
+            }
+            Ok(how) => RankExit::Failed(SpawnError::Failed { rank, size, how, stderr }),
         };
-        let action = self.course.ended(Instant::now(), end);
-        self.act(action);
+        let action = self.supervisor.rank_exited(Instant::now(), end);
+        self.signal_running(action);
     }
 
-    fn act(&self, action: Option<Action>) {
+    fn signal_running(&self, action: Option<Action>) {
         let signal = match action {
             None => return,
             Some(Action::Terminate) => Signal::SIGTERM,
@@ -274,7 +283,7 @@ impl Drop for Ranks {
     fn drop(&mut self) {
         for rank in self.all.iter_mut().filter(|rank| !rank.has_ended) {
             rank.signal(Signal::SIGKILL);
-            let _ = rank.end();
+            let _ = rank.kill_and_reap();
         }
     }
 }
@@ -296,30 +305,30 @@ impl Rank {
     }
 
     /// Kills the rest of the rank's process group, and reaps the rank.
-    fn end(&mut self) -> io::Result<ExitStatus> {
+    fn kill_and_reap(&mut self) -> io::Result<ExitStatus> {
         self.has_ended = true;
         self.signal(Signal::SIGKILL);
         self.child.wait()
     }
 }
 
-fn how(status: ExitStatus) -> ExitCause {
+fn exit_cause(status: ExitStatus) -> ExitCause {
     match (status.code(), status.signal()) {
         (Some(code), _) => ExitCause::Code(code),
         (None, signal) => ExitCause::Signal(signal.unwrap_or_default()),
     }
 }
 
-impl<P: Read + AsRawFd> Stream<P> {
+impl<P: Read + AsRawFd> OutputPipe<P> {
     /// Shows the complete lines that have arrived.
     fn forward(&mut self, captured: bool, is_stderr: bool) {
         let mut buffer = [0; 16 << 10];
         // The bound keeps a rank that writes without end from delaying the others.
-        for _ in 0..READS {
+        for _ in 0..MAX_READS {
             let Some(pipe) = &mut self.pipe else { return };
             match pipe.read(&mut buffer) {
                 Ok(0) => self.pipe = None,
-                Ok(count) => show(&self.output.take(&buffer[..count]), captured, is_stderr),
+                Ok(count) => print_output(&self.output.push(&buffer[..count]), captured, is_stderr),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
                 Err(_) => self.pipe = None,
@@ -331,13 +340,13 @@ impl<P: Read + AsRawFd> Stream<P> {
     fn finish(&mut self, captured: bool, is_stderr: bool) {
         self.forward(captured, is_stderr);
         self.pipe = None;
-        show(&self.output.finish(), captured, is_stderr);
+        print_output(&self.output.finish(), captured, is_stderr);
     }
 }
 
 /// Writes the output of a rank to the output of this process.
 #[allow(clippy::print_stdout, clippy::print_stderr)] // these two are what a test harness captures
-fn show(bytes: &[u8], captured: bool, is_stderr: bool) {
+fn print_output(bytes: &[u8], captured: bool, is_stderr: bool) {
     if bytes.is_empty() {
         return;
     }

@@ -5,20 +5,21 @@ use convoke_testkit::fuzz;
 
 #[test]
 fn tickets_round_trip() {
-    let ticket =
-        Ticket { spawner: 7, token: "abc".to_owned(), call: 2, place: "a folder/x.rs:1:2".to_owned() };
-    assert_eq!(ticket.to_string().parse(), Ok(ticket));
+    let call_id =
+        SpawnCallId { spawner: 7, token: "abc".to_owned(), call: 2, place: "a folder/x.rs:1:2".to_owned() };
+    assert_eq!(call_id.to_string().parse(), Ok(call_id));
     for text in ["", "7", "7 abc", "7 abc 2", "x abc 2 place", "7 abc x place"] {
-        assert!(text.parse::<Ticket>().is_err(), "{text}");
+        assert!(text.parse::<SpawnCallId>().is_err(), "{text}");
     }
 }
 
 #[test]
 fn damaged_tickets_are_refused_without_panic() {
     let good = ["7 abc 2 a folder/x.rs:1:2", "4294967295 t 18446744073709551615 p"];
-    let read = |bytes: &[u8]| std::str::from_utf8(bytes).ok().and_then(|text| text.parse::<Ticket>().ok());
-    fuzz("spawn::damaged_tickets_are_refused_without_panic", &good, 4096, read, |ticket| {
-        ticket.to_string().into_bytes()
+    let read =
+        |bytes: &[u8]| std::str::from_utf8(bytes).ok().and_then(|text| text.parse::<SpawnCallId>().ok());
+    fuzz("spawn::damaged_tickets_are_refused_without_panic", &good, 4096, read, |call_id| {
+        call_id.to_string().into_bytes()
     });
 }
 
@@ -50,7 +51,7 @@ fn errors_are_passed_to_ranks_unchanged_and_bounded() {
         assert_eq!(copy.to_string(), error.to_string());
     }
     for call in 0..1000 {
-        past::remember(call, &Err(failed(&"x".repeat(4 << 10))));
+        call_results::record_error(call, &Err(failed(&"x".repeat(4 << 10))));
     }
-    assert!(past::told().len() < 128 << 10);
+    assert!(call_results::encode_errors().len() < 128 << 10);
 }

@@ -7,11 +7,11 @@ mod common;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use common::{CommError, Gate, Group, ReduceOp, ranks};
+use common::{CommError, Group, ReduceOp, TimedBarrier, run_ranks};
 use convoke_testkit::Thread;
 
 /// The longest time that a blocked call may take to end; in practice it takes microseconds.
-const AT_ONCE: Duration = Duration::from_secs(5);
+const PROMPT_LIMIT: Duration = Duration::from_secs(5);
 
 type Call = fn(&Group) -> Result<(), CommError>;
 
@@ -48,8 +48,8 @@ const BLOCKED: &[(&str, Call)] = &[
 #[test]
 fn an_abort_from_another_thread_ends_every_kind_of_call() {
     for (name, call) in BLOCKED {
-        let gate = Gate::new(3);
-        let errors = ranks(3, |group| {
+        let gate = TimedBarrier::new(3);
+        let errors = run_ranks(3, |group| {
             group.barrier().unwrap();
             gate.wait();
             match group.rank() {
@@ -60,12 +60,12 @@ fn an_abort_from_another_thread_ends_every_kind_of_call() {
                         tell.send(Thread::current()).unwrap();
                         (call(group).unwrap_err(), Instant::now())
                     });
-                    told.recv().unwrap().until_asleep();
+                    told.recv().unwrap().wait_until_asleep();
                     let at = Instant::now();
                     group.abort("enough");
                     let (error, returned) = blocked.join().unwrap();
                     let took = returned.saturating_duration_since(at);
-                    assert!(took < AT_ONCE, "{name}: {took:?}");
+                    assert!(took < PROMPT_LIMIT, "{name}: {took:?}");
                     gate.wait();
                     error
                 }),
@@ -89,7 +89,7 @@ fn an_abort_from_another_thread_ends_every_kind_of_call() {
 
 #[test]
 fn first_of_many_aborts_is_the_cause_for_all() {
-    let errors = ranks(4, |group| {
+    let errors = run_ranks(4, |group| {
         let warm = group.barrier();
         group.abort(&format!("rank {}", group.rank()));
         warm.and_then(|()| group.barrier()).unwrap_err()

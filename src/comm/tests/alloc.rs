@@ -20,7 +20,7 @@ fn fill<T: Sample>(buf: &mut [T], rank: usize, round: usize) {
 
 /// Compares all-reduces of one length in shared and in private memory bit by bit.
 fn same_as_in_own_memory<T: Sample>(world: usize) {
-    let differ = common::ranks(world, |group| {
+    let differ = common::run_ranks(world, |group| {
         let mut shared = group.alloc::<T>(LEN).unwrap();
         assert!(shared.is_shared() && shared.len() == LEN && shared.iter().all(|x| *x == T::of(0)));
         let mut own: Vec<T> = shared.to_vec();
@@ -55,7 +55,7 @@ fn all_reduce_in_shared_and_private_memory_is_equal() {
 
 #[test]
 fn half_average_rounds_once_and_factor_applies_once() {
-    common::ranks(4, |group| {
+    common::run_ranks(4, |group| {
         let mut shared = group.alloc::<f16>(LEN).unwrap();
         let mut own = vec![f16::ZERO; LEN];
         for (index, element) in shared.iter_mut().enumerate() {
@@ -78,7 +78,7 @@ fn half_average_rounds_once_and_factor_applies_once() {
 
 #[test]
 fn ranks_may_use_different_shared_or_private_buffers() {
-    common::ranks(3, |group| {
+    common::run_ranks(3, |group| {
         let (mut one, mut other) = (group.alloc::<i64>(LEN).unwrap(), group.alloc::<i64>(2 * LEN).unwrap());
         let mut own = vec![0_i64; LEN];
         for round in 0..4 {
@@ -112,7 +112,7 @@ fn ranks_may_use_different_shared_or_private_buffers() {
 
 #[test]
 fn shared_buffers_support_concurrent_operations_and_every_collective() {
-    common::ranks(2, |group| {
+    common::run_ranks(2, |group| {
         let world = group.size();
         let buffers: Vec<SharedBuffer<f32>> = (0..4).map(|_| group.alloc(LEN).unwrap()).collect();
         let works: Vec<_> = buffers
@@ -141,22 +141,22 @@ fn shared_buffers_support_concurrent_operations_and_every_collective() {
 #[test]
 fn unshared_allocation_behaves_like_any_other_buffer() {
     let options = GroupOptions::default().shared_memory(false);
-    common::with_options(3, options, |group| {
+    common::run_with_options(3, options, |group| {
         let mut buffer = group.alloc::<u16>(LEN).unwrap();
         assert!(!buffer.is_shared());
         buffer.fill(5);
         group.all_reduce(&mut buffer[..], ReduceOp::Sum).unwrap();
         assert!(buffer.iter().all(|&x| x == 15));
     });
-    common::on_hosts(&[0, 0, 1], "", |group| assert!(!group.alloc::<u16>(LEN).unwrap().is_shared()));
-    common::ranks(1, |group| assert!(!group.alloc::<u16>(LEN).unwrap().is_shared()));
+    common::run_on_hosts(&[0, 0, 1], "", |group| assert!(!group.alloc::<u16>(LEN).unwrap().is_shared()));
+    common::run_ranks(1, |group| assert!(!group.alloc::<u16>(LEN).unwrap().is_shared()));
     // One rank asks for no memory, so none is shared.
-    common::ranks(2, |group| assert!(!group.alloc::<u8>(group.rank() * LEN).unwrap().is_shared()));
+    common::run_ranks(2, |group| assert!(!group.alloc::<u8>(group.rank() * LEN).unwrap().is_shared()));
 }
 
 #[test]
 fn too_large_allocation_is_an_error_and_the_group_continues() {
-    common::ranks(2, |group| {
+    common::run_ranks(2, |group| {
         let error = group.alloc::<f64>(usize::MAX / 4).unwrap_err();
         assert!(matches!(error, CommError::InvalidArgument(_)), "{error}");
         // Each part is possible, but their sum is not.
@@ -168,7 +168,7 @@ fn too_large_allocation_is_an_error_and_the_group_continues() {
 
 #[test]
 fn memory_is_private_after_a_failure() {
-    common::ranks_together(2, |group| {
+    common::run_ranks_together(2, |group| {
         let mut lent = group.alloc::<u64>(LEN).unwrap();
         let mut kept = group.alloc::<u64>(LEN).unwrap();
         lent.fill(7);

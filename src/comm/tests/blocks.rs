@@ -5,8 +5,8 @@
 mod common;
 
 use common::{
-    Group, GroupOptions, HOSTS, ReduceOp, Sample, WITH_HIERARCHIES, for_every_type, is_full, on_hosts, ranks,
-    with_options,
+    Group, GroupOptions, HOSTS, ReduceOp, Sample, WITH_HIERARCHIES, for_every_type, is_full_test_run,
+    run_on_hosts, run_ranks, run_with_options,
 };
 use convoke_comm::{CommError, bf16};
 
@@ -70,15 +70,15 @@ const COUNTS: [usize; 9] = [0, 1, 3, 1000, 13_107, 13_108, 21_846, 65_537, 200_0
 
 #[test]
 fn every_collective_size_type_and_world_size() {
-    for world in 1..=if is_full() { 8 } else { 5 } {
-        ranks(world, |group| {
+    for world in 1..=if is_full_test_run() { 8 } else { 5 } {
+        run_ranks(world, |group| {
             for count in COUNTS {
                 check::<f32>(&group, count);
-                if is_full() {
+                if is_full_test_run() {
                     for_every_type!(check, (&group, count));
                 }
             }
-            if is_full() || world <= 3 {
+            if is_full_test_run() || world <= 3 {
                 for_every_type!(check, (&group, 1001));
                 check::<bf16>(&group, 40_001);
             }
@@ -91,7 +91,7 @@ fn every_collective_size_type_and_world_size() {
 fn collectives_work_on_any_distribution_of_ranks_over_hosts() {
     for hosts in HOSTS {
         for algorithms in WITH_HIERARCHIES {
-            on_hosts(hosts, algorithms, |group| {
+            run_on_hosts(hosts, algorithms, |group| {
                 for count in [0, 1, 2731, 65_537] {
                     check::<f32>(&group, count);
                 }
@@ -108,7 +108,7 @@ fn every_algorithm_is_correct_for_few_and_many_bytes() {
         "reduce:binomial,all_gather:direct,reduce_scatter:direct",
     ] {
         for world in [2, 3, 5] {
-            with_options(world, GroupOptions::default().algorithms(algorithms), |group| {
+            run_with_options(world, GroupOptions::default().algorithms(algorithms), |group| {
                 for count in [0, 1, 2, 4097, 300_001] {
                     check::<f32>(&group, count);
                 }
@@ -121,7 +121,7 @@ fn every_algorithm_is_correct_for_few_and_many_bytes() {
 fn averages_divide_once_and_inexact_sums_repeat_exactly() {
     for algorithms in ["", "reduce:chain,reduce_scatter:ring", "reduce:binomial,reduce_scatter:direct"] {
         let run = || {
-            with_options(3, GroupOptions::default().algorithms(algorithms), |group| {
+            run_with_options(3, GroupOptions::default().algorithms(algorithms), |group| {
                 let me = group.rank();
                 let send: Vec<f32> = (0..3 * 5001).map(|i| ((i * 31 + me * 17) as f32).sin()).collect();
                 let mut own = vec![0.0_f32; 5001];
@@ -144,7 +144,7 @@ fn averages_divide_once_and_inexact_sums_repeat_exactly() {
 #[test]
 fn scans_combine_the_ranks_up_to_each() {
     for world in 1..=5 {
-        ranks(world, |group| {
+        run_ranks(world, |group| {
             let me = group.rank();
             for count in [0, 1, 1000, 100_001] {
                 let mine: Vec<i64> = (0..count).map(|i| value(me, 0, i)).collect();
@@ -165,7 +165,7 @@ fn scans_combine_the_ranks_up_to_each() {
 
 #[test]
 fn invalid_lengths_are_refused_before_anything_is_sent() {
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let invalid = |result: Result<(), CommError>, what: &str| {
             let Err(CommError::InvalidArgument(text)) = &result else { panic!("{result:?}") };
             assert!(text.contains(what), "{text}");
@@ -188,7 +188,7 @@ fn invalid_lengths_are_refused_before_anything_is_sent() {
 
 #[test]
 fn ranks_with_differing_calls_learn_both_calls() {
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let mut recv = [0_i32; 4];
         let result = if group.rank() == 0 {
             group.all_gather(&[1, 2], &mut recv)

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use common::{CommError, Gate, Group, LONG, ReduceOp, ranks, ranks_together};
-use convoke_comm::{GroupOptions, Loss, Mesh};
+use common::{CommError, Group, LONG, ReduceOp, TimedBarrier, run_ranks, run_ranks_together};
+use convoke_comm::{GroupOptions, LossReason, Mesh};
 
 const TIMEOUT: Duration = Duration::from_millis(800);
 /// The margin for a busy machine.
@@ -73,9 +73,9 @@ fn check(name: &str, start: Instant, result: Result<(), CommError>) {
 }
 
 /// Runs `body` on ranks 0 and 1 of a group of three; rank 2 is alive and makes no call.
-fn without_one(body: impl Fn(&Group) + Sync) {
-    let done = Gate::new(3);
-    ranks_together(3, |group| {
+fn run_without_rank_2(body: impl Fn(&Group) + Sync) {
+    let done = TimedBarrier::new(3);
+    run_ranks_together(3, |group| {
         if group.rank() != ABSENT {
             body(&group);
         }
@@ -88,7 +88,7 @@ fn every_operation_times_out_and_names_missing_ranks() {
     std::thread::scope(|scope| {
         for (name, operation) in OPERATIONS {
             scope.spawn(move || {
-                without_one(|group| {
+                run_without_rank_2(|group| {
                     let (limited, start) = (group.with_timeout(TIMEOUT), Instant::now());
                     // A rank that need not wait in the operation hears of the timeout with its next call.
                     check(name, start, operation(&limited).and_then(|()| limited.barrier()));
@@ -97,7 +97,7 @@ fn every_operation_times_out_and_names_missing_ranks() {
             });
         }
         scope.spawn(|| {
-            without_one(|group| {
+            run_without_rank_2(|group| {
                 let (limited, start) = (group.with_timeout(TIMEOUT), Instant::now());
                 let error = limited.recv_any(&mut [0], 0).unwrap_err();
                 // Any rank could have sent.
@@ -106,7 +106,7 @@ fn every_operation_times_out_and_names_missing_ranks() {
             });
         });
         scope.spawn(|| {
-            without_one(|group| {
+            run_without_rank_2(|group| {
                 let (limited, start) = (group.with_timeout(TIMEOUT), Instant::now());
                 check("mesh", start, Mesh::new(&limited, &[("x", 3)]).map(drop));
             });
@@ -116,7 +116,7 @@ fn every_operation_times_out_and_names_missing_ranks() {
 
 #[test]
 fn timeout_of_a_nonblocking_operation_starts_at_submission() {
-    without_one(|group| {
+    run_without_rank_2(|group| {
         let (limited, start) = (group.with_timeout(TIMEOUT), Instant::now());
         let work = limited.nonblocking().all_reduce(vec![1; 1000], ReduceOp::Sum).unwrap();
         let (done, is_done) = channel();
@@ -131,7 +131,7 @@ fn timeout_of_a_nonblocking_operation_starts_at_submission() {
 fn parts_of_one_call_share_its_timeout() {
     // Two thirds of this exceed the margin for a busy machine.
     let timeout = Duration::from_secs(6);
-    ranks_together(2, |group| {
+    run_ranks_together(2, |group| {
         if group.rank() == 0 {
             let start = Instant::now();
             let error = group.with_timeout(timeout).all_gather_object(&7_u8).unwrap_err();
@@ -162,8 +162,8 @@ fn default_timeout_is_half_an_hour() {
 fn monitored_barrier_names_all_missing_ranks_on_every_rank() {
     let timeout = 2 * TIMEOUT;
     let names = |absent: &[usize]| {
-        let gate = Gate::new(4);
-        ranks_together(4, |group| {
+        let gate = TimedBarrier::new(4);
+        run_ranks_together(4, |group| {
             let is_absent = absent.contains(&group.rank());
             if is_absent {
                 gate.wait();
@@ -177,9 +177,9 @@ fn monitored_barrier_names_all_missing_ranks_on_every_rank() {
                 assert!(start.elapsed() >= timeout / 2 && start.elapsed() < timeout + MARGIN);
                 gate.wait();
             }
-            let CommError::Timeout { missing, after, place, .. } = &error else { panic!("{error}") };
+            let CommError::Timeout { missing, after, context, .. } = &error else { panic!("{error}") };
             assert_eq!((missing.as_slice(), *after), (absent, timeout), "{error}");
-            assert!(place.confirmed, "{error}");
+            assert!(context.confirmed, "{error}");
             // The group has ended.
             assert!(matches!(group.barrier(), Err(CommError::Timeout { .. })));
         });
@@ -194,7 +194,7 @@ fn monitored_barrier_names_all_missing_ranks_on_every_rank() {
 #[test]
 fn monitored_barrier_waits_for_late_ranks_in_collective_order() {
     for world in 1..=4 {
-        ranks(world, |group| {
+        run_ranks(world, |group| {
             if group.rank() == world / 2 {
                 std::thread::sleep(Duration::from_millis(200));
             }
@@ -219,7 +219,7 @@ fn monitored_barrier_completes_only_after_all_ranks_enter() {
     // In large groups not all pairs have a data connection.
     for (world, rounds) in [(4, 200), (20, 5)] {
         let come = AtomicUsize::new(0);
-        ranks(world, |group| {
+        run_ranks(world, |group| {
             for round in 1..=rounds {
                 come.fetch_add(1, Ordering::SeqCst);
                 group.monitored_barrier(LONG).unwrap();
@@ -232,7 +232,7 @@ fn monitored_barrier_completes_only_after_all_ranks_enter() {
 #[test]
 fn monitored_barrier_fails_like_other_calls() {
     // Another call is a mismatch, on all ranks.
-    ranks_together(3, |group| {
+    run_ranks_together(3, |group| {
         let result = if group.rank() == 1 {
             group.all_reduce(&mut [1], ReduceOp::Sum)
         } else {
@@ -243,10 +243,10 @@ fn monitored_barrier_fails_like_other_calls() {
         assert!(error.to_string().contains("monitored_barrier()"), "{error}");
     });
     // A rank that has left will not come.
-    ranks_together(3, |group| {
+    run_ranks_together(3, |group| {
         if group.rank() != 1 {
             let error = group.monitored_barrier(LONG).unwrap_err();
-            assert!(matches!(error, CommError::PeerLost { rank: 1, how: Loss::Left, .. }), "{error}");
+            assert!(matches!(error, CommError::PeerLost { rank: 1, how: LossReason::Left, .. }), "{error}");
         }
     });
 }

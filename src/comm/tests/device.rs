@@ -14,27 +14,27 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use common::{CommError, Group, LONG, ReduceOp, ranks, ranks_together};
+use common::{CommError, Group, LONG, ReduceOp, run_ranks, run_ranks_together};
 use convoke_comm::device::cudarc::driver::{CudaSlice, CudaStream, DeviceRepr, result};
 use convoke_comm::device::{self, DeviceError, DeviceOptions, F8E4M3};
-use convoke_comm::{Loss, Reduction, bf16, f16, wait_any};
+use convoke_comm::{LossReason, Reduction, bf16, f16, wait_any};
 use convoke_testkit::Thread;
-use convoke_testkit::gpu::{is_inside, is_simulated};
+use convoke_testkit::gpu::{has_simulated_gpus, run_with_simulated_gpus};
 
 /// The time within which an abort ends all operations.
-const AT_ONCE: Duration = Duration::from_secs(LONG.as_secs() / 2);
+const PROMPT_LIMIT: Duration = Duration::from_secs(LONG.as_secs() / 2);
 
 /// A group of `world` ranks, each with the device of its number.
 fn on_devices<R: Send>(world: usize, body: impl Fn(Group, Arc<CudaStream>) -> R + Sync) -> Vec<R> {
-    with_options(world, &DeviceOptions::default(), body)
+    run_with_options(world, &DeviceOptions::default(), body)
 }
 
-fn with_options<R: Send>(
+fn run_with_options<R: Send>(
     world: usize,
     options: &DeviceOptions,
     body: impl Fn(Group, Arc<CudaStream>) -> R + Sync,
 ) -> Vec<R> {
-    ranks(world, |group| {
+    run_ranks(world, |group| {
         let context = device::open(group.rank()).unwrap();
         let group = group.with_device(&context, options.clone()).unwrap_or_else(|error| panic!("{error}"));
         let stream = context.new_stream().unwrap();
@@ -86,7 +86,7 @@ impl Spin {
 fn abort_when_asleep(group: &Group) -> std::thread::JoinHandle<()> {
     let (group, caller) = (group.clone(), Thread::current());
     std::thread::spawn(move || {
-        caller.until_asleep();
+        caller.wait_until_asleep();
         group.abort("enough");
     })
 }
@@ -102,13 +102,13 @@ impl Drop for Spin {
 
 #[test]
 fn device_collectives_are_correct() {
-    if is_simulated("device_collectives_are_correct", &[]) {
+    if run_with_simulated_gpus("device_collectives_are_correct", &[]) {
         for options in [
             DeviceOptions::default(),
             DeviceOptions::default().staged(true),
             DeviceOptions::default().checked(true),
         ] {
-            with_options(3, &options, |group, stream| collectives(&group, &stream));
+            run_with_options(3, &options, |group, stream| collectives(&group, &stream));
         }
     }
 }
@@ -192,7 +192,7 @@ fn unequal(group: &Group, stream: &Arc<CudaStream>) {
 
 #[test]
 fn device_types_match_host_types() {
-    if !is_simulated("device_types_match_host_types", &[]) {
+    if !run_with_simulated_gpus("device_types_match_host_types", &[]) {
         return;
     }
     fn summed<T: device::DeviceElement + DeviceRepr + Clone + PartialEq + std::fmt::Debug>(
@@ -234,11 +234,11 @@ fn device_types_match_host_types() {
 
 #[test]
 fn batched_messages_run_concurrently() {
-    if !is_simulated("batched_messages_run_concurrently", &[]) {
+    if !run_with_simulated_gpus("batched_messages_run_concurrently", &[]) {
         return;
     }
     for staged in [false, true] {
-        with_options(2, &DeviceOptions::default().staged(staged), |group, stream| {
+        run_with_options(2, &DeviceOptions::default().staged(staged), |group, stream| {
             let (rank, on) = (group.rank(), group.on(&stream).unwrap());
             // More than the stand-in for NCCL buffers.
             let send = buffer(&stream, &vec![rank as f32 + 1.0; 100_000]);
@@ -260,7 +260,7 @@ fn batched_messages_run_concurrently() {
 
 #[test]
 fn result_is_usable_on_another_stream_a_thousand_times() {
-    if !is_simulated("result_is_usable_on_another_stream_a_thousand_times", &[]) {
+    if !run_with_simulated_gpus("result_is_usable_on_another_stream_a_thousand_times", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
@@ -279,7 +279,7 @@ fn result_is_usable_on_another_stream_a_thousand_times() {
 
 #[test]
 fn device_work_is_awaited_like_host_work() {
-    if !is_simulated("device_work_is_awaited_like_host_work", &[]) {
+    if !run_with_simulated_gpus("device_work_is_awaited_like_host_work", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
@@ -304,7 +304,7 @@ fn device_work_is_awaited_like_host_work() {
 
 #[test]
 fn abort_ends_pending_device_operations_on_all_ranks() {
-    if !is_simulated("abort_ends_pending_device_operations_on_all_ranks", &[]) {
+    if !run_with_simulated_gpus("abort_ends_pending_device_operations_on_all_ranks", &[]) {
         return;
     }
     let ended = on_devices(3, |group, stream| {
@@ -317,7 +317,7 @@ fn abort_ends_pending_device_operations_on_all_ranks() {
             group.abort("enough");
         }
         let error = work.wait().unwrap_err();
-        assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < PROMPT_LIMIT, "{:?}", begun.elapsed());
         let later = group.on(&stream).unwrap().barrier().unwrap_err();
         std::mem::forget(buf);
         [error, later].map(|error| match error {
@@ -330,7 +330,7 @@ fn abort_ends_pending_device_operations_on_all_ranks() {
 
 #[test]
 fn device_operation_timeout_ends_the_group() {
-    if !is_simulated("device_operation_timeout_ends_the_group", &[]) {
+    if !run_with_simulated_gpus("device_operation_timeout_ends_the_group", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
@@ -351,7 +351,7 @@ fn device_operation_timeout_ends_the_group() {
 
 #[test]
 fn departed_rank_is_named_instead_of_awaited() {
-    if !is_simulated("departed_rank_is_named_instead_of_awaited", &[]) {
+    if !run_with_simulated_gpus("departed_rank_is_named_instead_of_awaited", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
@@ -362,14 +362,14 @@ fn departed_rank_is_named_instead_of_awaited() {
         let error =
             group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).and_then(|work| work.wait());
         let error = error.unwrap_err();
-        assert!(matches!(error, CommError::PeerLost { rank: 1, how: Loss::Left, .. }), "{error}");
+        assert!(matches!(error, CommError::PeerLost { rank: 1, how: LossReason::Left, .. }), "{error}");
         std::mem::forget(buf);
     });
 }
 
 #[test]
 fn nccl_error_ends_the_group_on_all_ranks() {
-    if !is_simulated("nccl_error_ends_the_group_on_all_ranks", &[("SIMULATED_NCCL_SICK", "1")]) {
+    if !run_with_simulated_gpus("nccl_error_ends_the_group_on_all_ranks", &[("SIMULATED_NCCL_SICK", "1")]) {
         return;
     }
     let errors = on_devices(2, |group, stream| {
@@ -387,7 +387,7 @@ fn nccl_error_ends_the_group_on_all_ranks() {
 
 #[test]
 fn call_refused_by_nccl_returns_the_nccl_message() {
-    if !is_simulated(
+    if !run_with_simulated_gpus(
         "call_refused_by_nccl_returns_the_nccl_message",
         &[("SIMULATED_NCCL_FAIL", "ncclAllReduce")],
     ) {
@@ -407,7 +407,10 @@ fn call_refused_by_nccl_returns_the_nccl_message() {
 
 #[test]
 fn broken_device_is_an_error_instead_of_a_hang() {
-    if !is_simulated("broken_device_is_an_error_instead_of_a_hang", &[("SIMULATED_GPU_BROKEN", "1")]) {
+    if !run_with_simulated_gpus(
+        "broken_device_is_an_error_instead_of_a_hang",
+        &[("SIMULATED_GPU_BROKEN", "1")],
+    ) {
         return;
     }
     on_devices(1, |group, stream| {
@@ -423,10 +426,10 @@ fn broken_device_is_an_error_instead_of_a_hang() {
 #[test]
 fn device_group_formation_ends_at_timeout_or_abort() {
     let test = "device_group_formation_ends_at_timeout_or_abort";
-    if !is_simulated(test, &[("SIMULATED_NCCL_ABSENT", "1")]) {
+    if !run_with_simulated_gpus(test, &[("SIMULATED_NCCL_ABSENT", "1")]) {
         return;
     }
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let context = device::open(group.rank()).unwrap();
         let options = DeviceOptions::default().init_timeout(Duration::from_millis(300));
         let error = group.with_device(&context, options).unwrap_err();
@@ -435,7 +438,7 @@ fn device_group_formation_ends_at_timeout_or_abort() {
         assert!(text.contains("NCCL did not connect the group's devices within 300 ms"), "{text}");
     });
     // Together, since the abort might come while a rank still forms the group.
-    ranks_together(2, |group| {
+    run_ranks_together(2, |group| {
         let context = device::open(group.rank()).unwrap();
         let aborter = group.clone();
         let (rank, begun) = (group.rank(), Instant::now());
@@ -448,17 +451,17 @@ fn device_group_formation_ends_at_timeout_or_abort() {
             let error = group.with_device(&context, DeviceOptions::default()).unwrap_err();
             assert!(matches!(error, CommError::Aborted { by: 1, .. }), "{error}");
         });
-        assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < PROMPT_LIMIT, "{:?}", begun.elapsed());
     });
 }
 
 #[test]
 fn failed_nccl_init_reports_the_reason() {
     let test = "failed_nccl_init_reports_the_reason";
-    if !is_simulated(test, &[("SIMULATED_NCCL_FAIL", "ncclCommInitRankConfig")]) {
+    if !run_with_simulated_gpus(test, &[("SIMULATED_NCCL_FAIL", "ncclCommInitRankConfig")]) {
         return;
     }
-    let errors = ranks(2, |group| {
+    let errors = run_ranks(2, |group| {
         let context = device::open(group.rank()).unwrap();
         group.with_device(&context, DeviceOptions::default()).unwrap_err().to_string()
     });
@@ -468,13 +471,15 @@ fn failed_nccl_init_reports_the_reason() {
 
 #[test]
 fn ranks_sharing_one_device_are_reported_and_continue_without_it() {
-    if !is_simulated("ranks_sharing_one_device_are_reported_and_continue_without_it", &[]) {
+    if !run_with_simulated_gpus("ranks_sharing_one_device_are_reported_and_continue_without_it", &[]) {
         return;
     }
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let context = device::open(3).unwrap();
         let error = group.with_device(&context, DeviceOptions::default()).unwrap_err();
-        let CommError::Device(DeviceError::Shared { ranks: (0, 1), .. }) = error else { panic!("{error}") };
+        let CommError::Device(DeviceError::DeviceShared { ranks: (0, 1), .. }) = error else {
+            panic!("{error}")
+        };
         group.barrier().unwrap();
         let stream = context.new_stream().unwrap();
         let error = group.on(&stream).unwrap_err();
@@ -490,7 +495,7 @@ fn ranks_sharing_one_device_are_reported_and_continue_without_it() {
 #[test]
 fn error_without_a_driver_states_what_to_do() {
     let (count, open) = (device::count(), device::open(0));
-    if is_inside() || count.as_ref().is_ok_and(|&count| count > 0) {
+    if has_simulated_gpus() || count.as_ref().is_ok_and(|&count| count > 0) {
         convoke_testkit::skip("there is a GPU here");
         return;
     }
@@ -500,7 +505,7 @@ fn error_without_a_driver_states_what_to_do() {
 
 #[test]
 fn subgroups_of_a_device_group_have_devices() {
-    if !is_simulated("subgroups_of_a_device_group_have_devices", &[]) {
+    if !run_with_simulated_gpus("subgroups_of_a_device_group_have_devices", &[]) {
         return;
     }
     on_devices(4, |group, stream| {
@@ -523,7 +528,7 @@ fn subgroups_of_a_device_group_have_devices() {
 
 #[test]
 fn buffer_of_another_device_is_refused() {
-    if !is_simulated("buffer_of_another_device_is_refused", &[]) {
+    if !run_with_simulated_gpus("buffer_of_another_device_is_refused", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
@@ -546,10 +551,10 @@ fn buffer_of_another_device_is_refused() {
 
 #[test]
 fn differing_device_calls_are_named_when_checks_are_enabled() {
-    if !is_simulated("differing_device_calls_are_named_when_checks_are_enabled", &[]) {
+    if !run_with_simulated_gpus("differing_device_calls_are_named_when_checks_are_enabled", &[]) {
         return;
     }
-    with_options(2, &DeviceOptions::default().checked(true), |group, stream| {
+    run_with_options(2, &DeviceOptions::default().checked(true), |group, stream| {
         let mut buf = buffer(&stream, &vec![1.0_f32; 4 + group.rank()]);
         let error = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap_err();
         assert!(matches!(error, CommError::Mismatch { .. }), "{error}");
@@ -559,7 +564,7 @@ fn differing_device_calls_are_named_when_checks_are_enabled() {
 
 #[test]
 fn registered_memory_behaves_like_any_other() {
-    if !is_simulated("registered_memory_behaves_like_any_other", &[]) {
+    if !run_with_simulated_gpus("registered_memory_behaves_like_any_other", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
@@ -574,8 +579,10 @@ fn registered_memory_behaves_like_any_other() {
 
 #[test]
 fn failed_registration_returns_the_buffer() {
-    if !is_simulated("failed_registration_returns_the_buffer", &[("SIMULATED_NCCL_FAIL", "ncclCommRegister")])
-    {
+    if !run_with_simulated_gpus(
+        "failed_registration_returns_the_buffer",
+        &[("SIMULATED_NCCL_FAIL", "ncclCommRegister")],
+    ) {
         return;
     }
     on_devices(1, |group, stream| {
@@ -589,7 +596,7 @@ fn failed_registration_returns_the_buffer() {
 
 #[test]
 fn destroying_a_group_completes_queued_operations() {
-    if !is_simulated("destroying_a_group_completes_queued_operations", &[]) {
+    if !run_with_simulated_gpus("destroying_a_group_completes_queued_operations", &[]) {
         return;
     }
     on_devices(2, |group, stream| {

@@ -4,13 +4,13 @@
 
 mod common;
 
-use common::{CommError, Group, ReduceOp, on_hosts, ranks};
+use common::{CommError, Group, ReduceOp, run_on_hosts, run_ranks};
 use convoke_comm::Element;
 use convoke_testkit::Random;
 
 /// A collective, as one rank calls it.
 #[derive(Debug, Clone, PartialEq)]
-struct Made {
+struct TestCall {
     name: &'static str,
     floats: bool,
     op: ReduceOp,
@@ -46,10 +46,10 @@ const CALLS: [(&str, u8); 18] = [
     ("all_gather_coalesced", LENS),
 ];
 
-fn any(random: &mut Random, world: usize) -> Made {
+fn random_call(random: &mut Random, world: usize) -> TestCall {
     let longest = [9, 5_000, 200_000][random.below(3)];
     let first = 1 + random.below(longest);
-    Made {
+    TestCall {
         name: CALLS[random.below(CALLS.len())].0,
         floats: random.below(2) == 0,
         op: [ReduceOp::Sum, ReduceOp::Max][random.below(2)],
@@ -60,7 +60,7 @@ fn any(random: &mut Random, world: usize) -> Made {
 }
 
 /// A call that differs from `made` in one thing that all ranks must agree on.
-fn other(made: &Made, random: &mut Random) -> Made {
+fn differing_call(made: &TestCall, random: &mut Random) -> TestCall {
     let (_, differs) = CALLS.into_iter().find(|(name, _)| *name == made.name).unwrap();
     loop {
         let mut other = made.clone();
@@ -78,8 +78,8 @@ fn other(made: &Made, random: &mut Random) -> Made {
     }
 }
 
-fn make<T: Element + Default + From<u8>>(group: &Group, made: &Made) -> Result<(), CommError> {
-    let Made { name, op, root, ref lens, .. } = *made;
+fn make_call<T: Element + Default + From<u8>>(group: &Group, made: &TestCall) -> Result<(), CommError> {
+    let TestCall { name, op, root, ref lens, .. } = *made;
     let (rank, size, len) = (group.rank(), group.size(), lens[0]);
     let buf = |len: usize| vec![T::from(1); len];
     let list = || lens.iter().map(|&len| buf(len)).collect::<Vec<_>>();
@@ -117,24 +117,25 @@ fn make<T: Element + Default + From<u8>>(group: &Group, made: &Made) -> Result<(
 #[test]
 fn any_differing_setting_of_one_rank_is_reported_to_all() {
     let mut random = Random::new("any_differing_setting_of_one_rank_is_reported_to_all");
-    for round in 0..if common::is_full() { 2000 } else { 150 } {
+    for round in 0..if common::is_full_test_run() { 2000 } else { 150 } {
         let world = 2 + random.below(3);
-        let (even, who) = (any(&mut random, world), random.below(world));
-        let odd = other(&even, &mut random);
+        let (even, who) = (random_call(&mut random, world), random.below(world));
+        let odd = differing_call(&even, &mut random);
         let story = format!("round {round}, rank {who} of {world}: {odd:?}, the others: {even:?}");
         let body = |group: Group| {
             // Another rank may pass the barrier and make its call before this one does.
             let together = group.barrier();
             let made = if group.rank() == who { &odd } else { &even };
-            let make = || if made.floats { make::<f32>(&group, made) } else { make::<i32>(&group, made) };
+            let make =
+                || if made.floats { make_call::<f32>(&group, made) } else { make_call::<i32>(&group, made) };
             let result = together.and_then(|()| make());
             // A rank that has returned already, such as a root, hears of it with its next call.
             result.and_then(|()| group.barrier()).and_then(|()| group.barrier()).err()
         };
         // Shared memory, or connections.
         let errors = match random.below(2) {
-            0 => ranks(world, body),
-            _ => on_hosts(&(0..world).collect::<Vec<_>>(), "", body),
+            0 => run_ranks(world, body),
+            _ => run_on_hosts(&(0..world).collect::<Vec<_>>(), "", body),
         };
         for error in errors {
             let told = match &error {

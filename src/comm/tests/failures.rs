@@ -8,9 +8,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{
-    CommError, Gate, Group, GroupOptions, LONG, ReduceOp, SHORT, ranks, ranks_together, with_options,
+    CommError, Group, GroupOptions, LONG, ReduceOp, SHORT, TimedBarrier, run_ranks, run_ranks_together,
+    run_with_options,
 };
-use convoke_comm::Loss;
+use convoke_comm::LossReason;
 
 fn all_reduce<T: convoke_comm::Element + Default>(
     group: &Group,
@@ -24,9 +25,9 @@ fn all_reduce<T: convoke_comm::Element + Default>(
 fn all_ranks_name_an_absent_rank_at_the_deadline() {
     for world in [2, 4] {
         for who in 0..world {
-            let gate = Gate::new(world);
+            let gate = TimedBarrier::new(world);
             let timeout = SHORT;
-            let errors = ranks(world, |group| {
+            let errors = run_ranks(world, |group| {
                 group.barrier().unwrap();
                 if group.rank() == who {
                     gate.wait();
@@ -44,11 +45,11 @@ fn all_ranks_name_an_absent_rank_at_the_deadline() {
             for error in errors {
                 let CommError::Timeout { missing, after, .. } = &error else { panic!("{error}") };
                 assert_eq!(
-                    (missing.as_slice(), *after, error.blame()),
+                    (missing.as_slice(), *after, error.suspect_rank()),
                     (&[who][..], timeout, Some(who)),
                     "{error}"
                 );
-                assert!(error.place().unwrap().confirmed);
+                assert!(error.context().unwrap().confirmed);
             }
         }
     }
@@ -56,7 +57,7 @@ fn all_ranks_name_an_absent_rank_at_the_deadline() {
 
 #[test]
 fn receive_without_a_send_times_out_naming_the_sender() {
-    let errors = ranks(3, |group| match group.rank() {
+    let errors = run_ranks(3, |group| match group.rank() {
         0 => group.with_timeout(SHORT).recv(&mut [0], 2, 0).unwrap_err(),
         _ => group.barrier().unwrap_err(),
     });
@@ -68,8 +69,8 @@ fn receive_without_a_send_times_out_naming_the_sender() {
 #[test]
 fn last_rank_of_a_wait_chain_is_named() {
     for world in [3, 5] {
-        let gate = Gate::new(world);
-        let errors = ranks(world, |group| {
+        let gate = TimedBarrier::new(world);
+        let errors = run_ranks(world, |group| {
             let (rank, last) = (group.rank(), world - 1);
             // Each rank waits for the next; the last one computes.
             let waited = (rank != last).then(|| {
@@ -90,8 +91,8 @@ fn last_rank_of_a_wait_chain_is_named() {
 
 #[test]
 fn computing_rank_with_pending_messages_is_named() {
-    let gate = Gate::new(3);
-    let errors = ranks(3, |group| {
+    let gate = TimedBarrier::new(3);
+    let errors = run_ranks(3, |group| {
         // Rank 2 has asked for a message of rank 1 early; both compute, and only rank 2 is waited for.
         let asked = (group.rank() == 2).then(|| group.irecv(vec![0_u8], 1, 0).unwrap());
         let waited =
@@ -107,7 +108,7 @@ fn computing_rank_with_pending_messages_is_named() {
 
 #[test]
 fn unreceived_large_send_times_out_naming_the_receiver() {
-    let errors = ranks(2, |group| match group.rank() {
+    let errors = run_ranks(2, |group| match group.rank() {
         0 => group.with_timeout(SHORT).send(&[0_u8; 100_000], 1, 0).unwrap_err(),
         _ => group.barrier().unwrap_err(),
     });
@@ -118,7 +119,7 @@ fn unreceived_large_send_times_out_naming_the_receiver() {
 
 #[test]
 fn failed_group_always_returns_the_same_cause() {
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         group.barrier().unwrap();
         if group.rank() == 0 {
             group.abort("first");
@@ -135,7 +136,7 @@ fn failed_group_always_returns_the_same_cause() {
 
 #[test]
 fn only_calls_that_need_a_departed_rank_fail() {
-    ranks(3, |group| {
+    run_ranks(3, |group| {
         group.barrier().unwrap();
         match group.rank() {
             2 => {
@@ -155,7 +156,10 @@ fn only_calls_that_need_a_departed_rank_fail() {
                     group.send(&[1_u8], 0, 0).unwrap();
                 }
                 let error = group.barrier().unwrap_err();
-                assert!(matches!(error, CommError::PeerLost { rank: 2, how: Loss::Left, .. }), "{error}");
+                assert!(
+                    matches!(error, CommError::PeerLost { rank: 2, how: LossReason::Left, .. }),
+                    "{error}"
+                );
             }
         }
     });
@@ -163,7 +167,7 @@ fn only_calls_that_need_a_departed_rank_fail() {
 
 #[test]
 fn panicked_rank_is_lost_at_once_to_all_ranks() {
-    ranks(3, |group| {
+    run_ranks(3, |group| {
         group.barrier().unwrap();
         if group.rank() == 1 {
             let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
@@ -176,14 +180,14 @@ fn panicked_rank_is_lost_at_once_to_all_ranks() {
         let start = Instant::now();
         // Neither call needs rank 1.
         let error = group.recv(&mut [0_u8], 2 - group.rank(), 0).unwrap_err();
-        assert!(matches!(error, CommError::PeerLost { rank: 1, how: Loss::Panicked, .. }), "{error}");
+        assert!(matches!(error, CommError::PeerLost { rank: 1, how: LossReason::Panicked, .. }), "{error}");
         assert!(start.elapsed() < LONG, "{:?}", start.elapsed());
     });
 }
 
 #[test]
 fn destroyed_group_says_goodbye_and_all_handles_refuse_calls() {
-    ranks_together(3, |group| {
+    run_ranks_together(3, |group| {
         let pair = group.subgroup(&[2, 0]).unwrap();
         group.barrier().unwrap();
         if group.rank() == 2 {
@@ -206,12 +210,12 @@ fn destroyed_group_says_goodbye_and_all_handles_refuse_calls() {
             destroyed(other.shrink(LONG).map(drop));
         } else {
             let error = group.barrier().unwrap_err();
-            assert!(matches!(error, CommError::PeerLost { rank: 2, how: Loss::Left, .. }), "{error}");
+            assert!(matches!(error, CommError::PeerLost { rank: 2, how: LossReason::Left, .. }), "{error}");
         }
         // Subgroups stay usable.
         pair.into_iter().for_each(|pair| pair.barrier().unwrap());
     });
-    ranks(1, |group| {
+    run_ranks(1, |group| {
         group.destroy();
         assert!(matches!(group.barrier(), Err(CommError::Destroyed { .. })));
     });
@@ -219,7 +223,7 @@ fn destroyed_group_says_goodbye_and_all_handles_refuse_calls() {
 
 #[test]
 fn group_destruction_completes_pending_operations() {
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let (mut message, large) = (vec![0_u8; 200_000], vec![1_u8; 200_000]);
         if group.rank() == 0 {
             let sum = group.nonblocking().all_reduce(vec![1; 100_000], ReduceOp::Sum).unwrap();
@@ -241,7 +245,7 @@ fn group_destruction_completes_pending_operations() {
         }
     });
     // The group may also have failed; other threads that call meanwhile are refused.
-    ranks_together(2, |group| {
+    run_ranks_together(2, |group| {
         if group.rank() == 0 {
             let work = group.irecv(vec![0_u8; 1], 1, 0).unwrap();
             std::thread::scope(|scope| {
@@ -298,7 +302,7 @@ fn different_tokens_are_an_error_instead_of_a_hang() {
 #[test]
 fn equal_tokens_connect() {
     let token = convoke_env::Token::random().unwrap();
-    with_options(3, GroupOptions::default().token(token), |group| group.barrier().unwrap());
+    run_with_options(3, GroupOptions::default().token(token), |group| group.barrier().unwrap());
 }
 
 #[test]
@@ -316,7 +320,7 @@ fn all_ranks_name_a_rank_that_does_not_join() {
         }
     });
     let error = Group::new(store, 1, 2, common::options().name("b").init_timeout(Duration::from_millis(50)));
-    assert_eq!(error.unwrap_err().blame(), Some(0));
+    assert_eq!(error.unwrap_err().suspect_rank(), Some(0));
 }
 
 #[test]

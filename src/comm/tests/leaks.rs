@@ -9,7 +9,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{Gate, Group, ReduceOp};
+use common::{Group, ReduceOp, TimedBarrier};
 use convoke_comm::Work;
 use convoke_store::{MemoryStore, Store};
 use convoke_testkit::skip;
@@ -26,7 +26,7 @@ fn count(what: &str) -> usize {
 }
 
 /// Waits until the count is no higher than before: the kernel closes asynchronously.
-fn settles(what: &str, before: usize) {
+fn wait_until_at_most(what: &str, before: usize) {
     let deadline = Instant::now() + Duration::from_secs(10);
     while count(what) > before {
         assert!(Instant::now() < deadline, "{what}: {} instead of {before}", count(what));
@@ -41,11 +41,12 @@ fn cpu_time() -> Duration {
     Duration::from_micros(u64::try_from(sum.num_microseconds()).unwrap())
 }
 
-/// Two ranks wait for a third, which sleeps. `standing` adds an operation that nobody waits for.
-fn a_long_wait_uses_no_cpu(standing: bool) {
-    common::ranks(3, |group| {
+/// Two ranks wait for a third, which sleeps. `with_pending_operation` adds an operation that nobody waits for.
+fn a_long_wait_uses_no_cpu(with_pending_operation: bool) {
+    common::run_ranks(3, |group| {
         let peer = (group.rank() + 1) % 3;
-        let message = standing.then(|| group.irecv(vec![0_u8], (group.rank() + 2) % 3, 0).unwrap());
+        let message =
+            with_pending_operation.then(|| group.irecv(vec![0_u8], (group.rank() + 2) % 3, 0).unwrap());
         group.barrier().unwrap();
         let before = cpu_time();
         if group.rank() == 0 {
@@ -69,8 +70,8 @@ fn sockets() -> usize {
 
 /// A destroyed group frees its resources while its handles still exist.
 fn a_destroyed_group_has_no_socket_and_no_thread() {
-    let (before, threads, destroyed) = (sockets(), count("task"), Gate::new(3));
-    common::ranks(3, |group| {
+    let (before, threads, destroyed) = (sockets(), count("task"), TimedBarrier::new(3));
+    common::run_ranks(3, |group| {
         group.nonblocking().barrier().unwrap().wait().unwrap();
         group.destroy();
         destroyed.wait();
@@ -123,7 +124,7 @@ fn dropped_group_leaks_nothing_and_waiting_group_uses_no_cpu() {
         if cycle == WARM_UP {
             warm = Some(memory());
         }
-        let (made, used) = (Gate::new(4), Gate::new(4));
+        let (made, used) = (TimedBarrier::new(4), TimedBarrier::new(4));
         std::thread::scope(|scope| {
             for rank in 0..3 {
                 let (store, made, used) = (Arc::clone(&store), &made, &used);
@@ -174,8 +175,8 @@ fn dropped_group_leaks_nothing_and_waiting_group_uses_no_cpu() {
             assert_eq!(count("task"), threads + 3);
             used.wait();
         });
-        settles("fd", fds);
-        settles("task", threads);
+        wait_until_at_most("fd", fds);
+        wait_until_at_most("task", threads);
         let keys = store.list_keys(Instant::now() + Duration::from_secs(1)).unwrap();
         let left: Vec<_> = keys.iter().map(|key| String::from_utf8_lossy(key)).collect();
         // The reason of a group's end stays in the store, since a late rank must learn of it.

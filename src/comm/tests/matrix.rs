@@ -5,10 +5,11 @@
 mod common;
 
 use common::{
-    Gate, Group, HOSTS, ReduceOp, Sample, WITH_HIERARCHIES, for_every_type, is_full, on_hosts, ranks,
+    Group, HOSTS, ReduceOp, Sample, TimedBarrier, WITH_HIERARCHIES, for_every_type, is_full_test_run,
+    run_on_hosts, run_ranks,
 };
 use convoke_comm::CommError;
-use convoke_testkit::{assert_one_passed, scene};
+use convoke_testkit::{assert_one_passed, subprocess_test};
 
 /// Numbers whose sums are exact in every order of adding.
 fn number<T: Sample>(rank: usize, index: usize) -> i64 {
@@ -58,15 +59,15 @@ fn check_some<T: Sample>(group: &Group) {
 
 #[test]
 fn every_type_operation_size_and_world_size() {
-    for world in 1..=if is_full() { 8 } else { 5 } {
-        ranks(world, |group| {
+    for world in 1..=if is_full_test_run() { 8 } else { 5 } {
+        run_ranks(world, |group| {
             for count in COUNTS {
                 check::<f32>(&group, count);
-                if is_full() {
+                if is_full_test_run() {
                     for_every_type!(check, (&group, 2 * count));
                 }
             }
-            if is_full() || world <= 3 {
+            if is_full_test_run() || world <= 3 {
                 for_every_type!(check_some, (&group));
             }
             check::<f32>(&group, 3_000_001);
@@ -79,12 +80,12 @@ fn every_type_operation_size_and_world_size() {
 fn collectives_work_on_any_distribution_of_ranks_over_hosts() {
     for hosts in HOSTS {
         for algorithms in WITH_HIERARCHIES {
-            on_hosts(hosts, algorithms, |group| {
+            run_on_hosts(hosts, algorithms, |group| {
                 for count in [0, 1, 3, 2049, 16_385, 300_007] {
                     check::<f32>(&group, count);
                 }
                 for_every_type!(check, (&group, 41));
-                if is_full() {
+                if is_full_test_run() {
                     for_every_type!(check_some, (&group));
                     check::<f32>(&group, 3_000_001);
                 }
@@ -97,12 +98,12 @@ fn collectives_work_on_any_distribution_of_ranks_over_hosts() {
 #[test]
 fn subgroups_work_across_hosts() {
     for algorithms in WITH_HIERARCHIES {
-        on_hosts(&[0, 1, 1, 2, 2, 0], algorithms, |group| {
+        run_on_hosts(&[0, 1, 1, 2, 2, 0], algorithms, |group| {
             // The parts are: one host each, unequal parts of hosts, all ranks; each with the ranks reversed.
             let me = group.rank();
             for color in [me.div_ceil(2) % 3, me / 4, 0] {
                 let part = group.split(Some(color as u32), -(me as i64)).unwrap().unwrap();
-                assert!(part.place_on_host().1 <= 2, "{:?}", part.place_on_host());
+                assert!(part.local_rank_and_size().1 <= 2, "{:?}", part.local_rank_and_size());
                 for count in [1, 3, 50_001] {
                     check::<f64>(&part, count);
                 }
@@ -119,7 +120,7 @@ fn inexact_sums_are_bitwise_equal_on_all_ranks_and_reruns() {
     let deep = HOSTS.into_iter().map(|hosts| ("all_reduce:hierarchy", hosts.to_vec()));
     for (algorithm, hosts) in flat.chain(deep) {
         let run = || {
-            on_hosts(&hosts, algorithm, |group| {
+            run_on_hosts(&hosts, algorithm, |group| {
                 let mut all = Vec::new();
                 for count in [1, 77, 5000, 100_003] {
                     for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product] {
@@ -141,7 +142,7 @@ fn inexact_sums_are_bitwise_equal_on_all_ranks_and_reruns() {
 #[test]
 fn averages_divide_the_sum() {
     for algorithm in ["all_reduce:ring", "all_reduce:direct", "all_reduce:doubling", "all_reduce:hierarchy"] {
-        on_hosts(&[0, 0, 1], algorithm, |group| {
+        run_on_hosts(&[0, 0, 1], algorithm, |group| {
             let mut buf = vec![(group.rank() * 3) as f64; 1001];
             group.all_reduce(&mut buf, ReduceOp::Avg).unwrap();
             assert!(buf.iter().all(|&x| x == 3.0));
@@ -162,7 +163,7 @@ fn averages_divide_the_sum() {
 
 #[test]
 fn messages_of_any_size_keep_their_order_per_tag() {
-    ranks(3, |group| {
+    run_ranks(3, |group| {
         let (me, world) = (group.rank(), group.size());
         for count in [0_usize, 1, 100, 16_384, 16_385, 1_000_000] {
             // Around the ring; even ranks send first, so that large messages cannot deadlock.
@@ -215,7 +216,7 @@ fn late_receiver_gets_the_data_sent_earlier() {
     let seen = std::sync::Mutex::new(seen);
     // More than there are slots in memory, so that each is used several times.
     let calls = 1000_usize;
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let me = group.rank();
         if me == 1 {
             (0..100).for_each(|_| seen.lock().unwrap().recv_timeout(common::LONG).unwrap());
@@ -235,7 +236,7 @@ fn late_receiver_gets_the_data_sent_earlier() {
 
 #[test]
 fn threads_of_one_rank_share_a_group() {
-    ranks(3, |group| {
+    run_ranks(3, |group| {
         std::thread::scope(|scope| {
             // Each thread has its own tag; one thread makes the collectives.
             for thread in 0..4_u32 {
@@ -261,7 +262,7 @@ fn threads_of_one_rank_share_a_group() {
 
 #[test]
 fn meaningless_arguments_are_refused_and_the_group_continues() {
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let refused = |result: Result<(), CommError>| matches!(result, Err(CommError::InvalidArgument(_)));
         assert!(refused(group.all_reduce(&mut [1_i32], ReduceOp::Avg)));
         assert!(refused(group.broadcast(&mut [1_i32], 2)));
@@ -273,7 +274,7 @@ fn meaningless_arguments_are_refused_and_the_group_continues() {
 
 #[test]
 fn group_of_one_needs_no_peers() {
-    ranks(1, |group| {
+    run_ranks(1, |group| {
         let mut buf = [1.5_f32];
         group.all_reduce(&mut buf, ReduceOp::Avg).unwrap();
         group.broadcast(&mut buf, 0).unwrap();
@@ -294,13 +295,13 @@ fn sockets() -> usize {
 
 #[test]
 fn large_groups_connect_lazily() {
-    assert_one_passed(&scene("scene_process_counts_connections").output().unwrap());
+    assert_one_passed(&subprocess_test("scene_process_counts_connections").output().unwrap());
 }
 
 #[test]
 #[ignore = "run by large_groups_connect_lazily, whose sockets it counts"]
 fn scene_process_counts_connections() {
-    let gate = Gate::new(MANY);
+    let gate = TimedBarrier::new(MANY);
     let hosts: Vec<usize> = (0..MANY).collect();
     let count = |group: &Group| {
         group.barrier().unwrap();
@@ -309,7 +310,7 @@ fn scene_process_counts_connections() {
         gate.wait();
         count
     };
-    on_hosts(&hosts, "", |group| {
+    run_on_hosts(&hosts, "", |group| {
         let begun = count(&group);
         // Each pair has a control connection; only neighbours also have a data connection.
         let pairs = MANY * (MANY - 1) / 2;
@@ -323,7 +324,7 @@ fn scene_process_counts_connections() {
 
 #[test]
 fn collectives_of_large_groups_open_all_needed_connections() {
-    ranks(MANY, |group| {
+    run_ranks(MANY, |group| {
         let mut sum = vec![1_i32; 100];
         group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
         assert!(sum.iter().all(|&x| x == 20));
@@ -343,7 +344,7 @@ fn collectives_of_large_groups_open_all_needed_connections() {
 
 #[test]
 fn bitwise_operations_support_integers_and_refuse_floats() {
-    ranks(3, |group| {
+    run_ranks(3, |group| {
         let mine = 1_u16 << group.rank() | 0x8000;
         for (op, want) in [(ReduceOp::Band, 0x8000), (ReduceOp::Bor, 0x8007), (ReduceOp::Bxor, 0x8007)] {
             let mut buf = vec![mine; 1001];

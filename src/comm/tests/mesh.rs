@@ -6,7 +6,7 @@ mod common;
 
 use std::time::Instant;
 
-use common::{CommError, Group, LONG, ReduceOp, SHORT, ranks, ranks_together};
+use common::{CommError, Group, LONG, ReduceOp, SHORT, run_ranks, run_ranks_together};
 use convoke_comm::Mesh;
 
 /// The ranks in the mesh's group of a group's members, gathered from them.
@@ -21,7 +21,7 @@ fn mesh_axis_groups_contain_ranks_differing_only_along_it() {
     let shapes: [&[(&str, usize)]; 4] =
         [&[("dp", 2), ("tp", 2)], &[("dp", 2), ("tp", 3)], &[("pp", 2), ("dp", 2), ("tp", 2)], &[("dp", 3)]];
     for axes in shapes {
-        ranks(axes.iter().map(|axis| axis.1).product(), |world| {
+        run_ranks(axes.iter().map(|axis| axis.1).product(), |world| {
             let me = world.rank();
             let mesh = Mesh::new(&world, axes).unwrap();
             assert_eq!(mesh.axes().collect::<Vec<_>>(), axes.iter().map(|axis| axis.0).collect::<Vec<_>>());
@@ -50,7 +50,7 @@ fn mesh_axis_groups_contain_ranks_differing_only_along_it() {
 
 #[test]
 fn the_last_axis_varies_fastest() {
-    ranks(6, |world| {
+    run_ranks(6, |world| {
         let mesh = Mesh::new(&world, &[("dp", 2), ("tp", 3)]).unwrap();
         let all = (0..2).flat_map(|dp| (0..3).map(move |tp| [dp, tp])).enumerate();
         for (rank, place) in all {
@@ -62,7 +62,7 @@ fn the_last_axis_varies_fastest() {
 
 #[test]
 fn submeshes_share_groups_and_can_be_flattened() {
-    ranks(8, |world| {
+    run_ranks(8, |world| {
         let me = world.rank();
         let mesh = Mesh::new(&world, &[("pp", 2), ("dp", 2), ("tp", 2)]).unwrap();
         let (pp, dp, tp) = (me / 4, me / 2 % 2, me % 2);
@@ -100,7 +100,7 @@ fn submeshes_share_groups_and_can_be_flattened() {
 
 #[test]
 fn subgroup_mesh_and_two_meshes_of_one_group_work() {
-    ranks(5, |world| {
+    run_ranks(5, |world| {
         let part = world.subgroup(&[4, 2, 1, 0]).unwrap();
         let Some(part) = part else { return };
         let first = Mesh::new(&part, &[("dp", 2), ("tp", 2)]).unwrap();
@@ -119,7 +119,7 @@ fn invalid_or_differing_axes_are_refused_and_the_group_continues() {
         let Err(CommError::InvalidArgument(text)) = result.map(drop) else { panic!("no error: {what}") };
         assert!(text.contains(what), "{text}");
     }
-    ranks(4, |world| {
+    run_ranks(4, |world| {
         let make = |axes: &[(&str, usize)]| Mesh::new(&world, axes);
         invalid(make(&[("dp", 2), ("tp", 3)]), "it has 6 places for 4 ranks");
         invalid(make(&[("dp", 0), ("tp", 3)]), "it has 0 places for 4 ranks");
@@ -149,7 +149,7 @@ fn invalid_or_differing_axes_are_refused_and_the_group_continues() {
 #[test]
 fn rank_that_creates_no_mesh_is_named_in_time() {
     let timeout = SHORT;
-    ranks_together(4, |world| {
+    run_ranks_together(4, |world| {
         if world.rank() != 2 {
             let start = Instant::now();
             let error = Mesh::new(&world.with_timeout(timeout), &[("dp", 2), ("tp", 2)]).unwrap_err();

@@ -5,11 +5,11 @@
 mod common;
 
 use common::*;
-use convoke_comm::{Dtype, Loss, wait_all};
+use convoke_comm::{Dtype, LossReason, wait_all};
 
 #[test]
 fn ring_of_large_messages_does_not_deadlock() {
-    ranks(3, |group| {
+    run_ranks(3, |group| {
         let (rank, size) = (group.rank(), group.size());
         let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
         let (mine, mut got) = (vec![rank as u64; 500_000], vec![0_u64; 500_000]);
@@ -26,7 +26,7 @@ fn ring_of_large_messages_does_not_deadlock() {
 
 #[test]
 fn messages_are_received_in_arrival_order() {
-    ranks(4, |group| {
+    run_ranks(4, |group| {
         let rank = group.rank();
         if rank > 0 {
             // Senders send one after the other, each when the previous message has arrived.
@@ -39,7 +39,7 @@ fn messages_are_received_in_arrival_order() {
         for from in 1..4 {
             let envelope = group.probe(Some(from), 3).unwrap();
             let len = if from == 2 { 50_000 } else { 1 };
-            assert_eq!((envelope.from(), envelope.count(), envelope.dtype()), (from, len, Dtype::U64));
+            assert_eq!((envelope.source(), envelope.count(), envelope.dtype()), (from, len, Dtype::U64));
             if from < 3 {
                 group.send(&[0_u8], from + 1, 5).unwrap();
             }
@@ -58,8 +58,8 @@ fn messages_are_received_in_arrival_order() {
 #[test]
 fn receives_match_in_call_order() {
     // No rank leaves earlier: a receive is left that names one of them.
-    let done = Gate::new(3);
-    ranks(3, |group| {
+    let done = TimedBarrier::new(3);
+    run_ranks(3, |group| {
         if group.rank() > 0 {
             group.barrier().unwrap();
             for round in 0..2 {
@@ -96,7 +96,7 @@ fn recv_any_receives_many_messages_from_all_ranks() {
     const EACH: u64 = 300;
     let is_large = |round: &u64| round.is_multiple_of(10);
     let len = |round: u64| if is_large(&round) { 20_000 } else { 1 + round as usize % 7 };
-    ranks(4, |group| {
+    run_ranks(4, |group| {
         if group.rank() > 0 {
             for round in 0..EACH {
                 group.send(&vec![round; len(round)], 0, is_large(&round).into()).unwrap();
@@ -114,8 +114,8 @@ fn recv_any_receives_many_messages_from_all_ranks() {
             } else {
                 let envelope = group.probe(None, 0).unwrap();
                 let mut got = vec![0_u64; envelope.count()];
-                group.recv(&mut got, envelope.from(), 0).unwrap();
-                let round = small[envelope.from()].next().unwrap();
+                group.recv(&mut got, envelope.source(), 0).unwrap();
+                let round = small[envelope.source()].next().unwrap();
                 assert_eq!(got, vec![round; len(round)]);
             }
         }
@@ -125,7 +125,7 @@ fn recv_any_receives_many_messages_from_all_ranks() {
 #[test]
 fn recv_any_timeout_names_all_possible_senders() {
     let options = GroupOptions::default();
-    let errors = with_options(3, options, |group| {
+    let errors = run_with_options(3, options, |group| {
         if group.rank() != 1 {
             return group.recv(&mut [0_u8], 1, 0).unwrap_err();
         }
@@ -138,25 +138,25 @@ fn recv_any_timeout_names_all_possible_senders() {
 
 #[test]
 fn receiving_fails_when_all_senders_have_departed() {
-    ranks_together(3, |group| {
+    run_ranks_together(3, |group| {
         if group.rank() != 1 {
             return;
         }
         let probe = group.with_timeout(LONG).probe(Some(2), 0).unwrap_err();
-        assert!(matches!(probe, CommError::PeerLost { rank: 2, how: Loss::Left, .. }), "{probe}");
+        assert!(matches!(probe, CommError::PeerLost { rank: 2, how: LossReason::Left, .. }), "{probe}");
     });
-    ranks_together(3, |group| {
+    run_ranks_together(3, |group| {
         if group.rank() != 1 {
             return;
         }
         let error = group.recv_any(&mut [0_u8], 0).unwrap_err();
-        assert!(matches!(error, CommError::PeerLost { rank: 0, how: Loss::Left, .. }), "{error}");
+        assert!(matches!(error, CommError::PeerLost { rank: 0, how: LossReason::Left, .. }), "{error}");
     });
 }
 
 #[test]
 fn differing_type_or_length_is_a_mismatch() {
-    let errors = ranks(2, |group| {
+    let errors = run_ranks(2, |group| {
         if group.rank() == 0 {
             group.recv_any(&mut [0_u8; 4], 0).unwrap_err()
         } else {
@@ -169,7 +169,7 @@ fn differing_type_or_length_is_a_mismatch() {
 
 #[test]
 fn receive_in_a_group_of_one_times_out() {
-    ranks(1, |group| {
+    run_ranks(1, |group| {
         group.batch().wait().unwrap();
         assert_eq!(group.try_probe(None, 0).unwrap(), None);
         let error = group.with_timeout(SHORT).recv_any(&mut [0_u8], 0).unwrap_err();
@@ -183,7 +183,7 @@ const LARGE: usize = 400_000;
 #[test]
 fn rank_sends_any_length_to_itself_before_receiving() {
     for world in [1, 3] {
-        ranks(world, |group| {
+        run_ranks(world, |group| {
             let me = group.rank();
             for len in [0, 1, 1000, LARGE] {
                 let sent: Vec<u64> = (0..len as u64).collect();
@@ -192,7 +192,7 @@ fn rank_sends_any_length_to_itself_before_receiving() {
                 group.send(&[9.5_f64], me, 2).unwrap();
                 group.send(&[true, false], me, 1).unwrap();
                 let envelope = group.probe(Some(me), 1).unwrap();
-                assert_eq!((envelope.from(), envelope.count(), envelope.dtype()), (me, len, Dtype::U64));
+                assert_eq!((envelope.source(), envelope.count(), envelope.dtype()), (me, len, Dtype::U64));
                 assert_eq!(group.try_probe(None, 2).unwrap().map(|envelope| envelope.count()), Some(1));
                 let (mut a, mut b, mut c) = (vec![0_u64; len], [0.0_f64], [false; 2]);
                 assert_eq!(group.recv_any(&mut b, 2).unwrap(), me);
@@ -208,7 +208,7 @@ fn rank_sends_any_length_to_itself_before_receiving() {
 #[test]
 fn rank_receives_from_itself_before_sending() {
     for world in [1, 2] {
-        ranks(world, |group| {
+        run_ranks(world, |group| {
             let me = group.rank();
             let named = group.irecv(vec![0_i32; LARGE], me, 5).unwrap();
             let any = group.nonblocking().recv_any(vec![0_i32; 2], 6).unwrap();
@@ -233,7 +233,7 @@ fn rank_receives_from_itself_before_sending() {
 
 #[test]
 fn thread_receives_a_message_from_a_thread_of_its_rank() {
-    ranks(1, |group| {
+    run_ranks(1, |group| {
         std::thread::scope(|scope| {
             let receiver = scope.spawn(|| {
                 let envelope = group.probe(None, 3).unwrap();
@@ -250,7 +250,7 @@ fn thread_receives_a_message_from_a_thread_of_its_rank() {
 #[test]
 fn message_to_self_must_match_in_length_and_type() {
     for (world, before) in [(1, true), (1, false), (2, true), (2, false)] {
-        let errors = ranks_together(world, |group| {
+        let errors = run_ranks_together(world, |group| {
             let me = group.rank();
             if me > 0 {
                 return group.barrier().unwrap_err();
@@ -275,8 +275,8 @@ const MANY: usize = 80_000;
 fn any_number_of_messages_is_delivered_before_the_first_receive() {
     // Shared memory, then connections.
     for hosts in [[0, 0], [0, 1]] {
-        let sent = Gate::new(2);
-        on_hosts(&hosts, "", |group| {
+        let sent = TimedBarrier::new(2);
+        run_on_hosts(&hosts, "", |group| {
             // The timeout covers all messages together, also on a busy machine.
             let group = group.with_timeout(10 * LONG);
             if group.rank() == 0 {

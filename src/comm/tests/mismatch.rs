@@ -8,8 +8,8 @@ use std::sync::Mutex;
 use std::sync::mpsc::channel;
 use std::time::Instant;
 
-use common::{CommError, Gate, Group, LONG, ReduceOp, SHORT, ranks};
-use convoke_comm::{CallKind, Dtype, Element, Loss};
+use common::{CommError, Group, LONG, ReduceOp, SHORT, TimedBarrier, run_ranks};
+use convoke_comm::{CallKind, Dtype, Element, LossReason};
 use convoke_testkit::Thread;
 
 type Call = fn(&Group) -> Result<(), CommError>;
@@ -57,7 +57,7 @@ fn sum_blocks(group: &Group, three: [usize; 2]) -> Result<(), CommError> {
 }
 
 /// The difference, the calls of one rank, and the calls of the others.
-const ODD: &[(&str, &[Call], &[Call])] = &[
+const MISMATCHES: &[(&str, &[Call], &[Call])] = &[
     ("the operation", &[|group| sum::<f32>(group, 1000, ReduceOp::Max)], &[sum_1000]),
     ("the type", &[|group| sum::<i32>(group, 1000, ReduceOp::Sum)], &[sum_1000]),
     ("the count", &[|group| sum::<f32>(group, 1001, ReduceOp::Sum)], &[sum_1000]),
@@ -81,7 +81,7 @@ const ODD: &[(&str, &[Call], &[Call])] = &[
 /// The errors of all ranks after these calls. A call that all make alike comes first, since a slow rank could
 /// otherwise hear of the mismatch while the group forms.
 fn errors(world: usize, calls: impl Fn(&Group) -> Result<(), CommError> + Sync) -> Vec<CommError> {
-    ranks(world, |group| {
+    run_ranks(world, |group| {
         let result = sum::<f32>(&group, 10, ReduceOp::Sum).and_then(|()| calls(&group));
         // A rank that has returned already, such as a root, hears of it with its next call.
         result.and_then(|()| group.barrier()).and_then(|()| group.barrier()).unwrap_err()
@@ -90,8 +90,8 @@ fn errors(world: usize, calls: impl Fn(&Group) -> Result<(), CommError> + Sync) 
 
 #[test]
 fn differing_calls_are_a_mismatch_on_all_ranks() {
-    for &(name, odd, even) in ODD {
-        for world in if common::is_full() { vec![2, 3, 4, 5] } else { vec![2, 5] } {
+    for &(name, odd, even) in MISMATCHES {
+        for world in if common::is_full_test_run() { vec![2, 3, 4, 5] } else { vec![2, 5] } {
             for who in 0..world {
                 let errors = errors(world, |group| {
                     let calls = if group.rank() == who { odd } else { even };
@@ -127,7 +127,7 @@ fn mismatch_is_detected_without_data_flow_between_differing_ranks() {
 
 #[test]
 fn a_mismatch_names_both_calls() {
-    let errors = ranks(2, |group| {
+    let errors = run_ranks(2, |group| {
         if group.rank() == 0 { group.barrier() } else { sum::<f64>(&group, 3, ReduceOp::Min) }.unwrap_err()
     });
     for error in errors {
@@ -143,8 +143,8 @@ fn a_mismatch_names_both_calls() {
 fn rank_that_omits_a_call_is_named() {
     for leaves in [false, true] {
         for who in 0..3 {
-            let gate = Gate::new(3);
-            let errors = ranks(3, |group| {
+            let gate = TimedBarrier::new(3);
+            let errors = run_ranks(3, |group| {
                 group.barrier().unwrap();
                 if group.rank() == who {
                     let kept = (!leaves).then_some(group);
@@ -159,7 +159,7 @@ fn rank_that_omits_a_call_is_named() {
             for error in errors.into_iter().flatten() {
                 let named = match &error {
                     CommError::Timeout { missing, .. } => !leaves && *missing == [who],
-                    CommError::PeerLost { rank, how: Loss::Left, .. } => leaves && *rank == who,
+                    CommError::PeerLost { rank, how: LossReason::Left, .. } => leaves && *rank == who,
                     _ => false,
                 };
                 assert!(named, "rank {who}, leaves: {leaves}: {error}");
@@ -171,8 +171,8 @@ fn rank_that_omits_a_call_is_named() {
 #[test]
 fn rank_with_an_extra_call_learns_the_absent_ranks() {
     for who in 0..3 {
-        let gate = Gate::new(3);
-        let errors = ranks(3, |group| {
+        let gate = TimedBarrier::new(3);
+        let errors = run_ranks(3, |group| {
             let group = group.with_timeout(SHORT);
             group.barrier().unwrap();
             let more = (group.rank() == who).then(|| group.barrier().unwrap_err());
@@ -227,11 +227,11 @@ fn root_names_senders_of_blocks_with_wrong_length() {
 
 /// The state of a message when its receiver asks for it.
 #[derive(Clone, Copy)]
-enum Early {
+enum MessageState {
     /// The message may or may not be sent.
     No,
     /// The sender waits, because it has used its credit.
-    OnItsWay,
+    SenderBlocked,
     /// The receiver has read the announcement.
     Known,
 }
@@ -245,12 +245,12 @@ fn warm_up(group: &Group) {
 
 #[test]
 fn messages_of_differing_length_or_type_are_a_mismatch() {
-    for when in [Early::No, Early::OnItsWay, Early::Known] {
+    for when in [MessageState::No, MessageState::SenderBlocked, MessageState::Known] {
         for large in [false, true] {
             let count = if large { 100_000 } else { 100 };
             let (tell, told) = channel();
             let told = Mutex::new(told);
-            let errors = ranks(2, |group| {
+            let errors = run_ranks(2, |group| {
                 // The connection for messages exists and was used.
                 warm_up(&group);
                 if group.rank() == 0 {
@@ -259,9 +259,11 @@ fn messages_of_differing_length_or_type_are_a_mismatch() {
                     sent.and_then(|()| group.barrier()).unwrap_err()
                 } else {
                     match when {
-                        Early::No => {}
-                        Early::OnItsWay => told.lock().unwrap().recv().unwrap().until_asleep(),
-                        Early::Known => drop(group.probe(Some(0), 5).unwrap()),
+                        MessageState::No => {}
+                        MessageState::SenderBlocked => {
+                            told.lock().unwrap().recv().unwrap().wait_until_asleep()
+                        }
+                        MessageState::Known => drop(group.probe(Some(0), 5).unwrap()),
                     }
                     group.recv(&mut vec![0.0_f32; count + 1], 0, 5).unwrap_err()
                 }
@@ -273,7 +275,7 @@ fn messages_of_differing_length_or_type_are_a_mismatch() {
 
 #[test]
 fn message_with_another_tag_times_out_naming_its_sender() {
-    let errors = ranks(2, |group| match group.rank() {
+    let errors = run_ranks(2, |group| match group.rank() {
         0 => group.send(&[1], 1, 5).and_then(|()| group.barrier()).unwrap_err(),
         _ => group.with_timeout(SHORT).recv(&mut [0], 0, 6).unwrap_err(),
     });

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use common::*;
-use convoke_comm::{List, Loss, Work, wait_all, wait_any};
+use convoke_comm::{List, LossReason, Work, wait_all, wait_any};
 use convoke_testkit::Thread;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 
@@ -29,7 +29,7 @@ const LENS: [usize; 3] = [3, 5_000, 70_000];
 #[test]
 fn nonblocking_and_blocking_calls_return_equal_results() {
     for world in [1, 2, 4] {
-        ranks(world, |group| {
+        run_ranks(world, |group| {
             let (rank, size, own) = (group.rank(), group.size(), group.nonblocking());
             for len in LENS {
                 let (mine, blocks) = (row(rank, len), row(rank, len * size));
@@ -125,7 +125,7 @@ fn nonblocking_and_blocking_calls_return_equal_results() {
 #[test]
 fn list_calls_equal_separate_calls_on_each_buffer() {
     for world in [1, 2, 3] {
-        ranks(world, |group| {
+        run_ranks(world, |group| {
             let (rank, size, own) = (group.rank(), group.size(), group.nonblocking());
             for lens in [vec![], vec![0], vec![1, 0, 7], vec![30_000, 1, 50_000]] {
                 let list = || -> Vec<Vec<i64>> { lens.iter().map(|&len| row(rank, len)).collect() };
@@ -175,7 +175,7 @@ fn list_calls_equal_separate_calls_on_each_buffer() {
 
 #[test]
 fn blocking_calls_keep_their_order_among_pending_ones() {
-    ranks(3, |group| {
+    run_ranks(3, |group| {
         let works: Vec<Work<Vec<i64>>> = (0..200)
             .map(|round| {
                 let work = group.nonblocking().all_reduce(vec![round; 500], ReduceOp::Sum).unwrap();
@@ -196,7 +196,7 @@ fn blocking_calls_keep_their_order_among_pending_ones() {
 
 #[test]
 fn operation_progresses_without_a_waiter() {
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let work = group.nonblocking().all_reduce(vec![1.0_f32; 300_000], ReduceOp::Sum).unwrap();
         let (told, news) = mpsc::channel();
         work.on_complete(move || told.send(()).unwrap());
@@ -208,8 +208,8 @@ fn operation_progresses_without_a_waiter() {
 
 #[test]
 fn dropped_operation_completes_even_without_the_group() {
-    let (tell, told) = one_message();
-    let sums = ranks(2, |group| {
+    let (tell, told) = thread_channel();
+    let sums = run_ranks(2, |group| {
         let own = group.nonblocking();
         if group.rank() == 0 {
             // No thread waits or holds the group, but the other rank must get its sum nevertheless.
@@ -218,7 +218,7 @@ fn dropped_operation_completes_even_without_the_group() {
             tell.send(Thread::current()).unwrap();
             return 0;
         }
-        until_left(&told);
+        wait_until_left(&told);
         let mut mine = vec![2_i64; 100_000];
         group.all_reduce(&mut mine, ReduceOp::Sum).unwrap();
         let mut got = vec![0_i64; 100_000];
@@ -230,14 +230,14 @@ fn dropped_operation_completes_even_without_the_group() {
 
 #[test]
 fn dropped_barrier_completes_even_without_the_group() {
-    let (gate, (tell, told)) = (Gate::new(3), one_message());
-    ranks(4, |group| {
+    let (gate, (tell, told)) = (TimedBarrier::new(3), thread_channel());
+    run_ranks(4, |group| {
         if group.rank() == 0 {
             drop(group.nonblocking().barrier().unwrap());
             return tell.send(Thread::current()).unwrap();
         }
         if group.rank() == 1 {
-            until_left(&told);
+            wait_until_left(&told);
         }
         gate.wait();
         group.barrier().unwrap();
@@ -257,7 +257,7 @@ fn waiting_rank_learns_of_an_omitted_call_despite_pending_messages() {
         Group::barrier,
     ];
     for wait in waits {
-        let errors = ranks_together(3, |group| {
+        let errors = run_ranks_together(3, |group| {
             if group.rank() > 0 {
                 return Some(if group.rank() == 1 { wait(&group) } else { group.barrier() }.unwrap_err());
             }
@@ -265,7 +265,8 @@ fn waiting_rank_learns_of_an_omitted_call_despite_pending_messages() {
             drop(group.isend(vec![1_u64; 100_000], 1, 5).unwrap());
             None
         });
-        let left = |error: &CommError| matches!(error, CommError::PeerLost { rank: 0, how: Loss::Left, .. });
+        let left =
+            |error: &CommError| matches!(error, CommError::PeerLost { rank: 0, how: LossReason::Left, .. });
         assert!(errors[0].is_none() && errors[1..].iter().flatten().all(left), "{errors:?}");
     }
     assert!(begin.elapsed() < LONG / 2);
@@ -275,7 +276,7 @@ fn waiting_rank_learns_of_an_omitted_call_despite_pending_messages() {
 fn abandoned_receives_do_not_delay_group_destruction() {
     let begin = Instant::now();
     for world in [1, 2] {
-        ranks_together(world, |group| {
+        run_ranks_together(world, |group| {
             let own = group.nonblocking();
             drop(own.recv(vec![0_u8; 10], group.rank(), 8).unwrap());
             drop(own.recv(vec![0_u8; 10], world - 1 - group.rank(), 9).unwrap());
@@ -285,22 +286,22 @@ fn abandoned_receives_do_not_delay_group_destruction() {
     assert!(begin.elapsed() < LONG / 2);
 }
 
-type Told = Mutex<mpsc::Receiver<Thread>>;
+type ThreadReceiver = Mutex<mpsc::Receiver<Thread>>;
 
-fn one_message() -> (mpsc::Sender<Thread>, Told) {
+fn thread_channel() -> (mpsc::Sender<Thread>, ThreadReceiver) {
     let (tell, told) = mpsc::channel();
     (tell, Mutex::new(told))
 }
 
 /// Waits until the rank that sent its thread on this channel has dropped its group, or sleeps in the drop.
-fn until_left(told: &Told) {
-    told.lock().unwrap().recv_timeout(LONG).unwrap().until_asleep_or_ended();
+fn wait_until_left(told: &ThreadReceiver) {
+    told.lock().unwrap().recv_timeout(LONG).unwrap().wait_until_asleep_or_ended();
 }
 
 #[test]
 fn handle_used_outside_its_scope_keeps_its_outcome() {
-    let gate = Gate::new(2);
-    ranks(2, |group| {
+    let gate = TimedBarrier::new(2);
+    run_ranks(2, |group| {
         group.barrier().unwrap();
         let (mut kept, mut failed) = (None, None);
         if group.rank() == 0 {
@@ -332,7 +333,7 @@ fn handle_used_outside_its_scope_keeps_its_outcome() {
 
 #[test]
 fn work_can_be_awaited_as_a_future() {
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let total = pollster::block_on(async {
             let one = group.nonblocking().all_reduce(vec![1_i32; 10], ReduceOp::Sum)?;
             let two = group.nonblocking().all_reduce(vec![2_i32; 100_000], ReduceOp::Sum)?;
@@ -345,7 +346,7 @@ fn work_can_be_awaited_as_a_future() {
 
 #[test]
 fn work_descriptor_becomes_readable_at_completion() {
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let work = group.nonblocking().all_reduce(vec![1_i32; 1000], ReduceOp::Sum).unwrap();
         let descriptor = work.descriptor().unwrap().unwrap();
         let mut fds = [PollFd::new(descriptor, PollFlags::POLLIN)];
@@ -363,7 +364,7 @@ fn work_descriptor_becomes_readable_at_completion() {
 
 #[test]
 fn callbacks_may_submit_the_next_operation() {
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let (told, news) = mpsc::channel();
         let next = group.clone();
         let first = group.nonblocking().barrier().unwrap();
@@ -381,7 +382,7 @@ fn callbacks_may_submit_the_next_operation() {
 
 #[test]
 fn callback_panic_ends_only_the_group() {
-    let errors = ranks(2, |group| {
+    let errors = run_ranks(2, |group| {
         if group.rank() == 0 {
             let work = group.nonblocking().barrier().unwrap();
             work.on_complete(|| panic!("in a callback, as the test wants"));
@@ -397,13 +398,13 @@ fn callback_panic_ends_only_the_group() {
 
 #[test]
 fn wait_timeout_returns_the_handle() {
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         if group.rank() == 0 {
             let work = group.irecv(vec![0_u8; 3], 1, 0).unwrap();
             let begin = Instant::now();
             let work = work.wait_timeout(Duration::from_millis(30)).unwrap().unwrap_err();
             assert!(begin.elapsed() >= Duration::from_millis(30));
-            let work = work.test().unwrap().unwrap_err();
+            let work = work.try_wait().unwrap().unwrap_err();
             group.send(&[0_u8], 1, 1).unwrap();
             assert_eq!(work.wait_timeout(LONG).unwrap().unwrap(), [1, 2, 3]);
         } else {
@@ -415,7 +416,7 @@ fn wait_timeout_returns_the_handle() {
 
 #[test]
 fn scope_borrows_buffers_and_waits() {
-    ranks(3, |group| {
+    run_ranks(3, |group| {
         let (mut sums, mut gathered, mine) = (vec![1_u32; 9], vec![0_u32; 3], [group.rank() as u32]);
         let first = group
             .scope(|scope| {
@@ -430,7 +431,7 @@ fn scope_borrows_buffers_and_waits() {
 
 #[test]
 fn scope_returns_errors_of_unawaited_operations() {
-    let errors = ranks(2, |group| {
+    let errors = run_ranks(2, |group| {
         let mut buf = vec![0_u32; 4 + group.rank()];
         group.scope(|scope| scope.all_reduce(&mut buf[..], ReduceOp::Sum).map(drop)).unwrap_err()
     });
@@ -439,7 +440,7 @@ fn scope_returns_errors_of_unawaited_operations() {
 
 #[test]
 fn panic_in_a_scope_ends_its_operations() {
-    let errors = ranks(2, |group| {
+    let errors = run_ranks(2, |group| {
         group.barrier().unwrap();
         if group.rank() == 0 {
             let mut buf = [0_u8; 100];
@@ -458,7 +459,7 @@ fn panic_in_a_scope_ends_its_operations() {
 
 #[test]
 fn wait_any_returns_the_completed_operation() {
-    ranks(4, |group| {
+    run_ranks(4, |group| {
         if group.rank() > 0 {
             // The ranks take turns in the order 3, 1, 2.
             let turn = [2, 3, 1][group.rank() - 1];
@@ -485,7 +486,7 @@ fn wait_any_returns_the_completed_operation() {
 
 #[test]
 fn wait_any_accepts_operations_of_several_groups() {
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let other = group.subgroup(&[0, 1]).unwrap().unwrap();
         if group.rank() == 0 {
             let mut works =
@@ -503,7 +504,7 @@ fn wait_any_accepts_operations_of_several_groups() {
 
 #[test]
 fn invalid_arguments_submit_no_operation() {
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let own = group.nonblocking();
         let wrong = |error: CommError| assert!(matches!(error, CommError::InvalidArgument(_)), "{error}");
         wrong(own.all_reduce(vec![1_i32], ReduceOp::Avg).unwrap_err());
@@ -518,7 +519,7 @@ fn invalid_arguments_submit_no_operation() {
 #[test]
 fn threads_may_wait_while_others_call() {
     // The progress lock passes between the background thread and callers, and no operation is forgotten.
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let standing = group.irecv(vec![0_u8], 1 - group.rank(), 99).unwrap();
         std::thread::scope(|scope| {
             for tag in 0..3 {

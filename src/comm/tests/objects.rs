@@ -6,20 +6,20 @@ mod common;
 
 use std::collections::BTreeMap;
 
-use common::ranks;
+use common::run_ranks;
 use convoke_comm::CommError;
 use serde::{Deserialize, Serialize};
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct Thing {
+struct TestObject {
     name: String,
     values: Vec<f64>,
     by_rank: BTreeMap<usize, Option<i64>>,
 }
 
 /// A value of another size on each rank, from a few bytes to more than one message holds.
-fn thing(rank: usize, scale: usize) -> Thing {
-    Thing {
+fn test_object(rank: usize, scale: usize) -> TestObject {
+    TestObject {
         name: "x".repeat(rank),
         values: (0..rank * scale).map(|i| i as f64 / 3.0).collect(),
         by_rank: [(rank, None), (rank + 1, Some(-1))].into(),
@@ -29,18 +29,18 @@ fn thing(rank: usize, scale: usize) -> Thing {
 #[test]
 fn objects_of_different_sizes_are_delivered_to_their_destinations() {
     for world in 1..=4 {
-        ranks(world, |group| {
+        run_ranks(world, |group| {
             let me = group.rank();
             for scale in [0, 1, 1000, 40_000] {
-                let all: Vec<_> = (0..world).map(|rank| thing(rank, scale)).collect();
-                assert_eq!(group.all_gather_object(&thing(me, scale)).unwrap(), all);
+                let all: Vec<_> = (0..world).map(|rank| test_object(rank, scale)).collect();
+                assert_eq!(group.all_gather_object(&test_object(me, scale)).unwrap(), all);
                 for root in [0, world - 1] {
-                    let mine = (me == root).then(|| thing(root + 1, scale));
-                    assert_eq!(group.broadcast_object(mine, root).unwrap(), thing(root + 1, scale));
-                    let gathered = group.gather_object(&thing(me, scale), root).unwrap();
+                    let mine = (me == root).then(|| test_object(root + 1, scale));
+                    assert_eq!(group.broadcast_object(mine, root).unwrap(), test_object(root + 1, scale));
+                    let gathered = group.gather_object(&test_object(me, scale), root).unwrap();
                     assert_eq!(gathered, (me == root).then(|| all.clone()));
                     let scattered = group.scatter_object((me == root).then(|| all.clone()), root).unwrap();
-                    assert_eq!(scattered, thing(me, scale));
+                    assert_eq!(scattered, test_object(me, scale));
                 }
             }
         });
@@ -49,9 +49,9 @@ fn objects_of_different_sizes_are_delivered_to_their_destinations() {
 
 /// A value whose serialisation fails on demand.
 #[derive(Debug, Deserialize)]
-struct Picky(bool);
+struct FailingObject(bool);
 
-impl Serialize for Picky {
+impl Serialize for FailingObject {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         if self.0 { serializer.serialize_bool(false) } else { Err(serde::ser::Error::custom("not today")) }
     }
@@ -59,16 +59,16 @@ impl Serialize for Picky {
 
 #[test]
 fn unserialisable_object_is_reported_to_all_and_group_continues() {
-    ranks(3, |group| {
+    run_ranks(3, |group| {
         let me = group.rank();
         let named = |error: CommError| {
-            assert_eq!(error.blame(), Some(1), "{error}");
+            assert_eq!(error.suspect_rank(), Some(1), "{error}");
             assert!(error.to_string().starts_with("the object of rank 1 cannot be written"), "{error}");
         };
-        named(group.all_gather_object(&Picky(me != 1)).unwrap_err());
-        named(group.gather_object(&Picky(me != 1), 0).unwrap_err());
-        named(group.broadcast_object((me == 1).then_some(Picky(false)), 1).unwrap_err());
-        let objects = (me == 1).then(|| vec![Picky(true), Picky(true), Picky(false)]);
+        named(group.all_gather_object(&FailingObject(me != 1)).unwrap_err());
+        named(group.gather_object(&FailingObject(me != 1), 0).unwrap_err());
+        named(group.broadcast_object((me == 1).then_some(FailingObject(false)), 1).unwrap_err());
+        let objects = (me == 1).then(|| vec![FailingObject(true), FailingObject(true), FailingObject(false)]);
         named(group.scatter_object(objects, 1).unwrap_err());
         group.barrier().unwrap();
     });
@@ -76,7 +76,7 @@ fn unserialisable_object_is_reported_to_all_and_group_continues() {
 
 #[test]
 fn undecodable_object_error_names_its_sender() {
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let result = if group.rank() == 0 {
             group.all_gather_object(&7_u8).map(|_| ())
         } else {
@@ -85,14 +85,14 @@ fn undecodable_object_error_names_its_sender() {
         let error = result.unwrap_err();
         let other = 1 - group.rank();
         assert!(error.to_string().contains("is it of the same type there?"), "{error}");
-        assert_eq!(error.blame(), Some(other));
+        assert_eq!(error.suspect_rank(), Some(other));
         group.barrier().unwrap();
     });
 }
 
 #[test]
 fn missing_root_object_is_reported_before_anything_is_sent() {
-    ranks(1, |group| {
+    run_ranks(1, |group| {
         assert!(matches!(group.broadcast_object::<u8>(None, 0), Err(CommError::InvalidArgument(_))));
         assert!(matches!(group.scatter_object::<u8>(Some(vec![]), 0), Err(CommError::InvalidArgument(_))));
     });

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use convoke_comm::{CommError, Group, ReduceOp, Session, World};
 use convoke_env::{ExitCause, Generation, ToWorker, Token};
 use convoke_store::StoreServer;
-use convoke_testkit::{assert_one_passed, scene, scene_variable};
+use convoke_testkit::{assert_one_passed, subprocess_test, subprocess_variable};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -27,28 +27,28 @@ use nix::unistd::Pid;
 /// The timeout of events that should happen.
 const LONG: Duration = Duration::from_secs(60);
 /// The time that survivors wait for each other.
-const TO_COME: Duration = Duration::from_secs(3);
+const SURVIVOR_TIMEOUT: Duration = Duration::from_secs(3);
 
 // ---------------------------------------------------------------- the worker's side
 
 #[test]
 #[ignore = "what the processes run that the tests start"]
 fn worker() {
-    let scenario = scene_variable("CONVOKE_TEST_SCENARIO");
+    let scenario = subprocess_variable("CONVOKE_TEST_SCENARIO");
     let outcome = join().and_then(|mut session| {
         let world = session.world()?;
-        say("joined");
-        act(&scenario, &mut session, world)
+        send_event("joined");
+        run_scenario(&scenario, &mut session, world)
     });
     match outcome {
-        Ok(()) => say("done"),
+        Ok(()) => send_event("done"),
         Err(error) => {
             let variant = match &error {
                 CommError::Excluded { .. } => "Excluded",
                 CommError::Store(_) => "Store",
                 _ => "other",
             };
-            say(&format!("error {variant} {error}"));
+            send_event(&format!("error {variant} {error}"));
         }
     }
 }
@@ -57,7 +57,7 @@ fn join() -> Result<Session, CommError> {
     Ok(Session::join()?.with_options(|options| options.timeout(LONG).init_timeout(LONG)))
 }
 
-fn act(scenario: &str, session: &mut Session, world: World) -> Result<(), CommError> {
+fn run_scenario(scenario: &str, session: &mut Session, world: World) -> Result<(), CommError> {
     match scenario {
         "barrier" => world.barrier(),
         "fork" => fork(world),
@@ -127,12 +127,12 @@ fn shrink(mut group: Group) -> Result<(), CommError> {
             }
         };
         assert!(matches!(lost, CommError::PeerLost { .. }), "{lost}");
-        group = group.shrink(TO_COME)?;
-        say(&format!("shrunk {:?}", group.global_ranks()));
+        group = group.shrink(SURVIVOR_TIMEOUT)?;
+        send_event(&format!("shrunk {:?}", group.global_ranks()));
     }
 }
 
-fn say(line: &str) {
+fn send_event(line: &str) {
     let mut out = std::io::stdout().lock();
     writeln!(out, "\n@ {line}").unwrap();
     out.flush().unwrap();
@@ -175,7 +175,7 @@ impl Job {
         let (events, received) = channel();
         let workers = (0..world)
             .map(|rank| {
-                let mut command = scene("worker");
+                let mut command = subprocess_test("worker");
                 command.env("CONVOKE_TEST_SCENARIO", scenario);
                 command.env("RANK", rank.to_string()).env("WORLD_SIZE", world.to_string());
                 command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
@@ -218,11 +218,11 @@ impl Job {
     fn kill(&mut self, rank: usize) {
         self.workers[rank].child.kill().unwrap();
         self.workers[rank].child.wait().unwrap();
-        self.say_dead(rank);
+        self.report_dead(rank);
     }
 
     /// Sends the other workers the launcher's report of a dead rank.
-    fn say_dead(&mut self, rank: usize) {
+    fn report_dead(&mut self, rank: usize) {
         let cause = ExitCause::Signal(9);
         let verdict = ToWorker::PeerExit { generation: self.generation, rank, cause }.encode();
         for worker in &mut self.workers {
@@ -268,7 +268,7 @@ fn watch(rank: usize, child: &mut Child, events: Sender<(usize, String)>) -> Joi
 #[test]
 fn world_without_variables_has_one_rank_and_some_are_refused() {
     let run = |vars: &[(&str, &str)]| {
-        let mut command = scene("worker");
+        let mut command = subprocess_test("worker");
         for name in ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"] {
             command.env_remove(name);
         }
@@ -289,9 +289,9 @@ fn world_without_variables_has_one_rank_and_some_are_refused() {
 }
 
 /// Random delays, spread over the duration of a few calls.
-struct Moments(u64);
+struct RandomDelays(u64);
 
-impl Moments {
+impl RandomDelays {
     fn new() -> Self {
         let seed = std::env::var("CONVOKE_SEED").ok().and_then(|seed| seed.parse().ok());
         let seed = seed.unwrap_or_else(|| u64::from(std::process::id()));
@@ -305,13 +305,13 @@ impl Moments {
     }
 
     /// The only sleep in these tests: the moment of a death must be arbitrary.
-    fn pass(&mut self, most: Duration) {
+    fn sleep(&mut self, most: Duration) {
         std::thread::sleep(Duration::from_micros(self.below(most.as_micros() as u64 + 1)));
     }
 }
 
 impl Job {
-    fn ends_well(scenario: &str, world: usize, launcher: Launcher) {
+    fn run_to_success(scenario: &str, world: usize, launcher: Launcher) {
         let job = Self::start(scenario, world, launcher);
         job.wait(&(0..world).collect::<Vec<_>>(), "done");
     }
@@ -319,20 +319,20 @@ impl Job {
 
 #[test]
 fn forked_child_disturbs_nobody() {
-    Job::ends_well("fork", 3, Launcher::Convoke);
-    Job::ends_well("fork", 2, Launcher::Plain);
+    Job::run_to_success("fork", 3, Launcher::Convoke);
+    Job::run_to_success("fork", 2, Launcher::Plain);
 }
 
 #[test]
 fn all_ranks_can_form_a_new_group_in_their_processes() {
     for launcher in [Launcher::Convoke, Launcher::Torchrun, Launcher::Plain] {
-        Job::ends_well("two rounds", 3, launcher);
+        Job::run_to_success("two rounds", 3, launcher);
     }
 }
 
 impl Job {
     /// Checks that exactly the survivors continue together.
-    fn goes_on(&self, survivors: &[usize]) {
+    fn expect_survivors(&self, survivors: &[usize]) {
         self.wait(survivors, &format!("shrunk {survivors:?}"));
     }
 
@@ -344,22 +344,22 @@ impl Job {
 
 #[test]
 fn survivors_of_killed_ranks_continue_repeatedly() {
-    let mut moments = Moments::new();
+    let mut delays = RandomDelays::new();
     for launcher in [Launcher::Torchrun, Launcher::Convoke, Launcher::Plain] {
         let mut job = Job::start("shrink", 6, launcher);
         job.wait(&[0, 1, 2, 3, 4, 5], "joined");
-        moments.pass(Duration::from_millis(30));
+        delays.sleep(Duration::from_millis(30));
         job.kill(4);
-        job.goes_on(&[0, 1, 2, 3, 5]);
+        job.expect_survivors(&[0, 1, 2, 3, 5]);
         // Two ranks die at once; rank 0 survives if it serves the store.
-        moments.pass(Duration::from_millis(30));
+        delays.sleep(Duration::from_millis(30));
         let (first, left) = if launcher == Launcher::Plain { (1, [0, 2, 5]) } else { (0, [1, 2, 5]) };
         job.kill(first);
         job.kill(3);
-        job.goes_on(&left);
-        moments.pass(Duration::from_millis(30));
+        job.expect_survivors(&left);
+        delays.sleep(Duration::from_millis(30));
         job.kill(2);
-        job.goes_on(&[left[0], 5]);
+        job.expect_survivors(&[left[0], 5]);
         if launcher == Launcher::Plain {
             job.kill(0);
             job.wait(&[5], "error Store ");
@@ -369,14 +369,14 @@ fn survivors_of_killed_ranks_continue_repeatedly() {
 
 #[test]
 fn rank_that_dies_during_shrink_is_excluded() {
-    let mut moments = Moments::new();
+    let mut delays = RandomDelays::new();
     for _ in 0..6 {
         let mut job = Job::start("shrink", 4, Launcher::Torchrun);
         job.wait(&[0, 1, 2, 3], "joined");
         job.kill(1);
-        moments.pass(Duration::from_millis(15));
+        delays.sleep(Duration::from_millis(15));
         job.kill(0);
-        job.goes_on(&[2, 3]);
+        job.expect_survivors(&[2, 3]);
     }
 }
 
@@ -386,7 +386,7 @@ fn stopped_rank_is_excluded_by_shrink_and_learns_it() {
     job.wait(&[0, 1, 2, 3], "joined");
     job.signal(2, Signal::SIGSTOP);
     job.kill(1);
-    job.goes_on(&[0, 3]);
+    job.expect_survivors(&[0, 3]);
     job.signal(2, Signal::SIGCONT);
     job.wait(&[2], "error Excluded ");
 }
@@ -395,7 +395,7 @@ fn stopped_rank_is_excluded_by_shrink_and_learns_it() {
 fn disconnected_rank_is_excluded_by_shrink_and_learns_it() {
     let mut job = Job::start("shrink", 3, Launcher::Convoke);
     job.wait(&[0, 1, 2], "joined");
-    job.say_dead(1);
-    job.goes_on(&[0, 2]);
+    job.report_dead(1);
+    job.expect_survivors(&[0, 2]);
     job.wait(&[1], "error Excluded ");
 }

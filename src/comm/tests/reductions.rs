@@ -7,14 +7,15 @@ mod common;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::{
-    CommError, Group, GroupOptions, HOSTS, ReduceOp, WITH_HIERARCHIES, on_hosts, ranks, with_options,
+    CommError, Group, GroupOptions, HOSTS, ReduceOp, WITH_HIERARCHIES, run_on_hosts, run_ranks,
+    run_with_options,
 };
 use convoke_comm::{Complex, Element, Reduction, bf16, f16};
 
 /// The operations of 16-bit floats that the tests need.
 trait Half: Element<Factor = f32> + PartialEq + std::fmt::Debug {
     fn of(value: f32) -> Self;
-    fn wide(self) -> f32;
+    fn as_f32(self) -> f32;
 }
 
 macro_rules! half {
@@ -23,7 +24,7 @@ macro_rules! half {
             fn of(value: f32) -> Self {
                 Self::from_f32(value)
             }
-            fn wide(self) -> f32 {
+            fn as_f32(self) -> f32 {
                 self.to_f32()
             }
         }
@@ -50,7 +51,7 @@ fn shares<T: Half>(rank: usize, range: std::ops::Range<usize>) -> Vec<T> {
 
 /// The sum of the shares of `ranks` ranks, each changed by `change`, as `f32` in rank order.
 fn sum<T: Half>(ranks: usize, index: usize, change: impl Fn(usize, f32) -> f32) -> f32 {
-    (0..ranks).map(|rank| change(rank, share::<T>(rank, index).wide())).reduce(|a, b| a + b).unwrap()
+    (0..ranks).map(|rank| change(rank, share::<T>(rank, index).as_f32())).reduce(|a, b| a + b).unwrap()
 }
 
 fn rounded<T: Half>(range: std::ops::Range<usize>, value: impl Fn(usize) -> f32) -> Vec<T> {
@@ -91,7 +92,7 @@ fn halves<T: Half>(group: &Group, count: usize) {
 #[test]
 fn half_sums_follow_rank_order_and_round_once() {
     for world in 1..=8 {
-        ranks(world, |group| {
+        run_ranks(world, |group| {
             for count in [1, 5, 2049, 5000] {
                 halves::<bf16>(&group, count);
             }
@@ -107,7 +108,7 @@ fn half_sums_follow_rank_order_and_round_once() {
 #[test]
 fn half_sums_follow_rank_order_on_any_hosts() {
     for hosts in HOSTS {
-        on_hosts(hosts, "", |group| {
+        run_on_hosts(hosts, "", |group| {
             halves::<bf16>(&group, 5);
             halves::<bf16>(&group, 50_001);
         });
@@ -117,7 +118,7 @@ fn half_sums_follow_rank_order_on_any_hosts() {
 #[test]
 fn half_scans_round_once() {
     for world in 1..=5 {
-        ranks(world, |group| {
+        run_ranks(world, |group| {
             let me = group.rank();
             for count in [0, 1, 3000] {
                 let mut buf = shares::<bf16>(me, 0..count);
@@ -163,18 +164,18 @@ fn half_partial_sums_are_not_rounded() {
     for algorithms in
         ["all_reduce:ring,reduce:chain,reduce_scatter:ring", "all_reduce:doubling,reduce:binomial"]
     {
-        with_options(3, GroupOptions::default().algorithms(algorithms), check);
+        run_with_options(3, GroupOptions::default().algorithms(algorithms), check);
     }
-    ranks(17, check);
+    run_ranks(17, check);
     for hosts in HOSTS {
-        on_hosts(hosts, WITH_HIERARCHIES[1], check);
+        run_on_hosts(hosts, WITH_HIERARCHIES[1], check);
     }
-    on_hosts(&[0, 1, 2].repeat(6), "", check);
+    run_on_hosts(&[0, 1, 2].repeat(6), "", check);
 }
 
 #[test]
 fn half_lists_and_unequal_blocks_round_once() {
-    ranks(3, |group| {
+    run_ranks(3, |group| {
         let me = group.rank();
         let sums = |range| rounded::<f16>(range, |i| sum::<f16>(3, i, |_, x| x));
         let lens = [5, 0, 4000];
@@ -221,7 +222,7 @@ fn factors<T: Element + PartialEq + std::fmt::Debug>(
 #[test]
 fn each_rank_multiplies_its_data_by_its_own_factor() {
     for world in [1, 2, 3, 5] {
-        ranks(world, |group| {
+        run_ranks(world, |group| {
             factors::<f32>(&group, |v| v as f32, |f| f as f32);
             factors::<i64>(&group, |v| v, |f| f);
             factors::<u8>(&group, |v| v as u8, |f| f as u8);
@@ -253,7 +254,7 @@ fn user_functions_combine_elements() {
         })
     };
     for world in [1, 2, 3, 5] {
-        ranks(world, |group| {
+        run_ranks(world, |group| {
             let me = group.rank();
             for count in [0, 1, 1000, 100_000] {
                 let value = |rank: usize, i: usize| ((i % 50 + 1) * 6 * (rank + 1)) as u32;
@@ -278,7 +279,7 @@ fn user_functions_combine_elements() {
 #[test]
 fn non_commutative_functions_produce_equal_bits_on_all_ranks() {
     for algorithm in ["all_reduce:ring", "all_reduce:direct", "all_reduce:doubling", "all_reduce:hierarchy"] {
-        let results = on_hosts(&[0, 1, 1, 0, 1], algorithm, |group| {
+        let results = run_on_hosts(&[0, 1, 1, 0, 1], algorithm, |group| {
             let farther = Reduction::new(|into: &mut [f32], from: &[f32]| {
                 for (a, b) in into.iter_mut().zip(from) {
                     *a = if b.abs() > a.abs() { *b } else { *a };
@@ -296,7 +297,7 @@ fn non_commutative_functions_produce_equal_bits_on_all_ranks() {
 #[test]
 fn user_function_panic_ends_the_group_with_one_cause() {
     for world in [2, 3, 5] {
-        let errors = ranks(world, |group| {
+        let errors = run_ranks(world, |group| {
             // Without this the call could fail before it begins.
             group.barrier().unwrap();
             let (fails, calls) = (group.rank() == 1, AtomicUsize::new(0));
@@ -312,7 +313,7 @@ fn user_function_panic_ends_the_group_with_one_cause() {
             first
         });
         for error in errors {
-            assert_eq!(error.blame(), Some(1));
+            assert_eq!(error.suspect_rank(), Some(1));
             assert!(error.to_string().contains("panicked: rank 1 cannot add"), "{error}");
         }
     }
@@ -320,7 +321,7 @@ fn user_function_panic_ends_the_group_with_one_cause() {
 
 #[test]
 fn user_function_cannot_wait_for_its_own_group() {
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let inner = group.clone();
         let reduction = Reduction::new(move |into: &mut [i32], _: &[i32]| {
             let refused = inner.barrier().unwrap_err().to_string();
@@ -345,7 +346,7 @@ fn undefined_reductions_are_refused_before_anything_is_sent() {
         group.barrier().unwrap();
     }
     for world in [1, 2] {
-        ranks(world, |group| {
+        run_ranks(world, |group| {
             for op in [ReduceOp::Band, ReduceOp::Bor, ReduceOp::Bxor] {
                 refused(&group, 1.0_f32, op);
                 refused(&group, bf16::ONE, op);
@@ -365,7 +366,7 @@ fn undefined_reductions_are_refused_before_anything_is_sent() {
 
 #[test]
 fn ranks_with_differing_reduction_operations_learn_it() {
-    let errors = ranks(2, |group| {
+    let errors = run_ranks(2, |group| {
         let reduction =
             if group.rank() == 0 { ReduceOp::Sum.into() } else { Reduction::<f32>::premul_sum(2.0) };
         group.all_reduce(&mut [1.0], reduction).unwrap_err().to_string()
@@ -377,7 +378,7 @@ fn ranks_with_differing_reduction_operations_learn_it() {
 
 #[test]
 fn unsupported_operation_error_states_an_alternative() {
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let told = [
             (group.all_reduce(&mut [1_i32], ReduceOp::Avg), "ReduceOp::Sum and divide by Group::size"),
             (group.all_reduce(&mut [1_u8], ReduceOp::Avg), "ReduceOp::Sum and divide by Group::size"),

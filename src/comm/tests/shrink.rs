@@ -8,7 +8,9 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{CommError, Gate, Group, LONG, ReduceOp, on, options, ranks, ranks_together};
+use common::{
+    CommError, Group, LONG, ReduceOp, TimedBarrier, options, run_on_store, run_ranks, run_ranks_together,
+};
 use convoke_store::{MemoryStore, Store, StoreServer, TcpStore};
 
 /// The timeout for ranks of which some are absent.
@@ -28,7 +30,7 @@ fn check(group: &Group, me: usize, survivors: &[usize]) {
 
 #[test]
 fn shrink_after_an_abort_creates_a_new_generation() {
-    ranks_together(4, |group| {
+    run_ranks_together(4, |group| {
         let me = group.rank();
         if me == 3 {
             group.abort("once more");
@@ -48,7 +50,7 @@ fn shrink_after_an_abort_creates_a_new_generation() {
 
 #[test]
 fn shrink_aborts_a_working_group_first() {
-    ranks_together(3, |group| {
+    run_ranks_together(3, |group| {
         let me = group.rank();
         if me > 0 {
             let error = if me == 1 { group.barrier() } else { group.recv(&mut [0], 0, 0) }.unwrap_err();
@@ -60,8 +62,8 @@ fn shrink_aborts_a_working_group_first() {
 
 #[test]
 fn group_can_shrink_repeatedly_down_to_one() {
-    let checked: Vec<Gate> = (0..5).map(|first| Gate::new(5 - first)).collect();
-    ranks(5, |world| {
+    let checked: Vec<TimedBarrier> = (0..5).map(|first| TimedBarrier::new(5 - first)).collect();
+    run_ranks(5, |world| {
         let me = world.rank();
         let mut group = world;
         // The first rank leaves each time, so that rank 0 is another one each time.
@@ -80,8 +82,8 @@ fn group_can_shrink_repeatedly_down_to_one() {
 
 #[test]
 fn late_rank_is_excluded_by_shrink_and_learns_it() {
-    let gone_on = Gate::new(4);
-    ranks_together(4, |group| {
+    let gone_on = TimedBarrier::new(4);
+    run_ranks_together(4, |group| {
         let me = group.rank();
         if me == 1 {
             gone_on.wait();
@@ -109,8 +111,8 @@ fn late_rank_is_excluded_by_shrink_and_learns_it() {
 
 #[test]
 fn subgroup_can_shrink_separately() {
-    let formed = Gate::new(4);
-    ranks(5, |world| {
+    let formed = TimedBarrier::new(4);
+    run_ranks(5, |world| {
         let me = world.rank();
         let Some(part) = world.subgroup(&[4, 2, 0, 1]).unwrap() else { return world.barrier().unwrap() };
         formed.wait();
@@ -130,7 +132,7 @@ fn subgroup_can_shrink_separately() {
 
 #[test]
 fn group_of_one_can_shrink() {
-    ranks(1, |group| {
+    run_ranks(1, |group| {
         let again = group.shrink(LONG).unwrap();
         assert_ne!(again.generation(), group.generation());
         again.barrier().unwrap();
@@ -143,9 +145,9 @@ fn key(group: &Group, what: &str) -> String {
 }
 
 /// Three ranks shrink, while rank 1 only pretends to: it stays until the survivors are decided.
-fn betrayed(name: &str, betray: impl Fn(&Arc<dyn Store>, Group) + Sync) {
-    let (store, formed): (Arc<dyn Store>, _) = (Arc::new(MemoryStore::new()), Gate::new(4));
-    on(&store, 4, &options().name(name), |group| {
+fn shrink_with_faulty_rank(name: &str, misbehave: impl Fn(&Arc<dyn Store>, Group) + Sync) {
+    let (store, formed): (Arc<dyn Store>, _) = (Arc::new(MemoryStore::new()), TimedBarrier::new(4));
+    run_on_store(&store, 4, &options().name(name), |group| {
         let me = group.rank();
         group.barrier().unwrap();
         formed.wait();
@@ -157,7 +159,7 @@ fn betrayed(name: &str, betray: impl Fn(&Arc<dyn Store>, Group) + Sync) {
             let soon = Instant::now() + LONG;
             store.append(key(&group, "came").as_bytes(), b"1 ", soon).unwrap();
             store.wait(&[key(&group, "decided").as_bytes()], soon).unwrap();
-            betray(&store, group);
+            misbehave(&store, group);
         } else {
             let left = group.shrink(Duration::from_secs(2)).unwrap();
             check(&left, me, &[0, 2, 3]);
@@ -167,12 +169,12 @@ fn betrayed(name: &str, betray: impl Fn(&Arc<dyn Store>, Group) + Sync) {
 
 #[test]
 fn shrink_agrees_again_if_a_rank_dies_after_the_decision() {
-    betrayed("lost early", |_, group| drop(group));
+    shrink_with_faulty_rank("lost early", |_, group| drop(group));
 }
 
 #[test]
 fn shrink_agrees_again_if_a_rank_dies_after_formation() {
-    betrayed("lost late", |store, group| {
+    shrink_with_faulty_rank("lost late", |store, group| {
         let soon = Instant::now() + LONG;
         let decision = store.get(key(&group, "decided").as_bytes(), soon).unwrap();
         let decision: serde_json::Value = serde_json::from_slice(&decision).unwrap();
@@ -187,7 +189,7 @@ fn shrink_agrees_again_if_a_rank_dies_after_formation() {
 fn shrink_without_the_store_is_an_error() {
     let server = StoreServer::bind(&[SocketAddr::from(([127, 0, 0, 1], 0))]).unwrap();
     let address = format!("127.0.0.1:{}", server.port());
-    let (formed, lost) = (Gate::new(3), Gate::new(3));
+    let (formed, lost) = (TimedBarrier::new(3), TimedBarrier::new(3));
     std::thread::scope(|scope| {
         for rank in 0..2 {
             let (address, formed, lost) = (&address, &formed, &lost);

@@ -11,7 +11,7 @@ use convoke_comm::{
     Backend, CommError, ReduceOp, Spawn, SpawnError, World, init, is_elastic, is_initialized, spawn,
 };
 use convoke_env::{ExitCause, WorkerEnv};
-use convoke_testkit::{assert_one_passed, scene, scene_variable};
+use convoke_testkit::{assert_one_passed, subprocess_test, subprocess_variable};
 use nix::sys::signal::{Signal, kill, raise};
 use nix::unistd::Pid;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -144,7 +144,7 @@ fn unresponsive_rank_is_killed_when_another_fails() {
         })
         .unwrap_err();
     assert!(matches!(&error, SpawnError::Failed { rank: 0, how: ExitCause::Code(2), .. }), "{error}");
-    assert!(!lives(read_pid(&folder.0, "rank")));
+    assert!(!is_alive(read_pid(&folder.0, "rank")));
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn child_processes_of_a_rank_end_with_it() {
             write_pid("child", child.id());
         })
         .unwrap();
-    gone(read_pid(&folder.0, "child"));
+    wait_until_gone(read_pid(&folder.0, "child"));
 }
 
 #[test]
@@ -218,7 +218,7 @@ fn ranks_die_with_the_process_that_spawned_them() {
     let ranks = [wait_for_pid(&folder.0, "0"), wait_for_pid(&folder.0, "1")];
     spawner.kill().unwrap();
     spawner.wait().unwrap();
-    ranks.into_iter().for_each(gone);
+    ranks.into_iter().for_each(wait_until_gone);
 }
 
 #[test]
@@ -228,20 +228,20 @@ fn rank_orphaned_before_the_spawn_call_does_not_spawn() {
     let rank = wait_for_pid(&folder.0, "early");
     spawner.kill().unwrap();
     spawner.wait().unwrap();
-    gone(rank);
+    wait_until_gone(rank);
     assert!(!folder.0.join("0").exists());
 }
 
 /// Runs [`spawner`] in a new process, whose ranks wait for its death at `when`.
 fn start_spawner(folder: &Folder, when: &str) -> std::process::Child {
-    let mut command = scene("spawner");
+    let mut command = subprocess_test("spawner");
     command.env("FOLDER", &folder.0).env("WHEN", when).stdout(Stdio::null()).spawn().unwrap()
 }
 
 #[test]
 #[ignore = "a process that other tests start and kill"]
 fn spawner() {
-    let when = scene_variable("WHEN");
+    let when = subprocess_variable("WHEN");
     let early = when == "before the call";
     if early && std::env::var_os("CONVOKE_SPAWN").is_some() {
         let (spawner, until) = (std::os::unix::process::parent_id(), Instant::now() + LONG);
@@ -299,14 +299,14 @@ fn wait_for_pid(folder: &Path, name: &str) -> Pid {
 }
 
 /// Returns whether the process exists and is not a zombie.
-fn lives(pid: Pid) -> bool {
+fn is_alive(pid: Pid) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
     kill(pid, None).is_ok() && !stat.contains(") Z ")
 }
 
-fn gone(pid: Pid) {
+fn wait_until_gone(pid: Pid) {
     let until = Instant::now() + LONG;
-    while lives(pid) {
+    while is_alive(pid) {
         assert!(Instant::now() < until, "{pid} is left over");
         std::thread::yield_now();
     }
@@ -388,7 +388,7 @@ fn descriptor_exhaustion_is_reported_to_all_ranks_at_once() {
                 };
                 assert!(begin.elapsed() < LONG / 4, "{error}");
                 assert!(error.to_string().contains("`ulimit -n "), "{error}");
-                assert!(who == 3 || error.blame() == Some(who), "{error}");
+                assert!(who == 3 || error.suspect_rank() == Some(who), "{error}");
             })
             .unwrap();
     }

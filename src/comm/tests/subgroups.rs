@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Gate, Group, ReduceOp, on_hosts, ranks, with_options};
+use common::{Group, ReduceOp, TimedBarrier, run_on_hosts, run_ranks, run_with_options};
 use convoke_comm::{CommError, GroupOptions};
 
 /// The ranks of `group` in the first group, gathered from its members.
@@ -16,7 +16,7 @@ fn members(group: &Group, origin: usize) -> Vec<usize> {
 
 #[test]
 fn subgroups_keep_the_given_rank_order_and_run_concurrently() {
-    ranks(5, |world| {
+    run_ranks(5, |world| {
         let me = world.rank();
         let odd = world.subgroup(&[3, 1]).unwrap();
         let even = world.subgroup(&[0, 2, 4]).unwrap();
@@ -49,7 +49,7 @@ fn subgroups_keep_the_given_rank_order_and_run_concurrently() {
 
 #[test]
 fn split_groups_by_color_and_orders_by_key() {
-    ranks(6, |world| {
+    run_ranks(6, |world| {
         let me = world.rank();
         // Ranks 0, 2, 4 backwards; 1 and 3; 5 nowhere.
         let color = [Some(0), Some(9), Some(0), Some(9), Some(0), None][me];
@@ -73,7 +73,7 @@ fn split_groups_by_color_and_orders_by_key() {
 
 #[test]
 fn invalid_or_differing_rank_lists_are_refused_without_group_failure() {
-    ranks(3, |world| {
+    run_ranks(3, |world| {
         let invalid = |result: Result<Option<Group>, CommError>, what: &str| {
             let Err(CommError::InvalidArgument(text)) = &result else { panic!("{:?}", result.is_ok()) };
             assert!(text.contains(what), "{text}");
@@ -91,7 +91,7 @@ fn invalid_or_differing_rank_lists_are_refused_without_group_failure() {
 
 #[test]
 fn subgroups_with_differing_names_or_kinds_are_not_mixed() {
-    ranks(3, |world| {
+    run_ranks(3, |world| {
         let odd = world.rank() == 1;
         let refused = |result: Result<Option<Group>, CommError>| {
             let Err(CommError::InvalidArgument(text)) = &result else { panic!("{:?}", result.is_ok()) };
@@ -104,7 +104,7 @@ fn subgroups_with_differing_names_or_kinds_are_not_mixed() {
         assert!(named.name().contains("dp"), "{}", named.name());
     });
     // Other collectives do not match a split either.
-    ranks(2, |world| {
+    run_ranks(2, |world| {
         let error = if world.rank() == 0 {
             world.split(Some(0), 0).map(drop).unwrap_err()
         } else {
@@ -123,8 +123,9 @@ fn sums(group: &Group) -> Vec<u32> {
 
 #[test]
 fn subgroups_inherit_the_algorithms_of_their_handle() {
-    let rings = with_options(4, GroupOptions::default().algorithms("all_reduce:ring"), |world| sums(&world));
-    ranks(4, |world| {
+    let rings =
+        run_with_options(4, GroupOptions::default().algorithms("all_reduce:ring"), |world| sums(&world));
+    run_ranks(4, |world| {
         let all = [0, 1, 2, 3];
         let ring = world.with_algorithms("all_reduce:ring").unwrap().subgroup(&all).unwrap().unwrap();
         assert_eq!(sums(&ring), rings[0]);
@@ -142,7 +143,7 @@ fn subgroups_inherit_the_algorithms_of_their_handle() {
 
 #[test]
 fn ranks_with_different_algorithms_form_no_subgroup() {
-    ranks(2, |world| {
+    run_ranks(2, |world| {
         let mine = if world.rank() == 1 { "all_reduce:ring" } else { "" };
         let error = world.with_algorithms(mine).unwrap().subgroup(&[0, 1]).map(drop).unwrap_err();
         assert!(matches!(error, CommError::Bootstrap { .. }), "{error}");
@@ -153,7 +154,7 @@ fn ranks_with_different_algorithms_form_no_subgroup() {
 
 #[test]
 fn group_lists_the_ranks_on_the_same_host() {
-    on_hosts(&[1, 0, 1, 2], "", |world| {
+    run_on_hosts(&[1, 0, 1, 2], "", |world| {
         assert_eq!(world.hosts(), [vec![0, 2], vec![1], vec![3]]);
         let part = world.subgroup(&[3, 2, 0]).unwrap();
         assert_eq!(
@@ -161,14 +162,14 @@ fn group_lists_the_ranks_on_the_same_host() {
             (world.rank() != 1).then(|| vec![vec![0], vec![1, 2]])
         );
     });
-    ranks(1, |world| assert_eq!(world.hosts(), [[0]]));
+    run_ranks(1, |world| assert_eq!(world.hosts(), [[0]]));
 }
 
 #[test]
 fn concurrent_named_subgroups_are_correct_or_an_error() {
     const ROUNDS: usize = 40;
-    let made = ranks(2, |world| {
-        let round = Gate::new(2);
+    let made = run_ranks(2, |world| {
+        let round = TimedBarrier::new(2);
         std::thread::scope(|scope| {
             let threads = [0, 1].map(|thread| {
                 let (mine, round) = (world.with_subgroup_name(["a", "b"][thread]), &round);
@@ -199,7 +200,7 @@ fn concurrent_named_subgroups_are_correct_or_an_error() {
 
 #[test]
 fn subgroup_failure_does_not_affect_other_groups() {
-    ranks(4, |world| {
+    run_ranks(4, |world| {
         let half = world.split(Some(world.rank() as u32 / 2), 0).unwrap().unwrap();
         if world.rank() < 2 {
             // When one rank returns from the barrier, the other has its group too.
@@ -216,6 +217,6 @@ fn subgroup_failure_does_not_affect_other_groups() {
 #[test]
 fn ranks_departing_at_once_do_not_prevent_group_formation() {
     for _ in 0..40 {
-        ranks(5, drop);
+        run_ranks(5, drop);
     }
 }

@@ -4,7 +4,9 @@
 
 mod common;
 
-use common::{Group, GroupOptions, HOSTS, ReduceOp, WITH_HIERARCHIES, on_hosts, ranks, with_options};
+use common::{
+    Group, GroupOptions, HOSTS, ReduceOp, WITH_HIERARCHIES, run_on_hosts, run_ranks, run_with_options,
+};
 use convoke_comm::CommError;
 
 /// The value of rank `from` at `index` of its block for rank `to`.
@@ -64,7 +66,7 @@ fn check(group: &Group, scale: usize) {
 fn unequal_blocks_work_for_every_size_and_world_size() {
     for algorithms in ["", "all_gather:ring,reduce_scatter:ring", "all_gather:direct,reduce_scatter:direct"] {
         for world in 1..=5 {
-            with_options(world, GroupOptions::default().algorithms(algorithms), |group| {
+            run_with_options(world, GroupOptions::default().algorithms(algorithms), |group| {
                 for scale in [0, 1, 2, 3, 1000, 50_001] {
                     check(&group, scale);
                 }
@@ -77,7 +79,7 @@ fn unequal_blocks_work_for_every_size_and_world_size() {
 fn collectives_work_on_any_distribution_of_ranks_over_hosts() {
     for hosts in HOSTS {
         for algorithms in WITH_HIERARCHIES {
-            on_hosts(hosts, algorithms, |group| {
+            run_on_hosts(hosts, algorithms, |group| {
                 for scale in [0, 1, 2, 3, 1000, 50_001] {
                     check(&group, scale);
                 }
@@ -88,7 +90,7 @@ fn collectives_work_on_any_distribution_of_ranks_over_hosts() {
 
 #[test]
 fn invalid_lengths_are_refused_before_anything_is_sent() {
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let invalid = |result: Result<(), CommError>, what: &str| {
             let Err(CommError::InvalidArgument(text)) = &result else { panic!("{result:?}") };
             assert!(text.contains(what), "{text}");
@@ -110,12 +112,12 @@ fn invalid_lengths_are_refused_before_anything_is_sent() {
 
 #[test]
 fn ranks_with_differing_lengths_learn_it() {
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let lens = if group.rank() == 0 { [1, 2] } else { [2, 1] };
         let error = group.all_gather_v(&[7_i32], &mut [0; 3], &lens).unwrap_err();
         assert!(matches!(error, CommError::Mismatch { .. }), "{error}");
     });
-    ranks(2, |group| {
+    run_ranks(2, |group| {
         let error = match group.rank() {
             0 => group.gather_v(&[], &mut [0_i32; 2], &[0, 2], 0).unwrap_err(),
             _ => group.gather_v(&[1_i32, 2, 3], &mut [], &[], 0).and_then(|()| group.barrier()).unwrap_err(),

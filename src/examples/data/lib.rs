@@ -13,7 +13,7 @@ pub const PIXELS: usize = 64;
 /// Number of classes: digits 0 to 9.
 pub const CLASSES: usize = 10;
 /// Maximum value of a pixel in the file.
-const BRIGHTEST: u8 = 16;
+const MAX_BRIGHTNESS: u8 = 16;
 
 /// The random stream of the split; see [`Random::new`].
 const SPLIT_STREAM: u64 = 1;
@@ -35,7 +35,7 @@ pub enum DataError {
     #[error("images: not gzip, or damaged")]
     Compression,
     /// A line is not an image and its digit.
-    #[error("images: line {line}: expected {PIXELS} pixels of 0 to {BRIGHTEST} and a digit")]
+    #[error("images: line {line}: expected {PIXELS} pixels of 0 to {MAX_BRIGHTNESS} and a digit")]
     Line {
         /// Number of the line, from 1.
         line: usize,
@@ -73,7 +73,7 @@ fn example(line: &str) -> Option<Example> {
     let mut pixels = [0.0; PIXELS];
     for pixel in &mut pixels {
         let value = fields.next()??;
-        *pixel = (value <= BRIGHTEST).then(|| f32::from(value) / f32::from(BRIGHTEST))?;
+        *pixel = (value <= MAX_BRIGHTNESS).then(|| f32::from(value) / f32::from(MAX_BRIGHTNESS))?;
     }
     let label = usize::from(fields.next()??);
     (label < CLASSES && fields.next().is_none()).then_some(Example { pixels, label })

@@ -37,7 +37,7 @@ pub(crate) struct Arguments {
     pub(crate) hidden: Vec<usize>,
     pub(crate) gradients: Gradients,
     pub(crate) bucket_bytes: usize,
-    pub(crate) device: Place,
+    pub(crate) device: ComputeDevice,
     pub(crate) trace: Option<PathBuf>,
     pub(crate) seed: u64,
     pub(crate) checkpoint: Option<PathBuf>,
@@ -56,7 +56,7 @@ pub(crate) enum Gradients {
 
 /// The device that computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum ComputeDevice {
     Cpu,
     /// A GPU; gradients are averaged by NCCL.
     Cuda,
@@ -82,7 +82,7 @@ impl Arguments {
             hidden: vec![64],
             gradients: Gradients::Ddp { overlap: true },
             bucket_bytes: 1 << 20,
-            device: Place::Cpu,
+            device: ComputeDevice::Cpu,
             trace: None,
             seed: 1,
             checkpoint: None,
@@ -94,42 +94,43 @@ impl Arguments {
             match argument {
                 Long("epochs") => arguments.epochs = parser.value()?.parse()?,
                 Long("batch") => {
-                    arguments.batch = checked(&parser.value()?, "a whole number of at least 1", |text| {
-                        text.parse().ok().filter(|&batch: &usize| batch > 0)
-                    })?;
+                    arguments.batch =
+                        parse_value(&parser.value()?, "a whole number of at least 1", |text| {
+                            text.parse().ok().filter(|&batch: &usize| batch > 0)
+                        })?;
                 }
                 Long("lr") => {
-                    arguments.learning_rate = checked(&parser.value()?, "a positive number", |text| {
+                    arguments.learning_rate = parse_value(&parser.value()?, "a positive number", |text| {
                         text.parse().ok().filter(|&rate: &f32| rate > 0.0 && rate.is_finite())
                     })?;
                 }
                 Long("hidden") => {
-                    arguments.hidden = checked(&parser.value()?, "numbers of units, as in 64,64", units)?;
+                    arguments.hidden = parse_value(&parser.value()?, "numbers of units, as in 64,64", units)?;
                 }
                 Long("gradients") => {
-                    arguments.gradients = checked(&parser.value()?, "ddp, late or by-hand", gradients)?;
+                    arguments.gradients = parse_value(&parser.value()?, "ddp, late or by-hand", gradients)?;
                 }
                 Long("bucket-bytes") => arguments.bucket_bytes = parser.value()?.parse()?,
                 Long("device") => {
-                    arguments.device = checked(&parser.value()?, "cpu, cuda or staged", place)?;
+                    arguments.device = parse_value(&parser.value()?, "cpu, cuda or staged", device)?;
                 }
                 Long("trace") => arguments.trace = Some(parser.value()?.into()),
                 Long("seed") => arguments.seed = parser.value()?.parse()?,
                 Long("print-every") => {
                     arguments.print_every =
-                        checked(&parser.value()?, "a whole number of at least 1", |text| {
+                        parse_value(&parser.value()?, "a whole number of at least 1", |text| {
                             text.parse().ok().filter(|&every: &u32| every > 0)
                         })?;
                 }
                 Long("checkpoint") => arguments.checkpoint = Some(parser.value()?.into()),
                 Long("die-at") => {
-                    arguments.die_at = Some(checked(&parser.value()?, "EPOCH:RANK, as in 3:1", die_at)?)
+                    arguments.die_at = Some(parse_value(&parser.value()?, "EPOCH:RANK, as in 3:1", die_at)?)
                 }
                 Long("help") | Short('h') => return Ok(None),
                 Long(_) | Short(_) | Value(_) => return Err(argument.unexpected()),
             }
         }
-        if arguments.device != Place::Cpu && arguments.gradients == Gradients::ByHand {
+        if arguments.device != ComputeDevice::Cpu && arguments.gradients == Gradients::ByHand {
             let what = "--gradients=by-hand goes with --device=cpu only";
             return Err(lexopt::Error::Custom(what.into()));
         }
@@ -163,17 +164,17 @@ fn gradients(text: &str) -> Option<Gradients> {
     }
 }
 
-fn place(text: &str) -> Option<Place> {
+fn device(text: &str) -> Option<ComputeDevice> {
     match text {
-        "cpu" => Some(Place::Cpu),
-        "cuda" => Some(Place::Cuda),
-        "staged" => Some(Place::Staged),
+        "cpu" => Some(ComputeDevice::Cpu),
+        "cuda" => Some(ComputeDevice::Cuda),
+        "staged" => Some(ComputeDevice::Staged),
         _ => None,
     }
 }
 
 /// Parses a value, or returns an error that names the expected form.
-fn checked<T>(
+fn parse_value<T>(
     value: &OsString,
     expected: &str,
     parse: impl Fn(&str) -> Option<T>,
@@ -212,7 +213,7 @@ mod tests {
             hidden: vec![128, 32],
             gradients: Gradients::Ddp { overlap: false },
             bucket_bytes: 5,
-            device: Place::Staged,
+            device: ComputeDevice::Staged,
             trace: Some("t.json".into()),
             seed: 9,
             checkpoint: Some("x".into()),

@@ -114,11 +114,11 @@ impl Checkpoint {
     fn from_bytes(bytes: &[u8], path: &Path) -> Result<Self, CheckpointError> {
         let damaged = |what: String| CheckpointError::Damaged { path: path.to_owned(), what };
         let mut rest = bytes;
-        if take(&mut rest) != Some(MAGIC) {
+        if read_array(&mut rest) != Some(MAGIC) {
             return Err(damaged("this is no checkpoint of digits".to_owned()));
         }
         let short = || damaged(format!("{} bytes are too few", bytes.len()));
-        let version = u32::from_le_bytes(take(&mut rest).ok_or_else(short)?);
+        let version = u32::from_le_bytes(read_array(&mut rest).ok_or_else(short)?);
         if version != VERSION {
             return Err(CheckpointError::Version { path: path.to_owned(), version });
         }
@@ -126,12 +126,12 @@ impl Checkpoint {
         if fnv1a(body.iter().copied()) != u64::from_le_bytes(*hash) {
             return Err(damaged(format!("the hash does not fit its {} bytes", bytes.len())));
         }
-        let epoch = u32::from_le_bytes(take(&mut rest).ok_or_else(short)?);
-        let seed = u64::from_le_bytes(take(&mut rest).ok_or_else(short)?);
-        let layers = u32::from_le_bytes(take(&mut rest).ok_or_else(short)?);
+        let epoch = u32::from_le_bytes(read_array(&mut rest).ok_or_else(short)?);
+        let seed = u64::from_le_bytes(read_array(&mut rest).ok_or_else(short)?);
+        let layers = u32::from_le_bytes(read_array(&mut rest).ok_or_else(short)?);
         let mut hidden = Vec::new();
         for _ in 0..layers {
-            hidden.push(u32::from_le_bytes(take(&mut rest).ok_or_else(short)?) as usize);
+            hidden.push(u32::from_le_bytes(read_array(&mut rest).ok_or_else(short)?) as usize);
         }
         // The hash matches, so this program wrote the sizes, and the allocation is bounded.
         let mut network = Network::empty(&hidden);
@@ -140,13 +140,13 @@ impl Checkpoint {
             return Err(damaged(what));
         }
         for value in network.parameters.iter_mut().chain(&mut network.velocity).flatten() {
-            *value = f32::from_le_bytes(take(&mut rest).ok_or_else(short)?);
+            *value = f32::from_le_bytes(read_array(&mut rest).ok_or_else(short)?);
         }
         Ok(Self { epoch, seed, network })
     }
 }
 
-fn take<const N: usize>(rest: &mut &[u8]) -> Option<[u8; N]> {
+fn read_array<const N: usize>(rest: &mut &[u8]) -> Option<[u8; N]> {
     let (first, others) = rest.split_first_chunk::<N>()?;
     *rest = others;
     Some(*first)

@@ -11,13 +11,13 @@ use convoke_comm::{CommError, World};
 use convoke_train::{DdpOptions, DeviceDdp, Trace};
 use kernels::{Kernels, Layer};
 
-use crate::arguments::{Arguments, Place};
+use crate::arguments::{Arguments, ComputeDevice};
 use crate::network::Network;
 use crate::train::TrainError;
 use convoke_example_data::{CLASSES, Example, PIXELS};
 
 /// A network on this rank's GPU.
-pub(crate) struct OnDevice {
+pub(crate) struct DeviceTraining {
     stream: Arc<CudaStream>,
     kernels: Kernels,
     ddp: DeviceDdp,
@@ -38,10 +38,10 @@ pub(crate) struct OnDevice {
     /// Total loss of the epoch.
     total_loss: CudaSlice<f64>,
     /// Learning rate and momentum.
-    pace: (f32, f32),
+    rates: (f32, f32),
 }
 
-impl OnDevice {
+impl DeviceTraining {
     /// Copies `network` and all images of an epoch to the GPU. All ranks call it.
     pub(crate) fn new(
         arguments: &Arguments,
@@ -51,8 +51,8 @@ impl OnDevice {
         trace: &Trace,
         momentum: f32,
     ) -> Result<Self, TrainError> {
-        let context = device::of_rank(world)?;
-        let options = DeviceOptions::default().staged(arguments.device == Place::Staged);
+        let context = device::open_for_rank(world)?;
+        let options = DeviceOptions::default().staged(arguments.device == ComputeDevice::Staged);
         let group = world.with_device(&context, options)?;
         let stream = context.new_stream().map_err(failed)?;
         let shapes = network.shapes().chain([("loss".to_owned(), 1)]);
@@ -85,7 +85,7 @@ impl OnDevice {
             losses: zeros(most)?,
             total_loss: stream.alloc_zeros(1).map_err(failed)?,
             units: units.to_vec(),
-            pace: (arguments.learning_rate, momentum),
+            rates: (arguments.learning_rate, momentum),
             stream,
             ddp,
         })
@@ -96,8 +96,8 @@ impl OnDevice {
         let chosen: Vec<u32> = own.iter().map(|&index| index as u32).collect();
         let count = chosen.len() as u32;
         if count > 0 {
-            let mut place = self.chosen.slice_mut(..chosen.len());
-            self.stream.memcpy_htod(&chosen, &mut place).map_err(failed)?;
+            let mut batch = self.chosen.slice_mut(..chosen.len());
+            self.stream.memcpy_htod(&chosen, &mut batch).map_err(failed)?;
         }
         self.forward(count).map_err(failed)?;
         self.backward(weight, count)?;
@@ -105,7 +105,7 @@ impl OnDevice {
         for parameter in 0..loss {
             let values = (&mut self.parameters[parameter], &mut self.velocity[parameter]);
             let average = self.ddp.average(parameter);
-            self.kernels.descend(values, &average, self.pace).map_err(failed)?;
+            self.kernels.sgd_step(values, &average, self.rates).map_err(failed)?;
         }
         let average = self.ddp.average(loss);
         self.kernels.add_loss(&mut self.total_loss, &average, examples as f64).map_err(failed)?;
@@ -149,7 +149,7 @@ impl OnDevice {
             pass.ready(2 * layer)?;
             if layer > 0 {
                 let weights = &parameters[2 * layer];
-                kernels.errors_before(before, errors, weights, &inputs[layer], shape).map_err(failed)?;
+                kernels.input_errors(before, errors, weights, &inputs[layer], shape).map_err(failed)?;
                 swap(errors, before);
             }
         }

@@ -5,9 +5,9 @@
 //! from which a restarted job continues. At the end all ranks verify that their parameters are equal.
 
 mod arguments;
-mod averages;
 mod checkpoint;
 mod device;
+mod gradient_averages;
 mod hash;
 mod network;
 mod train;
@@ -27,7 +27,7 @@ fn main() -> ExitCode {
         Ok(Some(arguments)) => arguments,
         Ok(None) => return print_help(),
         Err(error) => {
-            complain(&format!("{error}; see digits --help"));
+            report_error(&format!("{error}; see digits --help"));
             return ExitCode::from(EXIT_USAGE);
         }
     };
@@ -36,7 +36,7 @@ fn main() -> ExitCode {
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            complain(&error.to_string());
+            report_error(&error.to_string());
             ExitCode::FAILURE
         }
     }
@@ -50,7 +50,7 @@ fn print_help() -> ExitCode {
 }
 
 /// Reports the error of this worker on stderr, and to the launcher through the error file.
-fn complain(message: &str) {
+fn report_error(message: &str) {
     // If these writes fail, no other channel is left. The exit code still reports the failure.
     let _ = writeln!(io::stderr().lock(), "digits: error: {message}");
     if let Some(path) = std::env::var_os(convoke_env::vars::ERROR_FILE).filter(|path| !path.is_empty()) {

@@ -10,7 +10,7 @@ use convoke_example_data::{CLASSES, Example, PIXELS};
 /// The random stream of the initial weights; see [`Random::new`].
 const WEIGHT_STREAM: u64 = 2;
 /// Number of independent sums in a dot product, so that the compiler can use vector registers.
-const LANES: usize = 8;
+const SIMD_LANES: usize = 8;
 
 /// The parameters, and the momentum of stochastic gradient descent.
 ///
@@ -134,7 +134,7 @@ impl Network {
             take(2 * layer + 1, &of_bias)?;
             take(2 * layer, &of_weights)?;
             if layer > 0 {
-                errors = self.errors_before(layer, &errors, &rows[layer]);
+                errors = self.input_errors(layer, &errors, &rows[layer]);
             }
         }
         Ok(())
@@ -142,7 +142,7 @@ impl Network {
 
     /// Computes the errors of the inputs of `layer`, which are outputs of rectified units. Where the output
     /// is zero, the error is zero.
-    fn errors_before(&self, layer: usize, errors: &[f32], given: &[f32]) -> Vec<f32> {
+    fn input_errors(&self, layer: usize, errors: &[f32], given: &[f32]) -> Vec<f32> {
         let (inputs, outputs) = (self.units[layer], self.units[layer + 1]);
         let mut before = vec![0.0; given.len()];
         let rows = before.chunks_exact_mut(inputs).zip(errors.chunks_exact(outputs));
@@ -165,7 +165,7 @@ impl Network {
     }
 
     /// One step of gradient descent with momentum: `v = momentum * v + gradient; p -= rate * v`.
-    pub(crate) fn descend(&mut self, parameter: usize, gradient: &[f32], rate: f32, momentum: f32) {
+    pub(crate) fn sgd_step(&mut self, parameter: usize, gradient: &[f32], rate: f32, momentum: f32) {
         let values = self.parameters[parameter].iter_mut().zip(&mut self.velocity[parameter]);
         for ((p, v), g) in values.zip(gradient) {
             *v = momentum * *v + g;
@@ -175,10 +175,10 @@ impl Network {
 }
 
 fn dot(a: &[f32], b: &[f32]) -> f32 {
-    let ((wide_a, rest_a), (wide_b, rest_b)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
-    let mut sums = [0.0; LANES];
+    let ((wide_a, rest_a), (wide_b, rest_b)) = (a.as_chunks::<SIMD_LANES>(), b.as_chunks::<SIMD_LANES>());
+    let mut sums = [0.0; SIMD_LANES];
     for (a, b) in wide_a.iter().zip(wide_b) {
-        for lane in 0..LANES {
+        for lane in 0..SIMD_LANES {
             sums[lane] += a[lane] * b[lane];
         }
     }
@@ -270,8 +270,8 @@ mod tests {
     fn momentum_accumulates() {
         let mut network = Network::empty(&[]);
         let gradient = vec![1.0; CLASSES];
-        network.descend(1, &gradient, 0.5, 0.5);
-        network.descend(1, &gradient, 0.5, 0.5);
+        network.sgd_step(1, &gradient, 0.5, 0.5);
+        network.sgd_step(1, &gradient, 0.5, 0.5);
         assert_eq!((network.velocity[1][0], network.parameters[1][0]), (1.5, -1.25));
     }
 

@@ -9,17 +9,17 @@ use convoke_comm::{CommError, ReduceOp, World};
 use convoke_train::{Sampler, Tail, Trace, TrainError as DdpError};
 use nix::sys::signal::{Signal, raise};
 
-use crate::arguments::{Arguments, Place};
-use crate::averages::Averages;
+use crate::arguments::{Arguments, ComputeDevice};
 use crate::checkpoint::{Checkpoint, CheckpointError};
-use crate::device::OnDevice;
+use crate::device::DeviceTraining;
+use crate::gradient_averages::GradientAverages;
 use crate::hash::fnv1a;
 use crate::network::Network;
 use convoke_example_data::{self as data, DataError, Example};
 
 const MOMENTUM: f32 = 0.9;
 /// The rank that reads, writes and prints.
-const CHIEF: usize = 0;
+const ROOT: usize = 0;
 
 /// An error that ends a worker.
 #[derive(Debug, thiserror::Error)]
@@ -52,14 +52,14 @@ pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainErr
     if let Some(at) = arguments.die_at.filter(|at| at.rank >= size) {
         return Err(TrainError::NoSuchRank { rank: at.rank, world: size });
     }
-    if let Some(path) = arguments.trace.as_ref().filter(|_| rank == CHIEF) {
+    if let Some(path) = arguments.trace.as_ref().filter(|_| rank == ROOT) {
         // An unwritable path must fail before training, not after it.
         File::create(path).map_err(|source| TrainError::Trace { path: path.clone(), source })?;
     }
     let data = data::load(arguments.seed)?;
     let (network, done) = start(arguments, world)?;
-    if rank == CHIEF {
-        say(format_args!(
+    if rank == ROOT {
+        print_line(format_args!(
             "{size} {}, {} images to train on, {} held out, {} parameters, batch {}",
             if size == 1 { "worker" } else { "workers" },
             data.training.len(),
@@ -68,23 +68,24 @@ pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainErr
             arguments.batch
         ))?;
         if done > 0 {
-            say(format_args!(
+            print_line(format_args!(
                 "going on after epoch {done}, from {}",
-                shown(arguments.checkpoint.as_deref())
+                display_path(arguments.checkpoint.as_deref())
             ))?;
         }
     }
     // Each example is used once per epoch. If a rank has one example less, its contribution weighs less.
     let sampler = Sampler::new(data.training.len(), rank, size).shuffled(arguments.seed).tail(Tail::Uneven);
     let trace = if arguments.trace.is_some() { Trace::default() } else { Trace::off() };
-    let at = match arguments.device {
-        Place::Cpu => At::Host(Averages::new(arguments, world, &network, &trace)?),
-        Place::Cuda | Place::Staged => {
-            let on_device = OnDevice::new(arguments, world, &network, &data.training, &trace, MOMENTUM)?;
-            At::Device(Box::new(on_device))
+    let backend = match arguments.device {
+        ComputeDevice::Cpu => Backend::Host(GradientAverages::new(arguments, world, &network, &trace)?),
+        ComputeDevice::Cuda | ComputeDevice::Staged => {
+            let device_training =
+                DeviceTraining::new(arguments, world, &network, &data.training, &trace, MOMENTUM)?;
+            Backend::Device(Box::new(device_training))
         }
     };
-    let mut training = Training { at, trace, network, arguments, world };
+    let mut training = Training { backend, trace, network, arguments, world };
     let mut times = Vec::new();
     for epoch in done + 1..=arguments.epochs {
         let begin = Instant::now();
@@ -92,13 +93,16 @@ pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainErr
         times.push(begin.elapsed() / steps.max(1));
         let network = &training.network;
         let accuracy = accuracy(world, network, &data.held_out)?;
-        if rank == CHIEF {
+        if rank == ROOT {
             // The checkpoint is written before the line that reports the epoch.
             if let Some(path) = &arguments.checkpoint {
                 Checkpoint { epoch, seed: arguments.seed, network: network.clone() }.write(path)?;
             }
             if epoch % arguments.print_every == 0 || epoch == arguments.epochs {
-                say(format_args!("epoch {epoch:3}   loss {loss:.4}   accuracy {:.2} %", 100.0 * accuracy))?;
+                print_line(format_args!(
+                    "epoch {epoch:3}   loss {loss:.4}   accuracy {:.2} %",
+                    100.0 * accuracy
+                ))?;
             }
         }
     }
@@ -113,7 +117,7 @@ fn start(arguments: &Arguments, world: &World) -> Result<(Network, u32), TrainEr
     let hidden = &arguments.hidden;
     let mut network = Network::empty(hidden);
     let mut done = [0_u32];
-    if world.rank() == CHIEF {
+    if world.rank() == ROOT {
         // If this fails, rank 0 ends here, and the others end with a `PeerLost` error that names it.
         let saved = match &arguments.checkpoint {
             Some(path) => Checkpoint::read(path, arguments.seed, hidden)?,
@@ -124,9 +128,9 @@ fn start(arguments: &Arguments, world: &World) -> Result<(Network, u32), TrainEr
             None => (Network::initial(hidden, arguments.seed), 0),
         };
     }
-    world.broadcast(&mut done, CHIEF)?;
-    world.broadcast_coalesced(&mut network.parameters, CHIEF)?;
-    world.broadcast_coalesced(&mut network.velocity, CHIEF)?;
+    world.broadcast(&mut done, ROOT)?;
+    world.broadcast_coalesced(&mut network.parameters, ROOT)?;
+    world.broadcast_coalesced(&mut network.velocity, ROOT)?;
     Ok((network, done[0]))
 }
 
@@ -136,14 +140,14 @@ struct Training<'a> {
     world: &'a World,
     /// The network. With a GPU, this is a copy from the end of the last epoch.
     network: Network,
-    at: At<'a>,
+    backend: Backend<'a>,
     trace: Trace,
 }
 
 /// The device that computes the steps.
-enum At<'a> {
-    Host(Averages<'a>),
-    Device(Box<OnDevice>),
+enum Backend<'a> {
+    Host(GradientAverages<'a>),
+    Device(Box<DeviceTraining>),
 }
 
 impl Training<'_> {
@@ -158,29 +162,31 @@ impl Training<'_> {
         let (mut total_loss, mut steps) = (0.0, 0);
         while let Some(batch) = order.next_batch(self.arguments.batch) {
             if order.position() > examples.len() / 2 {
-                self.die_if_asked(epoch);
+                self.die_if_requested(epoch);
             }
             // The mean over ranks of (sum over a rank's examples) x size / (examples of all ranks) is the
             // mean over examples. This holds even if a rank has fewer examples, or none.
             let weight = self.world.size() as f32 / batch.examples() as f32;
-            match &mut self.at {
-                At::Host(averages) => {
+            match &mut self.backend {
+                Backend::Host(averages) => {
                     let own: Vec<&Example> = batch.own().iter().map(|&index| &examples[index]).collect();
                     let rate = self.arguments.learning_rate;
                     let loss = step(averages, &mut self.network, &own, weight, rate, &self.trace)?;
                     total_loss += f64::from(loss) * batch.examples() as f64;
                 }
-                At::Device(on_device) => on_device.step(batch.own(), weight, batch.examples())?,
+                Backend::Device(device_training) => {
+                    device_training.step(batch.own(), weight, batch.examples())?
+                }
             }
             steps += 1;
         }
-        if let At::Device(on_device) = &mut self.at {
-            total_loss = on_device.end_epoch(&mut self.network)?;
+        if let Backend::Device(device_training) = &mut self.backend {
+            total_loss = device_training.end_epoch(&mut self.network)?;
         }
         Ok((total_loss / examples.len() as f64, steps))
     }
 
-    fn die_if_asked(&self, epoch: u32) {
+    fn die_if_requested(&self, epoch: u32) {
         let (rank, first) = (self.world.rank(), self.world.restart_count() == 0);
         if first && self.arguments.die_at.is_some_and(|at| at.epoch == epoch && at.rank == rank) {
             // SIGKILL cannot be caught, so it acts like a power failure. Sending it to oneself cannot fail.
@@ -191,7 +197,7 @@ impl Training<'_> {
 
 /// Runs one step on the host. `own` are this rank's examples of the batch. Returns the mean loss.
 fn step(
-    averages: &mut Averages<'_>,
+    averages: &mut GradientAverages<'_>,
     network: &mut Network,
     own: &[&Example],
     weight: f32,
@@ -205,9 +211,9 @@ fn step(
     let _span = trace.span("step");
     let loss = network.parameters.len();
     for parameter in 0..loss {
-        network.descend(parameter, averages.of(parameter), rate, MOMENTUM);
+        network.sgd_step(parameter, averages.average(parameter), rate, MOMENTUM);
     }
-    Ok(averages.of(loss)[0])
+    Ok(averages.average(loss)[0])
 }
 
 /// Returns the share of correctly classified images. Each rank classifies a part of them.
@@ -234,12 +240,12 @@ fn finish(
     if least != most {
         return Err(TrainError::Diverged { least: least[0], most: most[0] });
     }
-    if world.rank() == CHIEF {
+    if world.rank() == ROOT {
         times.sort_unstable();
         if let Some(time) = times.get(times.len() / 2) {
-            say(format_args!("{:.0} µs a step, median over the epochs", time.as_secs_f64() * 1e6))?;
+            print_line(format_args!("{:.0} µs a step, median over the epochs", time.as_secs_f64() * 1e6))?;
         }
-        say(format_args!(
+        print_line(format_args!(
             "done: accuracy {:.2} %, parameter hash {hash:016x} on {1} of {1} ranks",
             100.0 * accuracy,
             world.size()
@@ -248,11 +254,11 @@ fn finish(
     Ok(())
 }
 
-fn shown(path: Option<&Path>) -> String {
+fn display_path(path: Option<&Path>) -> String {
     path.map_or_else(String::new, |path| path.display().to_string())
 }
 
-fn say(text: std::fmt::Arguments<'_>) -> io::Result<()> {
+fn print_line(text: std::fmt::Arguments<'_>) -> io::Result<()> {
     let mut out = io::stdout().lock();
     writeln!(out, "digits: {text}")?;
     out.flush()

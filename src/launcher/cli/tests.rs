@@ -16,7 +16,7 @@ use crate::config::{EventHandler, LogDir, NodeRange, Orphans, Rendezvous, Stream
 
 /// A PATH with one `python` and one `tool`, and nothing else.
 fn bin() -> PathBuf {
-    convoke_testkit::programs::root().join("src/launcher/cli/tests/bin")
+    convoke_testkit::programs::repository_root().join("src/launcher/cli/tests/bin")
 }
 
 /// A machine with three CPUs and no devices.

@@ -202,7 +202,7 @@ fn scene_process_has_a_client_that_does_not_read() {
     for _ in 0..20 {
         is_served(&other);
         // The server sleeps, so no more replies than this go into its memory.
-        thread.until_asleep();
+        thread.wait_until_asleep();
     }
     let grown = status_field(std::process::id(), "VmRSS").saturating_sub(before);
     assert!(grown < 100 << 10, "{grown} KiB");

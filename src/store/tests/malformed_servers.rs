@@ -116,7 +116,7 @@ fn client_connects_to_a_server_that_starts_late() {
             TcpStore::connect(&address.to_string(), soon()).unwrap()
         });
         // The client sleeps only between two attempts, because this host refuses connections at once.
-        receiver.recv().unwrap().until_asleep();
+        receiver.recv().unwrap().wait_until_asleep();
         socket.listen(16).unwrap();
         let _server = StoreServer::serve(vec![socket.into()]).unwrap();
         connecting.join().unwrap().set(b"k", b"v", soon()).unwrap();

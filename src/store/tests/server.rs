@@ -191,7 +191,7 @@ fn scene_process_exhausts_descriptors() {
         assert!(warning.contains("cannot accept"), "{warning}");
         is_served(&other);
         // A server that tried to accept again and again would never sleep.
-        thread.until_asleep();
+        thread.wait_until_asleep();
     }
     files.clear();
     assert_eq!(read(&mut late, 4), HELLO[6..], "served as soon as there are descriptors again");

@@ -129,7 +129,7 @@ fn spawn<'a, R: Send + 'a>(
 /// server has read what the thread sent before it answers the third handle.
 fn until_waiting(backend: &Backend, thread: &Thread) {
     for _ in 0..3 {
-        thread.until_asleep();
+        thread.wait_until_asleep();
         backend.other.num_keys(soon()).unwrap();
     }
 }

@@ -60,11 +60,11 @@ fn main() -> ExitCode {
         flags.last.unwrap_or(if flags.json { usize::MAX } else { 8 }),
     );
     for (path, why) in &view.skipped {
-        say(&format!("warning: {}: {why}; skipped", path.display()));
+        print_stderr(&format!("warning: {}: {why}; skipped", path.display()));
     }
     let found = !view.workers.is_empty();
     if !found {
-        say("error: no recordings there: do the workers use convoke's runtime, and do they live?");
+        print_stderr("error: no recordings there: do the workers use convoke's runtime, and do they live?");
     }
     let written = match (flags.json, found) {
         (true, _) => print(&json::json(&view)),
@@ -75,7 +75,7 @@ fn main() -> ExitCode {
         Ok(()) if found && view.skipped.is_empty() => ExitCode::SUCCESS,
         Ok(()) => ExitCode::FAILURE,
         Err(error) => {
-            say(&format!("error: cannot write to stdout: {error}"));
+            print_stderr(&format!("error: cannot write to stdout: {error}"));
             ExitCode::FAILURE
         }
     }
@@ -122,6 +122,6 @@ fn print(text: &str) -> io::Result<()> {
 }
 
 /// Writes a line to stderr. A failed write is ignored, because nobody reads stderr then.
-fn say(line: &str) {
+fn print_stderr(line: &str) {
     let _ = writeln!(io::stderr(), "convoke-flight: {line}");
 }

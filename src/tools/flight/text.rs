@@ -23,17 +23,17 @@ pub(super) fn text(view: &View) -> String {
         out.push_str("no groups yet\n");
     }
     for worker in &view.workers {
-        let _ = writeln!(out, "\n{}", head(worker));
+        let _ = writeln!(out, "\n{}", worker_line(worker));
         let entries = &worker.recording.entries;
         let zone = TimeZone::system();
         for entry in &entries[entries.len().saturating_sub(view.last)..] {
-            let _ = writeln!(out, "  {}", line(worker, entry, &zone));
+            let _ = writeln!(out, "  {}", call_line(worker, entry, &zone));
         }
     }
     out
 }
 
-fn head(worker: &Worker) -> String {
+fn worker_line(worker: &Worker) -> String {
     let Worker { path, recording, status } = worker;
     let Header { rank, world_size, restart_count, process, host, .. } = &recording.header;
     let mut out = match (rank, world_size) {
@@ -67,7 +67,7 @@ fn head(worker: &Worker) -> String {
     out
 }
 
-fn line(worker: &Worker, entry: &Entry, zone: &TimeZone) -> String {
+fn call_line(worker: &Worker, entry: &Entry, zone: &TimeZone) -> String {
     let recording = &worker.recording;
     let at = worker.unix_ns(entry.enqueued_ns).and_then(|ns| Timestamp::from_nanosecond(ns).ok());
     let at = at.map_or_else(String::new, |at| at.to_zoned(zone.clone()).strftime("%H:%M:%S%.3f").to_string());

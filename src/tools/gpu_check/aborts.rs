@@ -11,21 +11,21 @@ use convoke_comm::{CommError, Group, GroupOptions, ReduceOp};
 use convoke_store::{MemoryStore, Store};
 use serde::{Deserialize, Serialize};
 
-use super::kernels::Spin;
-use super::place::{CheckError, Place};
+use super::gpu::{CheckError, Gpu};
+use super::kernels::SpinKernel;
 use super::report::Outcome;
 
 /// Time limit for an abort or a deadline to take effect.
-const SOON: Duration = Duration::from_secs(2);
+const ABORT_LIMIT: Duration = Duration::from_secs(2);
 /// Duration of the operation before the abort; also the deadline under test.
-const MEANWHILE: Duration = Duration::from_millis(500);
+const ABORT_DELAY: Duration = Duration::from_millis(500);
 /// Timeout for connecting the ranks on the host.
-const LONG: Duration = Duration::from_secs(60);
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The message that ranks exchange before NCCL is initialized. It mirrors the message of
 /// `Group::with_device`, so that a rank can announce itself and then not call NCCL.
 #[derive(Debug, Serialize, Deserialize)]
-struct Told {
+struct InitMessage {
     version: Option<(u32, u32, u32)>,
     device: String,
     error: Option<String>,
@@ -33,14 +33,19 @@ struct Told {
 
 /// Runs two ranks. The second announces that it initializes NCCL, does not do it, and calls `then`. Returns
 /// the outcome on the first rank and its time.
-fn without_the_second(
-    place: &Place,
+fn with_absent_rank(
+    gpu: &Gpu,
     options: DeviceOptions,
     then: impl FnOnce(&Group) + Send,
 ) -> Result<(Result<Group, CommError>, Instant), CheckError> {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     let group = |rank: usize| {
-        Group::new(Arc::clone(&store), rank, 2, GroupOptions::default().timeout(LONG).init_timeout(LONG))
+        Group::new(
+            Arc::clone(&store),
+            rank,
+            2,
+            GroupOptions::default().timeout(CONNECT_TIMEOUT).init_timeout(CONNECT_TIMEOUT),
+        )
     };
     let group = &group;
     let version = Library::load()?.version();
@@ -49,16 +54,16 @@ fn without_the_second(
         let second = scope.spawn(move || -> Result<(), CommError> {
             let group = group(1)?;
             let version = Some((version.major, version.minor, version.patch));
-            group.all_gather_object(&Told { version, device: "absent".to_owned(), error: None })?;
+            group.all_gather_object(&InitMessage { version, device: "absent".to_owned(), error: None })?;
             group.broadcast(&mut [0_u8; 128], 0)?;
-            thread::sleep(MEANWHILE);
+            thread::sleep(ABORT_DELAY);
             then(&group);
             // The second rank stays alive until the first has finished: it is absent, not dead.
-            let _ = is_over.recv_timeout(LONG);
+            let _ = is_over.recv_timeout(CONNECT_TIMEOUT);
             Ok(())
         });
         let first = group(0)?;
-        let got = first.with_device(&place.context, options);
+        let got = first.with_device(&gpu.context, options);
         let end = Instant::now();
         drop(over);
         let second = second.join();
@@ -68,49 +73,56 @@ fn without_the_second(
 }
 
 /// Checks an abort while a rank does not call NCCL.
-pub(crate) fn absent(place: &Place) -> Result<Outcome, CheckError> {
-    let (told, when) = channel();
+pub(crate) fn abort_with_absent_rank(gpu: &Gpu) -> Result<Outcome, CheckError> {
+    let (sender, receiver) = channel();
     let abort = move |group: &Group| {
-        let _ = told.send(Instant::now());
+        let _ = sender.send(Instant::now());
         group.abort("enough");
     };
-    let (got, end) = without_the_second(place, DeviceOptions::default(), abort)?;
-    let begun = when.try_recv().map_err(|_| CheckError::Other("it ended before the abort".to_owned()))?;
-    Ok(judged("abort", end - begun, SOON, matches!(got, Err(CommError::Aborted { .. })), got.err()))
+    let (got, end) = with_absent_rank(gpu, DeviceOptions::default(), abort)?;
+    let start = receiver.try_recv().map_err(|_| CheckError::Other("it ended before the abort".to_owned()))?;
+    Ok(outcome_of(
+        "abort",
+        end - start,
+        ABORT_LIMIT,
+        matches!(got, Err(CommError::Aborted { .. })),
+        got.err(),
+    ))
 }
 
 /// Checks the deadline for a rank that does not call NCCL.
-pub(crate) fn deadline(place: &Place) -> Result<Outcome, CheckError> {
-    let options = DeviceOptions::default().init_timeout(MEANWHILE);
-    let begun = Instant::now();
-    let (got, end) = without_the_second(place, options, |_| {})?;
-    let is_right = matches!(got, Err(CommError::Device(DeviceError::Init { .. })));
-    Ok(judged("deadline of 0.5 s", end - begun, SOON + MEANWHILE, is_right, got.err()))
+pub(crate) fn deadline_with_absent_rank(gpu: &Gpu) -> Result<Outcome, CheckError> {
+    let options = DeviceOptions::default().init_timeout(ABORT_DELAY);
+    let start = Instant::now();
+    let (got, end) = with_absent_rank(gpu, options, |_| {})?;
+    let is_right = matches!(got, Err(CommError::Device(DeviceError::InitTimeout { .. })));
+    Ok(outcome_of("deadline of 0.5 s", end - start, ABORT_LIMIT + ABORT_DELAY, is_right, got.err()))
 }
 
 /// Checks an abort of an operation that is enqueued behind a kernel that does not end.
-pub(crate) fn spinning(place: &Place) -> Result<Outcome, CheckError> {
-    let (group, stream) = (place.group()?, place.stream()?);
+pub(crate) fn abort_behind_running_kernel(gpu: &Gpu) -> Result<Outcome, CheckError> {
+    let (group, stream) = (gpu.group()?, gpu.stream()?);
     let (send, mut recv) = (stream.alloc_zeros::<f32>(1024)?, stream.alloc_zeros::<f32>(1024)?);
-    let spin = Spin::on(&stream)?;
+    let spin = SpinKernel::start(&stream)?;
     let work = group.on(&stream)?.all_reduce_into(&send, &mut recv, ReduceOp::Sum)?;
-    let work = match work.wait_timeout(MEANWHILE)? {
+    let work = match work.wait_timeout(ABORT_DELAY)? {
         Ok(()) => return Ok(Outcome::failed("it was done before the kernel that it is behind".to_owned())),
         Err(work) => work,
     };
-    let begun = Instant::now();
+    let start = Instant::now();
     group.abort("enough");
     let got = work.wait();
-    let took = begun.elapsed();
-    let outcome = judged("abort", took, SOON, matches!(got, Err(CommError::Aborted { .. })), got.err());
+    let took = start.elapsed();
+    let outcome =
+        outcome_of("abort", took, ABORT_LIMIT, matches!(got, Err(CommError::Aborted { .. })), got.err());
     drop(spin);
     // The stream is usable again: enqueued work runs to completion.
     stream.synchronize()?;
     Ok(outcome)
 }
 
-fn judged(what: &str, took: Duration, most: Duration, is_right: bool, got: Option<CommError>) -> Outcome {
+fn outcome_of(what: &str, took: Duration, most: Duration, is_right: bool, got: Option<CommError>) -> Outcome {
     let said = got.map_or_else(|| "no error".to_owned(), |error| error.to_string());
-    let seen = format!("{:.0} ms from the {what} to: {said}", took.as_secs_f64() * 1e3);
-    if is_right && took < most { Outcome::passed(seen) } else { Outcome::failed(seen) }
+    let details = format!("{:.0} ms from the {what} to: {said}", took.as_secs_f64() * 1e3);
+    if is_right && took < most { Outcome::passed(details) } else { Outcome::failed(details) }
 }

@@ -52,7 +52,7 @@ impl AddOne {
 }
 
 /// A running kernel, which ends when this value is dropped.
-pub(crate) struct Spin {
+pub(crate) struct SpinKernel {
     flag: *mut i32,
     /// Keeps the kernel's module loaded. Unloading it would wait for the kernel.
     _function: CudaFunction,
@@ -61,11 +61,11 @@ pub(crate) struct Spin {
 
 // SAFETY: the pointer is an address in pinned memory, which is only written atomically.
 #[allow(unsafe_code)]
-unsafe impl Send for Spin {}
+unsafe impl Send for SpinKernel {}
 
 #[allow(unsafe_code)]
-impl Spin {
-    pub(crate) fn on(stream: &Arc<CudaStream>) -> Result<Self, DriverError> {
+impl SpinKernel {
+    pub(crate) fn start(stream: &Arc<CudaStream>) -> Result<Self, DriverError> {
         let function = kernel(stream, "spin")?;
         // SAFETY: `drop` frees the memory after the kernel has ended.
         let flag = unsafe { result::malloc_host(4, 0) }?.cast::<i32>();
@@ -81,7 +81,7 @@ impl Spin {
 }
 
 #[allow(unsafe_code)]
-impl Drop for Spin {
+impl Drop for SpinKernel {
     fn drop(&mut self) {
         // SAFETY: the memory stays allocated until the code below frees it.
         unsafe { AtomicI32::from_ptr(self.flag) }.store(1, Ordering::SeqCst);

@@ -6,9 +6,9 @@
 //! `report`. `kernels` keep the GPU busy.
 
 mod aborts;
+mod gpu;
 mod kernels;
 mod order;
-mod place;
 mod report;
 mod speed;
 
@@ -21,11 +21,11 @@ use std::process::{Command, ExitCode};
 use clap::Parser;
 use convoke_comm::nccl::Library;
 
-use place::{CheckError, Place};
+use gpu::{CheckError, Gpu};
 use report::{Outcome, Report};
 
 /// Environment variable that marks a process in which cudarc finds NCCL.
-const MARK: &str = "CONVOKE_GPU_CHECK";
+const CHILD_VARIABLE: &str = "CONVOKE_GPU_CHECK";
 
 /// Checks convoke's GPU side on this machine's first GPU.
 #[derive(Debug, Parser)]
@@ -50,7 +50,7 @@ struct Flags {
 
 fn main() -> ExitCode {
     let flags = Flags::parse();
-    let outcome = if env::var_os(MARK).is_none() { run_with_nccl() } else { run(&flags) };
+    let outcome = if env::var_os(CHILD_VARIABLE).is_none() { run_with_nccl() } else { run(&flags) };
     outcome.unwrap_or_else(|error| {
         // If this write fails, no other channel for errors is left.
         let _ = writeln!(io::stderr().lock(), "convoke-gpu-check: error: {error}");
@@ -64,31 +64,35 @@ fn run_with_nccl() -> Result<ExitCode, CheckError> {
     let library = Library::load()?;
     let folder = tempfile::Builder::new().prefix("convoke-gpu-check-").tempdir()?;
     symlink(library.path(), folder.path().join("libnccl.so"))?;
-    let mut places = vec![folder.path().to_owned()];
-    places.extend(env::var_os("LD_LIBRARY_PATH").iter().flat_map(env::split_paths));
-    let places = env::join_paths(places).map_err(io::Error::other)?;
+    let mut folders = vec![folder.path().to_owned()];
+    folders.extend(env::var_os("LD_LIBRARY_PATH").iter().flat_map(env::split_paths));
+    let folders = env::join_paths(folders).map_err(io::Error::other)?;
     let mut again = Command::new(env::current_exe()?);
-    again.args(env::args_os().skip(1)).env("LD_LIBRARY_PATH", places).env(MARK, "1");
+    again.args(env::args_os().skip(1)).env("LD_LIBRARY_PATH", folders).env(CHILD_VARIABLE, "1");
     let status = again.env("CONVOKE_NCCL_SO", library.path()).status()?;
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn run(flags: &Flags) -> Result<ExitCode, CheckError> {
-    let place = Place::new()?;
-    let mut report = Report::new(&place)?;
+    let gpu = Gpu::new()?;
+    let mut report = Report::new(&gpu)?;
     let elements = usize::try_from(flags.large_bytes / 4).unwrap_or(usize::MAX);
-    let speed = speed::Speed::new(flags.calls, flags.rounds, !flags.no_limits);
+    let speed = speed::SpeedCheck::new(flags.calls, flags.rounds, !flags.no_limits);
     type Check<'a> = Box<dyn Fn() -> Result<Outcome, CheckError> + 'a>;
     let mut checks: Vec<(&str, Check<'_>)> =
-        vec![("a result on another stream", Box::new(|| order::check(&place, flags.calls)))];
+        vec![("a result on another stream", Box::new(|| order::check(&gpu, flags.calls)))];
     for elements in [1, elements] {
         checks.push(("calls in a stream", Box::new(move || speed.calls(elements))));
         checks.push(("calls as one", Box::new(move || speed.grouped(elements))));
         checks.push(("training steps", Box::new(move || speed.steps(elements))));
     }
-    checks.push(("an abort while a rank is absent", Box::new(|| aborts::absent(&place))));
-    checks.push(("the deadline while a rank is absent", Box::new(|| aborts::deadline(&place))));
-    checks.push(("an abort behind a kernel that does not end", Box::new(|| aborts::spinning(&place))));
+    checks.push(("an abort while a rank is absent", Box::new(|| aborts::abort_with_absent_rank(&gpu))));
+    checks
+        .push(("the deadline while a rank is absent", Box::new(|| aborts::deadline_with_absent_rank(&gpu))));
+    checks.push((
+        "an abort behind a kernel that does not end",
+        Box::new(|| aborts::abort_behind_running_kernel(&gpu)),
+    ));
     for (name, check) in checks {
         // A check that cannot run counts as failed; the other checks still run.
         let outcome = check().unwrap_or_else(|error| Outcome::failed(error.to_string()));

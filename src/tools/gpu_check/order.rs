@@ -4,8 +4,8 @@ use convoke_comm::ReduceOp;
 use convoke_comm::device::RawBuffer;
 use cudarc::driver::DevicePtr;
 
+use super::gpu::{CheckError, Gpu};
 use super::kernels::AddOne;
-use super::place::{CheckError, Place};
 use super::report::Outcome;
 
 /// Enough numbers that a stream that runs too early would read unfinished results.
@@ -16,9 +16,9 @@ const TICKS: i64 = 50_000;
 /// Runs a slow kernel and then the operation on one stream. A kernel on another stream changes the result.
 /// Only [`Work::wait_on`](convoke_comm::Work::wait_on) orders the second stream.
 #[allow(unsafe_code)]
-pub(crate) fn check(place: &Place, times: u32) -> Result<Outcome, CheckError> {
-    let group = place.group()?;
-    let (computing, other) = (place.stream()?, place.stream()?);
+pub(crate) fn check(gpu: &Gpu, times: u32) -> Result<Outcome, CheckError> {
+    let group = gpu.group()?;
+    let (computing, other) = (gpu.stream()?, gpu.stream()?);
     let add_one = AddOne::new(&computing)?;
     let mut memory = computing.alloc_zeros::<f32>(NUMBERS)?;
     let at = memory.device_ptr(&computing).0;
@@ -39,6 +39,6 @@ pub(crate) fn check(place: &Place, times: u32) -> Result<Outcome, CheckError> {
         computing.synchronize()?;
         wrong += u32::from(numbers.iter().any(|&number| number != 2.0));
     }
-    let seen = format!("right {} of {times} times", times - wrong);
-    Ok(if wrong == 0 { Outcome::passed(seen) } else { Outcome::failed(seen) })
+    let details = format!("right {} of {times} times", times - wrong);
+    Ok(if wrong == 0 { Outcome::passed(details) } else { Outcome::failed(details) })
 }

@@ -7,24 +7,24 @@ use std::path::Path;
 use convoke_comm::nccl::Library;
 use jiff::Timestamp;
 
+use super::gpu::{CheckError, Gpu};
 use super::kernels;
-use super::place::{CheckError, Place};
 
 /// The outcome of one check.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) passed: bool,
     /// Description with figures and units.
-    pub(crate) seen: String,
+    pub(crate) details: String,
 }
 
 impl Outcome {
-    pub(crate) fn passed(seen: String) -> Self {
-        Self { passed: true, seen }
+    pub(crate) fn passed(details: String) -> Self {
+        Self { passed: true, details }
     }
 
-    pub(crate) fn failed(seen: String) -> Self {
-        Self { passed: false, seen }
+    pub(crate) fn failed(details: String) -> Self {
+        Self { passed: false, details }
     }
 }
 
@@ -35,13 +35,13 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    pub(crate) fn new(place: &Place) -> Result<Self, CheckError> {
+    pub(crate) fn new(gpu: &Gpu) -> Result<Self, CheckError> {
         let library = Library::load()?;
         let cuda = kernels::driver_version()?;
         let on = format!(
             "{}, {}, driver for CUDA {}.{}, NCCL {} ({}), convoke {}.",
             Timestamp::now().strftime("%Y-%m-%d %H:%M UTC"),
-            place.context.name()?,
+            gpu.context.name()?,
             cuda / 1000,
             cuda % 1000 / 10,
             library.version(),
@@ -52,13 +52,18 @@ impl Report {
         Ok(Self { text: format!("{on}\n\n| check | | seen |\n|---|---|---|\n"), failed: 0 })
     }
 
-    pub(crate) fn add(&mut self, name: &str, Outcome { passed, seen }: &Outcome) -> Result<(), CheckError> {
+    pub(crate) fn add(
+        &mut self,
+        name: &str,
+        Outcome { passed, details }: &Outcome,
+    ) -> Result<(), CheckError> {
         let word = if *passed { "passed" } else { "FAILED" };
         self.failed += u32::from(!passed);
         // Writing to a string cannot fail.
-        let _ = writeln!(self.text, "| {name} | {word} | {} |", seen.replace('|', "\\|").replace('\n', " "));
+        let _ =
+            writeln!(self.text, "| {name} | {word} | {} |", details.replace('|', "\\|").replace('\n', " "));
         let mut out = io::stdout().lock();
-        writeln!(out, "{word:>6}  {name}: {seen}")?;
+        writeln!(out, "{word:>6}  {name}: {details}")?;
         Ok(out.flush()?)
     }
 

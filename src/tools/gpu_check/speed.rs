@@ -8,37 +8,37 @@ use convoke_train::{DdpOptions, DeviceDdp};
 use cudarc::driver::{CudaSlice, CudaStream};
 use cudarc::nccl::{Comm, Id, ReduceOp as RawOp, group_end, group_start};
 
-use super::place::{CheckError, Place};
+use super::gpu::{CheckError, Gpu};
 use super::report::Outcome;
 
 /// Maximum time in µs by which a small call may exceed cudarc's.
-const MOST_MICROS: f64 = 2.0;
+const MAX_EXTRA_MICROS: f64 = 2.0;
 /// Maximum ratio of the time of a large call to cudarc's.
-const MOST_TIMES: f64 = 1.02;
+const MAX_RATIO: f64 = 1.02;
 /// Maximum size in bytes of a small call.
-const FEW_BYTES: usize = 4096;
+const SMALL_CALL_BYTES: usize = 4096;
 /// Number of operations that are enqueued as one batch.
-const TOGETHER: usize = 4;
+const BATCH_CALLS: usize = 4;
 
 /// Settings of the measurement.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Speed {
+pub(crate) struct SpeedCheck {
     calls: u32,
     rounds: u32,
-    judged: bool,
+    enforced: bool,
 }
 
 /// A group of this process alone, and an equivalent cudarc communicator.
-struct Both {
+struct GroupAndCommunicator {
     stream: Arc<CudaStream>,
     group: Group,
     raw: Comm,
 }
 
-impl Both {
+impl GroupAndCommunicator {
     fn new() -> Result<Self, CheckError> {
-        let place = Place::new()?;
-        let (group, stream) = (place.group()?, place.stream()?);
+        let gpu = Gpu::new()?;
+        let (group, stream) = (gpu.group()?, gpu.stream()?);
         let raw = Comm::from_rank(Arc::clone(&stream), 0, 1, Id::new()?)?;
         Ok(Self { stream, group, raw })
     }
@@ -48,24 +48,26 @@ impl Both {
     }
 }
 
-impl Speed {
-    pub(crate) fn new(calls: u32, rounds: u32, judged: bool) -> Self {
-        Self { calls, rounds, judged }
+impl SpeedCheck {
+    pub(crate) fn new(calls: u32, rounds: u32, enforced: bool) -> Self {
+        Self { calls, rounds, enforced }
     }
 
     /// Compares calls out of place, one after the other in a stream.
     pub(crate) fn calls(self, elements: usize) -> Result<Outcome, CheckError> {
-        let both = Both::new()?;
+        let both = GroupAndCommunicator::new()?;
         let (send, mut recvs) = (both.buffers(elements, 1)?, both.buffers(elements, 2)?);
-        let [by_raw, by_us] = &mut recvs[..] else { return Err(CheckError::Other("two buffers".to_owned())) };
+        let [raw_recvs, group_recvs] = &mut recvs[..] else {
+            return Err(CheckError::Other("two buffers".to_owned()));
+        };
         self.compare(
             "all_reduce, out of place",
             elements,
             &both.stream,
-            || both.raw.all_reduce(&send[0], by_raw, &RawOp::Sum).map(drop).map_err(CheckError::from),
+            || both.raw.all_reduce(&send[0], raw_recvs, &RawOp::Sum).map(drop).map_err(CheckError::from),
             || {
                 let on = both.group.on(&both.stream)?;
-                drop(on.all_reduce_into(&send[0], by_us, ReduceOp::Sum)?);
+                drop(on.all_reduce_into(&send[0], group_recvs, ReduceOp::Sum)?);
                 Ok(())
             },
         )
@@ -73,16 +75,17 @@ impl Speed {
 
     /// Compares batches of several calls.
     pub(crate) fn grouped(self, elements: usize) -> Result<Outcome, CheckError> {
-        let both = Both::new()?;
-        let sends = both.buffers(elements, TOGETHER)?;
-        let (mut by_raw, mut by_us) = (both.buffers(elements, TOGETHER)?, both.buffers(elements, TOGETHER)?);
+        let both = GroupAndCommunicator::new()?;
+        let sends = both.buffers(elements, BATCH_CALLS)?;
+        let (mut raw_recvs, mut group_recvs) =
+            (both.buffers(elements, BATCH_CALLS)?, both.buffers(elements, BATCH_CALLS)?);
         self.compare(
-            &format!("{TOGETHER} all_reduce as one"),
+            &format!("{BATCH_CALLS} all_reduce as one"),
             elements,
             &both.stream,
             || {
                 group_start()?;
-                for (send, recv) in sends.iter().zip(&mut by_raw) {
+                for (send, recv) in sends.iter().zip(&mut raw_recvs) {
                     both.raw.all_reduce(send, recv, &RawOp::Sum)?;
                 }
                 Ok(group_end().map(drop)?)
@@ -90,7 +93,7 @@ impl Speed {
             || {
                 let on = both.group.on(&both.stream)?;
                 let mut batch = on.batch();
-                for (send, recv) in sends.iter().zip(&mut by_us) {
+                for (send, recv) in sends.iter().zip(&mut group_recvs) {
                     batch.all_reduce_into(send, recv, ReduceOp::Sum)?;
                 }
                 drop(batch.enqueue()?);
@@ -102,7 +105,7 @@ impl Speed {
     /// Compares a pass of `DeviceDdp` with one parameter to a hand-written step: copy, wait, average on
     /// another stream, wait.
     pub(crate) fn steps(self, elements: usize) -> Result<Outcome, CheckError> {
-        let both = Both::new()?;
+        let both = GroupAndCommunicator::new()?;
         let computing = both.stream.context().new_stream()?;
         let (gradient, mut buckets) = (both.buffers(elements, 1)?, both.buffers(elements, 1)?);
         let size = elements * 4;
@@ -146,27 +149,28 @@ impl Speed {
         // The first calls do the setup, which is not timed.
         time(&mut raw)?;
         time(&mut ours)?;
-        let (mut of_raw, mut of_ours) = (Vec::new(), Vec::new());
+        let (mut raw_times, mut group_times) = (Vec::new(), Vec::new());
         for round in 0..self.rounds {
             if round % 2 == 0 {
-                of_raw.push(time(&mut raw)?);
-                of_ours.push(time(&mut ours)?);
+                raw_times.push(time(&mut raw)?);
+                group_times.push(time(&mut ours)?);
             } else {
-                of_ours.push(time(&mut ours)?);
-                of_raw.push(time(&mut raw)?);
+                group_times.push(time(&mut ours)?);
+                raw_times.push(time(&mut raw)?);
             }
         }
-        let (raw, ours) = (median(&mut of_raw), median(&mut of_ours));
+        let (raw, ours) = (median(&mut raw_times), median(&mut group_times));
         let bytes = elements * 4;
-        let seen = format!(
+        let details = format!(
             "{what} of {bytes} B: cudarc {raw:.2} µs, convoke {ours:.2} µs, {:+.2} µs, {:+.1} % (medians of {} rounds of {})",
             ours - raw,
             100.0 * (ours / raw - 1.0),
             self.rounds,
             self.calls
         );
-        let is_good = if bytes <= FEW_BYTES { ours - raw < MOST_MICROS } else { ours < raw * MOST_TIMES };
-        Ok(if is_good || !self.judged { Outcome::passed(seen) } else { Outcome::failed(seen) })
+        let is_good =
+            if bytes <= SMALL_CALL_BYTES { ours - raw < MAX_EXTRA_MICROS } else { ours < raw * MAX_RATIO };
+        Ok(if is_good || !self.enforced { Outcome::passed(details) } else { Outcome::failed(details) })
     }
 }
 

@@ -3,10 +3,10 @@
 use convoke_comm::{CommError, Group, Nonblocking, ReduceOp, Reduction, SharedBuffer};
 
 use super::collective::{Collective, Shape};
-use super::values::{Numbers, Value};
+use super::values::{TestPattern, Value};
 
 /// The buffers of one operation.
-pub(crate) struct Buffers<T: Value> {
+pub(crate) struct BufferPair<T: Value> {
     pub(crate) a: SharedBuffer<T>,
     pub(crate) b: SharedBuffer<T>,
 }
@@ -24,12 +24,12 @@ pub(crate) struct Call<T: Value> {
 impl<T: Value> Call<T> {
     pub(crate) fn new(shape: Shape, op: Option<ReduceOp>) -> Self {
         let reduction = match op {
-            Some(ReduceOp::PremulSum) => T::premul_sum(Numbers::factor(shape.rank)),
+            Some(ReduceOp::PremulSum) => T::premul_sum(TestPattern::factor(shape.rank)),
             _ => None,
         };
         let reduction = reduction.unwrap_or_else(|| op.unwrap_or(ReduceOp::Sum).into());
-        let peer = (shape.rank < shape.collective.taking_part(shape.ranks)).then_some(shape.rank ^ 1);
-        let lens = shape.lens_of(shape.rank);
+        let peer = (shape.rank < shape.collective.participants(shape.ranks)).then_some(shape.rank ^ 1);
+        let lens = shape.block_lens(shape.rank);
         Self { shape, reduction, lens, peer }
     }
 
@@ -50,15 +50,15 @@ impl<T: Value> Call<T> {
     }
 
     /// Returns the parts of the buffers that the call uses.
-    fn parts<'a>(&self, buffers: &'a mut Buffers<T>) -> (&'a mut [T], &'a mut [T]) {
+    fn parts<'a>(&self, buffers: &'a mut BufferPair<T>) -> (&'a mut [T], &'a mut [T]) {
         let (a, b) = self.shape.buffer_lens();
         (&mut buffers.a[..a], &mut buffers.b[..b])
     }
 
     /// Returns for each element of `buffers` the parts that the call uses.
-    pub(crate) fn each_part<'a>(
+    pub(crate) fn buffer_parts<'a>(
         &self,
-        buffers: &'a mut [Buffers<T>],
+        buffers: &'a mut [BufferPair<T>],
     ) -> impl Iterator<Item = (&'a mut [T], &'a mut [T])> {
         buffers.iter_mut().map(|buffers| self.parts(buffers))
     }
@@ -67,7 +67,7 @@ impl<T: Value> Call<T> {
     pub(crate) fn run(
         &self,
         group: &Group,
-        buffers: &mut [Buffers<T>],
+        buffers: &mut [BufferPair<T>],
         root: usize,
         nonblocking: bool,
     ) -> Result<(), CommError> {
@@ -79,7 +79,7 @@ impl<T: Value> Call<T> {
         buffers.iter_mut().try_for_each(|buffers| self.wait(group, buffers, root))
     }
 
-    fn wait(&self, group: &Group, buffers: &mut Buffers<T>, root: usize) -> Result<(), CommError> {
+    fn wait(&self, group: &Group, buffers: &mut BufferPair<T>, root: usize) -> Result<(), CommError> {
         let (a, b) = self.parts(buffers);
         let op = || self.reduction.clone();
         let lens = &self.lens[..];
@@ -117,7 +117,7 @@ impl<T: Value> Call<T> {
     fn begin<'scope, 'env: 'scope>(
         &self,
         scope: &'scope Nonblocking<'scope, 'env>,
-        buffers: &'env mut Buffers<T>,
+        buffers: &'env mut BufferPair<T>,
         root: usize,
     ) -> Result<(), CommError> {
         let (a, b) = self.parts(buffers);

@@ -73,7 +73,7 @@ impl Collective {
     }
 
     /// The collective whose algorithm choice applies. Forms with unequal blocks use that of the equal form.
-    pub(crate) const fn tuned_as(self) -> &'static str {
+    pub(crate) const fn tuning_name(self) -> &'static str {
         match self {
             Self::AllGatherV => "all_gather",
             Self::ReduceScatterV => "reduce_scatter",
@@ -136,12 +136,12 @@ impl Collective {
     }
 
     /// Minimum number of ranks.
-    pub(crate) const fn least_ranks(self) -> usize {
+    pub(crate) const fn min_ranks(self) -> usize {
         if matches!(self, Self::SendRecv) { 2 } else { 1 }
     }
 
     /// Number of ranks that take part. With an odd number of ranks, the last one has no peer in `send_recv`.
-    pub(crate) const fn taking_part(self, ranks: usize) -> usize {
+    pub(crate) const fn participants(self, ranks: usize) -> usize {
         if matches!(self, Self::SendRecv) { ranks - ranks % 2 } else { ranks }
     }
 
@@ -190,7 +190,7 @@ impl Shape {
 
     /// Lengths of the blocks in a buffer of rank `rank`. They are equal on all ranks, except in an unequal
     /// all-to-all: there each rank must send the length that its receiver expects.
-    pub(crate) fn lens_of(&self, rank: usize) -> Vec<usize> {
+    pub(crate) fn block_lens(&self, rank: usize) -> Vec<usize> {
         let mut lens = self.lens.clone();
         if self.collective == Collective::AllToAllV {
             lens.rotate_left(rank);
@@ -199,17 +199,17 @@ impl Shape {
     }
 
     /// Positions of the blocks in a buffer of rank `rank`.
-    pub(crate) fn blocks_of(&self, rank: usize) -> Vec<Range<usize>> {
+    pub(crate) fn block_ranges(&self, rank: usize) -> Vec<Range<usize>> {
         let mut start = 0;
-        let place = |len| {
+        let position = |len| {
             let end = start + len;
             std::mem::replace(&mut start, end)..end
         };
-        self.lens_of(rank).into_iter().map(place).collect()
+        self.block_lens(rank).into_iter().map(position).collect()
     }
 
     /// Length of this rank's own block.
-    pub(crate) fn own(&self) -> usize {
+    pub(crate) fn own_block_len(&self) -> usize {
         self.lens[self.rank]
     }
 
@@ -224,12 +224,12 @@ impl Shape {
             | Collective::ExclusiveScan => (self.count, 0),
             Collective::AllToAll | Collective::AllToAllV | Collective::SendRecv => (self.count, self.count),
             Collective::AllGather | Collective::AllGatherV | Collective::Gather | Collective::GatherV => {
-                (self.own(), self.count)
+                (self.own_block_len(), self.count)
             }
             Collective::ReduceScatter
             | Collective::ReduceScatterV
             | Collective::Scatter
-            | Collective::ScatterV => (self.count, self.own()),
+            | Collective::ScatterV => (self.count, self.own_block_len()),
         }
     }
 }
@@ -275,15 +275,15 @@ mod tests {
         {
             let shapes: Vec<_> = (0..3).map(|rank| Shape::new(collective, count, rank, 3)).collect();
             for (rank, shape) in shapes.iter().enumerate() {
-                assert_eq!(shape.blocks_of(rank).last().unwrap().end, count, "{collective} {count}");
-                assert_eq!(shape.own(), shape.lens_of(0)[rank]);
+                assert_eq!(shape.block_ranges(rank).last().unwrap().end, count, "{collective} {count}");
+                assert_eq!(shape.own_block_len(), shape.block_lens(0)[rank]);
             }
-            let exchanged = |from: usize, to: usize| shapes[from].lens_of(from)[to];
+            let exchanged = |from: usize, to: usize| shapes[from].block_lens(from)[to];
             if matches!(collective, Collective::AllToAll | Collective::AllToAllV) && count % 3 == 0 {
-                assert!((0..9).all(|i| exchanged(i / 3, i % 3) == shapes[i % 3].lens_of(i % 3)[i / 3]));
+                assert!((0..9).all(|i| exchanged(i / 3, i % 3) == shapes[i % 3].block_lens(i % 3)[i / 3]));
             }
         }
-        let lens = Shape::new(Collective::AllGatherV, 600, 0, 3).lens_of(2);
+        let lens = Shape::new(Collective::AllGatherV, 600, 0, 3).block_lens(2);
         assert_eq!(lens, [100, 200, 300]);
     }
 }

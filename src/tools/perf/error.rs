@@ -5,9 +5,9 @@ use std::path::PathBuf;
 
 use convoke_comm::{CommError, Dtype};
 
-use super::check::Wrong;
 use super::collective::Collective;
 use super::sizes;
+use super::verify::WrongElement;
 
 /// An error that ends the tool.
 #[derive(Debug, thiserror::Error)]
@@ -19,14 +19,14 @@ pub(crate) enum PerfError {
         sizes::text(*bytes), op.as_deref().map(|op| format!(" by {op}")).unwrap_or_default(), wrong.index, wrong.got,
         wrong.expected
     )]
-    Wrong {
+    WrongResult {
         collective: Collective,
         bytes: usize,
         dtype: Dtype,
         op: Option<String>,
         root: usize,
         rank: usize,
-        wrong: Wrong,
+        wrong: WrongElement,
     },
     #[error("{0}")]
     Usage(String),

@@ -6,10 +6,10 @@ use clap::{ArgAction, Parser};
 use convoke_comm::{Dtype, ReduceOp};
 
 use super::collective::Collective;
-use super::measure::{Rules, Subject};
-use super::sizes::{self, Step};
-use super::stats::Length;
-use super::words::{List, What, Where, at_least, dtypes, ops, positive, zero_or_one};
+use super::flag_values::{DeviceKind, List, Selection, at_least, dtypes, ops, positive, zero_or_one};
+use super::measure::{BenchCase, Settings};
+use super::sizes::{self, SizeStep};
+use super::stats::RunLength;
 
 /// Measures how fast the ranks of a job work together; rank 0 prints.
 ///
@@ -28,7 +28,7 @@ use super::words::{List, What, Where, at_least, dtypes, ops, positive, zero_or_o
 pub(crate) struct Flags {
     /// What to measure; `all` is every collective, `pairs` only each pair of hosts
     #[arg(value_name = "COLLECTIVE", value_delimiter = ',', default_value = "all")]
-    what: Vec<What>,
+    selections: Vec<Selection>,
 
     /// Smallest size: 4, 64K, 1M, 2G (powers of 1024)
     #[arg(short = 'b', long, value_name = "SIZE", default_value = "4", value_parser = sizes::parse, help_heading = "Sizes")]
@@ -76,7 +76,7 @@ pub(crate) struct Flags {
 
     /// Where the buffers are. On GPUs calls are enqueued, several at a time, before the host waits for them
     #[arg(long, value_enum, value_name = "WHERE", default_value = "cpu", help_heading = "Calls")]
-    pub(crate) device: Where,
+    pub(crate) device: DeviceKind,
 
     /// Use memory that the ranks of a host share (`Group::alloc`)
     #[arg(long, help_heading = "Calls")]
@@ -142,7 +142,7 @@ pub(crate) struct Flags {
 
 /// The output format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Form {
+pub(crate) enum OutputFormat {
     Table,
     Csv,
     Json,
@@ -176,36 +176,36 @@ impl Flags {
             ("--alloc", self.alloc),
             ("--rewrite", self.rewrite),
         ];
-        if let Some((flag, _)) = of_host.iter().find(|(_, given)| *given && self.device != Where::Cpu) {
+        if let Some((flag, _)) = of_host.iter().find(|(_, given)| *given && self.device != DeviceKind::Cpu) {
             return Err(format!("{flag} is about memory of the host: not with --device on a GPU"));
         }
         if self.pair_bytes == 0 {
             return Err("--pair-bytes 0 says nothing about a bandwidth".to_owned());
         }
-        self.subjects_of(usize::MAX).map(drop)
+        self.cases_for(usize::MAX).map(drop)
     }
 
-    /// Returns the subjects to measure on `ranks` ranks, in the order of the table.
+    /// Returns the cases to measure on `ranks` ranks, in the order of the table.
     ///
     /// # Errors
-    /// Returns a description of a subject that was requested by name and is invalid.
-    pub(crate) fn subjects(&self, ranks: usize) -> Result<Vec<Subject>, String> {
+    /// Returns a description of a case that was requested by name and is invalid.
+    pub(crate) fn cases(&self, ranks: usize) -> Result<Vec<BenchCase>, String> {
         if let Some(root) = self.root.filter(|&root| root >= ranks) {
             return Err(format!("--root {root}: ranks are 0 to {}", ranks - 1));
         }
-        self.subjects_of(ranks)
+        self.cases_for(ranks)
     }
 
-    fn subjects_of(&self, ranks: usize) -> Result<Vec<Subject>, String> {
-        let mut subjects = Vec::new();
-        for &what in &self.what {
+    fn cases_for(&self, ranks: usize) -> Result<Vec<BenchCase>, String> {
+        let mut cases = Vec::new();
+        for &what in &self.selections {
             let (collectives, named) = match what {
-                What::All => (Collective::ALL.to_vec(), false),
-                What::Pairs => (Vec::new(), false),
-                What::One(collective) => (vec![collective], true),
+                Selection::All => (Collective::ALL.to_vec(), false),
+                Selection::Pairs => (Vec::new(), false),
+                Selection::One(collective) => (vec![collective], true),
             };
             for collective in collectives {
-                if self.device != Where::Cpu
+                if self.device != DeviceKind::Cpu
                     && matches!(collective, Collective::Scan | Collective::ExclusiveScan)
                 {
                     if named {
@@ -213,31 +213,31 @@ impl Flags {
                     }
                     continue;
                 }
-                if collective.least_ranks() <= ranks {
-                    self.add(collective, named, &mut subjects)?;
+                if collective.min_ranks() <= ranks {
+                    self.add(collective, named, &mut cases)?;
                 } else if named {
-                    return Err(format!("{collective} needs {} ranks", collective.least_ranks()));
+                    return Err(format!("{collective} needs {} ranks", collective.min_ranks()));
                 }
             }
         }
-        Ok(subjects)
+        Ok(cases)
     }
 
-    fn add(&self, collective: Collective, named: bool, subjects: &mut Vec<Subject>) -> Result<(), String> {
+    fn add(&self, collective: Collective, named: bool, cases: &mut Vec<BenchCase>) -> Result<(), String> {
         if collective == Collective::Barrier {
             // A barrier has no elements.
-            subjects.push(Subject { collective, dtype: self.dtype.items()[0], op: None });
+            cases.push(BenchCase { collective, dtype: self.dtype.items()[0], op: None });
             return Ok(());
         }
         for &dtype in self.dtype.items() {
             if !collective.reduces() {
-                subjects.push(Subject { collective, dtype, op: None });
+                cases.push(BenchCase { collective, dtype, op: None });
                 continue;
             }
             for &op in self.op.items() {
-                let there = self.device != Where::Cuda || convoke_comm::device::accepts(op, dtype);
+                let there = self.device != DeviceKind::Cuda || convoke_comm::device::accepts(op, dtype);
                 if collective.accepts(op, dtype) && there {
-                    subjects.push(Subject { collective, dtype, op: Some(op) });
+                    cases.push(BenchCase { collective, dtype, op: Some(op) });
                 } else if let (true, List::Named(_), List::Named(_)) = (named, &self.op, &self.dtype) {
                     return Err(match there {
                         true => {
@@ -251,21 +251,21 @@ impl Flags {
         Ok(())
     }
 
-    /// Element counts of the sizes of one subject, without consecutive duplicates.
-    pub(crate) fn counts(&self, subject: &Subject, ranks: usize) -> Vec<usize> {
-        let step = self.step_bytes.map_or(Step::Times(self.factor), Step::Plus);
+    /// Element counts of the sizes of one case, without consecutive duplicates.
+    pub(crate) fn counts(&self, case: &BenchCase, ranks: usize) -> Vec<usize> {
+        let step = self.step_bytes.map_or(SizeStep::Times(self.factor), SizeStep::Plus);
         let sizes = sizes::series(self.min_bytes, self.max_bytes, step);
-        let count = |bytes| subject.collective.count(bytes, subject.dtype.size_bytes(), ranks);
+        let count = |bytes| case.collective.count(bytes, case.dtype.size_bytes(), ranks);
         let mut counts: Vec<_> = sizes.map(count).collect();
         counts.dedup();
         counts
     }
 
-    pub(crate) fn rules(&self) -> Rules {
+    pub(crate) fn settings(&self) -> Settings {
         let (least, most) = (self.min_iters, self.max_iters);
-        let about = Length::About { micros: self.time_ms * 1e3, least, most };
-        Rules {
-            length: self.iters.map_or(about, Length::Fixed),
+        let about = RunLength::ForTime { micros: self.time_ms * 1e3, least, most };
+        Settings {
+            length: self.iters.map_or(about, RunLength::Iterations),
             warmup: self.warmup,
             root: self.root,
             checked: self.check,
@@ -276,18 +276,18 @@ impl Flags {
         }
     }
 
-    pub(crate) fn form(&self) -> Form {
+    pub(crate) fn output_format(&self) -> OutputFormat {
         match (self.csv, self.json) {
-            (true, _) => Form::Csv,
-            (_, true) => Form::Json,
-            _ => Form::Table,
+            (true, _) => OutputFormat::Csv,
+            (_, true) => OutputFormat::Json,
+            _ => OutputFormat::Table,
         }
     }
 
     /// Returns whether to measure pairs of hosts, if there are several hosts.
     pub(crate) fn pairs(&self) -> bool {
-        let named = self.what.contains(&What::Pairs);
-        named || (!self.no_pairs && self.form() != Form::Csv)
+        let named = self.selections.contains(&Selection::Pairs);
+        named || (!self.no_pairs && self.output_format() != OutputFormat::Csv)
     }
 
     /// Returns whether several operations are measured, so that each line must name its operation.
@@ -296,23 +296,23 @@ impl Flags {
     }
 
     /// Describes how times are measured.
-    pub(crate) fn how(&self) -> String {
-        let rules = self.rules();
-        let length = match rules.length {
-            Length::Fixed(calls) => format!("{calls} calls of each size"),
-            Length::About { least, most, .. } => {
+    pub(crate) fn describe_method(&self) -> String {
+        let settings = self.settings();
+        let length = match settings.length {
+            RunLength::Iterations(calls) => format!("{calls} calls of each size"),
+            RunLength::ForTime { least, most, .. } => {
                 format!("about {} ms of each size, {least} to {most} calls", self.time_ms)
             }
         };
-        let root = rules.root.map_or("another root for each".to_owned(), |root| format!("root {root}"));
-        let form = match rules.in_flight {
-            _ if !rules.nonblocking => "back to back".to_owned(),
+        let root = settings.root.map_or("another root for each".to_owned(), |root| format!("root {root}"));
+        let form = match settings.in_flight {
+            _ if !settings.nonblocking => "back to back".to_owned(),
             1 => "nonblocking".to_owned(),
             calls => format!("nonblocking, {calls} under way at a time"),
         };
-        let checked = if rules.checked { "results checked before" } else { "results not checked" };
-        let rewritten = if rules.rewrite { ", each with memory written anew" } else { "" };
-        let shared = if rules.alloc { ", in memory that ranks of a host share" } else { "" };
+        let checked = if settings.checked { "results checked before" } else { "results not checked" };
+        let rewritten = if settings.rewrite { ", each with memory written anew" } else { "" };
+        let shared = if settings.alloc { ", in memory that ranks of a host share" } else { "" };
         format!(
             "{length}, {form}{rewritten}{shared}, {root}; a call's time is the mean over the ranks; {checked}"
         )
@@ -323,37 +323,34 @@ impl Flags {
 mod tests {
     use super::*;
 
-    fn subjects(arguments: &[&str], ranks: usize) -> Result<Vec<String>, String> {
+    fn cases(arguments: &[&str], ranks: usize) -> Result<Vec<String>, String> {
         let flags = Flags::try_parse_from(["convoke-perf"].iter().chain(arguments)).unwrap();
         flags.check()?;
-        let text = |subject: &Subject| {
-            let op = subject.op.map(|op| format!(" {op}")).unwrap_or_default();
-            format!("{} {}{op}", subject.collective, subject.dtype)
+        let text = |case: &BenchCase| {
+            let op = case.op.map(|op| format!(" {op}")).unwrap_or_default();
+            format!("{} {}{op}", case.collective, case.dtype)
         };
-        flags.subjects(ranks).map(|subjects| subjects.iter().map(text).collect())
+        flags.cases(ranks).map(|cases| cases.iter().map(text).collect())
     }
 
     #[test]
     fn undefined_combinations_are_skipped_in_all_and_refused_by_name() {
-        assert_eq!(subjects(&["all_reduce,barrier"], 2).unwrap(), ["all_reduce f32 sum", "barrier f32"]);
-        let all = subjects(&["--op=avg", "--dtype=f32,f64"], 1).unwrap();
+        assert_eq!(cases(&["all_reduce,barrier"], 2).unwrap(), ["all_reduce f32 sum", "barrier f32"]);
+        let all = cases(&["--op=avg", "--dtype=f32,f64"], 1).unwrap();
         assert!(all.contains(&"reduce f64 avg".to_owned()) && all.contains(&"gather f64".to_owned()));
-        assert!(
-            !all.iter().any(|subject| subject.contains("scan") || subject.contains("send_recv")),
-            "{all:?}"
-        );
-        assert_eq!(subjects(&["scan", "--op=all", "--dtype=bool"], 2).unwrap().len(), 7);
-        assert!(subjects(&["scan", "--op=avg"], 2).unwrap_err().contains("no meaning"));
-        assert!(subjects(&["send_recv"], 1).unwrap_err().contains("needs 2 ranks"));
-        assert!(subjects(&["--root=2"], 2).unwrap_err().contains("ranks are 0 to 1"));
-        assert_eq!(subjects(&["pairs"], 2).unwrap(), Vec::<String>::new());
+        assert!(!all.iter().any(|case| case.contains("scan") || case.contains("send_recv")), "{all:?}");
+        assert_eq!(cases(&["scan", "--op=all", "--dtype=bool"], 2).unwrap().len(), 7);
+        assert!(cases(&["scan", "--op=avg"], 2).unwrap_err().contains("no meaning"));
+        assert!(cases(&["send_recv"], 1).unwrap_err().contains("needs 2 ranks"));
+        assert!(cases(&["--root=2"], 2).unwrap_err().contains("ranks are 0 to 1"));
+        assert_eq!(cases(&["pairs"], 2).unwrap(), Vec::<String>::new());
     }
 
     #[test]
     fn sizes_are_rounded_to_blocks_without_duplicates() {
         let flags = Flags::try_parse_from(["convoke-perf", "all_gather", "-b4", "-e100", "-f2"]).unwrap();
-        let subject = flags.subjects(3).unwrap()[0];
-        assert_eq!(flags.counts(&subject, 3), [3, 6, 15]);
+        let case = flags.cases(3).unwrap()[0];
+        assert_eq!(flags.counts(&case, 3), [3, 6, 15]);
     }
 
     #[test]

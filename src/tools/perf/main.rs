@@ -4,31 +4,31 @@
 //! back to back, and roots rotate. An iteration's time is the mean over the ranks. Every size is verified
 //! outside of the timed loop.
 //!
-//! `flags`, parsed with `words`, select what `run` measures. For each of the `sizes`, `measure` checks the
-//! calls (`call`) of a `collective` with `check` and `values`, and times them with `stats`. The buffers are
-//! in a `place`, the host or a `device`. `pairs` measures pairs of hosts in the order of a `tournament`.
+//! `flags`, parsed with `flag_values`, select what `run` measures. For each of the `sizes`, `measure` checks
+//! the calls (`call`) of a `collective` with `verify` and `values`, and times them with `stats`. Calls use
+//! `buffers` of the host or `device_buffers`. `pairs` measures pairs of hosts in the order of `round_robin`.
 //! Results are `rows`, which `report` prints, as a `table` for people, and `plot` draws.
 
+mod buffers;
 mod call;
-mod check;
 mod collective;
-mod device;
+mod device_buffers;
 mod error;
+mod flag_values;
 mod flags;
 mod measure;
 mod memory;
 mod pairs;
-mod place;
 mod plot;
 mod report;
+mod round_robin;
 mod rows;
 mod run;
 mod sizes;
 mod stats;
 mod table;
-mod tournament;
 mod values;
-mod words;
+mod verify;
 
 use std::env;
 use std::io::{self, Write};
@@ -51,7 +51,7 @@ fn main() -> ExitCode {
         // Only rank 0 prints help, version or a usage error, so that they appear once for the whole job.
         Err(said) => {
             let others = env::var("RANK").is_ok_and(|rank| rank != "0");
-            let printed = others || said.print().is_ok() && also(said.kind()).is_ok();
+            let printed = others || said.print().is_ok() && print_nccl_version(said.kind()).is_ok();
             return match said.use_stderr() {
                 true => ExitCode::from(EXIT_USAGE),
                 false if printed => ExitCode::SUCCESS,
@@ -62,14 +62,14 @@ fn main() -> ExitCode {
     match run::run(&flags) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            complain(&error.to_string());
+            report_error(&error.to_string());
             if matches!(error, PerfError::Usage(_)) { ExitCode::from(EXIT_USAGE) } else { ExitCode::FAILURE }
         }
     }
 }
 
 /// Prints the NCCL version after convoke's own version.
-fn also(said: ErrorKind) -> io::Result<()> {
+fn print_nccl_version(said: ErrorKind) -> io::Result<()> {
     if said != ErrorKind::DisplayVersion {
         return Ok(());
     }
@@ -80,7 +80,7 @@ fn also(said: ErrorKind) -> io::Result<()> {
 }
 
 /// Reports the error of this rank on stderr, and to the launcher through the error file.
-fn complain(message: &str) {
+fn report_error(message: &str) {
     // If these writes fail, no other channel is left. The exit code still reports the failure.
     let _ = writeln!(io::stderr().lock(), "convoke-perf: error: {message}");
     if let Some(path) = env::var_os(convoke_env::vars::ERROR_FILE).filter(|path| !path.is_empty()) {

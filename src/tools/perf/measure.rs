@@ -4,18 +4,18 @@ use std::time::Instant;
 
 use convoke_comm::{CommError, Dtype, Group, ReduceOp};
 
+use super::buffers::BenchBuffers;
 use super::call::Call;
 use super::collective::{Collective, Shape};
 use super::error::PerfError;
 use super::memory;
-use super::place::Place;
-use super::stats::{self, Length, Percentiles};
-use super::values::{Numbers, Value};
+use super::stats::{self, Percentiles, RunLength};
+use super::values::{TestPattern, Value};
 
 /// Settings for making and timing calls.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Rules {
-    pub(crate) length: Length,
+pub(crate) struct Settings {
+    pub(crate) length: RunLength,
     /// Number of warm-up calls; by default as many as the estimate of a call's time needs.
     pub(crate) warmup: Option<usize>,
     /// The root of all calls; `None` rotates the root.
@@ -32,7 +32,7 @@ pub(crate) struct Rules {
 
 /// One measured combination: a collective, an element type and an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Subject {
+pub(crate) struct BenchCase {
     pub(crate) collective: Collective,
     pub(crate) dtype: Dtype,
     /// `None` if the collective does not reduce.
@@ -46,32 +46,32 @@ pub(crate) struct Timing {
     pub(crate) micros: Percentiles,
 }
 
-/// A subject, with buffers for its largest size.
+/// A case, with buffers for its largest size.
 pub(crate) struct Bench<'a, P> {
-    rules: &'a Rules,
-    subject: Subject,
-    place: P,
+    settings: &'a Settings,
+    case: BenchCase,
+    buffers: P,
 }
 
 impl<'a, P> Bench<'a, P> {
-    pub(crate) fn new(rules: &'a Rules, subject: Subject, place: P) -> Self {
-        Self { rules, subject, place }
+    pub(crate) fn new(settings: &'a Settings, case: BenchCase, buffers: P) -> Self {
+        Self { settings, case, buffers }
     }
 
     /// Checks and times calls of `count` elements.
     ///
     /// # Errors
-    /// [`PerfError::Wrong`], [`PerfError::Comm`], or [`PerfError::Allocation`] for the array of times.
+    /// [`PerfError::WrongResult`], [`PerfError::Comm`], or [`PerfError::Allocation`] for the array of times.
     pub(crate) fn measure<T: Value>(&mut self, group: &Group, count: usize) -> Result<Timing, PerfError>
     where
-        P: Place<T>,
+        P: BenchBuffers<T>,
     {
-        let shape = Shape::new(self.subject.collective, count, group.rank(), group.size());
-        let call = Call::new(shape, self.subject.op);
-        if self.rules.checked {
-            match self.rules.root {
+        let shape = Shape::new(self.case.collective, count, group.rank(), group.size());
+        let call = Call::new(shape, self.case.op);
+        if self.settings.checked {
+            match self.settings.root {
                 Some(root) => self.check(group, &call, root)?,
-                None if self.subject.collective.has_root() && group.size() > 1 => {
+                None if self.case.collective.has_root() && group.size() > 1 => {
                     self.check(group, &call, 0)?;
                     self.check(group, &call, group.size() - 1)?;
                 }
@@ -83,15 +83,15 @@ impl<'a, P> Bench<'a, P> {
 
     fn check<T: Value>(&mut self, group: &Group, call: &Call<T>, root: usize) -> Result<(), PerfError>
     where
-        P: Place<T>,
+        P: BenchBuffers<T>,
     {
-        let Subject { collective, dtype, op } = self.subject;
+        let BenchCase { collective, dtype, op } = self.case;
         let shape = call.shape();
-        let numbers = Numbers::new(op, dtype, group.size());
-        self.place.fill(&numbers, call)?;
-        self.place.run(group, call, root)?;
-        self.place.settle()?;
-        self.place.check(&numbers, call, root)?.map_err(|wrong| PerfError::Wrong {
+        let pattern = TestPattern::new(op, dtype, group.size());
+        self.buffers.fill(&pattern, call)?;
+        self.buffers.run(group, call, root)?;
+        self.buffers.synchronize()?;
+        self.buffers.check(&pattern, call, root)?.map_err(|wrong| PerfError::WrongResult {
             collective,
             bytes: shape.count.saturating_mul(dtype.size_bytes()),
             dtype,
@@ -104,72 +104,72 @@ impl<'a, P> Bench<'a, P> {
 
     fn time<T: Value>(&mut self, group: &Group, call: &Call<T>) -> Result<Timing, PerfError>
     where
-        P: Place<T>,
+        P: BenchBuffers<T>,
     {
-        let (ranks, in_flight) = (group.size(), self.rules.in_flight as f64);
-        let root = |iteration: usize| self.rules.root.unwrap_or(iteration % ranks);
-        self.place.clear(call)?;
+        let (ranks, in_flight) = (group.size(), self.settings.in_flight as f64);
+        let root = |iteration: usize| self.settings.root.unwrap_or(iteration % ranks);
+        self.buffers.clear(call)?;
         group.barrier()?;
         let estimate = self.warm_up(group, call)?;
-        let roots = if self.rules.root.is_some() { 1 } else { ranks };
-        let at_once = self.place.calls_at_once(estimate);
-        let iterations = self.rules.length.iterations(estimate * at_once as f64, roots);
-        let mut micros = memory::filled(iterations, 0.0_f64, "the times of so many iterations")?;
+        let roots = if self.settings.root.is_some() { 1 } else { ranks };
+        let calls_per_sample = self.buffers.calls_per_sample(estimate);
+        let iterations = self.settings.length.iterations(estimate * calls_per_sample as f64, roots);
+        let mut micros = memory::try_filled_vec(iterations, 0.0_f64, "the times of so many iterations")?;
         group.barrier()?;
         let mut before = Instant::now();
         for (iteration, micros) in micros.iter_mut().enumerate() {
-            if self.rules.rewrite {
-                self.place.rewrite(call);
+            if self.settings.rewrite {
+                self.buffers.rewrite(call);
                 before = Instant::now();
             }
-            for number in 0..at_once {
-                self.place.run(group, call, root(iteration + number))?;
+            for number in 0..calls_per_sample {
+                self.buffers.run(group, call, root(iteration + number))?;
             }
-            self.place.settle()?;
+            self.buffers.synchronize()?;
             let now = Instant::now();
             *micros = now.duration_since(before).as_secs_f64() * 1e6;
             before = now;
         }
-        let collective = self.subject.collective;
+        let collective = self.case.collective;
         // `send_recv` sends two messages. Ranks that do not take part have no time.
-        let (ways, taking_part) = match collective {
-            Collective::SendRecv => (2.0, collective.taking_part(ranks)),
+        let (messages, participants) = match collective {
+            Collective::SendRecv => (2.0, collective.participants(ranks)),
             _ => (1.0, ranks),
         };
-        if group.rank() >= taking_part {
+        if group.rank() >= participants {
             micros.fill(0.0);
         }
         group.all_reduce(&mut micros, ReduceOp::Sum)?;
-        let each = taking_part as f64 * ways * in_flight * at_once as f64;
+        let each = participants as f64 * messages * in_flight * calls_per_sample as f64;
         micros.iter_mut().for_each(|micros| *micros /= each);
-        Ok(Timing { iterations: iterations * at_once, micros: stats::percentiles(&mut micros) })
+        Ok(Timing { iterations: iterations * calls_per_sample, micros: stats::percentiles(&mut micros) })
     }
 
     /// Makes calls until caches and connections are warm. Returns the estimated microseconds of one
     /// iteration; all ranks get equal values.
     fn warm_up<T: Value>(&mut self, group: &Group, call: &Call<T>) -> Result<f64, CommError>
     where
-        P: Place<T>,
+        P: BenchBuffers<T>,
     {
         let ranks = group.size();
-        let rounds = if self.rules.warmup.is_some() { 1 } else { 3 };
-        let (mut calls, mut estimate) = (self.rules.warmup.unwrap_or(ranks), f64::INFINITY);
-        let enough = match self.rules.length {
-            Length::Fixed(_) if calls == 0 => return Ok(0.0),
-            Length::Fixed(_) => 5_000.0,
-            Length::About { micros, .. } => micros / 5.0,
+        let rounds = if self.settings.warmup.is_some() { 1 } else { 3 };
+        let (mut calls, mut estimate) = (self.settings.warmup.unwrap_or(ranks), f64::INFINITY);
+        let enough = match self.settings.length {
+            RunLength::Iterations(_) if calls == 0 => return Ok(0.0),
+            RunLength::Iterations(_) => 5_000.0,
+            RunLength::ForTime { micros, .. } => micros / 5.0,
         };
         // At least one call is needed to estimate the time of a call.
         calls = calls.max(1);
         for _ in 0..rounds {
             let start = Instant::now();
             for iteration in 0..calls {
-                if self.rules.rewrite {
-                    self.place.rewrite(call);
+                if self.settings.rewrite {
+                    self.buffers.rewrite(call);
                 }
-                self.place.run(group, call, self.rules.root.unwrap_or(iteration % ranks))?;
+                self.buffers.run(group, call, self.settings.root.unwrap_or(iteration % ranks))?;
             }
-            self.place.settle()?;
+            self.buffers.synchronize()?;
             let mut worst = [start.elapsed().as_secs_f64() * 1e6 / calls as f64];
             group.all_reduce(&mut worst, ReduceOp::Max)?;
             estimate = estimate.min(worst[0]);

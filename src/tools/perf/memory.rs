@@ -8,7 +8,7 @@ use super::error::PerfError;
 ///
 /// # Errors
 /// [`PerfError::Allocation`] if the system refuses the memory.
-pub(crate) fn filled<T: Copy>(len: usize, value: T, what: &str) -> Result<Vec<T>, PerfError> {
+pub(crate) fn try_filled_vec<T: Copy>(len: usize, value: T, what: &str) -> Result<Vec<T>, PerfError> {
     let mut buffer = Vec::new();
     let refused = buffer.try_reserve_exact(len).is_err();
     if refused {
@@ -23,7 +23,7 @@ pub(crate) fn filled<T: Copy>(len: usize, value: T, what: &str) -> Result<Vec<T>
 ///
 /// # Errors
 /// [`PerfError::Memory`] if memory is too small.
-pub(crate) fn check(what: &str, bytes: usize, ranks: usize) -> Result<(), PerfError> {
+pub(crate) fn check_available(what: &str, bytes: usize, ranks: usize) -> Result<(), PerfError> {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     match available(&text) {
         Some(free) if bytes.saturating_mul(ranks) > free => {
@@ -47,14 +47,14 @@ mod tests {
     fn available_memory_is_read_and_checked_against_the_need() {
         assert_eq!(available("MemTotal:  9 kB\nMemAvailable:    3 kB\n"), Some(3072));
         assert_eq!(available("MemTotal:  9 kB\n"), None);
-        assert!(check("a call", 1, 1).is_ok());
-        let error = check("a call", usize::MAX, 4).unwrap_err().to_string();
+        assert!(check_available("a call", 1, 1).is_ok());
+        let error = check_available("a call", usize::MAX, 4).unwrap_err().to_string();
         assert!(error.contains("a call needs buffers of") && error.contains("--max-bytes"), "{error}");
     }
 
     #[test]
     fn too_large_buffer_is_an_error() {
-        assert!(filled(usize::MAX / 2, 0_u8, "all").is_err());
-        assert_eq!(filled(2, 7_u16, "two").unwrap(), [7, 7]);
+        assert!(try_filled_vec(usize::MAX / 2, 0_u8, "all").is_err());
+        assert_eq!(try_filled_vec(2, 7_u16, "two").unwrap(), [7, 7]);
     }
 }

@@ -6,18 +6,18 @@ use convoke_comm::{CommError, Group, ReduceOp};
 use serde_json::json;
 
 use super::error::PerfError;
-use super::tournament;
+use super::round_robin;
 use super::{memory, sizes, stats, table};
 
 /// Approximate duration of the measurement of one direction, in microseconds.
-const MICROS: f64 = 100_000.0;
-const MOST_MESSAGES: f64 = 256.0;
+const TARGET_MICROS: f64 = 100_000.0;
+const MAX_MESSAGES: f64 = 256.0;
 /// Maximum number of listed pairs; of more pairs only the slowest are listed.
-const LISTED: usize = 28;
+const MAX_LISTED: usize = 28;
 
 /// Measurement of one direction: microseconds of a message, and number of messages.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-struct Way {
+struct Direction {
     micros: f64,
     messages: f64,
 }
@@ -26,7 +26,7 @@ struct Way {
 #[derive(Debug, Clone, PartialEq)]
 struct Pair {
     hosts: (usize, usize),
-    ways: [Way; 2],
+    directions: [Direction; 2],
 }
 
 /// All pairs of hosts.
@@ -50,45 +50,46 @@ pub(crate) fn measure(
 ) -> Result<Pairs, PerfError> {
     let first: Vec<usize> = world.hosts().iter().filter_map(|ranks| ranks.first().copied()).collect();
     let own = first.iter().position(|&rank| rank == world.rank());
-    let mut buffer = memory::filled(if own.is_some() { bytes } else { 0 }, 0_u8, "messages between hosts")?;
-    let rounds = tournament::rounds(first.len());
+    let mut buffer =
+        memory::try_filled_vec(if own.is_some() { bytes } else { 0 }, 0_u8, "messages between hosts")?;
+    let rounds = round_robin::rounds(first.len());
     let mut pairs = Vec::new();
     for (number, round) in rounds.iter().enumerate() {
         progress(&format!("pairs of hosts: round {} of {}", number + 1, rounds.len()));
         world.barrier()?;
         for &(lower, higher) in round {
-            let mut ways = [Way::default(); 2];
-            for (way, (from, to)) in ways.iter_mut().zip([(lower, higher), (higher, lower)]) {
-                *way = match own {
+            let mut directions = [Direction::default(); 2];
+            for (direction, (from, to)) in directions.iter_mut().zip([(lower, higher), (higher, lower)]) {
+                *direction = match own {
                     Some(host) if host == from => send(world, first[to], &buffer)?,
                     Some(host) if host == to => receive(world, first[from], &mut buffer)?,
-                    _ => Way::default(),
+                    _ => Direction::default(),
                 };
             }
-            pairs.push(Pair { hosts: (lower, higher), ways });
+            pairs.push(Pair { hosts: (lower, higher), directions });
         }
     }
-    share(world, &mut pairs)?;
+    share_results(world, &mut pairs)?;
     Ok(Pairs { hosts: first.len(), bytes, pairs })
 }
 
 /// Sends messages, and measures the time until the receiver has confirmed them.
-fn send(world: &Group, to: usize, buffer: &[u8]) -> Result<Way, CommError> {
+fn send(world: &Group, to: usize, buffer: &[u8]) -> Result<Direction, CommError> {
     // The first message opens the connection; the second gives an estimate of the time of a message.
     let mut micros = 0.0;
     for _ in 0..2 {
-        micros = sent(world, to, buffer, 1)?;
+        micros = time_messages(world, to, buffer, 1)?;
     }
-    let messages = (MICROS / micros).min(MOST_MESSAGES).floor();
+    let messages = (TARGET_MICROS / micros).min(MAX_MESSAGES).floor();
     world.send(&[messages], to, 0)?;
     if messages < 2.0 {
-        return Ok(Way { micros, messages: 1.0 });
+        return Ok(Direction { micros, messages: 1.0 });
     }
-    let micros = sent(world, to, buffer, messages as usize)? / messages;
-    Ok(Way { micros, messages })
+    let micros = time_messages(world, to, buffer, messages as usize)? / messages;
+    Ok(Direction { micros, messages })
 }
 
-fn sent(world: &Group, to: usize, buffer: &[u8], messages: usize) -> Result<f64, CommError> {
+fn time_messages(world: &Group, to: usize, buffer: &[u8], messages: usize) -> Result<f64, CommError> {
     let start = Instant::now();
     for _ in 0..messages {
         world.send(buffer, to, 0)?;
@@ -98,7 +99,7 @@ fn sent(world: &Group, to: usize, buffer: &[u8], messages: usize) -> Result<f64,
 }
 
 /// Receives the messages of [`send`]. Only the sender measures times.
-fn receive(world: &Group, from: usize, buffer: &mut [u8]) -> Result<Way, CommError> {
+fn receive(world: &Group, from: usize, buffer: &mut [u8]) -> Result<Direction, CommError> {
     let mut received = |messages: usize| {
         (0..messages).try_for_each(|_| world.recv(&mut *buffer, from, 0))?;
         world.send(&[0_u8], from, 0)
@@ -110,34 +111,37 @@ fn receive(world: &Group, from: usize, buffer: &mut [u8]) -> Result<Way, CommErr
     if messages[0] >= 2.0 {
         received(messages[0] as usize)?;
     }
-    Ok(Way::default())
+    Ok(Direction::default())
 }
 
 /// Distributes the measurements of each rank to all ranks.
-fn share(world: &Group, pairs: &mut [Pair]) -> Result<(), CommError> {
-    let ways = pairs.iter().flat_map(|pair| pair.ways);
-    let mut numbers: Vec<f64> = ways.flat_map(|way| [way.micros, way.messages]).collect();
+fn share_results(world: &Group, pairs: &mut [Pair]) -> Result<(), CommError> {
+    let directions = pairs.iter().flat_map(|pair| pair.directions);
+    let mut numbers: Vec<f64> =
+        directions.flat_map(|direction| [direction.micros, direction.messages]).collect();
     world.all_reduce(&mut numbers, ReduceOp::Max)?;
     let shared = numbers.as_chunks::<2>().0.iter();
-    let ways = pairs.iter_mut().flat_map(|pair| &mut pair.ways);
-    ways.zip(shared).for_each(|(way, &[micros, messages])| *way = Way { micros, messages });
+    let directions = pairs.iter_mut().flat_map(|pair| &mut pair.directions);
+    directions
+        .zip(shared)
+        .for_each(|(direction, &[micros, messages])| *direction = Direction { micros, messages });
     Ok(())
 }
 
 impl Pairs {
-    fn bandwidth(&self, way: Way) -> f64 {
-        stats::gigabytes_per_second(self.bytes, way.micros)
+    fn bandwidth(&self, direction: Direction) -> f64 {
+        stats::gigabytes_per_second(self.bytes, direction.micros)
     }
 
     /// Returns the report for people, as lines.
     pub(crate) fn text(&self, names: &[String]) -> Vec<String> {
         let name = |(lower, higher): (usize, usize)| format!("{} - {}", names[lower], names[higher]);
         let mut pairs: Vec<&Pair> = self.pairs.iter().collect();
-        let rest = pairs.len().saturating_sub(LISTED);
+        let rest = pairs.len().saturating_sub(MAX_LISTED);
         let both: Vec<_> = pairs.iter().map(|pair| (pair.hosts, self.slower(pair))).collect();
         if rest > 0 {
             pairs.sort_by(|a, b| self.slower(a).total_cmp(&self.slower(b)));
-            pairs.truncate(LISTED);
+            pairs.truncate(MAX_LISTED);
         }
         pairs.sort_by_key(|pair| pair.hosts);
         let width =
@@ -148,42 +152,42 @@ impl Pairs {
             format!("{:>width$}{:>10}{:>10}", "", "GB/s", "GB/s"),
         ];
         for pair in pairs {
-            let [there, back] = pair.ways.map(|way| table::digits(self.bandwidth(way)));
+            let [there, back] = pair.directions.map(|direction| table::digits(self.bandwidth(direction)));
             lines.push(format!("{:>width$}{there:>10}{back:>10}", name(pair.hosts)));
         }
         if rest > 0 {
             lines.push(format!("{rest} faster pairs are not listed"));
         }
-        let slow = tournament::slowest_host(self.hosts, &both);
-        let pair = tournament::slowest_pair(&both, slow.as_ref().map(|slow| slow.what));
+        let slow = round_robin::slowest_host(self.hosts, &both);
+        let pair = round_robin::slowest_pair(&both, slow.as_ref().map(|slow| slow.item));
         if let Some(pair) = pair.filter(|_| self.hosts > 2) {
-            let (hosts, speed, how) = (name(pair.what), pair.text(), pair.against_median());
+            let (hosts, speed, how) = (name(pair.item), pair.text(), pair.compare_with_median());
             lines.push(format!("# slowest pair of hosts: {hosts}, {speed}, {how}"));
         }
         if let Some(slow) = slow {
-            let (host, speed, how) = (&names[slow.what], slow.text(), slow.against_median());
+            let (host, speed, how) = (&names[slow.item], slow.text(), slow.compare_with_median());
             lines.push(format!("# slowest host: {host}, at most {speed} with any other, {how}"));
         }
         lines
     }
 
     fn slower(&self, pair: &Pair) -> f64 {
-        let [there, back] = pair.ways.map(|way| self.bandwidth(way));
+        let [there, back] = pair.directions.map(|direction| self.bandwidth(direction));
         there.min(back)
     }
 
     /// Returns the lines of the CSV, one for each direction: `pair_h1_h2` is from h1 to h2.
     pub(crate) fn csv(&self, names: &[String], system: &str, transport: &str) -> Vec<String> {
-        let line = |(from, to): (usize, usize), way: Way| {
-            let (bandwidth, micros) = (self.bandwidth(way), way.micros);
+        let line = |(from, to): (usize, usize), direction: Direction| {
+            let (bandwidth, micros) = (self.bandwidth(direction), direction.micros);
             format!(
                 "{system},{transport},pair_{}_{},2,u8,{},{},{micros:.2},{micros:.2},{bandwidth:.4},{bandwidth:.4}",
-                names[from], names[to], self.bytes, way.messages
+                names[from], names[to], self.bytes, direction.messages
             )
         };
         let both = |pair: &Pair| {
             let (lower, higher) = pair.hosts;
-            [line((lower, higher), pair.ways[0]), line((higher, lower), pair.ways[1])]
+            [line((lower, higher), pair.directions[0]), line((higher, lower), pair.directions[1])]
         };
         self.pairs.iter().flat_map(both).collect()
     }
@@ -192,7 +196,7 @@ impl Pairs {
     pub(crate) fn json(&self, names: &[String]) -> Vec<String> {
         let one = |pair: &Pair| {
             let (lower, higher) = pair.hosts;
-            let bandwidths = pair.ways.map(|way| self.bandwidth(way));
+            let bandwidths = pair.directions.map(|direction| self.bandwidth(direction));
             json!({"hosts": [names[lower], names[higher]], "bytes": self.bytes, "gb_per_s": bandwidths})
                 .to_string()
         };
@@ -206,9 +210,11 @@ mod tests {
 
     /// Builds pairs from the bandwidth of their slower direction in GB/s.
     fn pairs(hosts: usize, bandwidths: &[((usize, usize), f64)]) -> Pairs {
-        let way = |bandwidth: f64| Way { micros: 1000.0 / bandwidth, messages: 3.0 };
-        let pair =
-            |&(hosts, slower): &((usize, usize), f64)| Pair { hosts, ways: [way(slower), way(2.0 * slower)] };
+        let direction = |bandwidth: f64| Direction { micros: 1000.0 / bandwidth, messages: 3.0 };
+        let pair = |&(hosts, slower): &((usize, usize), f64)| Pair {
+            hosts,
+            directions: [direction(slower), direction(2.0 * slower)],
+        };
         Pairs { hosts, bytes: 1_000_000, pairs: bandwidths.iter().map(pair).collect() }
     }
 
@@ -237,10 +243,10 @@ mod tests {
     #[test]
     fn only_the_slowest_of_many_pairs_are_listed() {
         let all: Vec<_> =
-            tournament::rounds(20).concat().into_iter().map(|(a, b)| ((a, b), (a + b) as f64)).collect();
+            round_robin::rounds(20).concat().into_iter().map(|(a, b)| ((a, b), (a + b) as f64)).collect();
         let text = pairs(20, &all).text(&names(20));
         assert!(text.iter().any(|line| line.contains("h1 - h2 ")), "{text:?}");
-        assert!(text.contains(&format!("{} faster pairs are not listed", 190 - LISTED)), "{text:?}");
+        assert!(text.contains(&format!("{} faster pairs are not listed", 190 - MAX_LISTED)), "{text:?}");
     }
 
     #[test]

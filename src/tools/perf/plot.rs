@@ -13,10 +13,10 @@ use super::sizes;
 const SIZE: (u32, u32) = (1000, 1000);
 const FONT: &str = "sans-serif";
 /// Hue step between lines: the golden ratio keeps any number of hues far apart.
-const GOLDEN: f64 = 0.618_034;
+const GOLDEN_RATIO: f64 = 0.618_034;
 
 /// The quantity of a row that is drawn over its size.
-type Height = fn(&Row) -> f64;
+type Metric = fn(&Row) -> f64;
 /// A named line: sizes and heights.
 type Line = (String, Vec<(f64, f64)>);
 
@@ -35,39 +35,39 @@ fn svg(rows: &[Row]) -> Result<String, String> {
     let mut text = String::new();
     {
         let root = SVGBackend::with_string(&mut text, SIZE).into_drawing_area();
-        let told = |error: DrawingAreaErrorKind<_>| error.to_string();
-        root.fill(&WHITE).map_err(told)?;
+        let to_message = |error: DrawingAreaErrorKind<_>| error.to_string();
+        root.fill(&WHITE).map_err(to_message)?;
         let (upper, lower) = root.split_vertically(SIZE.1 / 2);
-        panel(&upper, "bus bandwidth", "GB/s", &lines(rows, Row::bus_bandwidth)).map_err(told)?;
+        panel(&upper, "bus bandwidth", "GB/s", &lines(rows, Row::bus_bandwidth)).map_err(to_message)?;
         panel(&lower, "latency, 50th percentile", "µs", &lines(rows, |row| row.timing.micros.p50))
-            .map_err(told)?;
-        root.present().map_err(told)?;
+            .map_err(to_message)?;
+        root.present().map_err(to_message)?;
     }
     Ok(text)
 }
 
 /// Converts the rows to lines. A property that all rows share is not part of the names.
-fn lines(rows: &[Row], height: Height) -> Vec<Line> {
-    let rows: Vec<&Row> = rows.iter().filter(|row| row.count > 0 && height(row) > 0.0).collect();
+fn lines(rows: &[Row], metric: Metric) -> Vec<Line> {
+    let rows: Vec<&Row> = rows.iter().filter(|row| row.count > 0 && metric(row) > 0.0).collect();
     let differs = |part: fn(&Row) -> String| {
         // Rows without this property do not count.
         let mut parts = rows.iter().map(|row| part(row)).filter(|part| !part.is_empty());
         let first = parts.next();
         parts.any(|part| Some(part) != first)
     };
-    let dtype = |row: &Row| row.subject.dtype.to_string();
-    let op = |row: &Row| row.subject.op.map(|op| op.to_string()).unwrap_or_default();
+    let dtype = |row: &Row| row.case.dtype.to_string();
+    let op = |row: &Row| row.case.op.map(|op| op.to_string()).unwrap_or_default();
     let algorithm = |row: &Row| row.algorithm.clone().unwrap_or_default();
     let parts =
         [(dtype as fn(&Row) -> String, differs(dtype)), (op, differs(op)), (algorithm, differs(algorithm))];
     let name = |row: &Row| {
         let named = parts.iter().filter(|(_, differs)| *differs).map(|(part, _)| part(row));
-        let words = [row.subject.collective.to_string()].into_iter().chain(named);
+        let words = [row.case.collective.to_string()].into_iter().chain(named);
         words.filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" ")
     };
     let mut lines = Vec::<Line>::new();
     for row in rows {
-        let (name, point) = (name(row), (row.bytes() as f64, height(row)));
+        let (name, point) = (name(row), (row.bytes() as f64, metric(row)));
         match lines.iter_mut().find(|(known, _)| *known == name) {
             Some((_, points)) => points.push(point),
             None => lines.push((name, vec![point])),
@@ -84,8 +84,8 @@ fn panel<DB: DrawingBackend>(
     lines: &[Line],
 ) -> Result<(), DrawingAreaErrorKind<DB::ErrorType>> {
     let points = || lines.iter().flat_map(|(_, points)| points);
-    let widths = span(points().map(|point| point.0));
-    let heights = span(points().map(|point| point.1));
+    let widths = axis_range(points().map(|point| point.0));
+    let heights = axis_range(points().map(|point| point.1));
     let mut chart = ChartBuilder::on(area)
         .caption(format!("{title}, {unit}"), (FONT, 20))
         .margin(16)
@@ -103,7 +103,7 @@ fn panel<DB: DrawingBackend>(
         .y_label_formatter(&|height| format!("{height}"))
         .draw()?;
     for (number, (name, points)) in lines.iter().enumerate() {
-        let color = HSLColor((number as f64 * GOLDEN).fract(), 0.75, 0.4).to_rgba();
+        let color = HSLColor((number as f64 * GOLDEN_RATIO).fract(), 0.75, 0.4).to_rgba();
         let line = LineSeries::new(points.iter().copied(), color.stroke_width(2)).point_size(3);
         let drawn = chart.draw_series(line)?;
         drawn
@@ -120,7 +120,7 @@ fn panel<DB: DrawingBackend>(
 }
 
 /// Returns a range around some positive numbers, with a margin. A logarithmic axis needs two different ends.
-fn span(numbers: impl Iterator<Item = f64>) -> Range<f64> {
+fn axis_range(numbers: impl Iterator<Item = f64>) -> Range<f64> {
     let (least, most) =
         numbers.fold((f64::INFINITY, 0.0_f64), |(least, most), n| (least.min(n), most.max(n)));
     if most > 0.0 { least / 1.5..most * 1.5 } else { 1.0..10.0 }

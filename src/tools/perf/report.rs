@@ -5,7 +5,7 @@ use std::{env, mem};
 
 use terminal_size::{Height, Width, terminal_size_of};
 
-use super::flags::{Flags, Form};
+use super::flags::{Flags, OutputFormat};
 use super::pairs::Pairs;
 use super::rows::Row;
 use super::stats;
@@ -16,7 +16,7 @@ pub(crate) struct Report<'a> {
     flags: &'a Flags,
     transport: String,
     /// True if this rank prints.
-    speaks: bool,
+    is_printing: bool,
     /// Width and height in characters, if stdout is a terminal that can show bars.
     screen: Option<(usize, usize)>,
     /// The stream for progress messages.
@@ -36,7 +36,7 @@ enum Stream {
 }
 
 /// The hosts and their ranks.
-pub(crate) struct Places {
+pub(crate) struct HostRanks {
     /// Names of the hosts, all distinct.
     pub(crate) names: Vec<String>,
     /// The ranks of each host.
@@ -45,7 +45,7 @@ pub(crate) struct Places {
 
 impl<'a> Report<'a> {
     /// `backend` is the name of the group's transport.
-    pub(crate) fn new(flags: &'a Flags, speaks: bool, backend: &str) -> Self {
+    pub(crate) fn new(flags: &'a Flags, is_printing: bool, backend: &str) -> Self {
         let set = |name| env::var_os(name).is_some_and(|value| !value.is_empty());
         let dumb = env::var_os("TERM").is_some_and(|term| term == "dumb");
         let shows_bars = io::stdout().is_terminal() && !dumb && !set("NO_COLOR");
@@ -59,9 +59,9 @@ impl<'a> Report<'a> {
         Self {
             flags,
             transport: flags.transport.clone().unwrap_or_else(|| backend.to_owned()),
-            speaks,
-            screen: screen.filter(|_| shows_bars && flags.form() == Form::Table),
-            progress: progress.filter(|_| speaks && !dumb),
+            is_printing,
+            screen: screen.filter(|_| shows_bars && flags.output_format() == OutputFormat::Table),
+            progress: progress.filter(|_| is_printing && !dumb),
             columns: None,
             without_bars: 0,
             rows: Vec::new(),
@@ -69,53 +69,60 @@ impl<'a> Report<'a> {
     }
 
     /// Prints the hosts, the ranks and the method of measurement.
-    pub(crate) fn head(&mut self, places: &Places, ranks: usize, only_pairs: bool) -> io::Result<()> {
-        if self.flags.form() != Form::Table {
+    pub(crate) fn print_header(
+        &mut self,
+        host_ranks: &HostRanks,
+        ranks: usize,
+        only_pairs: bool,
+    ) -> io::Result<()> {
+        if self.flags.output_format() != OutputFormat::Table {
             return Ok(());
         }
         let plural =
             |number: usize, what: &str| format!("{number} {what}{}", if number == 1 { "" } else { "s" });
-        let (ranks, hosts) = (plural(ranks, "rank"), plural(places.names.len(), "host"));
-        self.say(&format!(
+        let (ranks, hosts) = (plural(ranks, "rank"), plural(host_ranks.names.len(), "host"));
+        self.print_line(&format!(
             "# convoke-perf {}: {ranks} on {hosts}, {}",
             env!("CARGO_PKG_VERSION"),
             self.transport
         ))?;
-        for (name, ranks) in places.names.iter().zip(&places.ranks) {
-            self.say(&format!(
+        for (name, ranks) in host_ranks.names.iter().zip(&host_ranks.ranks) {
+            self.print_line(&format!(
                 "#   {name}: {} {}",
                 if ranks.len() == 1 { "rank" } else { "ranks" },
                 table::ranks(ranks)
             ))?;
         }
-        if only_pairs { Ok(()) } else { self.say(&format!("# {}", self.flags.how())) }
+        if only_pairs { Ok(()) } else { self.print_line(&format!("# {}", self.flags.describe_method())) }
     }
 
     /// Begins the rows of one collective.
-    fn begin(&mut self, first: &Row) -> io::Result<()> {
-        if self.flags.form() != Form::Table {
+    fn begin_collective(&mut self, first: &Row) -> io::Result<()> {
+        if self.flags.output_format() != OutputFormat::Table {
             return Ok(());
         }
         let columns = Columns::new(
-            first.subject.collective,
+            first.case.collective,
             first.algorithm.is_some(),
             self.screen.map(|(width, _)| width),
         );
         self.columns = Some(columns);
-        self.say(&format!("\n{}", first.subject.collective))?;
-        columns.head().iter().try_for_each(|line| self.say(line))
+        self.print_line(&format!("\n{}", first.case.collective))?;
+        columns.head().iter().try_for_each(|line| self.print_line(line))
     }
 
-    pub(crate) fn row(&mut self, row: Row) -> io::Result<()> {
-        if self.rows.last().is_none_or(|last| last.subject.collective != row.subject.collective) {
-            self.begin(&row)?;
+    pub(crate) fn print_row(&mut self, row: Row) -> io::Result<()> {
+        if self.rows.last().is_none_or(|last| last.case.collective != row.case.collective) {
+            self.begin_collective(&row)?;
         }
         let (system, transport) = (&self.flags.system, &self.transport);
-        match (self.flags.form(), self.columns) {
-            (Form::Csv, _) => self.say(&row.csv(system, transport, self.flags.has_several_ops()))?,
-            (Form::Json, _) => self.say(&row.json(transport))?,
-            (Form::Table, Some(columns)) => self.say(&columns.row(&row, None))?,
-            (Form::Table, None) => {}
+        match (self.flags.output_format(), self.columns) {
+            (OutputFormat::Csv, _) => {
+                self.print_line(&row.csv(system, transport, self.flags.has_several_ops()))?
+            }
+            (OutputFormat::Json, _) => self.print_line(&row.json(transport))?,
+            (OutputFormat::Table, Some(columns)) => self.print_line(&columns.row(&row, None))?,
+            (OutputFormat::Table, None) => {}
         }
         self.without_bars += 1;
         self.rows.push(row);
@@ -123,51 +130,51 @@ impl<'a> Report<'a> {
     }
 
     /// Ends the rows of one collective. On a terminal it prints them again with bars.
-    pub(crate) fn end(&mut self) -> io::Result<()> {
+    pub(crate) fn end_collective(&mut self) -> io::Result<()> {
         let lines = mem::take(&mut self.without_bars);
         let Some((columns, (_, height))) = self.columns.filter(|columns| columns.has_bars()).zip(self.screen)
         else {
             return Ok(());
         };
         // Lines that have scrolled off the screen cannot be overwritten.
-        if !self.speaks || lines >= height {
+        if !self.is_printing || lines >= height {
             return Ok(());
         }
         let rows = &self.rows[self.rows.len() - lines..];
         let most = rows.iter().map(Row::bus_bandwidth).fold(0.0, f64::max);
-        self.progress("");
+        self.show_progress("");
         write!(io::stdout(), "\x1b[{lines}A")?;
-        rows.iter().try_for_each(|row| self.say(&columns.row(row, Some(most))))
+        rows.iter().try_for_each(|row| self.print_line(&columns.row(row, Some(most))))
     }
 
-    pub(crate) fn pairs(&mut self, pairs: &Pairs, places: &Places) -> io::Result<()> {
+    pub(crate) fn print_pairs(&mut self, pairs: &Pairs, host_ranks: &HostRanks) -> io::Result<()> {
         let (system, transport) = (&self.flags.system, &self.transport);
-        let lines = match self.flags.form() {
-            Form::Table => pairs.text(&places.names),
-            Form::Csv => pairs.csv(&places.names, system, transport),
-            Form::Json => pairs.json(&places.names),
+        let lines = match self.flags.output_format() {
+            OutputFormat::Table => pairs.text(&host_ranks.names),
+            OutputFormat::Csv => pairs.csv(&host_ranks.names, system, transport),
+            OutputFormat::Json => pairs.json(&host_ranks.names),
         };
-        lines.iter().try_for_each(|line| self.say(line))
+        lines.iter().try_for_each(|line| self.print_line(line))
     }
 
     /// Prints the last lines.
-    pub(crate) fn tail(&mut self) -> io::Result<()> {
-        match self.flags.form() {
-            Form::Csv => self.say("# done"),
-            Form::Json => Ok(()),
-            Form::Table => {
+    pub(crate) fn print_footer(&mut self) -> io::Result<()> {
+        match self.flags.output_format() {
+            OutputFormat::Csv => self.print_line("# done"),
+            OutputFormat::Json => Ok(()),
+            OutputFormat::Table => {
                 let with_data: Vec<&Row> = self.rows.iter().filter(|row| row.count > 0).collect();
-                let of_each = with_data.chunk_by(|a, b| a.subject.collective == b.subject.collective);
+                let of_each = with_data.chunk_by(|a, b| a.case.collective == b.case.collective);
                 let means = of_each.filter_map(|rows| {
                     let bandwidths: Vec<f64> = rows.iter().map(|row| row.bus_bandwidth()).collect();
                     let mean = table::digits(stats::mean(&bandwidths));
-                    rows.first().map(|row| format!("{} {mean}", row.subject.collective))
+                    rows.first().map(|row| format!("{} {mean}", row.case.collective))
                 });
                 let means = means.collect::<Vec<_>>().join(", ");
                 if means.is_empty() {
                     Ok(())
                 } else {
-                    self.say(&format!("\n# average bus bandwidth, GB/s: {means}"))
+                    self.print_line(&format!("\n# average bus bandwidth, GB/s: {means}"))
                 }
             }
         }
@@ -179,7 +186,7 @@ impl<'a> Report<'a> {
     }
 
     /// Shows a progress message on a terminal, in a line that the next output overwrites.
-    pub(crate) fn progress(&self, text: &str) {
+    pub(crate) fn show_progress(&self, text: &str) {
         let write = |mut terminal: Box<dyn Write>, size: Option<(Width, Height)>| {
             let width = size.map_or(80, |(width, _)| usize::from(width.0));
             let text: String = text.chars().take(width.saturating_sub(1)).collect();
@@ -194,11 +201,11 @@ impl<'a> Report<'a> {
     }
 
     /// Prints a line after erasing the progress message.
-    fn say(&self, line: &str) -> io::Result<()> {
-        if !self.speaks {
+    fn print_line(&self, line: &str) -> io::Result<()> {
+        if !self.is_printing {
             return Ok(());
         }
-        self.progress("");
+        self.show_progress("");
         let mut stdout = io::stdout().lock();
         writeln!(stdout, "{line}")?;
         stdout.flush()
@@ -207,6 +214,6 @@ impl<'a> Report<'a> {
 
 impl Drop for Report<'_> {
     fn drop(&mut self) {
-        self.progress("");
+        self.show_progress("");
     }
 }

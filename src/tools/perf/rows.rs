@@ -2,13 +2,13 @@
 
 use serde_json::json;
 
-use super::measure::{Subject, Timing};
+use super::measure::{BenchCase, Timing};
 use super::stats;
 
 /// The result of one measured size.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Row {
-    pub(crate) subject: Subject,
+    pub(crate) case: BenchCase,
     /// The requested algorithm; `None` if the collective has no choice, or if none was requested.
     pub(crate) algorithm: Option<String>,
     /// The root of all calls; `None` if the root rotates.
@@ -21,7 +21,7 @@ pub(crate) struct Row {
 
 impl Row {
     pub(crate) fn bytes(&self) -> usize {
-        self.count.saturating_mul(self.subject.dtype.size_bytes())
+        self.count.saturating_mul(self.case.dtype.size_bytes())
     }
 
     /// Bandwidth in GB/s: buffer size divided by time.
@@ -31,21 +31,21 @@ impl Row {
 
     /// Bandwidth of the links in GB/s, as nccl-tests define it.
     pub(crate) fn bus_bandwidth(&self) -> f64 {
-        self.algorithm_bandwidth() * self.subject.collective.bus_factor(self.ranks)
+        self.algorithm_bandwidth() * self.case.collective.bus_factor(self.ranks)
     }
 
     /// The root as text, if the collective has a root.
     pub(crate) fn root_text(&self) -> Option<String> {
         let text = || self.root.map_or("each".to_owned(), |root| root.to_string());
-        self.subject.collective.has_root().then(text)
+        self.case.collective.has_root().then(text)
     }
 
     /// Returns a line of the CSV; with `with_op`, the first column names the operation.
     pub(crate) fn csv(&self, system: &str, transport: &str, with_op: bool) -> String {
-        let op = self.subject.op.filter(|_| with_op).map(|op| op.to_string());
+        let op = self.case.op.filter(|_| with_op).map(|op| op.to_string());
         let names: Vec<&str> =
             [Some(system), self.algorithm.as_deref(), op.as_deref()].into_iter().flatten().collect();
-        let Subject { collective, dtype, .. } = self.subject;
+        let BenchCase { collective, dtype, .. } = self.case;
         let Timing { iterations, micros } = self.timing;
         format!(
             "{},{transport},{collective},{},{dtype},{},{iterations},{:.2},{:.2},{:.4},{:.4}",
@@ -61,7 +61,7 @@ impl Row {
 
     /// Returns a JSON object on one line.
     pub(crate) fn json(&self, transport: &str) -> String {
-        let Subject { collective, dtype, op } = self.subject;
+        let BenchCase { collective, dtype, op } = self.case;
         json!({
             "collective": collective.name(),
             "transport": transport,
@@ -93,7 +93,7 @@ pub(crate) mod tests {
     pub(crate) fn row(collective: Collective, count: usize, p50: f64) -> Row {
         let op = collective.reduces().then_some(ReduceOp::Sum);
         Row {
-            subject: Subject { collective, dtype: Dtype::F32, op },
+            case: BenchCase { collective, dtype: Dtype::F32, op },
             algorithm: None,
             root: None,
             ranks: 4,

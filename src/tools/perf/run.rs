@@ -5,16 +5,16 @@ use std::sync::Arc;
 use convoke_comm::device::cudarc::driver::CudaStream;
 use convoke_comm::{CommError, Group, World};
 
+use super::buffers::{BenchBuffers, HostBuffers};
 use super::collective::{Collective, Shape};
-use super::device::{self, Device};
+use super::device_buffers::{self, DeviceBuffers};
 use super::error::PerfError;
+use super::flag_values::DeviceKind;
 use super::flags::Flags;
-use super::measure::{Bench, Rules, Subject};
-use super::place::{Host, Place};
-use super::report::{Places, Report};
+use super::measure::{Bench, BenchCase, Settings};
+use super::report::{HostRanks, Report};
 use super::rows::Row;
 use super::values::{Value, with_type};
-use super::words::Where;
 use super::{memory, pairs, plot, sizes};
 
 /// Names of all algorithms. The group decides which of them a collective has.
@@ -28,25 +28,25 @@ pub(crate) fn run(flags: &Flags) -> Result<(), PerfError> {
     flags.check().map_err(PerfError::Usage)?;
     check_algorithms(flags)?;
     let world = convoke_comm::init()?;
-    let subjects = flags.subjects(world.size()).map_err(PerfError::Usage)?;
-    if subjects.is_empty() && world.hosts().len() < 2 {
+    let cases = flags.cases(world.size()).map_err(PerfError::Usage)?;
+    if cases.is_empty() && world.hosts().len() < 2 {
         return Err(PerfError::Usage("all ranks are on one host: there are no pairs of hosts".to_owned()));
     }
     let transport = match flags.device {
-        Where::Cpu => world.backend().name(),
-        Where::Cuda => "nccl",
-        Where::Staged => "staged",
+        DeviceKind::Cpu => world.backend().name(),
+        DeviceKind::Cuda => "nccl",
+        DeviceKind::Staged => "staged",
     };
     let mut report = Report::new(flags, world.rank() == 0, transport);
-    let outcome = measure(flags, &world, &subjects, &mut report);
+    let outcome = measure(flags, &world, &cases, &mut report);
     if let Err(error) = &outcome {
-        end(&world, error);
+        abort_group(&world, error);
     }
     outcome
 }
 
 /// Aborts a group because of an error of this rank.
-fn end(group: &Group, error: &PerfError) {
+fn abort_group(group: &Group, error: &PerfError) {
     if !matches!(error, PerfError::Comm(_)) {
         group.abort(&error.to_string());
     }
@@ -55,69 +55,74 @@ fn end(group: &Group, error: &PerfError) {
 fn measure(
     flags: &Flags,
     world: &World,
-    subjects: &[Subject],
+    cases: &[BenchCase],
     report: &mut Report<'_>,
 ) -> Result<(), PerfError> {
-    let rules = flags.rules();
+    let settings = flags.settings();
     let device = match flags.device {
-        Where::Cpu => None,
-        place => Some(device::join(world, place == Where::Staged)?),
+        DeviceKind::Cpu => None,
+        kind => Some(device_buffers::join(world, kind == DeviceKind::Staged)?),
     };
-    for subject in subjects.iter().filter(|_| device.is_none()) {
-        let (a, b) = most(flags, subject, world);
-        let bytes = a.saturating_add(b).saturating_mul(subject.dtype.size_bytes());
-        let what = format!("{} of {}", subject.collective, sizes::text(largest(flags, subject, world)));
-        memory::check(&what, bytes.saturating_mul(rules.in_flight), world.place_on_host().1)?;
+    for case in cases.iter().filter(|_| device.is_none()) {
+        let (a, b) = max_buffer_lens(flags, case, world);
+        let bytes = a.saturating_add(b).saturating_mul(case.dtype.size_bytes());
+        let what = format!("{} of {}", case.collective, sizes::text(largest_bytes(flags, case, world)));
+        memory::check_available(
+            &what,
+            bytes.saturating_mul(settings.in_flight),
+            world.local_rank_and_size().1,
+        )?;
     }
-    let places = places(world)?;
-    report.head(&places, world.size(), subjects.is_empty())?;
-    for subjects in subjects.chunk_by(|a, b| a.collective == b.collective) {
-        let contenders = match &device {
+    let hosts = host_ranks(world)?;
+    report.print_header(&hosts, world.size(), cases.is_empty())?;
+    for cases in cases.chunk_by(|a, b| a.collective == b.collective) {
+        let algorithm_groups = match &device {
             Some((group, _)) => vec![(None, group.clone())],
-            None => contenders(flags, world, subjects[0].collective)?,
+            None => algorithm_groups(flags, world, cases[0].collective)?,
         };
         let stream = device.as_ref().map(|(_, stream)| stream);
-        for subject in subjects {
-            let sizes = Sizes { flags, rules: &rules, subject, contenders: &contenders, stream };
-            let unknown = || CommError::Unsupported(format!("elements of type {}", subject.dtype));
-            let measured = with_type!(subject.dtype, T => sizes.measure::<T>(world, report),
+        for case in cases {
+            let sizes =
+                SizeSweep { flags, settings: &settings, case, algorithm_groups: &algorithm_groups, stream };
+            let unknown = || CommError::Unsupported(format!("elements of type {}", case.dtype));
+            let measured = with_type!(case.dtype, T => sizes.measure::<T>(world, report),
                 else Err(unknown().into()));
             if let Err(error) = measured {
-                contenders.iter().for_each(|(_, group)| end(group, &error));
+                algorithm_groups.iter().for_each(|(_, group)| abort_group(group, &error));
                 return Err(error);
             }
         }
-        report.end()?;
+        report.end_collective()?;
     }
     if flags.pairs() && world.hosts().len() > 1 {
-        let pairs = pairs::measure(world, flags.pair_bytes, |what| report.progress(what))?;
-        report.pairs(&pairs, &places)?;
+        let pairs = pairs::measure(world, flags.pair_bytes, |what| report.show_progress(what))?;
+        report.print_pairs(&pairs, &hosts)?;
     }
     if let (0, Some(path)) = (world.rank(), &flags.plot) {
         plot::draw(report.rows(), path)?;
     }
     world.barrier()?;
-    Ok(report.tail()?)
+    Ok(report.print_footer()?)
 }
 
-/// All sizes of one subject, each measured with every contender.
-struct Sizes<'a> {
+/// All sizes of one case, each measured with every algorithm.
+struct SizeSweep<'a> {
     flags: &'a Flags,
-    rules: &'a Rules,
-    subject: &'a Subject,
-    contenders: &'a [(Option<String>, Group)],
+    settings: &'a Settings,
+    case: &'a BenchCase,
+    algorithm_groups: &'a [(Option<String>, Group)],
     /// The stream of a device; `None` on the host.
     stream: Option<&'a Arc<CudaStream>>,
 }
 
-impl Sizes<'_> {
+impl SizeSweep<'_> {
     fn measure<T: Value>(&self, world: &World, report: &mut Report<'_>) -> Result<(), PerfError> {
-        let Self { flags, rules, subject, .. } = *self;
-        let lens = most(flags, subject, world);
+        let Self { flags, settings, case, .. } = *self;
+        let lens = max_buffer_lens(flags, case, world);
         match self.stream {
-            Some(stream) => self.measure_at::<T>(world, report, Device::new(rules, stream, lens)?),
+            Some(stream) => self.measure_at::<T>(world, report, DeviceBuffers::new(settings, stream, lens)?),
             None => {
-                let host = Host::new(rules, subject.collective.name(), world, lens)?;
+                let host = HostBuffers::new(settings, case.collective.name(), world, lens)?;
                 self.measure_at::<T>(world, report, host)
             }
         }
@@ -127,26 +132,26 @@ impl Sizes<'_> {
         &self,
         world: &World,
         report: &mut Report<'_>,
-        place: impl Place<T>,
+        buffers: impl BenchBuffers<T>,
     ) -> Result<(), PerfError> {
-        let Self { flags, rules, subject, contenders, .. } = *self;
-        let mut bench = Bench::new(rules, *subject, place);
-        let counts = flags.counts(subject, world.size());
+        let Self { flags, settings, case, algorithm_groups, .. } = *self;
+        let mut bench = Bench::new(settings, *case, buffers);
+        let counts = flags.counts(case, world.size());
         for (number, &count) in counts.iter().enumerate() {
-            for (algorithm, group) in contenders {
-                let size = sizes::text(count.saturating_mul(subject.dtype.size_bytes()));
-                let (collective, dtype) = (subject.collective, subject.dtype);
+            for (algorithm, group) in algorithm_groups {
+                let size = sizes::text(count.saturating_mul(case.dtype.size_bytes()));
+                let (collective, dtype) = (case.collective, case.dtype);
                 let by = algorithm.as_deref().map(|algorithm| format!(" by {algorithm}")).unwrap_or_default();
                 let of = counts.len();
-                report.progress(&format!(
+                report.show_progress(&format!(
                     "{collective} of {size} of {dtype}{by}: {} of {of} sizes",
                     number + 1
                 ));
                 let timing = bench.measure(group, count)?;
-                report.row(Row {
-                    subject: *subject,
+                report.print_row(Row {
+                    case: *case,
                     algorithm: algorithm.clone(),
-                    root: rules.root,
+                    root: settings.root,
                     ranks: world.size(),
                     count,
                     timing,
@@ -158,17 +163,17 @@ impl Sizes<'_> {
 }
 
 /// Lengths of the largest buffers `a` and `b` on this rank.
-fn most(flags: &Flags, subject: &Subject, world: &World) -> (usize, usize) {
-    let counts = flags.counts(subject, world.size()).into_iter();
+fn max_buffer_lens(flags: &Flags, case: &BenchCase, world: &World) -> (usize, usize) {
+    let counts = flags.counts(case, world.size()).into_iter();
     let lens =
-        counts.map(|count| Shape::new(subject.collective, count, world.rank(), world.size()).buffer_lens());
+        counts.map(|count| Shape::new(case.collective, count, world.rank(), world.size()).buffer_lens());
     lens.fold((0, 0), |most, lens| (most.0.max(lens.0), most.1.max(lens.1)))
 }
 
 /// Number of bytes of the largest size.
-fn largest(flags: &Flags, subject: &Subject, world: &World) -> usize {
-    let most = flags.counts(subject, world.size()).into_iter().max().unwrap_or_default();
-    most.saturating_mul(subject.dtype.size_bytes())
+fn largest_bytes(flags: &Flags, case: &BenchCase, world: &World) -> usize {
+    let most = flags.counts(case, world.size()).into_iter().max().unwrap_or_default();
+    most.saturating_mul(case.dtype.size_bytes())
 }
 
 /// Checks names of algorithms before anything is measured.
@@ -185,7 +190,7 @@ fn check_algorithms(flags: &Flags) -> Result<(), PerfError> {
 
 /// Returns the groups that measure `collective`. Each uses one requested algorithm that the collective has.
 /// Otherwise it returns the world group, which uses its tuning table.
-fn contenders(
+fn algorithm_groups(
     flags: &Flags,
     world: &World,
     collective: Collective,
@@ -193,28 +198,28 @@ fn contenders(
     let all = flags.algorithms.iter().any(|name| name == "all");
     let asked = |name: &&str| all || flags.algorithms.iter().any(|asked| asked == name);
     let everybody: Vec<usize> = (0..world.size()).collect();
-    let mut contenders = Vec::new();
+    let mut algorithm_groups = Vec::new();
     for name in ALGORITHMS.iter().filter(|name| asked(name)) {
         let overrides = match *name {
             "table" => String::new(),
-            _ => format!("{}:{name}", collective.tuned_as()),
+            _ => format!("{}:{name}", collective.tuning_name()),
         };
         // An error means that the collective has no such algorithm.
         let Ok(handle) = world.with_algorithms(&overrides) else { continue };
         if let Some(group) = handle.subgroup(&everybody)? {
-            contenders.push((Some((*name).to_owned()), group));
+            algorithm_groups.push((Some((*name).to_owned()), group));
         }
     }
-    match contenders.as_slice() {
+    match algorithm_groups.as_slice() {
         // With fewer than two algorithms there is nothing to compare.
         [] => Ok(vec![(None, world.group())]),
         [(Some(only), _)] if only == "table" => Ok(vec![(None, world.group())]),
-        _ => Ok(contenders),
+        _ => Ok(algorithm_groups),
     }
 }
 
 /// Returns the hosts by name. Hosts with equal names get numbers.
-fn places(world: &World) -> Result<Places, PerfError> {
+fn host_ranks(world: &World) -> Result<HostRanks, PerfError> {
     let own = nix::unistd::gethostname().map(|name| name.to_string_lossy().into_owned());
     let names = world.all_gather_object(&own.unwrap_or_else(|_| "?".to_owned()))?;
     let ranks = world.hosts().to_vec();
@@ -225,5 +230,5 @@ fn places(world: &World) -> Result<Places, PerfError> {
     let numbered = |(number, name): (usize, &String)| {
         if twice(name) { format!("{name}#{number}") } else { name.clone() }
     };
-    Ok(Places { names: hosts.iter().enumerate().map(numbered).collect(), ranks })
+    Ok(HostRanks { names: hosts.iter().enumerate().map(numbered).collect(), ranks })
 }

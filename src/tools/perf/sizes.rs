@@ -26,17 +26,17 @@ pub(crate) fn parse(text: &str) -> Result<usize, String> {
 
 /// Computation of the next size from the previous one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Step {
+pub(crate) enum SizeStep {
     Times(usize),
     Plus(usize),
 }
 
 /// Returns the sizes from `least` to `most`. A step that does not increase the size gives one size.
-pub(crate) fn series(least: usize, most: usize, step: Step) -> impl Iterator<Item = usize> {
+pub(crate) fn series(least: usize, most: usize, step: SizeStep) -> impl Iterator<Item = usize> {
     let next = move |&size: &usize| {
         let next = match step {
-            Step::Times(factor) => size.checked_mul(factor),
-            Step::Plus(bytes) => size.checked_add(bytes),
+            SizeStep::Times(factor) => size.checked_mul(factor),
+            SizeStep::Plus(bytes) => size.checked_add(bytes),
         };
         next.filter(|&next| next > size && next <= most)
     };
@@ -102,13 +102,13 @@ mod tests {
     #[test]
     fn size_series_ends_exactly_at_its_maximum() {
         let all = |least, most, step| series(least, most, step).collect::<Vec<_>>();
-        assert_eq!(all(4, 64, Step::Times(4)), [4, 16, 64]);
-        assert_eq!(all(4, 63, Step::Times(4)), [4, 16]);
-        assert_eq!(all(10, 30, Step::Plus(10)), [10, 20, 30]);
-        assert_eq!(all(8, 8, Step::Times(2)), [8]);
-        assert!(all(9, 8, Step::Times(2)).is_empty());
-        assert_eq!(all(0, 8, Step::Times(2)), [0], "nothing comes of multiplying by it");
-        assert_eq!(all(1 << 63, usize::MAX, Step::Times(2)), [1 << 63]);
+        assert_eq!(all(4, 64, SizeStep::Times(4)), [4, 16, 64]);
+        assert_eq!(all(4, 63, SizeStep::Times(4)), [4, 16]);
+        assert_eq!(all(10, 30, SizeStep::Plus(10)), [10, 20, 30]);
+        assert_eq!(all(8, 8, SizeStep::Times(2)), [8]);
+        assert!(all(9, 8, SizeStep::Times(2)).is_empty());
+        assert_eq!(all(0, 8, SizeStep::Times(2)), [0], "nothing comes of multiplying by it");
+        assert_eq!(all(1 << 63, usize::MAX, SizeStep::Times(2)), [1 << 63]);
     }
 
     #[test]

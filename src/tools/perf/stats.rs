@@ -38,20 +38,20 @@ pub(crate) fn mean(values: &[f64]) -> f64 {
 
 /// Length of a measurement.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum Length {
+pub(crate) enum RunLength {
     /// A fixed number of iterations.
-    Fixed(usize),
+    Iterations(usize),
     /// As many iterations as fit into about `micros` microseconds, within bounds.
-    About { micros: f64, least: usize, most: usize },
+    ForTime { micros: f64, least: usize, most: usize },
 }
 
-impl Length {
+impl RunLength {
     /// Returns the number of iterations, if one takes about `estimate` microseconds. A number derived from
     /// time is a multiple of `roots`, so that each root is used equally often.
     pub(crate) fn iterations(self, estimate: f64, roots: usize) -> usize {
         match self {
-            Self::Fixed(iterations) => iterations,
-            Self::About { micros, least, most } => {
+            Self::Iterations(iterations) => iterations,
+            Self::ForTime { micros, least, most } => {
                 ((micros / estimate.max(0.01)) as usize).max(least).min(most).next_multiple_of(roots)
             }
         }
@@ -84,11 +84,11 @@ mod tests {
 
     #[test]
     fn iteration_count_is_bounded_and_equal_for_all_roots() {
-        let about = Length::About { micros: 30_000.0, least: 5, most: 2000 };
+        let about = RunLength::ForTime { micros: 30_000.0, least: 5, most: 2000 };
         assert_eq!(about.iterations(100.0, 4), 300);
         assert_eq!(about.iterations(1.0, 4), 2000);
         assert_eq!(about.iterations(1e6, 4), 8);
         assert_eq!(about.iterations(0.0, 1), 2000);
-        assert_eq!(Length::Fixed(7).iterations(1.0, 4), 7);
+        assert_eq!(RunLength::Iterations(7).iterations(1.0, 4), 7);
     }
 }

@@ -7,7 +7,7 @@ use super::sizes;
 /// Maximum width of a bar.
 const BAR: usize = 40;
 /// Minimum width of a bar; a shorter one is unreadable.
-const LEAST_BAR: usize = 8;
+const MIN_BAR: usize = 8;
 
 /// The columns shown for one collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,7 +24,7 @@ impl Columns {
     pub(crate) fn new(collective: Collective, algorithm: bool, width: Option<usize>) -> Self {
         let columns = Self { op: collective.reduces(), root: collective.has_root(), algorithm, bar: 0 };
         let room = width.unwrap_or(0).saturating_sub(columns.heading().len() + 3).min(BAR);
-        Self { bar: if room < LEAST_BAR { 0 } else { room }, ..columns }
+        Self { bar: if room < MIN_BAR { 0 } else { room }, ..columns }
     }
 
     pub(crate) fn has_bars(self) -> bool {
@@ -50,13 +50,13 @@ impl Columns {
     /// Returns the line of one size. `most` is the bus bandwidth of a full bar; `None` for no bar.
     pub(crate) fn row(self, row: &Row, most: Option<f64>) -> String {
         let (algorithm_bandwidth, bus_bandwidth) = (row.algorithm_bandwidth(), row.bus_bandwidth());
-        let is_barrier = row.subject.collective == Collective::Barrier;
+        let is_barrier = row.case.collective == Collective::Barrier;
         let of_data = |text: String| if is_barrier { "-".to_owned() } else { text };
         let cells = [
             of_data(sizes::text(row.bytes())),
             of_data(row.count.to_string()),
-            of_data(row.subject.dtype.to_string()),
-            row.subject.op.map_or("-".to_owned(), |op| op.to_string()),
+            of_data(row.case.dtype.to_string()),
+            row.case.op.map_or("-".to_owned(), |op| op.to_string()),
             row.root_text().unwrap_or_else(|| "-".to_owned()),
             row.algorithm.clone().unwrap_or_else(|| "table".to_owned()),
             digits(row.timing.micros.p50),

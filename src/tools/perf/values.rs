@@ -8,7 +8,7 @@ use convoke_comm::{Complex, Dtype, Element, ReduceOp, Reduction, bf16, f16};
 /// An element that can be built from whole numbers and compared.
 pub(crate) trait Value: Element + PartialEq + Debug {
     /// Converts `re`, with imaginary part `im` if the type has one. Overflow wraps as in the type.
-    fn of(re: i64, im: i64) -> Self;
+    fn from_parts(re: i64, im: i64) -> Self;
 
     /// The sum of shares multiplied by `factor`, if the type supports products.
     fn premul_sum(factor: u8) -> Option<Reduction<Self>>;
@@ -17,12 +17,12 @@ pub(crate) trait Value: Element + PartialEq + Debug {
 macro_rules! integers {
     ($($integer:ty),*) => {$(
         impl Value for $integer {
-            fn of(re: i64, _: i64) -> Self {
+            fn from_parts(re: i64, _: i64) -> Self {
                 re as Self
             }
 
             fn premul_sum(factor: u8) -> Option<Reduction<Self>> {
-                Some(Reduction::premul_sum(<Self as Value>::of(factor.into(), 0)))
+                Some(Reduction::premul_sum(<Self as Value>::from_parts(factor.into(), 0)))
             }
         }
     )*};
@@ -31,7 +31,7 @@ macro_rules! integers {
 macro_rules! halves {
     ($($half:ty),*) => {$(
         impl Value for $half {
-            fn of(re: i64, _: i64) -> Self {
+            fn from_parts(re: i64, _: i64) -> Self {
                 Self::from_f32(re as f32)
             }
 
@@ -45,7 +45,7 @@ macro_rules! halves {
 macro_rules! complex {
     ($($float:ty),*) => {$(
         impl Value for Complex<$float> {
-            fn of(re: i64, im: i64) -> Self {
+            fn from_parts(re: i64, im: i64) -> Self {
                 Self::new(re as $float, im as $float)
             }
 
@@ -61,7 +61,7 @@ halves!(f16, bf16);
 complex!(f32, f64);
 
 impl Value for bool {
-    fn of(re: i64, _: i64) -> Self {
+    fn from_parts(re: i64, _: i64) -> Self {
         re != 0
     }
 
@@ -113,7 +113,7 @@ pub(crate) const PERIOD: usize = 251;
 /// In some reductions one element decides the result, such as a minimum. That element comes from one rank, a
 /// different one at each index. With random numbers, all results of many ranks would be equal.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Numbers {
+pub(crate) struct TestPattern {
     /// `None` if the collective does not reduce. For bool, the equivalent bitwise operation.
     op: Option<ReduceOp>,
     is_bool: bool,
@@ -121,7 +121,7 @@ pub(crate) struct Numbers {
     ranks: usize,
 }
 
-impl Numbers {
+impl TestPattern {
     pub(crate) fn new(op: Option<ReduceOp>, dtype: Dtype, ranks: usize) -> Self {
         let is_bool = dtype == Dtype::Bool;
         let op = match op {
@@ -135,7 +135,7 @@ impl Numbers {
     }
 
     /// The element of `rank` at `index`. A rank beyond the last gets numbers that no rank has.
-    pub(crate) fn of<T: Value>(&self, rank: usize, index: usize) -> T {
+    pub(crate) fn element<T: Value>(&self, rank: usize, index: usize) -> T {
         self.value(self.number(rank, index))
     }
 
@@ -164,13 +164,13 @@ impl Numbers {
     }
 
     fn value<T: Value>(&self, number: i64) -> T {
-        T::of(number, if self.has_imaginary { -number } else { 0 })
+        T::from_parts(number, if self.has_imaginary { -number } else { 0 })
     }
 
     fn number(&self, rank: usize, index: usize) -> i64 {
-        let place = index % PERIOD;
-        let random = |below: i64| (mixed(rank, place) % below as u64) as i64;
-        let decides = rank == place % self.ranks;
+        let position = index % PERIOD;
+        let random = |below: i64| (hash(rank, position) % below as u64) as i64;
+        let decides = rank == position % self.ranks;
         let number = match self.op {
             None => random(121),
             Some(ReduceOp::Min) => random(60) + if decides { 0 } else { 60 },
@@ -191,7 +191,7 @@ impl Numbers {
                     0
                 }
             }
-            Some(ReduceOp::Avg) => self.around_mean(rank, place),
+            Some(ReduceOp::Avg) => self.around_mean(rank, position),
             Some(ReduceOp::Bxor) => random(128),
             Some(_) => random(16),
         };
@@ -199,21 +199,21 @@ impl Numbers {
     }
 
     /// Numbers with a whole mean: each rank's difference from the mean is the opposite of its mirror rank's.
-    fn around_mean(&self, rank: usize, place: usize) -> i64 {
-        let mean = (mixed(usize::MAX, place) % 16) as i64;
+    fn around_mean(&self, rank: usize, position: usize) -> i64 {
+        let mean = (hash(usize::MAX, position) % 16) as i64;
         if rank >= self.ranks {
             return mean + 9;
         }
         let mirror = self.ranks - 1 - rank;
-        let more = (mixed(rank.min(mirror), place) % 8) as i64;
+        let more = (hash(rank.min(mirror), position) % 8) as i64;
         mean + more * (rank as i64 - mirror as i64).signum()
     }
 }
 
 /// Returns a pseudo-random number.
-fn mixed(rank: usize, place: usize) -> u64 {
+fn hash(rank: usize, position: usize) -> u64 {
     let x = (rank as u64).wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15)
-        ^ (place as u64 + 1).wrapping_mul(0xC2B2_AE3D_27D4_EB4F);
+        ^ (position as u64 + 1).wrapping_mul(0xC2B2_AE3D_27D4_EB4F);
     let x = (x ^ (x >> 31)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
     x ^ (x >> 29)
 }
@@ -234,15 +234,15 @@ mod tests {
     #[test]
     fn expected_results_are_exact_in_every_type() {
         each(|op, dtype, ranks| {
-            let numbers = Numbers::new(Some(op), dtype, ranks);
+            let pattern = TestPattern::new(Some(op), dtype, ranks);
             with_type!(dtype, T => for index in 0..PERIOD {
                 // The result as a complex number of 64-bit floats is exact; the type's own result must equal
                 // it.
-                let exact: Complex<f64> = numbers.reduced(0..ranks, index);
+                let exact: Complex<f64> = pattern.reduced(0..ranks, index);
                 if dtype.is_float() || dtype.is_complex() {
                     assert!(exact.re.fract() == 0.0 && exact.re.abs() <= 256.0 * ranks as f64);
-                    let own = format!("{:?}", numbers.reduced::<T>(0..ranks, index));
-                    let rounded = format!("{:?}", T::of(exact.re as i64, exact.im as i64));
+                    let own = format!("{:?}", pattern.reduced::<T>(0..ranks, index));
+                    let rounded = format!("{:?}", T::from_parts(exact.re as i64, exact.im as i64));
                     assert_eq!(own, rounded, "{op} of {dtype} on {ranks}");
                 }
             }, else panic!("{dtype}"));
@@ -252,12 +252,12 @@ mod tests {
     #[test]
     fn every_rank_affects_some_result() {
         each(|op, dtype, ranks| {
-            let numbers = Numbers::new(Some(op), dtype, ranks);
+            let pattern = TestPattern::new(Some(op), dtype, ranks);
             with_type!(dtype, T => for lost in 0..ranks.min(PERIOD) {
                 // At some index, a wrong number of the rank must change the result.
                 let matters = |index: usize| {
-                    let all: Vec<T> = (0..ranks).map(|rank| numbers.of(rank, index)).collect();
-                    all[lost] != numbers.of::<T>(ranks, index)
+                    let all: Vec<T> = (0..ranks).map(|rank| pattern.element(rank, index)).collect();
+                    all[lost] != pattern.element::<T>(ranks, index)
                 };
                 assert!((0..PERIOD).any(matters), "{op} of {dtype}: rank {lost} of {ranks}");
             }, else panic!("{dtype}"));
@@ -267,9 +267,9 @@ mod tests {
     #[test]
     fn expected_results_match_manual_calculation() {
         let reduced = |op, dtype, ranks: usize| {
-            let numbers = Numbers::new(Some(op), dtype, ranks);
-            let own = (0..ranks).map(|rank| numbers.of::<i64>(rank, 5)).collect::<Vec<_>>();
-            (own, numbers.reduced::<i64>(0..ranks, 5))
+            let pattern = TestPattern::new(Some(op), dtype, ranks);
+            let own = (0..ranks).map(|rank| pattern.element::<i64>(rank, 5)).collect::<Vec<_>>();
+            (own, pattern.reduced::<i64>(0..ranks, 5))
         };
         for ranks in [2, 3, 5] {
             let (own, sum) = reduced(ReduceOp::Sum, Dtype::I64, ranks);

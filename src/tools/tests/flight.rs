@@ -25,9 +25,9 @@ fn text(bytes: &[u8]) -> &str {
 }
 
 /// A folder that is deleted at the end of the test.
-struct Folder(PathBuf);
+struct TempFolder(PathBuf);
 
-impl Folder {
+impl TempFolder {
     fn new() -> Self {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         let name =
@@ -45,7 +45,7 @@ impl Folder {
     }
 }
 
-impl Drop for Folder {
+impl Drop for TempFolder {
     fn drop(&mut self) {
         let _ = fs::remove_dir_all(&self.0);
     }
@@ -109,7 +109,7 @@ fn recording(rank: u32) -> Vec<u8> {
 
 #[test]
 fn report_lists_groups_and_then_last_calls_per_worker() {
-    let folder = Folder::new();
+    let folder = TempFolder::new();
     // Recordings may be anywhere below the folder; other files are ignored.
     folder.write("node0/flight/rank-0.7.flight", &recording(0));
     let other = folder.write("of-another-node", &recording(1));
@@ -139,7 +139,7 @@ fn report_lists_groups_and_then_last_calls_per_worker() {
 
 #[test]
 fn json_contains_the_whole_report() {
-    let folder = Folder::new();
+    let folder = TempFolder::new();
     folder.write("rank-0.7.flight", &recording(0));
     folder.write("bad.flight", b"");
     let output = run(&["--json".as_ref(), folder.0.as_os_str()]);
@@ -160,7 +160,7 @@ fn json_contains_the_whole_report() {
 
 #[test]
 fn unreadable_recordings_are_named_skipped_and_reflected_in_exit_code() {
-    let folder = Folder::new();
+    let folder = TempFolder::new();
     let good = recording(0);
     folder.write("good.flight", &good);
     let mut later = good.clone();
@@ -189,7 +189,7 @@ fn unreadable_recordings_are_named_skipped_and_reflected_in_exit_code() {
 
 #[test]
 fn circular_symlink_is_not_followed() {
-    let folder = Folder::new();
+    let folder = TempFolder::new();
     folder.write("a/good.flight", &recording(0));
     std::os::unix::fs::symlink(&folder.0, folder.0.join("a/again")).unwrap();
     let output = run(&[&folder.0]);
@@ -198,7 +198,7 @@ fn circular_symlink_is_not_followed() {
 
 #[test]
 fn missing_recordings_error_states_where_to_search() {
-    let folder = Folder::new();
+    let folder = TempFolder::new();
     let output = run(&[&folder.0]);
     assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0));
     assert!(text(&output.stderr).starts_with("convoke-flight: error: no recordings there"));
@@ -220,7 +220,7 @@ fn help_goes_to_stdout_and_usage_errors_exit_with_2() {
 
 #[test]
 fn closed_stdout_is_no_error_and_full_disk_is() {
-    let folder = Folder::new();
+    let folder = TempFolder::new();
     folder.write("good.flight", &recording(0));
     let start = |stdout: Stdio| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_convoke-flight"));

@@ -48,7 +48,7 @@ fn start<A: AsRef<str>>(
 ) -> Vec<Process> {
     let mut start_one = |rank: usize| {
         let mut command = perf(arguments);
-        process::as_rank(&mut command, rank, world, store.port());
+        process::set_rank_variables(&mut command, rank, world, store.port());
         change(rank, &mut command);
         Process::start(&mut command)
     };

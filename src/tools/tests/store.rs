@@ -9,7 +9,7 @@ use convoke_store::{Store, TcpStore};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-fn soon() -> Instant {
+fn deadline() -> Instant {
     Instant::now() + Duration::from_secs(20)
 }
 
@@ -24,7 +24,7 @@ fn run(flags: &[&str]) -> Output {
 }
 
 /// Returns the address in the server's first line.
-fn announced(server: &mut Child) -> String {
+fn read_address(server: &mut Child) -> String {
     let mut line = String::new();
     BufReader::new(server.stdout.as_mut().unwrap()).read_line(&mut line).unwrap();
     line.trim_end().strip_prefix("listening on ").unwrap_or_else(|| panic!("{line:?}")).to_owned()
@@ -36,11 +36,11 @@ fn store_prints_its_address_serves_and_exits_0_on_signals() {
         [("127.0.0.1", Signal::SIGTERM), ("localhost", Signal::SIGINT), ("::", Signal::SIGTERM)]
     {
         let mut server = start(&["--host", host, "--port", "0"]);
-        let address = announced(&mut server);
+        let address = read_address(&mut server);
         let port = address.rsplit(':').next().unwrap();
         assert_ne!(port, "0");
-        let store = TcpStore::connect(&format!("localhost:{port}"), soon()).unwrap();
-        store.set(b"k", b"v", soon()).unwrap();
+        let store = TcpStore::connect(&format!("localhost:{port}"), deadline()).unwrap();
+        store.set(b"k", b"v", deadline()).unwrap();
         kill(Pid::from_raw(i32::try_from(server.id()).unwrap()), signal).unwrap();
         let output = server.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(0), "{host}");
@@ -51,7 +51,7 @@ fn store_prints_its_address_serves_and_exits_0_on_signals() {
 #[test]
 fn busy_port_is_one_clear_line_and_exit_code_1() {
     let mut first = start(&["--port", "0"]);
-    let address = announced(&mut first);
+    let address = read_address(&mut first);
     let output = run(&["--port", address.rsplit(':').next().unwrap()]);
     assert_eq!(output.status.code(), Some(1));
     assert!(output.stdout.is_empty());

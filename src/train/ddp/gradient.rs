@@ -16,7 +16,7 @@ pub trait Gradient: Element + AddAssign + sealed::Sealed {
 
     /// The factor `1 / count`.
     #[doc(hidden)]
-    fn one_of(count: usize) -> Self::Factor;
+    fn reciprocal(count: usize) -> Self::Factor;
 }
 
 macro_rules! gradients {
@@ -26,7 +26,7 @@ macro_rules! gradients {
         impl Gradient for $type {
             const ZERO: Self = $zero;
 
-            fn one_of(count: usize) -> Self::Factor {
+            fn reciprocal(count: usize) -> Self::Factor {
                 1.0 / count.max(1) as <Self as Element>::Factor
             }
         }

@@ -2,13 +2,13 @@
 
 use convoke_comm::ReduceOp;
 
-use super::{Ddp, Gradient, Share, TrainError};
+use super::{Ddp, Gradient, GradientState, TrainError};
 
 /// The agreement of the ranks for the next pass that is sent.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct Joined {
+pub(super) struct JoinState {
     /// Number of ranks that contribute gradients.
-    pub(super) giving: usize,
+    pub(super) contributing: usize,
     /// True if this rank has a batch.
     pub(super) has_batch: bool,
 }
@@ -53,11 +53,12 @@ impl<T: Gradient> Ddp<T> {
     pub fn join<B>(&mut self, batch: Option<B>) -> Result<Option<Option<B>>, TrainError> {
         let has_batch = batch.is_some();
         // Gradients of earlier passes without sending count as well.
-        let gives = has_batch || self.shares.contains(&Share::Own);
+        let gives = has_batch || self.states.contains(&GradientState::Own);
         let mut ranks = [u32::from(has_batch), u32::from(gives)];
         self.group.all_reduce(&mut ranks, ReduceOp::Sum)?;
-        let [with_batch, giving] = ranks;
-        self.joined = (with_batch > 0).then_some(Joined { giving: giving as usize, has_batch });
+        let [with_batch, contributing] = ranks;
+        self.joined =
+            (with_batch > 0).then_some(JoinState { contributing: contributing as usize, has_batch });
         Ok(self.joined.map(|_| batch))
     }
 }

@@ -30,7 +30,7 @@ impl Default for DdpOptions {
 
 impl DdpOptions {
     /// The options besides bucket sizes that all ranks must set alike, as text.
-    pub(crate) fn compared(&self) -> String {
+    pub(crate) fn comparison_text(&self) -> String {
         let Self { unused_parameters, divide_by_world, .. } = self;
         format!("unused_parameters({unused_parameters}) and divide_by_world({divide_by_world})")
     }

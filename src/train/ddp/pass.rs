@@ -2,8 +2,8 @@
 
 use convoke_comm::ReduceOp;
 
-use super::{Ddp, Gradient, NAMED, Share, TrainError};
-use crate::bucket::Place;
+use super::{Ddp, Gradient, GradientState, MAX_NAMES, TrainError};
+use crate::bucket::Location;
 
 /// A backward pass: the program hands over gradients, and complete buckets are sent.
 ///
@@ -33,19 +33,19 @@ impl<'a, T: Gradient> Pass<'a, T> {
     /// pass already has this gradient. Otherwise the errors of
     /// [`Group::all_reduce`](convoke_comm::Group::all_reduce).
     pub fn add(&mut self, parameter: usize, gradient: &[T]) -> Result<(), TrainError> {
-        let (sum, share) = self.place(parameter)?;
+        let (sum, state) = self.gradient_and_state(parameter)?;
         if sum.len() != gradient.len() {
             let (ours, theirs) = (sum.len(), gradient.len());
             let name = self.ddp.layout.name(parameter);
             let what = format!("a gradient of {theirs} elements for {name}, which has {ours}");
             return Err(TrainError::InvalidArgument(what));
         }
-        if *share == Share::Average {
+        if *state == GradientState::Average {
             sum.copy_from_slice(gradient);
         } else {
             sum.iter_mut().zip(gradient).for_each(|(sum, &gradient)| *sum += gradient);
         }
-        *share = Share::Own;
+        *state = GradientState::Own;
         self.ready(parameter)
     }
 
@@ -54,28 +54,28 @@ impl<'a, T: Gradient> Pass<'a, T> {
     /// # Errors
     /// [`TrainError::InvalidArgument`] if there is no such parameter, or if it is ready.
     pub fn gradient(&mut self, parameter: usize) -> Result<&mut [T], TrainError> {
-        let (gradient, share) = self.place(parameter)?;
-        if *share == Share::Average {
+        let (gradient, state) = self.gradient_and_state(parameter)?;
+        if *state == GradientState::Average {
             gradient.fill(T::ZERO);
         }
-        *share = Share::Own;
+        *state = GradientState::Own;
         Ok(gradient)
     }
 
     /// Returns the memory of a parameter's gradient and its state; an error if the parameter is ready.
-    fn place(&mut self, parameter: usize) -> Result<(&mut [T], &mut Share), TrainError> {
-        let Ddp { layout, buckets, shares, .. } = &mut *self.ddp;
-        let Some(share) = shares.get_mut(parameter) else {
+    fn gradient_and_state(&mut self, parameter: usize) -> Result<(&mut [T], &mut GradientState), TrainError> {
+        let Ddp { layout, buckets, states, .. } = &mut *self.ddp;
+        let Some(state) = states.get_mut(parameter) else {
             let what = format!("no parameter {parameter}: there are {}", layout.len());
             return Err(TrainError::InvalidArgument(what));
         };
-        let Place { bucket, range } = layout.place(parameter).clone();
+        let Location { bucket, range } = layout.location(parameter).clone();
         let gradient = buckets[bucket].memory.get_mut(range).unwrap_or_default();
-        if *share == Share::Ready {
+        if *state == GradientState::Ready {
             let what = format!("{} has had its gradient in this pass", layout.name(parameter));
             return Err(TrainError::InvalidArgument(what));
         }
-        Ok((gradient, share))
+        Ok((gradient, state))
     }
 
     /// Declares that this pass adds nothing more to the gradient of this parameter. Its bucket is sent once
@@ -86,8 +86,8 @@ impl<'a, T: Gradient> Pass<'a, T> {
     pub fn ready(&mut self, parameter: usize) -> Result<(), TrainError> {
         self.gradient(parameter)?;
         if self.sync {
-            self.ddp.shares[parameter] = Share::Ready;
-            self.ddp.buckets[self.ddp.layout.place(parameter).bucket].missing -= 1;
+            self.ddp.states[parameter] = GradientState::Ready;
+            self.ddp.buckets[self.ddp.layout.location(parameter).bucket].missing -= 1;
             if self.ddp.options.overlap {
                 self.send_complete()?;
             }
@@ -107,7 +107,7 @@ impl<'a, T: Gradient> Pass<'a, T> {
     /// One `all_reduce` for each bucket.
     pub fn finish(mut self) -> Result<(), TrainError> {
         if self.sync {
-            let used = self.fill_up()?;
+            let used = self.mark_all_ready()?;
             self.send_complete()?;
             self.receive()?;
             self.ddp.joined = None;
@@ -121,24 +121,24 @@ impl<'a, T: Gradient> Pass<'a, T> {
     }
 
     /// Makes all parameters ready. Returns for each parameter whether it had a gradient.
-    fn fill_up(&mut self) -> Result<Vec<bool>, TrainError> {
-        let Ddp { group, layout, shares, joined, options, .. } = &*self.ddp;
-        let used: Vec<bool> = shares.iter().map(|share| *share != Share::Average).collect();
+    fn mark_all_ready(&mut self) -> Result<Vec<bool>, TrainError> {
+        let Ddp { group, layout, states, joined, options, .. } = &*self.ddp;
+        let used: Vec<bool> = states.iter().map(|state| *state != GradientState::Average).collect();
         let allowed = options.unused_parameters || joined.is_some_and(|joined| !joined.has_batch);
         let unused: Vec<usize> = (0..used.len()).filter(|&parameter| !used[parameter]).collect();
         if !unused.is_empty() && !allowed {
             let names =
-                unused.iter().take(NAMED).map(|&parameter| layout.name(parameter).to_owned()).collect();
-            let more = unused.len().saturating_sub(NAMED);
+                unused.iter().take(MAX_NAMES).map(|&parameter| layout.name(parameter).to_owned()).collect();
+            let more = unused.len().saturating_sub(MAX_NAMES);
             let error = TrainError::Unused { rank: group.rank(), names, more };
-            self.give_up(&error.to_string());
+            self.abort_group(&error.to_string());
             return Err(error);
         }
         for parameter in 0..used.len() {
-            if self.ddp.shares[parameter] != Share::Ready {
+            if self.ddp.states[parameter] != GradientState::Ready {
                 self.gradient(parameter)?;
-                self.ddp.shares[parameter] = Share::Ready;
-                self.ddp.buckets[self.ddp.layout.place(parameter).bucket].missing -= 1;
+                self.ddp.states[parameter] = GradientState::Ready;
+                self.ddp.buckets[self.ddp.layout.location(parameter).bucket].missing -= 1;
             }
         }
         Ok(used)
@@ -170,15 +170,15 @@ impl<'a, T: Gradient> Pass<'a, T> {
                 bucket.memory = work.wait()?;
             }
         }
-        self.ddp.begin_anew();
+        self.ddp.reset();
         Ok(())
     }
 }
 
 impl<T: Gradient> Ddp<T> {
     /// Marks all gradients as averages, so that the next gradients overwrite them.
-    fn begin_anew(&mut self) {
-        self.shares.fill(Share::Average);
+    fn reset(&mut self) {
+        self.states.fill(GradientState::Average);
         for (bucket, parameters) in self.buckets.iter_mut().zip(self.layout.buckets()) {
             bucket.missing = parameters.len();
         }
@@ -187,7 +187,7 @@ impl<T: Gradient> Ddp<T> {
 
 impl<T: Gradient> Pass<'_, T> {
     /// Aborts the group with `reason`, because the other ranks wait for this pass.
-    fn give_up(&mut self, reason: &str) {
+    fn abort_group(&mut self, reason: &str) {
         self.finished = true;
         self.ddp.group.abort(reason);
         // The abort ends operations in flight at once; their data is lost.
@@ -201,7 +201,7 @@ impl<T: Gradient> Pass<'_, T> {
                 bucket.memory = vec![T::ZERO; len].into();
             }
         }
-        self.ddp.begin_anew();
+        self.ddp.reset();
     }
 }
 
@@ -209,7 +209,7 @@ impl<T: Gradient> Drop for Pass<'_, T> {
     fn drop(&mut self) {
         if !self.finished && self.sync {
             let rank = self.ddp.group.rank();
-            self.give_up(&format!("rank {rank} gave up in the middle of a backward pass"));
+            self.abort_group(&format!("rank {rank} gave up in the middle of a backward pass"));
         }
     }
 }

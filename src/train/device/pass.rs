@@ -7,9 +7,9 @@ use convoke_comm::ReduceOp;
 use convoke_comm::device::cudarc::driver::{CudaStream, CudaViewMut, DevicePtr, DeviceRepr, ValidAsZeroBits};
 
 use super::add::Adder;
-use super::{DeviceDdp, Gradient, Share, TrainError, device};
-use crate::bucket::Place;
-use crate::ddp::NAMED;
+use super::{DeviceDdp, Gradient, GradientState, TrainError, device};
+use crate::bucket::Location;
+use crate::ddp::MAX_NAMES;
 
 /// A backward pass on a device: the program hands over gradients, and complete buckets are sent.
 ///
@@ -39,7 +39,7 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
     /// or if a stream is on another device. Otherwise the errors of [`Self::ready`].
     pub fn add(&mut self, parameter: usize, gradient: &impl DevicePtr<T>) -> Result<(), TrainError> {
         self.check(parameter)?;
-        let Place { bucket, range } = self.ddp.layout.place(parameter).clone();
+        let Location { bucket, range } = self.ddp.layout.location(parameter).clone();
         let name = || self.ddp.layout.name(parameter).to_owned();
         if range.len() != gradient.len() {
             let (ours, theirs) = (range.len(), gradient.len());
@@ -47,9 +47,9 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
             return Err(TrainError::InvalidArgument(what));
         }
         self.check_context("a gradient", gradient.stream())?;
-        let DeviceDdp { buckets, adder, shares, .. } = &mut *self.ddp;
+        let DeviceDdp { buckets, adder, states, .. } = &mut *self.ddp;
         let mut into = buckets[bucket].memory.slice_mut(range);
-        if shares[parameter] == Share::Own {
+        if states[parameter] == GradientState::Own {
             let adder = match adder {
                 Some(adder) => adder,
                 None => {
@@ -63,7 +63,7 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
             let copied = self.compute.memcpy_dtod(gradient, &mut into);
             copied.map_err(device("a copy on the device failed"))?;
         }
-        self.ddp.shares[parameter] = Share::Own;
+        self.ddp.states[parameter] = GradientState::Own;
         self.ready(parameter)
     }
 
@@ -75,13 +75,13 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
     /// [`CommError::Device`](convoke_comm::CommError::Device) if the memory cannot be cleared.
     pub fn gradient(&mut self, parameter: usize) -> Result<CudaViewMut<'_, T>, TrainError> {
         self.check(parameter)?;
-        let Place { bucket, range } = self.ddp.layout.place(parameter).clone();
+        let Location { bucket, range } = self.ddp.layout.location(parameter).clone();
         let mut place = self.ddp.buckets[bucket].memory.slice_mut(range);
-        if self.ddp.shares[parameter] == Share::Average {
+        if self.ddp.states[parameter] == GradientState::Average {
             self.compute
                 .memset_zeros(&mut place)
                 .map_err(device("memory of the device cannot be cleared"))?;
-            self.ddp.shares[parameter] = Share::Own;
+            self.ddp.states[parameter] = GradientState::Own;
         }
         Ok(place)
     }
@@ -95,8 +95,8 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
     pub fn ready(&mut self, parameter: usize) -> Result<(), TrainError> {
         self.gradient(parameter)?;
         if self.sync {
-            self.ddp.shares[parameter] = Share::Ready;
-            self.ddp.buckets[self.ddp.layout.place(parameter).bucket].missing -= 1;
+            self.ddp.states[parameter] = GradientState::Ready;
+            self.ddp.buckets[self.ddp.layout.location(parameter).bucket].missing -= 1;
             if self.ddp.options.overlap {
                 self.send_complete()?;
             }
@@ -119,7 +119,7 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
                     work.wait_on(self.compute)?;
                 }
             }
-            self.ddp.begin_anew();
+            self.ddp.reset();
         }
         self.finished = true;
         Ok(())
@@ -129,10 +129,12 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
     fn check(&self, parameter: usize) -> Result<(), TrainError> {
         self.check_context("the computing stream", self.compute)?;
         let layout = &self.ddp.layout;
-        let what = match self.ddp.shares.get(parameter) {
+        let what = match self.ddp.states.get(parameter) {
             None => format!("no parameter {parameter}: there are {}", layout.len()),
-            Some(Share::Ready) => format!("{} has had its gradient in this pass", layout.name(parameter)),
-            Some(Share::Average | Share::Own) => return Ok(()),
+            Some(GradientState::Ready) => {
+                format!("{} has had its gradient in this pass", layout.name(parameter))
+            }
+            Some(GradientState::Average | GradientState::Own) => return Ok(()),
         };
         Err(TrainError::InvalidArgument(what))
     }
@@ -148,19 +150,19 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
     }
 
     fn check_all(&mut self) -> Result<(), TrainError> {
-        let DeviceDdp { group, layout, shares, .. } = &*self.ddp;
-        let unused = (0..shares.len()).filter(|&parameter| shares[parameter] == Share::Average);
+        let DeviceDdp { group, layout, states, .. } = &*self.ddp;
+        let unused = (0..states.len()).filter(|&parameter| states[parameter] == GradientState::Average);
         let unused: Vec<usize> = unused.collect();
         if !unused.is_empty() {
-            let names = unused.iter().take(NAMED).map(|&parameter| layout.name(parameter).to_owned());
-            let more = unused.len().saturating_sub(NAMED);
+            let names = unused.iter().take(MAX_NAMES).map(|&parameter| layout.name(parameter).to_owned());
+            let more = unused.len().saturating_sub(MAX_NAMES);
             let error = TrainError::Unused { rank: group.rank(), names: names.collect(), more };
-            self.give_up(&error.to_string());
+            self.abort_group(&error.to_string());
             return Err(error);
         }
         // Gradients that passes without sending have left become ready here.
-        for parameter in 0..self.ddp.shares.len() {
-            if self.ddp.shares[parameter] != Share::Ready {
+        for parameter in 0..self.ddp.states.len() {
+            if self.ddp.states[parameter] != GradientState::Ready {
                 self.ready(parameter)?;
             }
         }
@@ -186,18 +188,18 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
     }
 
     /// Aborts the group with `reason`, because the other ranks wait for this pass.
-    fn give_up(&mut self, reason: &str) {
+    fn abort_group(&mut self, reason: &str) {
         self.finished = true;
         self.ddp.group.abort(reason);
         self.ddp.buckets.iter_mut().for_each(|bucket| bucket.work = None);
-        self.ddp.begin_anew();
+        self.ddp.reset();
     }
 }
 
 impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
     /// Marks all gradients as averages, so that the next gradients overwrite them.
-    fn begin_anew(&mut self) {
-        self.shares.fill(Share::Average);
+    fn reset(&mut self) {
+        self.states.fill(GradientState::Average);
         for (bucket, parameters) in self.buckets.iter_mut().zip(self.layout.buckets()) {
             bucket.missing = parameters.len();
         }
@@ -208,7 +210,7 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> Drop for DevicePass<'_, T> {
     fn drop(&mut self) {
         if !self.finished && self.sync {
             let rank = self.ddp.group.rank();
-            self.give_up(&format!("rank {rank} gave up in the middle of a backward pass"));
+            self.abort_group(&format!("rank {rank} gave up in the middle of a backward pass"));
         }
     }
 }

@@ -7,7 +7,7 @@ mod common;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
 
-use common::{Gate, LONG, on_hosts, ranks, ranks_together};
+use common::{LONG, TimedBarrier, on_hosts, ranks, ranks_together};
 use convoke_comm::{CommError, Group, ReduceOp, bf16, f16};
 use convoke_train::{Ddp, DdpOptions, Gradient, Random, TrainError, first_of_all, first_on_each_host};
 
@@ -247,7 +247,7 @@ fn ranks_with_different_networks_learn_the_difference_and_continue() {
 
 #[test]
 fn abandoned_pass_blocks_no_other_rank() {
-    let (begin, gate) = (Instant::now(), Gate::new(3));
+    let (begin, gate) = (Instant::now(), TimedBarrier::new(3));
     let errors = ranks(3, |group| {
         let mut ddp = Ddp::with_options(&group, [("a", 100_000), ("b", 100_000)], small()).unwrap();
         // All ranks are set up before any rank fails.
@@ -338,7 +338,7 @@ fn failed_preparation_is_reported_to_all_ranks_and_group_continues() {
             matches!(&error, TrainError::Preparation { rank: 1, reason } if reason == "the disk is full"),
             "{error}"
         );
-        assert_eq!(error.blame(), Some(1));
+        assert_eq!(error.suspect_rank(), Some(1));
         group.barrier().unwrap();
     });
     assert_eq!(calls.into_inner(), 2, "nobody prepares after a failure");

@@ -10,7 +10,7 @@ use convoke_comm::device::cudarc::driver::{CudaStream, DeviceRepr, ValidAsZeroBi
 use convoke_comm::device::{self, DeviceOptions};
 use convoke_comm::{CommError, Group, GroupOptions, bf16, f16};
 use convoke_store::{MemoryStore, Store};
-use convoke_testkit::gpu::is_simulated;
+use convoke_testkit::gpu::run_with_simulated_gpus;
 use convoke_train::{DdpOptions, DeviceDdp, Gradient, TrainError};
 
 /// Three parameters; the last two share a bucket.
@@ -42,7 +42,7 @@ fn average(ddp: &DeviceDdp, stream: &Arc<CudaStream>, parameter: usize) -> Vec<f
 
 #[test]
 fn device_gradients_are_averaged_in_every_step() {
-    if !is_simulated("device_gradients_are_averaged_in_every_step", &[]) {
+    if !run_with_simulated_gpus("device_gradients_are_averaged_in_every_step", &[]) {
         return;
     }
     ranks(3, |group, stream| {
@@ -66,7 +66,7 @@ fn device_gradients_are_averaged_in_every_step() {
 
 #[test]
 fn no_sync_gradients_are_sent_with_the_next_pass() {
-    if !is_simulated("no_sync_gradients_are_sent_with_the_next_pass", &[]) {
+    if !run_with_simulated_gpus("no_sync_gradients_are_sent_with_the_next_pass", &[]) {
         return;
     }
     ranks(2, |group, stream| {
@@ -125,7 +125,7 @@ fn same_as_on_the_host<T: Gradient + DeviceRepr + ValidAsZeroBits + PartialOrd +
 
 #[test]
 fn added_gradient_is_summed_with_the_existing_one() {
-    if !is_simulated("added_gradient_is_summed_with_the_existing_one", &[]) {
+    if !run_with_simulated_gpus("added_gradient_is_summed_with_the_existing_one", &[]) {
         return;
     }
     ranks(1, |group, stream| {
@@ -143,7 +143,7 @@ fn added_gradient_is_summed_with_the_existing_one() {
 
 #[test]
 fn misuse_is_reported_and_blocks_no_other_rank() {
-    if !is_simulated("misuse_is_reported_and_blocks_no_other_rank", &[]) {
+    if !run_with_simulated_gpus("misuse_is_reported_and_blocks_no_other_rank", &[]) {
         return;
     }
     ranks(2, |group, stream| {

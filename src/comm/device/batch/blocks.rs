@@ -4,11 +4,11 @@
 use cudarc::driver::{DevicePtr, DevicePtrMut};
 use smallvec::SmallVec;
 
-use super::{DeviceBatch, by, check};
+use super::{DeviceBatch, check, device_reduction};
 use crate::call::CallKind;
-use crate::device::element::{DeviceElement, Of};
+use crate::device::element::{DeviceElement, ElementType};
 use crate::error::CommError;
-use crate::nccl::{Address, Step};
+use crate::nccl::{Address, NcclCall};
 use crate::plan::Blocks;
 use crate::reduction::Reduction;
 
@@ -25,7 +25,7 @@ impl<'a> DeviceBatch<'a> {
         root: usize,
     ) -> Result<&mut Self, CommError> {
         let lens = vec![send.len(); self.group.size()];
-        self.gathered(CallKind::Gather, send, recv, &lens, root)
+        self.push_gather(CallKind::Gather, send, recv, &lens, root)
     }
 
     /// As [`Group::scatter`](crate::Group::scatter).
@@ -39,7 +39,7 @@ impl<'a> DeviceBatch<'a> {
         root: usize,
     ) -> Result<&mut Self, CommError> {
         let lens = vec![recv.len(); self.group.size()];
-        self.scattered(CallKind::Scatter, send, recv, &lens, root)
+        self.push_scatter(CallKind::Scatter, send, recv, &lens, root)
     }
 
     /// As [`Group::all_to_all`](crate::Group::all_to_all).
@@ -58,7 +58,7 @@ impl<'a> DeviceBatch<'a> {
             return Err(CommError::InvalidArgument(what));
         }
         let lens = vec![len / size; size];
-        self.exchanged(CallKind::AllToAll, (send, &lens), (recv, &lens))
+        self.push_all_to_all(CallKind::AllToAll, (send, &lens), (recv, &lens))
     }
 
     /// As [`Group::all_gather_v`](crate::Group::all_gather_v).
@@ -71,14 +71,14 @@ impl<'a> DeviceBatch<'a> {
         recv: &'a mut impl DevicePtrMut<T>,
         lens: &[usize],
     ) -> Result<&mut Self, CommError> {
-        let (me, of) = (self.group.rank(), T::OF);
+        let (me, datatype) = (self.group.rank(), T::ELEMENT_TYPE);
         let blocks = self.group.blocks(lens)?;
         check("send", send.len(), lens[me])?;
         check("recv", recv.len(), blocks.end())?;
-        let (send, recv) = (self.read(send)?, self.written(recv)?);
-        let steps = filled(&blocks, of, recv).map(|(root, recv, count)| {
+        let (send, recv) = (self.input(send)?, self.output(recv)?);
+        let steps = nonempty_blocks(&blocks, datatype, recv).map(|(root, recv, count)| {
             let send = if root == me { send } else { recv };
-            Step::Broadcast { send, recv, count, of, root }
+            NcclCall::Broadcast { send, recv, count, datatype, root }
         });
         Ok(self.add::<T>(CallKind::AllGatherV, None, 0, blocks.end(), steps))
     }
@@ -94,14 +94,14 @@ impl<'a> DeviceBatch<'a> {
         lens: &[usize],
         op: impl Into<Reduction<T>>,
     ) -> Result<&mut Self, CommError> {
-        let (me, of, op) = (self.group.rank(), T::OF, by(&op.into())?);
+        let (me, datatype, op) = (self.group.rank(), T::ELEMENT_TYPE, device_reduction(&op.into())?);
         let blocks = self.group.blocks(lens)?;
         check("send", send.len(), blocks.end())?;
         check("recv", recv.len(), lens[me])?;
-        let (send, recv) = (self.read(send)?, self.written(recv)?);
-        let steps = filled(&blocks, of, send).map(|(root, send, count)| {
+        let (send, recv) = (self.input(send)?, self.output(recv)?);
+        let steps = nonempty_blocks(&blocks, datatype, send).map(|(root, send, count)| {
             let recv = if root == me { recv } else { send };
-            Step::Reduce { send, recv, count, of, op, root }
+            NcclCall::Reduce { send, recv, count, datatype, op, root }
         });
         Ok(self.add::<T>(CallKind::ReduceScatterV, Some(op.op), 0, blocks.end(), steps))
     }
@@ -117,7 +117,7 @@ impl<'a> DeviceBatch<'a> {
         lens: &[usize],
         root: usize,
     ) -> Result<&mut Self, CommError> {
-        self.gathered(CallKind::GatherV, send, recv, lens, root)
+        self.push_gather(CallKind::GatherV, send, recv, lens, root)
     }
 
     /// As [`Group::scatter_v`](crate::Group::scatter_v).
@@ -131,7 +131,7 @@ impl<'a> DeviceBatch<'a> {
         lens: &[usize],
         root: usize,
     ) -> Result<&mut Self, CommError> {
-        self.scattered(CallKind::ScatterV, send, recv, lens, root)
+        self.push_scatter(CallKind::ScatterV, send, recv, lens, root)
     }
 
     /// As [`Group::all_to_all_v`](crate::Group::all_to_all_v).
@@ -145,10 +145,10 @@ impl<'a> DeviceBatch<'a> {
         recv: &'a mut impl DevicePtrMut<T>,
         recv_lens: &[usize],
     ) -> Result<&mut Self, CommError> {
-        self.exchanged(CallKind::AllToAllV, (send, send_lens), (recv, recv_lens))
+        self.push_all_to_all(CallKind::AllToAllV, (send, send_lens), (recv, recv_lens))
     }
 
-    fn gathered<T: DeviceElement>(
+    fn push_gather<T: DeviceElement>(
         &mut self,
         kind: CallKind,
         send: &'a impl DevicePtr<T>,
@@ -157,7 +157,7 @@ impl<'a> DeviceBatch<'a> {
         root: usize,
     ) -> Result<&mut Self, CommError> {
         self.check_rank(root, "root")?;
-        let (of, count, is_root) = (T::OF, send.len(), self.group.rank() == root);
+        let (datatype, count, is_root) = (T::ELEMENT_TYPE, send.len(), self.group.rank() == root);
         let blocks = if is_root { Some(self.group.blocks(lens)?) } else { None };
         if let Some(blocks) = &blocks {
             check("send", count, lens[root])?;
@@ -165,21 +165,21 @@ impl<'a> DeviceBatch<'a> {
         }
         let mut steps = SmallVec::<[_; 8]>::new();
         if count > 0 {
-            steps.push(Step::Send { send: self.read(send)?, count, of, to: root });
+            steps.push(NcclCall::Send { send: self.input(send)?, count, datatype, to: root });
         }
         if let Some(blocks) = &blocks {
-            let at = self.written(recv)?;
-            steps.extend(filled(blocks, of, at).map(|(from, recv, count)| Step::Recv {
+            let at = self.output(recv)?;
+            steps.extend(nonempty_blocks(blocks, datatype, at).map(|(from, recv, count)| NcclCall::Recv {
                 recv,
                 count,
-                of,
+                datatype,
                 from,
             }));
         }
-        Ok(self.add::<T>(kind, None, root, compared(kind, count), steps))
+        Ok(self.add::<T>(kind, None, root, compared_count(kind, count), steps))
     }
 
-    fn scattered<T: DeviceElement>(
+    fn push_scatter<T: DeviceElement>(
         &mut self,
         kind: CallKind,
         send: &'a impl DevicePtr<T>,
@@ -188,42 +188,56 @@ impl<'a> DeviceBatch<'a> {
         root: usize,
     ) -> Result<&mut Self, CommError> {
         self.check_rank(root, "root")?;
-        let (of, count, is_root) = (T::OF, recv.len(), self.group.rank() == root);
+        let (datatype, count, is_root) = (T::ELEMENT_TYPE, recv.len(), self.group.rank() == root);
         let mut steps = SmallVec::<[_; 8]>::new();
         if is_root {
             let blocks = self.group.blocks(lens)?;
             check("recv", count, lens[root])?;
             check("send", send.len(), blocks.end())?;
-            let at = self.read(send)?;
-            steps.extend(filled(&blocks, of, at).map(|(to, send, count)| Step::Send { send, count, of, to }));
+            let at = self.input(send)?;
+            steps.extend(nonempty_blocks(&blocks, datatype, at).map(|(to, send, count)| NcclCall::Send {
+                send,
+                count,
+                datatype,
+                to,
+            }));
         }
         if count > 0 {
-            steps.push(Step::Recv { recv: self.written(recv)?, count, of, from: root });
+            steps.push(NcclCall::Recv { recv: self.output(recv)?, count, datatype, from: root });
         }
-        Ok(self.add::<T>(kind, None, root, compared(kind, count), steps))
+        Ok(self.add::<T>(kind, None, root, compared_count(kind, count), steps))
     }
 
-    fn exchanged<T: DeviceElement>(
+    fn push_all_to_all<T: DeviceElement>(
         &mut self,
         kind: CallKind,
         (send, send_lens): (&'a impl DevicePtr<T>, &[usize]),
         (recv, recv_lens): (&'a mut impl DevicePtrMut<T>, &[usize]),
     ) -> Result<&mut Self, CommError> {
-        let of = T::OF;
+        let datatype = T::ELEMENT_TYPE;
         let (sent, received) = (self.group.blocks(send_lens)?, self.group.blocks(recv_lens)?);
         check("send", send.len(), sent.end())?;
         check("recv", recv.len(), received.end())?;
-        let count = compared(kind, send_lens[0]);
-        let (send, recv) = (self.read(send)?, self.written(recv)?);
-        let sends = filled(&sent, of, send).map(|(to, send, count)| Step::Send { send, count, of, to });
-        let recvs =
-            filled(&received, of, recv).map(|(from, recv, count)| Step::Recv { recv, count, of, from });
+        let count = compared_count(kind, send_lens[0]);
+        let (send, recv) = (self.input(send)?, self.output(recv)?);
+        let sends = nonempty_blocks(&sent, datatype, send).map(|(to, send, count)| NcclCall::Send {
+            send,
+            count,
+            datatype,
+            to,
+        });
+        let recvs = nonempty_blocks(&received, datatype, recv).map(|(from, recv, count)| NcclCall::Recv {
+            recv,
+            count,
+            datatype,
+            from,
+        });
         Ok(self.add::<T>(kind, None, 0, count, sends.chain(recvs)))
     }
 }
 
 /// The count that ranks compare; 0 for calls in which each rank has its own counts.
-fn compared(kind: CallKind, count: usize) -> usize {
+fn compared_count(kind: CallKind, count: usize) -> usize {
     match kind {
         CallKind::GatherV | CallKind::ScatterV | CallKind::AllToAllV => 0,
         _ => count,
@@ -231,10 +245,14 @@ fn compared(kind: CallKind, count: usize) -> usize {
 }
 
 /// The non-empty blocks of a buffer: rank, address, number of elements.
-fn filled(blocks: &Blocks, of: Of, start: Address) -> impl Iterator<Item = (usize, Address, usize)> {
-    let place = move |rank: usize| {
-        let range = blocks.of(rank);
-        (rank, start + (range.start * of.size_bytes()) as Address, range.len())
+fn nonempty_blocks(
+    blocks: &Blocks,
+    datatype: ElementType,
+    start: Address,
+) -> impl Iterator<Item = (usize, Address, usize)> {
+    let location = move |rank: usize| {
+        let range = blocks.range(rank);
+        (rank, start + (range.start * datatype.size_bytes()) as Address, range.len())
     };
-    (0..blocks.world()).map(place).filter(|&(.., count)| count > 0)
+    (0..blocks.world()).map(location).filter(|&(.., count)| count > 0)
 }

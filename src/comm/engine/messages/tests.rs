@@ -8,7 +8,7 @@ use convoke_env::Generation;
 use super::*;
 use crate::call::CallKind;
 use crate::dtype::Dtype;
-use crate::links::fake::{self, Script};
+use crate::links::fake::{self, FaultScript};
 use convoke_testkit::Random;
 
 fn credentials() -> Credentials {
@@ -19,34 +19,35 @@ fn call(len: usize, tag: u32) -> Call {
     Call::new(CallKind::PointToPoint, Dtype::U8, None, tag, len as u64)
 }
 
-fn ticket() -> Arc<Ticket> {
-    Arc::new(Ticket::new(Duration::from_secs(60)))
+fn completion() -> Arc<Completion> {
+    Arc::new(Completion::new(Duration::from_secs(60)))
 }
 
-/// A message in progress: its memory at both ends, and its tickets.
+/// A message in progress: its memory at both ends, and its completions.
 struct Message {
     tag: u32,
     sent: Vec<u8>,
     got: Vec<u8>,
-    sending: Option<Arc<Ticket>>,
-    receiving: Option<Arc<Ticket>>,
+    sending: Option<Arc<Completion>>,
+    receiving: Option<Arc<Completion>>,
 }
 
 #[allow(unsafe_code)]
 impl Message {
-    fn send(&mut self, from: &mut Mailbox) {
-        // SAFETY: the test keeps all messages, and does not change `sent`, until both mailboxes are gone.
-        let lent = unsafe { Lent::default().sent(0, &self.sent).outliving() };
-        let ticket = self.sending.insert(ticket());
-        from.post_send(&credentials(), call(self.sent.len(), self.tag), lent, Arc::clone(ticket));
+    fn send(&mut self, from: &mut PeerMessages) {
+        // SAFETY: the test keeps all messages, and does not change `sent`, until both queues are gone.
+        let buffer = unsafe { BorrowedBuffer::default().with_ref(0, &self.sent).erase_lifetime() };
+        let completion = self.sending.insert(completion());
+        from.post_send(&credentials(), call(self.sent.len(), self.tag), buffer, Arc::clone(completion));
     }
 
-    fn recv(&mut self, at: &mut Mailbox) {
-        // SAFETY: the test keeps all messages until both mailboxes are gone; it reads `got` only when its
-        // ticket is done.
-        let lent = unsafe { Lent::default().filled(0, &mut self.got).outliving() };
-        let ticket = self.receiving.insert(ticket());
-        at.post_recv(&credentials(), 0, call(self.got.len(), self.tag), lent, Arc::clone(ticket)).unwrap();
+    fn recv(&mut self, at: &mut PeerMessages) {
+        // SAFETY: the test keeps all messages until both queues are gone; it reads `got` only when its
+        // completion is done.
+        let buffer = unsafe { BorrowedBuffer::default().with_mut(0, &mut self.got).erase_lifetime() };
+        let completion = self.receiving.insert(completion());
+        at.post_recv(&credentials(), 0, call(self.got.len(), self.tag), buffer, Arc::clone(completion))
+            .unwrap();
     }
 }
 
@@ -57,13 +58,15 @@ fn random_messages_keep_their_order_for_each_tag() {
     let mut random = Random::new("random_messages_keep_their_order_for_each_tag");
     for round in 0..60 {
         let script = match round % 3 {
-            0 => Script::default(),
-            1 => Script { step: 3000, capacity: 5000, refuse: 4, interrupt: 6, ..Script::default() },
-            _ => Script { step: 7, capacity: 16, ..Script::default() },
+            0 => FaultScript::default(),
+            1 => {
+                FaultScript { step: 3000, capacity: 5000, refuse: 4, interrupt: 6, ..FaultScript::default() }
+            }
+            _ => FaultScript { step: 7, capacity: 16, ..FaultScript::default() },
         };
         let small = round % 3 == 2;
-        let (a, b) = fake::pair(Script { seed: random.next(), ..script });
-        let (mut left, mut right) = (Mailbox::new(1), Mailbox::new(0));
+        let (a, b) = fake::pair(FaultScript { seed: random.next(), ..script });
+        let (mut left, mut right) = (PeerMessages::new(1), PeerMessages::new(0));
         (left.conn, right.conn) = (Some(Conn::new(Box::new(a))), Some(Conn::new(Box::new(b))));
         let mut messages: Vec<Message> = (0..if small { 12 } else { 80 })
             .map(|index| {
@@ -87,7 +90,7 @@ fn random_messages_keep_their_order_for_each_tag() {
         let mut idle = 0;
         while messages
             .iter()
-            .any(|message| !message.receiving.as_ref().is_some_and(|ticket| ticket.is_done()))
+            .any(|message| !message.receiving.as_ref().is_some_and(|completion| completion.is_done()))
         {
             match random.below(12) {
                 0 if sends < messages.len() => {
@@ -101,22 +104,24 @@ fn random_messages_keep_their_order_for_each_tag() {
                     }
                 }
                 side => {
-                    let mailbox = if side % 2 == 0 { &mut left } else { &mut right };
-                    let moved = mailbox.turn(&credentials(), &mut Open::default()).unwrap();
+                    let side = if side % 2 == 0 { &mut left } else { &mut right };
+                    let moved = side.progress(&credentials(), &mut AnySourceQueue::default()).unwrap();
                     idle = if moved { 0 } else { idle + 1 };
                     assert!(idle < 200_000, "nothing moves any more");
                 }
             }
         }
         // Credit that is still on its way.
-        while left.turn(&credentials(), &mut Open::default()).unwrap()
-            | right.turn(&credentials(), &mut Open::default()).unwrap()
+        while left.progress(&credentials(), &mut AnySourceQueue::default()).unwrap()
+            | right.progress(&credentials(), &mut AnySourceQueue::default()).unwrap()
         {}
         assert!(
-            messages.iter().all(|message| message.sending.as_ref().is_some_and(|ticket| ticket.is_done()))
+            messages
+                .iter()
+                .all(|message| message.sending.as_ref().is_some_and(|completion| completion.is_done()))
         );
-        assert!(right.early.is_empty() && right.recvs.is_empty() && left.sends.is_empty());
-        assert_eq!(left.credit + right.owed, CREDIT_BYTES, "credit is lost or made");
+        assert!(right.unexpected.is_empty() && right.recvs.is_empty() && left.sends.is_empty());
+        assert_eq!(left.credit + right.credit_owed, CREDIT_BYTES, "credit is lost or made");
         for message in &messages {
             assert!(message.got == message.sent);
         }
@@ -127,35 +132,43 @@ fn random_messages_keep_their_order_for_each_tag() {
 #[test]
 fn messages_beyond_the_announcement_limit_wait_at_the_sender() {
     for len in [0, 100, EAGER_BYTES + 1] {
-        let (a, b) = fake::pair(Script::default());
-        let (mut left, mut right) = (Mailbox::new(1), Mailbox::new(0));
+        let (a, b) = fake::pair(FaultScript::default());
+        let (mut left, mut right) = (PeerMessages::new(1), PeerMessages::new(0));
         (left.conn, right.conn) = (Some(Conn::new(Box::new(a))), Some(Conn::new(Box::new(b))));
         let eager = if len > EAGER_BYTES { 0 } else { CREDIT_BYTES / (len + HEADER_BYTES) };
-        let count = eager + 4 * ANNOUNCEMENTS;
+        let count = eager + 4 * MAX_ANNOUNCEMENTS;
         let mut messages: Vec<Message> = (0..count)
             .map(|index| {
                 let sent = vec![index as u8; len];
                 Message { tag: 1, got: vec![0; len], sent, sending: None, receiving: None }
             })
             .collect();
-        let turn = |left: &mut Mailbox, right: &mut Mailbox| {
-            while left.turn(&credentials(), &mut Open::default()).unwrap()
-                | right.turn(&credentials(), &mut Open::default()).unwrap()
+        let exchange = |left: &mut PeerMessages, right: &mut PeerMessages| {
+            while left.progress(&credentials(), &mut AnySourceQueue::default()).unwrap()
+                | right.progress(&credentials(), &mut AnySourceQueue::default()).unwrap()
             {}
         };
         messages.iter_mut().for_each(|message| message.send(&mut left));
-        turn(&mut left, &mut right);
-        assert_eq!((right.early.len(), right.offers), (eager + ANNOUNCEMENTS, ANNOUNCEMENTS), "{len}");
+        exchange(&mut left, &mut right);
+        assert_eq!(
+            (right.unexpected.len(), right.unexpected_announcements),
+            (eager + MAX_ANNOUNCEMENTS, MAX_ANNOUNCEMENTS),
+            "{len}"
+        );
         for message in &mut messages {
             message.recv(&mut right);
-            turn(&mut left, &mut right);
+            exchange(&mut left, &mut right);
         }
         for message in &messages {
             assert!(message.got == message.sent);
-            assert!(message.sending.as_ref().is_some_and(|ticket| ticket.is_done()));
+            assert!(message.sending.as_ref().is_some_and(|completion| completion.is_done()));
         }
-        assert_eq!((left.held, left.announced, right.kept, right.offers), (0, 0, 0, 0), "{len}");
-        assert_eq!(left.credit + right.owed, CREDIT_BYTES, "credit is lost or made");
+        assert_eq!(
+            (left.held, left.announced, right.unexpected_bytes, right.unexpected_announcements),
+            (0, 0, 0, 0),
+            "{len}"
+        );
+        assert_eq!(left.credit + right.credit_owed, CREDIT_BYTES, "credit is lost or made");
     }
 }
 
@@ -164,12 +177,12 @@ fn messages_beyond_the_announcement_limit_wait_at_the_sender() {
 fn random_frames_never_cause_a_panic() {
     let mut random = Random::new("random_frames_never_cause_a_panic");
     for _ in 0..3000 {
-        let (mut stranger, ours) = fake::pair(Script::default());
-        let mut mailbox = Mailbox::new(0);
-        mailbox.conn = Some(Conn::new(Box::new(ours)));
+        let (mut peer, ours) = fake::pair(FaultScript::default());
+        let mut receiver = PeerMessages::new(0);
+        receiver.conn = Some(Conn::new(Box::new(ours)));
         let mut message =
             Message { tag: 1, sent: Vec::new(), got: vec![0; 100], sending: None, receiving: None };
-        message.recv(&mut mailbox);
+        message.recv(&mut receiver);
         let mut bytes = Vec::new();
         for _ in 0..1 + random.below(5) {
             let kinds = [Kind::Eager, Kind::Rts, Kind::Cts, Kind::Message, Kind::Credit, Kind::Data];
@@ -178,7 +191,7 @@ fn random_frames_never_cause_a_panic() {
             let header = Frame {
                 len: len as u64,
                 call: about.encode(),
-                ..bare(&credentials(), kind, random.below(3) as u64)
+                ..plain_frame(&credentials(), kind, random.below(3) as u64)
             };
             let mut frame = header.encode().to_vec();
             frame.extend((0..len).map(|_| random.next() as u8));
@@ -188,9 +201,9 @@ fn random_frames_never_cause_a_panic() {
             }
             bytes.extend(frame);
         }
-        crate::links::Link::try_send(&mut stranger, &[IoSlice::new(&bytes)]).unwrap();
+        crate::links::Link::try_send(&mut peer, &[IoSlice::new(&bytes)]).unwrap();
         for _ in 0..20 {
-            if mailbox.turn(&credentials(), &mut Open::default()).is_err() {
+            if receiver.progress(&credentials(), &mut AnySourceQueue::default()).is_err() {
                 break;
             }
         }

@@ -8,28 +8,28 @@ use half::{bf16, f16};
 use super::*;
 use crate::call::CallKind;
 use crate::dtype::{Dtype, Element, ReduceOp};
-use crate::links::fake::{self, Script};
+use crate::links::fake::{self, FaultScript};
 use crate::plan::{self, Algorithm, Rounding, Topology};
 use crate::reduction::Reduction;
 use convoke_testkit::Random;
 
-impl Lanes for HashMap<usize, Conn> {
-    fn lane(&mut self, peer: usize) -> Option<&mut Conn> {
+impl PeerConnections for HashMap<usize, Conn> {
+    fn connection(&mut self, peer: usize) -> Option<&mut Conn> {
         self.get_mut(&peer)
     }
 }
 
-fn mesh(world: usize, script: &Script) -> Vec<HashMap<usize, Conn>> {
-    let mut lanes: Vec<HashMap<usize, Conn>> = (0..world).map(|_| HashMap::new()).collect();
+fn mesh(world: usize, script: &FaultScript) -> Vec<HashMap<usize, Conn>> {
+    let mut connections: Vec<HashMap<usize, Conn>> = (0..world).map(|_| HashMap::new()).collect();
     for a in 0..world {
         for b in 0..a {
             let seed = script.seed.wrapping_add((a * world + b) as u64);
-            let (x, y) = fake::pair(Script { seed, ..script.clone() });
-            lanes[a].insert(b, Conn::new(Box::new(x)));
-            lanes[b].insert(a, Conn::new(Box::new(y)));
+            let (x, y) = fake::pair(FaultScript { seed, ..script.clone() });
+            connections[a].insert(b, Conn::new(Box::new(x)));
+            connections[b].insert(a, Conn::new(Box::new(y)));
         }
     }
-    lanes
+    connections
 }
 
 fn credentials() -> Credentials {
@@ -56,8 +56,8 @@ fn run_with<T: Element>(
     rank: usize,
 ) -> Streams {
     // SAFETY: the tests keep the memory until the run is dropped and read it only after that.
-    let lent = unsafe { Lent::default().filled(0, memory).outliving() };
-    Streams::new(&credentials(), call, seq, Arc::new(plan), lent, kernel, rank)
+    let buffer = unsafe { BorrowedBuffer::default().with_mut(0, memory).erase_lifetime() };
+    Streams::new(&credentials(), call, seq, Arc::new(plan), buffer, kernel, rank)
 }
 
 fn all_reduce(algorithm: Algorithm, rank: usize, topology: &Topology, count: usize) -> Plan {
@@ -67,26 +67,26 @@ fn all_reduce(algorithm: Algorithm, rank: usize, topology: &Topology, count: usi
 /// Turns all runs in random order until all are finished or one fails.
 fn drive(
     runs: &mut [Streams],
-    lanes: &mut [HashMap<usize, Conn>],
+    connections: &mut [HashMap<usize, Conn>],
     random: &mut Random,
-) -> Result<(), RunError> {
+) -> Result<(), ExecutionError> {
     let mut idle = 0;
     while runs.iter().any(|run| !run.is_finished()) {
         let rank = random.below(runs.len());
-        let moved = runs[rank].turn(&mut lanes[rank])?;
+        let moved = runs[rank].progress(&mut connections[rank])?;
         idle = if moved { 0 } else { idle + 1 };
         assert!(idle < 20_000, "nothing moves any more");
     }
     Ok(())
 }
 
-fn scripts(random: &mut Random) -> [Script; 3] {
+fn scripts(random: &mut Random) -> [FaultScript; 3] {
     let seed = random.next();
     [
-        Script { seed, ..Script::default() },
+        FaultScript { seed, ..FaultScript::default() },
         // A link must hold at least one element.
-        Script { step: 1, capacity: 8, seed, ..Script::default() },
-        Script { step: 700, capacity: 900, refuse: 3, interrupt: 5, seed, ..Script::default() },
+        FaultScript { step: 1, capacity: 8, seed, ..FaultScript::default() },
+        FaultScript { step: 700, capacity: 900, refuse: 3, interrupt: 5, seed, ..FaultScript::default() },
     ]
 }
 
@@ -103,7 +103,7 @@ fn sums_are_correct_and_equal_on_any_link() {
                     .collect();
                 let want: Vec<f64> =
                     (0..count).map(|i| (0..world).map(|rank| f64::from(memory[rank][i])).sum()).collect();
-                let mut lanes = mesh(world, &script);
+                let mut connections = mesh(world, &script);
                 // Two collectives run in a row, so that one may read ahead bytes of the next.
                 for seq in 0..2 {
                     let start = memory.clone();
@@ -113,7 +113,7 @@ fn sums_are_correct_and_equal_on_any_link() {
                             run(all_reduce_call(count), seq, plan, memory, (rank, world))
                         })
                         .collect();
-                    drive(&mut runs, &mut lanes, &mut random).unwrap();
+                    drive(&mut runs, &mut connections, &mut random).unwrap();
                     drop(runs);
                     assert!(memory.iter().all(|values| *values == memory[0]), "ranks differ");
                     if seq == 0 {
@@ -132,13 +132,13 @@ fn reduce_with<T: Element>(
     algorithm: Algorithm,
     reduction: impl Fn(usize) -> Reduction<T>,
     start: &[Vec<T>],
-    script: &Script,
+    script: &FaultScript,
     random: &mut Random,
 ) -> Vec<Vec<T>> {
     let (world, count) = (start.len(), start[0].len());
     let hosts = Topology::new((0..world).map(|rank| rank / 2));
     let mut memory = start.to_vec();
-    let mut lanes = mesh(world, script);
+    let mut connections = mesh(world, script);
     let mut runs: Vec<_> = (memory.iter_mut().enumerate())
         .map(|(rank, memory)| {
             let reduction = reduction(rank);
@@ -149,7 +149,7 @@ fn reduce_with<T: Element>(
             run_with(reduction.kernel(world).ok(), call, 0, plan, memory, rank)
         })
         .collect();
-    drive(&mut runs, &mut lanes, random).unwrap();
+    drive(&mut runs, &mut connections, random).unwrap();
     drop(runs);
     memory
 }
@@ -221,7 +221,7 @@ fn user_functions_receive_lower_rank_operands_first() {
                     }
                 })
             };
-            let got = reduce_with(algorithm, |_| mixed(), &start, &Script::default(), &mut random);
+            let got = reduce_with(algorithm, |_| mixed(), &start, &FaultScript::default(), &mut random);
             assert!(got.iter().all(|values| *values == got[0]), "{algorithm:?} of {world}");
         }
     }
@@ -238,14 +238,14 @@ fn broadcasts_are_delivered_on_any_link() {
                 let mut memory: Vec<Vec<f32>> =
                     (0..world).map(|rank| vec![if rank == root { 3.0 } else { 2.0 }; count]).collect();
                 let call = Call { kind: CallKind::Broadcast, op: None, ..all_reduce_call(count) };
-                let mut lanes = mesh(world, &script);
+                let mut connections = mesh(world, &script);
                 let mut runs: Vec<_> = (memory.iter_mut().enumerate())
                     .map(|(rank, memory)| {
                         let plan = plan::broadcast(algorithm, rank, &hosts, count, root);
                         run(call, 9, plan, memory, (rank, world))
                     })
                     .collect();
-                drive(&mut runs, &mut lanes, &mut random).unwrap();
+                drive(&mut runs, &mut connections, &mut random).unwrap();
                 drop(runs);
                 assert!(memory.iter().flatten().all(|&value| value == 3.0));
             }
@@ -258,16 +258,16 @@ fn connection_closed_anywhere_is_reported_without_waiting() {
     let mut random = Random::new("a_connection_that_ends_anywhere_is_reported");
     for _ in 0..50 {
         let end_after = random.below(HEADER_BYTES + 4000);
-        let script = Script { end_after, capacity: 700, seed: random.next(), ..Script::default() };
-        let mut lanes = mesh(2, &script);
+        let script = FaultScript { end_after, capacity: 700, seed: random.next(), ..FaultScript::default() };
+        let mut connections = mesh(2, &script);
         let (mut a, mut b) = (vec![1.0; 1000], vec![2.0; 1000]);
         let pair = Topology::one_host(2);
         let mut runs = [
             run(all_reduce_call(1000), 0, all_reduce(Algorithm::Ring, 0, &pair, 1000), &mut a, (0, 2)),
             run(all_reduce_call(1000), 0, all_reduce(Algorithm::Ring, 1, &pair, 1000), &mut b, (1, 2)),
         ];
-        let error = drive(&mut runs, &mut lanes, &mut random).unwrap_err();
-        assert!(matches!(error, RunError::Broken { .. }), "{error:?}");
+        let error = drive(&mut runs, &mut connections, &mut random).unwrap_err();
+        assert!(matches!(error, ExecutionError::Broken { .. }), "{error:?}");
     }
 }
 
@@ -283,12 +283,12 @@ fn differing_call_is_a_mismatch_before_data_changes() {
         (mine, 1),
     ];
     for (theirs, seq) in others {
-        let mut lanes = mesh(2, &Script::default());
+        let mut connections = mesh(2, &FaultScript::default());
         let (mut a, mut b) = (vec![1.0; 100], vec![2.0; 100]);
         let plan = |rank| all_reduce(Algorithm::Doubling, rank, &Topology::one_host(2), 100);
         let mut runs = [run(mine, 0, plan(0), &mut a, (0, 2)), run(theirs, seq, plan(1), &mut b, (1, 2))];
-        let error = drive(&mut runs, &mut lanes, &mut random).unwrap_err();
-        assert!(matches!(error, RunError::Mismatch { .. }), "{error:?}");
+        let error = drive(&mut runs, &mut connections, &mut random).unwrap_err();
+        assert!(matches!(error, ExecutionError::Mismatch { .. }), "{error:?}");
         drop(runs);
         assert!(a.iter().all(|&x| x == 1.0) && b.iter().all(|&x| x == 2.0));
     }
@@ -315,19 +315,19 @@ fn garbage_instead_of_a_header_is_a_protocol_error() {
     let mut bad: Vec<(&str, Vec<u8>)> = cases.map(|(name, frame)| (name, frame.encode().to_vec())).into();
     bad.push(("no frame at all", (0..HEADER_BYTES).map(|_| random.next() as u8).collect()));
     for (name, bytes) in bad {
-        let (mut stranger, ours) = fake::pair(Script::default());
-        let mut lanes = HashMap::from([(1, Conn::new(Box::new(ours)))]);
-        crate::links::Link::try_send(&mut stranger, &[IoSlice::new(&bytes)]).unwrap();
+        let (mut peer, ours) = fake::pair(FaultScript::default());
+        let mut connections = HashMap::from([(1, Conn::new(Box::new(ours)))]);
+        crate::links::Link::try_send(&mut peer, &[IoSlice::new(&bytes)]).unwrap();
         let mut memory = vec![1.0; 100];
         let plan = all_reduce(Algorithm::Doubling, 0, &Topology::one_host(2), 100);
         let mut run = run(all_reduce_call(100), 0, plan, &mut memory, (0, 2));
         let mut result = Ok(true);
         for _ in 0..10 {
-            result = run.turn(&mut lanes);
+            result = run.progress(&mut connections);
             if result.is_err() {
                 break;
             }
         }
-        assert!(matches!(result, Err(RunError::Protocol { peer: 1, .. })), "{name}: {result:?}");
+        assert!(matches!(result, Err(ExecutionError::Protocol { peer: 1, .. })), "{name}: {result:?}");
     }
 }

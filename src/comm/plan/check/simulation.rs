@@ -2,8 +2,8 @@
 
 use std::collections::VecDeque;
 
-use super::{NOTHING, Value, mix};
-use crate::kernels::Fold;
+use super::{EMPTY, Value, mix};
+use crate::kernels::OrderedReduceStep;
 use crate::plan::{Apply, Direction, Plan};
 
 /// The ranks with their memory, and the elements on the way between them.
@@ -33,7 +33,7 @@ struct Wire {
 impl<'a> Simulation<'a> {
     pub(super) fn new(plans: &'a [Plan], memory: Vec<Vec<Value>>) -> Self {
         let progress = plans.iter().map(|plan| vec![0; plan.streams.len()]).collect();
-        let sums = plans.iter().map(|plan| vec![NOTHING; plan.window]).collect();
+        let sums = plans.iter().map(|plan| vec![EMPTY; plan.window]).collect();
         let seed = mix(plans.len() as u64 + 7);
         let mut simulation = Self { plans, memory, sums, progress, wires: wires(plans), capacity: 0, seed };
         simulation.capacity = 1 + simulation.random(4);
@@ -68,10 +68,10 @@ impl<'a> Simulation<'a> {
             let (front, back) = (wire.sends.front(), wire.recvs.front());
             let may_send = late != Some(wire.from)
                 && wire.queue.len() < self.capacity
-                && front.is_some_and(|&(stream, _)| self.is_open(wire.from, stream));
+                && front.is_some_and(|&(stream, _)| self.is_ready(wire.from, stream));
             let may_recv = late != Some(wire.to)
                 && !wire.queue.is_empty()
-                && back.is_some_and(|&(stream, ..)| self.is_open(wire.to, stream));
+                && back.is_some_and(|&(stream, ..)| self.is_ready(wire.to, stream));
             if may_send && (!may_recv || self.random(2) == 0) {
                 self.send(index);
             } else if may_recv {
@@ -105,7 +105,7 @@ impl<'a> Simulation<'a> {
             Apply::Copy => *into = value,
             Apply::Reduce => *into = into.plus(value, false),
             Apply::ReduceLast => *into = into.plus(value, true),
-            Apply::Fold(Fold { first, own, last }) => {
+            Apply::ReduceOrdered(OrderedReduceStep { first, own, last }) => {
                 let slot = self.progress[wire.to][stream] % self.plans[wire.to].window;
                 let sum = &mut self.sums[wire.to][slot];
                 // A share that comes too early finds the sum of another element and is added to that.
@@ -117,10 +117,10 @@ impl<'a> Simulation<'a> {
         self.progress[wire.to][stream] += 1;
     }
 
-    fn is_open(&self, rank: usize, stream: usize) -> bool {
+    fn is_ready(&self, rank: usize, stream: usize) -> bool {
         let moved = |stream: usize| self.progress[rank][stream].cast_signed();
-        let gate = self.plans[rank].streams[stream].gate;
-        gate.is_none_or(|gate| moved(stream) < gate.lead + moved(gate.stream))
+        let dependency = self.plans[rank].streams[stream].dependency;
+        dependency.is_none_or(|dependency| moved(stream) < dependency.lead + moved(dependency.stream))
     }
 
     fn random(&mut self, below: usize) -> usize {
@@ -139,17 +139,17 @@ fn wires(plans: &[Plan]) -> Vec<Wire> {
             };
             let sends: VecDeque<_> = of(from, to, Direction::Send)
                 .flat_map(|(index, stream)| {
-                    stream.segments.iter().flat_map(move |segment| {
-                        assert_eq!(segment.apply, Apply::Copy);
-                        segment.range.clone().map(move |element| (index, element))
+                    stream.parts.iter().flat_map(move |part| {
+                        assert_eq!(part.apply, Apply::Copy);
+                        part.range.clone().map(move |element| (index, element))
                     })
                 })
                 .collect();
             let recvs: VecDeque<_> = of(to, from, Direction::Recv)
                 .flat_map(|(index, stream)| {
-                    stream.segments.iter().flat_map(move |segment| {
-                        let apply = segment.apply;
-                        segment.range.clone().map(move |element| (index, element, apply))
+                    stream.parts.iter().flat_map(move |part| {
+                        let apply = part.apply;
+                        part.range.clone().map(move |element| (index, element, apply))
                     })
                 })
                 .collect();

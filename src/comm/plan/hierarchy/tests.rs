@@ -32,7 +32,7 @@ fn reduce_scatter_and_all_gather_halves_are_correct() {
 /// Returns the number of elements that leave each host.
 fn leaving(topology: &Topology, plan: impl Fn(usize) -> Plan) -> Vec<usize> {
     let leaves = |host: usize, stream: &Stream| {
-        stream.direction == Direction::Send && topology.place(stream.peer).0 != host
+        stream.direction == Direction::Send && topology.host_and_index(stream.peer).0 != host
     };
     let of = |host: usize| {
         let streams = topology.hosts()[host].iter().flat_map(|&rank| plan(rank).streams);
@@ -49,7 +49,7 @@ fn hierarchy_sends_the_minimum_between_hosts() {
             let count = 60 * hosts * ranks;
             let sent = leaving(&topology, |rank| all_reduce(rank, &topology, count, 20 * hosts * ranks));
             assert_eq!(sent, vec![2 * count * (hosts - 1) / hosts; hosts], "{topology:?}");
-            let blocks = Blocks::equal_of(hosts * ranks, 60);
+            let blocks = Blocks::uniform(hosts * ranks, 60);
             let want = vec![ranks * 60 * (hosts - 1); hosts];
             assert_eq!(leaving(&topology, |rank| all_gather(rank, &topology, &blocks, 100)), want);
             assert_eq!(leaving(&topology, |rank| reduce_scatter(rank, &topology, &blocks, 100)), want);

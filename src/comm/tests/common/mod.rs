@@ -9,7 +9,7 @@ pub(crate) use convoke_comm::{CommError, Group, GroupOptions, ReduceOp};
 use convoke_comm::{Complex, Element, bf16, f16};
 use convoke_store::{MemoryStore, Store};
 
-pub(crate) use convoke_testkit::{Gate, free_port, is_full};
+pub(crate) use convoke_testkit::{TimedBarrier, free_port, is_full_test_run};
 
 /// The timeout of operations that should succeed.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
@@ -22,31 +22,31 @@ pub(crate) fn options() -> GroupOptions {
 }
 
 /// Runs `body` on `world` ranks and returns what each returned, in order.
-pub(crate) fn ranks<R: Send>(world: usize, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
-    with_options(world, GroupOptions::default(), body)
+pub(crate) fn run_ranks<R: Send>(world: usize, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
+    run_with_options(world, GroupOptions::default(), body)
 }
 
-/// As [`ranks`], but `body` begins only when the group works on all ranks, so that no failure comes earlier.
-pub(crate) fn ranks_together<R: Send>(world: usize, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
-    let gate = Gate::new(world);
-    ranks(world, |group| {
+/// As [`run_ranks`], but `body` begins only when the group works on all ranks, so that no failure comes earlier.
+pub(crate) fn run_ranks_together<R: Send>(world: usize, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
+    let gate = TimedBarrier::new(world);
+    run_ranks(world, |group| {
         group.barrier().unwrap();
         gate.wait();
         body(group)
     })
 }
 
-pub(crate) fn with_options<R: Send>(
+pub(crate) fn run_with_options<R: Send>(
     world: usize,
     options: GroupOptions,
     body: impl Fn(Group) -> R + Sync,
 ) -> Vec<R> {
-    let (store, options) = place(options);
-    on(&store, world, &options, body)
+    let (store, options) = unique_group(options);
+    run_on_store(&store, world, &options, body)
 }
 
 /// A new store, and options with a unique group name.
-fn place(options: GroupOptions) -> (Arc<dyn Store>, GroupOptions) {
+fn unique_group(options: GroupOptions) -> (Arc<dyn Store>, GroupOptions) {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     let name = format!("test-{}", NEXT.fetch_add(1, Ordering::Relaxed));
     (Arc::new(MemoryStore::new()), options.timeout(LONG).init_timeout(LONG).name(name))
@@ -61,27 +61,27 @@ pub(crate) const HOSTS: [&[usize]; 6] =
 pub(crate) const WITH_HIERARCHIES: [&str; 2] =
     ["", "all_reduce:hierarchy,all_gather:hierarchy,reduce_scatter:hierarchy"];
 
-/// As [`with_options`], with one rank on each of `hosts` and these algorithms.
-pub(crate) fn on_hosts<R: Send>(
+/// As [`run_with_options`], with one rank on each of `hosts` and these algorithms.
+pub(crate) fn run_on_hosts<R: Send>(
     hosts: &[usize],
     algorithms: &str,
     body: impl Fn(Group) -> R + Sync,
 ) -> Vec<R> {
-    let (store, options) = place(GroupOptions::default().algorithms(algorithms));
-    each(&store, hosts.len(), |rank| options.clone().part_of_host(hosts[rank].to_string()), body)
+    let (store, options) = unique_group(GroupOptions::default().algorithms(algorithms));
+    spawn_ranks(&store, hosts.len(), |rank| options.clone().locality_domain(hosts[rank].to_string()), body)
 }
 
-/// As [`with_options`], on a given store with exactly these options.
-pub(crate) fn on<R: Send>(
+/// As [`run_with_options`], on a given store with exactly these options.
+pub(crate) fn run_on_store<R: Send>(
     store: &Arc<dyn Store>,
     world: usize,
     options: &GroupOptions,
     body: impl Fn(Group) -> R + Sync,
 ) -> Vec<R> {
-    each(store, world, |_| options.clone(), body)
+    spawn_ranks(store, world, |_| options.clone(), body)
 }
 
-fn each<R: Send>(
+fn spawn_ranks<R: Send>(
     store: &Arc<dyn Store>,
     world: usize,
     options: impl Fn(usize) -> GroupOptions + Sync,

@@ -11,7 +11,7 @@ fn refused<T: std::fmt::Debug>(result: Result<T, CommError>, why: &str) {
 
 #[test]
 fn streams_and_buffers_of_other_contexts_are_refused() {
-    if !is_simulated("misuse::streams_and_buffers_of_other_contexts_are_refused", &[]) {
+    if !run_with_simulated_gpus("misuse::streams_and_buffers_of_other_contexts_are_refused", &[]) {
         return;
     }
     on_devices(1, |group, stream| {
@@ -30,7 +30,7 @@ fn streams_and_buffers_of_other_contexts_are_refused() {
 
 #[test]
 fn overflowing_total_lengths_are_refused() {
-    if !is_simulated("misuse::overflowing_total_lengths_are_refused", &[]) {
+    if !run_with_simulated_gpus("misuse::overflowing_total_lengths_are_refused", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
@@ -48,7 +48,7 @@ fn overflowing_total_lengths_are_refused() {
 
 #[test]
 fn ranks_may_destroy_a_group_at_different_times() {
-    if !is_simulated("misuse::ranks_may_destroy_a_group_at_different_times", &[]) {
+    if !run_with_simulated_gpus("misuse::ranks_may_destroy_a_group_at_different_times", &[]) {
         return;
     }
     on_devices(2, |group, _| {
@@ -62,13 +62,13 @@ fn ranks_may_destroy_a_group_at_different_times() {
             group.barrier().unwrap();
             drop(part);
         }
-        assert!(begun.elapsed() < 2 * AT_ONCE, "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < 2 * PROMPT_LIMIT, "{:?}", begun.elapsed());
     });
 }
 
 #[test]
 fn split_waits_for_pending_device_operations() {
-    if !is_simulated("misuse::split_waits_for_pending_device_operations", &[]) {
+    if !run_with_simulated_gpus("misuse::split_waits_for_pending_device_operations", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
@@ -85,7 +85,7 @@ fn split_waits_for_pending_device_operations() {
 
 #[test]
 fn operations_completed_before_an_abort_stay_successful() {
-    if !is_simulated("misuse::operations_completed_before_an_abort_stay_successful", &[]) {
+    if !run_with_simulated_gpus("misuse::operations_completed_before_an_abort_stay_successful", &[]) {
         return;
     }
     on_devices(1, |group, stream| {
@@ -102,10 +102,10 @@ fn operations_completed_before_an_abort_stay_successful() {
 
 #[test]
 fn destroying_the_host_group_destroys_its_device_groups() {
-    if !is_simulated("misuse::destroying_the_host_group_destroys_its_device_groups", &[]) {
+    if !run_with_simulated_gpus("misuse::destroying_the_host_group_destroys_its_device_groups", &[]) {
         return;
     }
-    ranks(2, |host| {
+    run_ranks(2, |host| {
         let context = device::open(host.rank()).unwrap();
         let group = host.with_device(&context, DeviceOptions::default()).unwrap();
         let stream = context.new_stream().unwrap();
@@ -121,7 +121,7 @@ fn destroying_the_host_group_destroys_its_device_groups() {
 
 #[test]
 fn any_thread_may_query_work_completion() {
-    if !is_simulated("misuse::any_thread_may_query_work_completion", &[]) {
+    if !run_with_simulated_gpus("misuse::any_thread_may_query_work_completion", &[]) {
         return;
     }
     on_devices(2, |group, stream| {
@@ -135,10 +135,10 @@ fn any_thread_may_query_work_completion() {
 
 #[test]
 fn checked_batches_may_start_with_different_messages() {
-    if !is_simulated("misuse::checked_batches_may_start_with_different_messages", &[]) {
+    if !run_with_simulated_gpus("misuse::checked_batches_may_start_with_different_messages", &[]) {
         return;
     }
-    with_options(2, &DeviceOptions::default().checked(true), |group, stream| {
+    run_with_options(2, &DeviceOptions::default().checked(true), |group, stream| {
         let (mut sum, mut buf) =
             (buffer(&stream, &[1.0_f32]), buffer(&stream, &[4.0_f32 + group.rank() as f32]));
         let on = group.on(&stream).unwrap();
@@ -160,17 +160,17 @@ fn checked_batches_may_start_with_different_messages() {
 
 #[test]
 fn abort_releases_a_staged_call_that_waits_for_a_kernel() {
-    if !is_simulated("misuse::abort_releases_a_staged_call_that_waits_for_a_kernel", &[]) {
+    if !run_with_simulated_gpus("misuse::abort_releases_a_staged_call_that_waits_for_a_kernel", &[]) {
         return;
     }
-    with_options(1, &DeviceOptions::default().staged(true), |group, stream| {
+    run_with_options(1, &DeviceOptions::default().staged(true), |group, stream| {
         let mut buf = buffer(&stream, &[1.0_f32]);
         let spin = Spin::on(&stream);
         let abort = abort_when_asleep(&group);
         let begun = Instant::now();
         let error = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap_err();
         assert!(matches!(error, CommError::Aborted { .. }), "{error}");
-        assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < PROMPT_LIMIT, "{:?}", begun.elapsed());
         abort.join().unwrap();
         drop(spin);
     });

@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn group_can_be_split_while_another_thread_calls() {
-    if !is_simulated("threads::group_can_be_split_while_another_thread_calls", &[]) {
+    if !run_with_simulated_gpus("threads::group_can_be_split_while_another_thread_calls", &[]) {
         return;
     }
     on_devices(1, |group, stream| {
@@ -26,10 +26,10 @@ fn group_can_be_split_while_another_thread_calls() {
 
 #[test]
 fn messages_continue_after_a_rank_departs() {
-    if !is_simulated("threads::messages_continue_after_a_rank_departs", &[]) {
+    if !run_with_simulated_gpus("threads::messages_continue_after_a_rank_departs", &[]) {
         return;
     }
-    let has_left = common::Gate::new(3);
+    let has_left = common::TimedBarrier::new(3);
     on_devices(3, |group, stream| {
         let rank = group.rank();
         if rank == 2 {
@@ -59,7 +59,7 @@ fn messages_continue_after_a_rank_departs() {
 
 #[test]
 fn caller_waits_while_the_device_queue_is_full() {
-    if !is_simulated("threads::caller_waits_while_the_device_queue_is_full", &[]) {
+    if !run_with_simulated_gpus("threads::caller_waits_while_the_device_queue_is_full", &[]) {
         return;
     }
     on_devices(1, |group, stream| {
@@ -86,7 +86,7 @@ fn caller_waits_while_the_device_queue_is_full() {
 
 #[test]
 fn abort_releases_threads_that_wait_to_call() {
-    if !is_simulated("threads::abort_releases_threads_that_wait_to_call", &[]) {
+    if !run_with_simulated_gpus("threads::abort_releases_threads_that_wait_to_call", &[]) {
         return;
     }
     on_devices(1, |group, stream| {
@@ -97,7 +97,7 @@ fn abort_releases_threads_that_wait_to_call() {
         let mut call = || group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).map(drop);
         let error = (0..1000).find_map(|_| call().err()).unwrap();
         assert!(matches!(error, CommError::Aborted { .. }), "{error}");
-        assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < PROMPT_LIMIT, "{:?}", begun.elapsed());
         abort.join().unwrap();
         std::mem::forget(buf);
     });
@@ -106,7 +106,7 @@ fn abort_releases_threads_that_wait_to_call() {
 #[test]
 #[allow(unsafe_code)]
 fn forked_child_does_not_affect_pending_operations() {
-    if !is_simulated("threads::forked_child_does_not_affect_pending_operations", &[]) {
+    if !run_with_simulated_gpus("threads::forked_child_does_not_affect_pending_operations", &[]) {
         return;
     }
     on_devices(1, |group, stream| {

@@ -152,7 +152,7 @@ impl Kernels {
     }
 
     /// Computes the errors of a layer's inputs.
-    pub(crate) fn errors_before(
+    pub(crate) fn input_errors(
         &self,
         before: &mut CudaSlice<f32>,
         errors: &CudaSlice<f32>,
@@ -167,7 +167,7 @@ impl Kernels {
         unsafe { start(launch, values) }
     }
 
-    pub(crate) fn descend(
+    pub(crate) fn sgd_step(
         &self,
         (values, velocity): (&mut CudaSlice<f32>, &mut CudaSlice<f32>),
         gradient: &impl DevicePtr<f32>,

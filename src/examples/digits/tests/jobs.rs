@@ -26,7 +26,7 @@ fn run(world: usize, attempt: u32, arguments: &[&str]) -> Job {
     let workers: Vec<Process> = (0..world)
         .map(|rank| {
             let mut command = process::program(env!("CARGO_BIN_EXE_digits"));
-            process::as_rank(&mut command, rank, world, store.port());
+            process::set_rank_variables(&mut command, rank, world, store.port());
             command
                 .args(arguments)
                 .env("LOCAL_RANK", rank.to_string())

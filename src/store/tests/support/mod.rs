@@ -8,7 +8,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use convoke_store::{Store, StoreServer, TcpStore};
-use convoke_testkit::{Thread, scene};
+use convoke_testkit::{Thread, subprocess_test};
 use socket2::{Domain, Socket, Type};
 
 /// The handshake: VALIDATE and PING.
@@ -140,7 +140,7 @@ pub(crate) fn while_waiting<R: Send>(
         let thread = receiver.recv().unwrap();
         // It sleeps at most twice: for the handshake of a new connection and for its request.
         for _ in 0..3 {
-            thread.until_asleep();
+            thread.wait_until_asleep();
             is_served(other);
         }
         assert!(!waiting.is_finished(), "it did not wait");
@@ -151,7 +151,7 @@ pub(crate) fn while_waiting<R: Send>(
 
 /// Starts this test binary again, to run one ignored test in a separate process.
 pub(crate) fn another_process(test: &str, input: Stdio) -> Child {
-    scene(test).stdin(input).stdout(Stdio::piped()).spawn().unwrap()
+    subprocess_test(test).stdin(input).stdout(Stdio::piped()).spawn().unwrap()
 }
 
 /// Returns the thread of the only server of this process.

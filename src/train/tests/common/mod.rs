@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use convoke_comm::{Group, GroupOptions};
 use convoke_store::{MemoryStore, Store};
-pub(crate) use convoke_testkit::Gate;
+pub(crate) use convoke_testkit::TimedBarrier;
 
 /// Timeout of operations that should succeed.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
@@ -17,7 +17,7 @@ pub(crate) fn ranks<R: Send>(world: usize, body: impl Fn(Group) -> R + Sync) -> 
 
 /// Runs [`ranks`], but starts `body` only after a barrier on all ranks, so that no failure interrupts setup.
 pub(crate) fn ranks_together<R: Send>(world: usize, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
-    let gate = Gate::new(world);
+    let gate = TimedBarrier::new(world);
     ranks(world, |group| {
         group.barrier().unwrap();
         gate.wait();
@@ -32,7 +32,7 @@ pub(crate) fn on_hosts<R: Send>(
     body: impl Fn(Group) -> R + Sync,
 ) -> Vec<R> {
     let on_host = |rank: usize, options: GroupOptions| {
-        options.algorithms(algorithms).part_of_host(hosts[rank].to_string())
+        options.algorithms(algorithms).locality_domain(hosts[rank].to_string())
     };
     each(hosts.len(), on_host, body)
 }

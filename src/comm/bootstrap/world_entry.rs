@@ -1,0 +1,117 @@
+//! The store entry of a formed world, kept while the world lives. From it a late process, or one that uses
+//! the port of another job, learns its error at once.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use convoke_env::Generation;
+use convoke_store::Store;
+use serde::{Deserialize, Serialize};
+
+use super::{Bootstrap, CLEANUP_TIMEOUT};
+use crate::error::CommError;
+
+/// Time limit for removing the entry. If removal fails, a later process may only get a misleading error.
+const REMOVAL_TIMEOUT: Duration = Duration::from_millis(500);
+/// Limit on the remembered generations of which this process was part.
+const MAX_GENERATIONS: usize = 10_000;
+
+/// The entry of a live world.
+#[derive(Debug, Serialize, Deserialize)]
+struct WorldEntry {
+    generation: String,
+    size: usize,
+    /// Process id of rank 0.
+    pid: u32,
+    address: String,
+}
+
+/// Removes the entry from the store when the world and all groups that come from it are dropped.
+#[derive(Debug)]
+pub(crate) struct WorldEntryGuard {
+    store: Arc<dyn Store>,
+    key: OnceLock<Vec<u8>>,
+    /// Process that owns the entry; a forked child removes nothing.
+    pid: u32,
+}
+
+impl WorldEntryGuard {
+    pub(crate) fn new(store: Arc<dyn Store>) -> Self {
+        Self { store, key: OnceLock::new(), pid: std::process::id() }
+    }
+}
+
+impl Drop for WorldEntryGuard {
+    fn drop(&mut self) {
+        let Some(key) = self.key.get().filter(|_| std::process::id() == self.pid) else { return };
+        let _ = self.store.delete(key, Instant::now() + REMOVAL_TIMEOUT);
+    }
+}
+
+/// The generations of which this process was part, oldest first.
+fn own_generations() -> MutexGuard<'static, VecDeque<Generation>> {
+    static GENERATIONS: Mutex<VecDeque<Generation>> = Mutex::new(VecDeque::new());
+    GENERATIONS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Bootstrap<'_> {
+    /// Returns the key of the entry, or `None` if the entry could outlive the world. It cannot if each
+    /// round has a new generation, or if the store ends with rank 0.
+    fn world_entry_key(&self) -> Option<Vec<u8>> {
+        self.config.entry_guard.as_ref()?;
+        match (self.config.options.generation, self.config.store_rank) {
+            (Some(generation), _) => Some(self.key(generation, "formed")),
+            (None, Some(_)) => Some(format!("{}/formed", self.name()).into_bytes()),
+            (None, None) => None,
+        }
+    }
+
+    /// Records that all ranks are connected. Rank 0 writes the entry.
+    pub(super) fn record_formed(&self, generation: Generation) {
+        let mut known = own_generations();
+        if known.len() >= MAX_GENERATIONS {
+            known.pop_front();
+        }
+        known.push_back(generation);
+        drop(known);
+        let (Some(key), 0) = (self.world_entry_key(), self.config.rank) else { return };
+        let entry = WorldEntry {
+            generation: generation.to_string(),
+            size: self.config.size,
+            pid: self.record.pid,
+            address: self.record.address.ip().to_string(),
+        };
+        let text = serde_json::to_vec(&entry).unwrap_or_default();
+        if self.store().set(&key, &text, Instant::now() + CLEANUP_TIMEOUT).is_ok()
+            && let Some(entry_guard) = &self.config.entry_guard
+        {
+            let _ = entry_guard.key.set(key);
+        }
+    }
+
+    /// Returns an error if a world was formed here without this process: no rank then waits for it.
+    pub(super) fn check_world_entry(&self) -> Result<(), CommError> {
+        let Some(key) = self.world_entry_key() else { return Ok(()) };
+        let found = match self.store().try_get(&key, self.deadline) {
+            // The caller reports the timeout, since it knows what it waits for.
+            Err(_) if Instant::now() >= self.deadline => return Ok(()),
+            found => found?,
+        };
+        let Some(WorldEntry { generation: formed, size, pid, address }) =
+            found.and_then(|text| serde_json::from_slice(&text).ok())
+        else {
+            return Ok(());
+        };
+        if formed.parse().is_ok_and(|formed| own_generations().contains(&formed)) {
+            return Ok(());
+        }
+        let Self { config, .. } = self;
+        let what = format!(
+            "a world of {size} ranks, of which rank 0 is process {pid} at {address}, has formed without this process (rank {} of \
+             {}){}; does each process have a RANK of its own, and each job a port of its own?",
+            config.rank, config.size, config.store_location
+        );
+        Err(self.bootstrap_error(what, vec![config.rank]))
+    }
+}

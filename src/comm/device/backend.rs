@@ -1,0 +1,282 @@
+//! The device backend of a group on one rank: the communicator, and the operations under way.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use cudarc::driver::{CudaContext, CudaSlice};
+
+use super::driver::bind;
+use super::error::DeviceError;
+use super::events::EventPool;
+use super::operation::{Backoff, DeviceOperation};
+use super::options::DeviceOptions;
+use super::pending::{CHECK_INTERVAL, PendingOperations};
+use super::staged::Staging;
+use super::teardown::Failure;
+use crate::cause::{Cause, Report};
+use crate::engine::TimeLimit;
+use crate::engine::callbacks::CallbackQueue;
+use crate::error::{CommError, LossReason};
+use crate::flight::{FlightRecorder, GroupRecorder};
+use crate::group::Group;
+use crate::nccl::{Communicator, Library};
+
+/// A group's device backend on this rank. Dropping its last handle shuts it down.
+pub(crate) struct DeviceBackend {
+    pub(super) core: Arc<Core>,
+    watchdog: Option<JoinHandle<()>>,
+}
+
+/// The state that the backend shares with its watchdog.
+pub(super) struct Core {
+    /// The host side.
+    pub(super) group: Group,
+    pub(super) context: Arc<CudaContext>,
+    pub(super) options: DeviceOptions,
+    pub(super) transport: DeviceTransport,
+    pub(super) failure: OnceLock<Failure>,
+    pub(super) events: Arc<EventPool>,
+    pub(super) pending: Mutex<PendingOperations<Arc<DeviceOperation>>>,
+    /// Notified when `pending` has changed so that the watchdog should check it.
+    pub(super) wakeup: Condvar,
+    pub(super) closing: AtomicBool,
+    /// Set when NCCL was aborted, or need not be.
+    pub(super) abort_started: AtomicBool,
+    /// Once set, operations that end may have been aborted.
+    pub(super) aborting: AtomicBool,
+    /// Set when the abort of NCCL is done.
+    pub(super) abort_finished: AtomicBool,
+    /// Held by a caller of NCCL until the call is finished: a communicator takes one call at a time.
+    nccl_calls: Mutex<()>,
+    pub(super) callback_queue: Arc<CallbackQueue>,
+    /// The one-byte buffer of barriers.
+    barrier_buffer: Mutex<CudaSlice<u8>>,
+    pub(super) seq: AtomicU64,
+    pub(super) flight: GroupRecorder,
+}
+
+/// The transport between devices.
+pub(super) enum DeviceTransport {
+    Nccl {
+        library: &'static Library,
+        /// Locked only during a call, so that the watchdog can check and abort. `None` when it has been
+        /// aborted.
+        communicator: Mutex<Option<Communicator>>,
+    },
+    Staged(Mutex<Staging>),
+}
+
+impl DeviceBackend {
+    pub(super) fn new(
+        group: Group,
+        context: Arc<CudaContext>,
+        options: DeviceOptions,
+        transport: DeviceTransport,
+    ) -> Result<Self, CommError> {
+        let barrier_buffer = context.default_stream().alloc_zeros(1);
+        let barrier_buffer =
+            barrier_buffer.map_err(DeviceError::driver("there is no memory on the device"))?;
+        let name = format!("{}/device", group.name());
+        let place = (group.rank(), group.size());
+        let recorder = FlightRecorder::for_process();
+        let flight = recorder.group(&name, 0, Some(group.generation()), place, group.global_ranks());
+        flight.formed(group.generation());
+        let core = Arc::new(Core {
+            events: EventPool::new(Arc::clone(&context)),
+            group,
+            context,
+            options,
+            transport,
+            failure: OnceLock::new(),
+            pending: Mutex::default(),
+            wakeup: Condvar::new(),
+            closing: AtomicBool::new(false),
+            abort_started: AtomicBool::new(false),
+            aborting: AtomicBool::new(false),
+            abort_finished: AtomicBool::new(false),
+            nccl_calls: Mutex::default(),
+            callback_queue: Arc::default(),
+            barrier_buffer: Mutex::new(barrier_buffer),
+            seq: AtomicU64::new(0),
+            flight,
+        });
+        let shared = Arc::clone(&core);
+        let watchdog =
+            thread::Builder::new().name("convoke-device".to_owned()).spawn(move || shared.run_watchdog());
+        let watchdog =
+            watchdog.map_err(|error| CommError::system("cannot start the watchdog of a device", error))?;
+        Ok(Self { core, watchdog: Some(watchdog) })
+    }
+
+    /// Ends the group's device backend for `reason`, and aborts the operations under way.
+    pub(crate) fn abort(&self, reason: &str) {
+        self.core.fail(Failure::Own(Report::new(
+            self.core.group.rank(),
+            Cause::Aborted { reason: reason.to_owned() },
+        )));
+    }
+
+    /// Shuts down now, though handles exist. Operations under way are carried out.
+    pub(crate) fn destroy(&self) {
+        self.core.finish_all(TimeLimit::from(Duration::MAX).deadline());
+        self.core.shut_down();
+        let _ = self.core.failure.set(Failure::Group);
+        self.core.wake_watchdog();
+    }
+}
+
+impl Drop for DeviceBackend {
+    fn drop(&mut self) {
+        if self.core.group.is_forked() {
+            // In a forked child the thread does not exist, and NCCL's resources are the parent's.
+            std::mem::forget(Arc::clone(&self.core));
+            std::mem::forget(self.watchdog.take());
+            return;
+        }
+        let _ = bind(&self.core.context);
+        if thread::panicking() {
+            // The host side does this too: the others must not wait for this rank.
+            let rank = self.core.group.rank();
+            let cause = Cause::PeerLost { rank, how: LossReason::Panicked };
+            self.core.fail(Failure::Own(Report::new(rank, cause)));
+        }
+        self.core.closing.store(true, Ordering::SeqCst);
+        self.core.wake_watchdog();
+        // If a callback dropped the last handle, this is the watchdog thread itself, which ends next.
+        if let Some(watchdog) =
+            self.watchdog.take().filter(|other| other.thread().id() != thread::current().id())
+        {
+            let _ = watchdog.join();
+        }
+        self.core.shut_down();
+    }
+}
+
+impl Core {
+    /// The number of calls so far.
+    pub(super) fn calls(&self) -> u64 {
+        self.seq.load(Ordering::Relaxed)
+    }
+
+    /// The one-byte buffer of barriers.
+    pub(super) fn barrier_buffer(&self) -> MutexGuard<'_, CudaSlice<u8>> {
+        self.barrier_buffer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The communicator, and its library.
+    pub(super) fn nccl(&self) -> Option<(&'static Library, MutexGuard<'_, Option<Communicator>>)> {
+        match &self.transport {
+            DeviceTransport::Nccl { library, communicator } => Some((library, lock(communicator))),
+            DeviceTransport::Staged(_) => None,
+        }
+    }
+
+    /// Returns a guard that keeps other calls out of NCCL, if it is free. Lock it before [`Self::nccl`].
+    pub(super) fn try_lock_nccl(&self) -> Option<MutexGuard<'_, ()>> {
+        try_lock(&self.nccl_calls)
+    }
+
+    /// Waits until `until` for the guard that keeps other calls out of NCCL.
+    pub(super) fn lock_nccl(&self, until: Instant) -> Option<MutexGuard<'_, ()>> {
+        Backoff::poll_until(until, || self.try_lock_nccl())
+    }
+
+    pub(super) fn pending(&self) -> MutexGuard<'_, PendingOperations<Arc<DeviceOperation>>> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Leaves callbacks of operations that this thread completed to the watchdog, since they are the
+    /// program's code.
+    pub(super) fn notify_callbacks(&self) {
+        if self.callback_queue.has_queued() {
+            self.wake_watchdog();
+        }
+    }
+
+    pub(super) fn wake_watchdog(&self) {
+        // With the lock held, the watchdog has either seen the change or sleeps and is woken.
+        let _pending = self.pending();
+        self.wakeup.notify_all();
+    }
+
+    /// Waits until no operation is under way, or until `until`. Returns whether that is so. Operations are
+    /// still subject to their own timeouts.
+    pub(super) fn finish_all(&self, until: Instant) -> bool {
+        let mut last_check = Instant::now();
+        let finished = Backoff::poll_until(until, || {
+            if self.pending().is_empty() || self.has_failed() {
+                return Some(());
+            }
+            self.reap();
+            self.check_timeouts();
+            if last_check.elapsed() >= CHECK_INTERVAL {
+                self.check_health();
+                last_check = Instant::now();
+            }
+            None
+        });
+        finished.is_some()
+    }
+
+    /// Ends the group if an operation has timed out.
+    pub(super) fn check_timeouts(&self) {
+        let timed_out =
+            self.pending().first_timed_out(Instant::now()).map(|operation| operation.completion.timeout);
+        if let Some(timeout) = timed_out {
+            self.operation_timed_out(timeout);
+        }
+    }
+
+    /// Removes and completes the operations that are done.
+    pub(super) fn reap(&self) {
+        let (done, failed) = self.pending().reap(|operation| operation.recorded.is_complete());
+        // Operations found done before an abort began have succeeded.
+        if !self.aborting.load(Ordering::SeqCst) {
+            done.iter().for_each(|operation| operation.completion.complete(Ok(None)));
+        } else {
+            done.iter().for_each(|operation| {
+                operation.completion.complete(Err(self.error(operation.call, operation.seq)))
+            });
+        }
+        if let Some(error) = failed {
+            self.device_failed(error);
+        }
+    }
+}
+
+/// Locks a mutex if it is free.
+pub(super) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+    match mutex.try_lock() {
+        Ok(guard) => Some(guard),
+        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
+}
+
+pub(super) fn lock(communicator: &Mutex<Option<Communicator>>) -> MutexGuard<'_, Option<Communicator>> {
+    communicator.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Drop for Core {
+    fn drop(&mut self) {
+        if !self.group.is_forked() {
+            // The memory of the barrier buffer is freed next, on any thread.
+            let _ = bind(&self.context);
+        }
+    }
+}
+
+impl fmt::Debug for DeviceBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceBackend").field("core", &self.core).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Core {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Core").field("device", &self.context.ordinal()).finish_non_exhaustive()
+    }
+}

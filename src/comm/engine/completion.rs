@@ -1,0 +1,236 @@
+//! The outcome of an operation, and the threads and tasks that are notified of it.
+
+use std::any::Any;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, OnceLock};
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use nix::sys::eventfd::{EfdFlags, EventFd};
+use smallvec::SmallVec;
+
+use super::callbacks::{Callback, CallbackQueue};
+use super::sync::{AtomicBool, Mutex, MutexGuard, Ordering, PoisonError, Thread, current};
+use crate::call::Envelope;
+use crate::error::CommError;
+use crate::flight::CallRecord;
+
+/// The result of an operation; a message also returns its envelope.
+pub(crate) type Outcome = Result<Option<Envelope>, CommError>;
+
+/// The timeout of an operation, and its start if that is known yet. An operation that need not wait does not
+/// read the clock.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct TimeLimit {
+    timeout: Duration,
+    since: Option<Instant>,
+}
+
+impl From<Duration> for TimeLimit {
+    fn from(timeout: Duration) -> Self {
+        Self { timeout, since: None }
+    }
+}
+
+impl TimeLimit {
+    /// Returns the limit with its start set: now, if it has not begun.
+    pub(crate) fn started(self) -> Self {
+        Self { since: Some(self.started_at()), ..self }
+    }
+
+    /// Returns the start: now, if it has not begun.
+    fn started_at(self) -> Instant {
+        self.since.unwrap_or_else(Instant::now)
+    }
+
+    /// Returns the timeout.
+    #[cfg(feature = "nccl")]
+    pub(crate) fn timeout(self) -> Duration {
+        self.timeout
+    }
+
+    /// Returns the time at which the timeout expires.
+    pub(crate) fn deadline(self) -> Instant {
+        // A timeout of "for ever" is cut to 100 years, so that the clock does not overflow.
+        self.started_at() + self.timeout.min(Duration::from_secs(100 * 365 * 86_400))
+    }
+}
+
+/// The completion state of an operation: the driver sets it once, the caller takes it once.
+#[derive(Debug)]
+pub(crate) struct Completion {
+    pub(crate) timeout: Duration,
+    pub(crate) started_at: Instant,
+    pub(crate) deadline: Instant,
+    done: AtomicBool,
+    state: Mutex<State>,
+    /// A descriptor that becomes readable when the operation is done; it is made when a caller first asks for
+    /// it.
+    descriptor: OnceLock<EventFd>,
+    /// The callback queue of a nonblocking operation: its callbacks run outside the engine's lock.
+    callback_queue: Option<Arc<CallbackQueue>>,
+    /// The flight recorder's entry of the operation, once the engine has it.
+    pub(crate) step: OnceLock<CallRecord>,
+}
+
+#[derive(Default)]
+struct State {
+    outcome: Option<Outcome>,
+    /// Threads that wait. There may be two if the handle was moved out of its scope.
+    waiters: SmallVec<[Thread; 1]>,
+    waker: Option<Waker>,
+    callbacks: Vec<Callback>,
+    /// Memory that nobody waits for any more, but that the engine still uses.
+    keep_alive: Option<Box<dyn Any + Send>>,
+    /// The handle was dropped: any other owner of the completion may take the outcome.
+    detached: bool,
+}
+
+impl std::fmt::Debug for State {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("State").field("outcome", &self.outcome).finish_non_exhaustive()
+    }
+}
+
+impl Completion {
+    /// Makes a completion for an operation that a caller waits for.
+    pub(crate) fn new(limit: impl Into<TimeLimit>) -> Self {
+        Self::of(limit.into(), None)
+    }
+
+    /// Makes a completion for an operation that no caller need wait for.
+    pub(crate) fn nonblocking(limit: impl Into<TimeLimit>, callback_queue: Arc<CallbackQueue>) -> Self {
+        callback_queue.add_operation();
+        Self::of(limit.into(), Some(callback_queue))
+    }
+
+    fn of(limit: TimeLimit, callback_queue: Option<Arc<CallbackQueue>>) -> Self {
+        let limit = limit.started();
+        let (done, state) = (AtomicBool::new(false), Mutex::new(State::default()));
+        let (descriptor, step) = (OnceLock::new(), OnceLock::new());
+        let (timeout, started_at, deadline) = (limit.timeout, limit.started_at(), limit.deadline());
+        Self { timeout, started_at, deadline, done, state, descriptor, callback_queue, step }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sets the outcome; later ones are ignored. The engine must have let go of the operation's memory.
+    pub(crate) fn complete(&self, outcome: Outcome) {
+        let mut state = self.state();
+        if self.is_done() {
+            return;
+        }
+        if let Some(step) = self.step.get() {
+            step.end(outcome.is_ok());
+        }
+        state.outcome = Some(outcome);
+        let (waiters, waker) = (std::mem::take(&mut state.waiters), state.waker.take());
+        let (callbacks, keep) = (std::mem::take(&mut state.callbacks), state.keep_alive.take());
+        self.done.store(true, Ordering::SeqCst);
+        drop(state);
+        for waiter in waiters {
+            waiter.unpark();
+        }
+        if let Some(descriptor) = self.descriptor.get() {
+            let _ = descriptor.write(1);
+        }
+        if let Some(callback_queue) = &self.callback_queue {
+            let waker = waker.map(|waker| Box::new(move || waker.wake()) as Callback);
+            let keep = keep.map(|keep| Box::new(move || drop(keep)) as Callback);
+            callback_queue.finish_operation(callbacks.into_iter().chain(waker).chain(keep));
+        }
+    }
+
+    pub(crate) fn is_done(&self) -> bool {
+        self.done.load(Ordering::SeqCst)
+    }
+
+    /// Returns whether the operation is done and its outcome was taken.
+    pub(crate) fn is_taken(&self) -> bool {
+        self.is_done() && self.state().outcome.is_none()
+    }
+
+    /// Takes the outcome; later calls return `None`.
+    pub(crate) fn take(&self) -> Option<Outcome> {
+        if self.is_done() { self.state().outcome.take() } else { None }
+    }
+
+    /// Registers this thread to be unparked on completion. Returns `false` if the operation is done already.
+    pub(crate) fn register_thread(&self) -> bool {
+        let (mut state, me) = (self.state(), current());
+        if state.waiters.iter().all(|known| known.id() != me.id()) {
+            state.waiters.push(me);
+        }
+        !self.is_done()
+    }
+
+    /// Returns whether a thread sleeps for the operation, or a future was polled.
+    pub(super) fn is_awaited(&self) -> bool {
+        let state = self.state();
+        !state.waiters.is_empty() || state.waker.is_some()
+    }
+
+    /// Registers `waker` to be woken on completion. Returns `false` if the operation is done already.
+    pub(crate) fn register_waker(&self, waker: &Waker) -> bool {
+        // The waker is cloned, and the old one dropped, outside the lock, because that is code of the user.
+        let waker = waker.clone();
+        let (before, waits) = {
+            let mut state = self.state();
+            (state.waker.replace(waker), !self.is_done())
+        };
+        drop(before);
+        waits
+    }
+
+    /// Registers `callback` to be called on completion. Returns it if the operation is done already.
+    pub(crate) fn on_complete(&self, callback: Callback) -> Result<(), Callback> {
+        let mut state = self.state();
+        if self.is_done() {
+            return Err(callback);
+        }
+        state.callbacks.push(callback);
+        Ok(())
+    }
+
+    /// Notes that the handle was dropped.
+    pub(crate) fn detach(&self) {
+        self.state().detached = true;
+    }
+
+    /// Takes the outcome if the handle was dropped, so that nobody else will ask for it.
+    pub(crate) fn take_if_detached(&self) -> Option<Outcome> {
+        if self.state().detached { self.take() } else { None }
+    }
+
+    /// Keeps the memory of the operation until it is done. Returns it if the operation is done already.
+    pub(crate) fn keep_alive(&self, what: Box<dyn Any + Send>) -> Result<(), Box<dyn Any + Send>> {
+        let mut state = self.state();
+        if self.is_done() {
+            return Err(what);
+        }
+        state.keep_alive = Some(what);
+        Ok(())
+    }
+
+    /// Returns a descriptor that is readable as soon as the operation is done.
+    pub(crate) fn descriptor(&self) -> Result<BorrowedFd<'_>, CommError> {
+        let descriptor = match self.descriptor.get() {
+            Some(descriptor) => descriptor,
+            None => {
+                let made = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
+                    .map_err(|error| CommError::system("cannot make an eventfd", error))?;
+                self.descriptor.get_or_init(|| made)
+            }
+        };
+        // This needs the lock: either `complete` finds the descriptor, or this thread finds that the
+        // operation is done.
+        let state = self.state();
+        if self.is_done() {
+            let _ = descriptor.write(1);
+        }
+        drop(state);
+        Ok(descriptor.as_fd())
+    }
+}

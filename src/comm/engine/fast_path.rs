@@ -1,0 +1,398 @@
+//! Runs collectives and messages in shared memory on the calling thread, as long as they need not wait.
+//!
+//! If no operation is queued, the calling thread runs the call inline, without a task for the progress
+//! thread. A collective needs no completion either. If the other ranks do not arrive soon, the call becomes a
+//! queued operation.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use convoke_env::flight::layout;
+
+use super::completion::{Completion, Outcome, TimeLimit};
+use super::execution::{Execution, ExecutionError};
+use super::messages::direct::{RecvProgress, SendProgress};
+use super::progress::Engine;
+use super::recording::{message_entry, small_entry};
+use super::state::Collective;
+use super::wait_policy::{Oversubscription, WaitAction, WaitPolicy};
+use super::{Operation, Transport};
+use crate::call::{Call, Envelope};
+use crate::dtype::ReduceOp;
+use crate::fault::fault_point;
+use crate::flight::{self, now_ns};
+use crate::shm::small_call::SmallCall;
+use crate::shm::{self, HostMemory};
+
+/// Retries between two pauses. One pause takes about as long as the awaited data.
+const SPINS_PER_PAUSE: u32 = 8;
+/// Calls between two polls for aborts, farewells and unexpected messages.
+const CALLS_BETWEEN_POLLS: u32 = 256;
+/// Collectives between two checks of the core assignment, if there are more ranks than cores. Messages are
+/// checked less often: long ones gain nothing from it.
+const CALLS_BETWEEN_CORE_CHECKS: u32 = 16;
+/// Most rounds of one inline call. An operation that moves much data must poll other events too.
+const MAX_ROUNDS: u32 = 32;
+
+/// The result of an attempt to run an operation inline.
+#[derive(Debug)]
+pub(super) enum FastPath {
+    Done(Outcome),
+    /// The operation is queued in the engine.
+    Pending(Arc<Completion>),
+}
+
+/// The result of an attempt to run a small call inline.
+#[derive(Debug)]
+enum SmallCallResult {
+    Done,
+    /// The call is not small.
+    NotSmall,
+    Pending(Box<PendingSmall>),
+}
+
+/// The remaining work of a small call, its flight recorder entry, and the error that stopped it, if any.
+#[derive(Debug)]
+struct PendingSmall {
+    small: SmallCall,
+    step: flight::CallRecord,
+    error: Option<ExecutionError>,
+}
+
+impl Engine {
+    /// Runs `operation` inline if it goes through memory and no operation is queued.
+    pub(super) fn try_inline(
+        &mut self,
+        operation: &mut Option<Operation<'static>>,
+        limit: TimeLimit,
+    ) -> Option<FastPath> {
+        self.rounds = self.rounds.wrapping_add(1);
+        if self.rounds.is_multiple_of(CALLS_BETWEEN_POLLS) {
+            self.poll_events(Instant::now());
+        }
+        let is_collective = matches!(operation, Some(Operation::Collective { .. }));
+        let between = if is_collective { CALLS_BETWEEN_CORE_CHECKS } else { CALLS_BETWEEN_POLLS };
+        if self.rounds.is_multiple_of(between) {
+            // The system would not move a rank that yields and never sleeps.
+            self.move_to_assigned_core();
+        }
+        let idle = self.failure.is_none()
+            && !self.left
+            && self.collectives.is_empty()
+            && self.node.as_ref().is_some_and(|node| !node.has_failed())
+            && !self.submissions.has_submissions();
+        if !idle {
+            return None;
+        }
+        match operation {
+            Some(Operation::Collective { transport: Transport::SharedMemory, .. }) => {
+                self.try_collective_inline(operation, limit)
+            }
+            Some(Operation::Send { to: peer, .. }) if self.local_peers.contains(peer) => {
+                self.try_send_inline(operation, limit)
+            }
+            Some(Operation::Recv { from: Some(peer), .. }) if self.local_peers.contains(peer) => {
+                self.try_recv_inline(operation, limit)
+            }
+            _ => None,
+        }
+    }
+
+    fn try_send_inline(
+        &mut self,
+        operation: &mut Option<Operation<'static>>,
+        limit: TimeLimit,
+    ) -> Option<FastPath> {
+        let Some(Operation::Send { to, call, buffer }) = operation else { return None };
+        let (to, call) = (*to, *call);
+        let entry = || message_entry(layout::Operation::Send, Some(to), call, now_ns());
+        let sent = self.peers[to].messages.send_direct(&self.settings.credentials, call, buffer);
+        if let Ok(SendProgress::Complete) = sent {
+            self.settings.flight.done(&entry());
+            return Some(FastPath::Done(Ok(None)));
+        }
+        let step = self.settings.flight.begin(&entry());
+        let completion = Arc::new(Completion::new(limit));
+        let _ = completion.step.set(step);
+        let Some(Operation::Send { buffer, .. }) = operation.take() else { return None };
+        let messages = &mut self.peers[to].messages;
+        let failed = match sent {
+            Ok(SendProgress::Partial(sent_part)) => {
+                messages.post_partial_send(sent_part, call, buffer, Arc::clone(&completion));
+                None
+            }
+            other => {
+                messages.post_send(&self.settings.credentials, call, buffer, Arc::clone(&completion));
+                other.err()
+            }
+        };
+        if let Some(error) = failed {
+            self.message_failed(to, error);
+        }
+        Some(self.progress_message(to, completion))
+    }
+
+    fn try_recv_inline(
+        &mut self,
+        operation: &mut Option<Operation<'static>>,
+        limit: TimeLimit,
+    ) -> Option<FastPath> {
+        let Some(Operation::Recv { from: Some(from), call, buffer }) = operation else { return None };
+        let (from, call) = (*from, *call);
+        let entry = || message_entry(layout::Operation::Recv, Some(from), call, now_ns());
+        let (mut step, mut done) = (None, 0);
+        let mut budget = RetryBudget::new(self);
+        let ours = &self.settings.credentials;
+        let mut received = self.peers[from].messages.recv_direct(ours, &self.any_source, call, buffer);
+        while let Ok(state @ (RecvProgress::Nothing | RecvProgress::Partial(_))) = received {
+            step.get_or_insert_with(|| self.settings.flight.begin(&entry()));
+            let received_bytes = if let RecvProgress::Partial(bytes) = state { bytes } else { 0 };
+            let node = &mut self.node;
+            if !budget.may_retry(received_bytes > std::mem::replace(&mut done, received_bytes), || {
+                shares_core(node, [from])
+            }) {
+                break;
+            }
+            let messages = &mut self.peers[from].messages;
+            received = match state {
+                RecvProgress::Partial(done) => messages.recv_rest(ours, done, buffer),
+                _ => messages.recv_direct(ours, &self.any_source, call, buffer),
+            };
+        }
+        if let Ok(RecvProgress::Complete) = received {
+            step.map_or_else(|| self.settings.flight.done(&entry()), |step| budget.end(&step));
+            if self.peers[from].messages.is_busy() {
+                // The peer may be owed credit.
+                self.progress_messages(from);
+            }
+            return Some(FastPath::Done(Ok(Some(Envelope { source: from, call }))));
+        }
+        let step = step.unwrap_or_else(|| self.settings.flight.begin(&entry()));
+        let completion = Arc::new(Completion::new(limit));
+        let _ = completion.step.set(step);
+        let Some(Operation::Recv { buffer, .. }) = operation.take() else { return None };
+        let order = self.any_source.order();
+        if let Ok(RecvProgress::Partial(done)) = received {
+            self.peers[from].messages.post_partial_recv(order, call, buffer, Arc::clone(&completion), done);
+        } else {
+            self.receive(from, order, call, buffer, Arc::clone(&completion));
+        }
+        if let Err(error) = received {
+            self.message_failed(from, error);
+        }
+        Some(self.progress_message(from, completion))
+    }
+
+    /// Moves messages with a peer until an operation is done or would have to wait.
+    fn progress_message(&mut self, peer: usize, completion: Arc<Completion>) -> FastPath {
+        let mut budget = RetryBudget::new(self);
+        loop {
+            if let Some(outcome) = completion.take() {
+                return FastPath::Done(outcome);
+            }
+            let moved = self.progress_messages(peer);
+            let node = &mut self.node;
+            if self.failure.is_some() || !budget.may_retry(moved, || shares_core(node, [peer])) {
+                return FastPath::Pending(completion);
+            }
+        }
+    }
+
+    fn try_collective_inline(
+        &mut self,
+        operation: &mut Option<Operation<'static>>,
+        limit: TimeLimit,
+    ) -> Option<FastPath> {
+        let rest = match self.try_small_inline(operation.as_mut()?) {
+            SmallCallResult::Done => return Some(FastPath::Done(Ok(None))),
+            SmallCallResult::NotSmall => None,
+            SmallCallResult::Pending(rest) => Some(*rest),
+        };
+        let Some(Operation::Collective { call, transport, buffer, kernel }) = operation.take() else {
+            return None;
+        };
+        let Some(PendingSmall { small, step, error }) = rest else {
+            let run = self.start_collective(call, transport, buffer, kernel);
+            return Some(self.try_large_inline(run, limit));
+        };
+        let run = shm::collective::ShmCollective::from_small(
+            self.node.as_mut()?,
+            call,
+            &small,
+            buffer,
+            kernel,
+            error.is_some(),
+        );
+        Some(self.enqueue(Execution::Memory(run), limit, step, error))
+    }
+
+    /// Runs a small call as far as it can without waiting.
+    #[inline]
+    fn try_small_inline(&mut self, operation: &mut Operation<'_>) -> SmallCallResult {
+        let Operation::Collective { call, buffer, kernel, .. } = operation else {
+            return SmallCallResult::NotSmall;
+        };
+        // Scaled shares may need a buffer of their own.
+        let scaled = kernel.as_ref().is_some_and(|kernel| kernel.scale().is_some());
+        let schedule = |node: &mut HostMemory| node.small_schedule(call).filter(|_| !scaled);
+        let Some(schedule) = self.node.as_mut().and_then(schedule) else { return SmallCallResult::NotSmall };
+        let seq = self.next_number(*call);
+        let Some(node) = &mut self.node else { return SmallCallResult::NotSmall };
+        let mut small = node.start_small(call, schedule, seq);
+        node.publish_small(&mut small, buffer);
+        let mut budget = RetryBudget::new(self);
+        let flight = &self.settings.flight;
+        let entry = |small: &SmallCall| small_entry(*call, small, now_ns());
+        let Some(node) = &mut self.node else { return SmallCallResult::NotSmall };
+        let begin = |node: &HostMemory, small: &SmallCall| {
+            node.wake_sleepers();
+            flight.begin(&entry(small))
+        };
+        // While this rank waits, it wakes sleeping ranks and records the call. A call that need not wait does
+        // both at the end.
+        let mut step = runs_function(*call).then(|| begin(node, &small));
+        let error = loop {
+            match node.match_small(&mut small) {
+                Ok(true) => break node.finish_small(&small, buffer, kernel.as_ref()).err(),
+                Ok(false) => {}
+                Err(error) => break Some(error),
+            }
+            let step = step.get_or_insert_with(|| begin(node, &small));
+            if !budget.may_retry(false, || node.should_yield(&small)) {
+                return SmallCallResult::Pending(Box::new(PendingSmall { small, step: *step, error: None }));
+            }
+        };
+        if step.is_none() {
+            node.wake_sleepers();
+        }
+        if error.is_some() {
+            let step = step.unwrap_or_else(|| flight.begin(&entry(&small)));
+            return SmallCallResult::Pending(Box::new(PendingSmall { small, step, error }));
+        }
+        fault_point("moved", seq, 0);
+        step.map_or_else(|| flight.done(&entry(&small)), |step| budget.end(&step));
+        SmallCallResult::Done
+    }
+
+    fn try_large_inline(&mut self, mut run: Execution, limit: TimeLimit) -> FastPath {
+        let started_ns = now_ns();
+        let recorded = runs_function(run.call()).then(|| self.record_collective(&run, started_ns));
+        let mut result = run.progress(&mut self.peers, self.node.as_mut());
+        let step = recorded.unwrap_or_else(|| self.record_collective(&run, started_ns));
+        let mut budget = RetryBudget::new(self);
+        let error = loop {
+            match result {
+                Ok(_) if run.is_finished() => {
+                    fault_point("moved", run.seq(), 0);
+                    step.end(true);
+                    return FastPath::Done(Ok(None));
+                }
+                Ok(moved) if budget.may_retry(moved, || shares_core(&mut self.node, run.awaited())) => {}
+                Ok(_) => break None,
+                Err(error) => break Some(error),
+            }
+            result = run.progress(&mut self.peers, self.node.as_mut());
+        };
+        self.enqueue(run, limit, step, error)
+    }
+
+    /// Turns a call that was begun inline into a queued operation.
+    #[cold]
+    fn enqueue(
+        &mut self,
+        run: Execution,
+        limit: TimeLimit,
+        step: flight::CallRecord,
+        error: Option<ExecutionError>,
+    ) -> FastPath {
+        let completion = Arc::new(Completion::new(limit));
+        let _ = completion.step.set(step);
+        self.collectives.push_back(Collective {
+            execution: run,
+            completion: Arc::clone(&completion),
+            arrival_announced: false,
+        });
+        self.compare_with_reports();
+        if let Some(error) = error {
+            self.execution_failed(error);
+        }
+        FastPath::Pending(completion)
+    }
+}
+
+/// Returns whether a call runs a function of the program. Such a function may take any time, so the call is
+/// begun and recorded before.
+fn runs_function(call: Call) -> bool {
+    call.op == Some(ReduceOp::Custom)
+}
+
+/// Returns whether one of `ranks` shares this rank's core.
+fn shares_core(node: &mut Option<HostMemory>, ranks: impl IntoIterator<Item = usize>) -> bool {
+    node.as_mut().is_some_and(|node| node.shares_core_with_any(ranks))
+}
+
+/// Limits for how long an operation is tried inline.
+struct RetryBudget {
+    wait_policy: WaitPolicy,
+    rounds: u32,
+    failed_spins: u32,
+    /// There are more ranks than cores. `check_core` says that it must be found out (again, after each yield)
+    /// whether an awaited rank shares this core.
+    oversubscribed: bool,
+    check_core: bool,
+    /// The attempt has only spun so far.
+    only_spun: bool,
+}
+
+impl RetryBudget {
+    fn new(engine: &Engine) -> Self {
+        let oversubscription = engine.settings.sharing.oversubscription;
+        let oversubscribed = oversubscription == Oversubscription::Cores;
+        Self {
+            wait_policy: WaitPolicy::for_inline(oversubscription),
+            rounds: 0,
+            failed_spins: 0,
+            oversubscribed,
+            check_core: oversubscribed,
+            only_spun: true,
+        }
+    }
+
+    /// Pauses if nothing `moved`. Returns whether to try again. `on_this_core` says whether an awaited
+    /// rank shares this rank's core.
+    #[inline]
+    fn may_retry(&mut self, moved: bool, on_this_core: impl FnOnce() -> bool) -> bool {
+        if moved {
+            self.rounds += 1;
+            self.only_spun = false;
+            self.wait_policy.record_progress();
+            return self.rounds < MAX_ROUNDS;
+        }
+        if std::mem::take(&mut self.check_core) {
+            self.wait_policy.set_shares_core(on_this_core());
+        }
+        match self.wait_policy.next_action(false) {
+            WaitAction::Spin => {
+                self.failed_spins += 1;
+                if self.failed_spins.is_multiple_of(SPINS_PER_PAUSE) {
+                    std::hint::spin_loop();
+                }
+            }
+            WaitAction::Yield => {
+                self.only_spun = false;
+                let begin = Instant::now();
+                std::thread::yield_now();
+                self.wait_policy.record_yield(begin.elapsed());
+                self.check_core = self.oversubscribed;
+            }
+            WaitAction::Sleep => return false,
+        }
+        true
+    }
+
+    /// Records that the operation is done.
+    #[inline]
+    fn end(&self, step: &flight::CallRecord) {
+        if self.only_spun { step.end_immediately() } else { step.end(true) }
+    }
+}

@@ -1,0 +1,352 @@
+//! Connections that are not open yet: the connector, the acceptor, and the refusal of unauthenticated peers.
+//!
+//! Of each pair, the rank with the higher number connects, so no two connections can cross. The other rank
+//! sends an Open frame if it wants one first.
+//!
+//! A peer is unauthenticated until it has proven that it knows the secret. Such peers get few resources:
+//! [`MAX_UNAUTHENTICATED`] at a time, [`CONNECT_TIMEOUT`] each, memory for one small frame.
+//! A peer that does not speak the protocol is closed without an answer. A convoke process of another group
+//! is told the reason.
+
+mod connector;
+
+use std::io::{self, IoSlice};
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use convoke_env::Generation;
+
+use super::poller::{Poller, Source};
+use crate::fault::fault_point;
+use crate::frame::{Frame, FrameError, HEADER_BYTES, Kind};
+use crate::limits;
+use crate::links::conn::Conn;
+use crate::links::hello::{
+    CAPABILITIES, ConnectionKind, Credentials, HELLO_BYTES, Hello, Role, SUITE_PLAIN, Welcome,
+};
+use crate::links::tcp::Listener;
+use connector::Connector;
+
+/// Most connections without a valid hello. It also bounds how many with a valid hello but without a proof are
+/// kept beyond the number of connections that real peers can have.
+const MAX_UNAUTHENTICATED: usize = 64;
+/// Longest time until a connection has sent its hello.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Longest time from a valid hello to the proof. It is long because the peer's process may be stopped.
+const PROOF_TIMEOUT: Duration = Duration::from_secs(300);
+/// Most connections accepted in one go, so that a flood does not hold up everything else.
+const MAX_ACCEPTS: usize = 128;
+/// Time for which no connection is accepted after descriptors ran out.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// Most notes on refused connections that are kept for error messages.
+const MAX_NOTES: usize = 4;
+/// Largest frame of a handshake.
+const HANDSHAKE_BYTES: usize = HEADER_BYTES + 512;
+
+/// A result of connecting or accepting.
+#[derive(Debug)]
+pub(crate) enum HandshakeEvent {
+    /// The peer has authenticated. Its connection is still registered as [`Source::Handshake`].
+    Opened { peer: usize, conn_kind: ConnectionKind, conn: Conn },
+    /// The peer at a published address does not know the secret.
+    Unauthorized { from: String, what: String },
+    /// No descriptor is left for a connection that this rank makes (`outgoing`) or one that waits at the
+    /// listener.
+    Exhausted { outgoing: bool, source: io::Error },
+}
+
+#[derive(Debug)]
+pub(crate) struct Handshakes {
+    me: usize,
+    size: usize,
+    credentials: Credentials,
+    /// `None` after [`Self::close`], and if no other rank is to connect.
+    listener: Option<Listener>,
+    inbound: Vec<Inbound>,
+    connectors: Vec<Connector>,
+    notes: Vec<String>,
+    /// The time until which nothing is accepted because descriptors ran out. Until then the listener is not
+    /// watched.
+    accept_paused_until: Option<Instant>,
+    /// Number of connections turned away, for tests and diagnosis.
+    pub(crate) refused: u64,
+}
+
+#[derive(Debug)]
+struct Inbound {
+    conn: Conn,
+    from: String,
+    since: Instant,
+    /// The hello of the peer and our nonce, once the peer has sent a valid hello.
+    hello: Option<(Hello, [u8; 32])>,
+}
+
+impl Handshakes {
+    pub(crate) fn new(me: usize, size: usize, credentials: Credentials, listener: Option<Listener>) -> Self {
+        let (inbound, connectors, notes, accept_paused_until) = (Vec::new(), Vec::new(), Vec::new(), None);
+        Self { me, size, credentials, listener, inbound, connectors, notes, accept_paused_until, refused: 0 }
+    }
+
+    /// Stops accepting and connecting.
+    pub(crate) fn close(&mut self) {
+        self.listener = None;
+        self.inbound.clear();
+        self.connectors.clear();
+    }
+
+    /// Begins to connect, unless a connection attempt is under way.
+    pub(crate) fn connect(
+        &mut self,
+        peer: usize,
+        conn_kind: ConnectionKind,
+        address: SocketAddr,
+        now: Instant,
+    ) {
+        if !self.connectors.iter().any(|connector| connector.peer == peer && connector.conn_kind == conn_kind)
+        {
+            self.connectors.push(Connector::new(peer, conn_kind, address, now));
+        }
+    }
+
+    /// Begins to probe whether `peer` still listens, until it has connected with `conn_kind`.
+    pub(crate) fn probe(
+        &mut self,
+        peer: usize,
+        conn_kind: ConnectionKind,
+        address: SocketAddr,
+        now: Instant,
+    ) {
+        if !self.connectors.iter().any(|connector| connector.peer == peer && connector.conn_kind == conn_kind)
+        {
+            self.connectors.push(Connector::probe(peer, conn_kind, address, now));
+        }
+    }
+
+    /// Returns when the acceptor must run though no descriptor is ready.
+    pub(crate) fn wake_at(&self) -> Option<Instant> {
+        let connectors = self.connectors.iter().filter_map(Connector::wake_at);
+        let inbound = self.inbound.iter().map(Inbound::expires);
+        connectors.chain(inbound).chain(self.accept_paused_until).min()
+    }
+
+    /// Returns the connection problems so far, for an error message.
+    pub(crate) fn notes(&self) -> Vec<String> {
+        let connectors = self.connectors.iter().map(|connector| {
+            format!("rank {} at {}: {}", connector.peer, connector.address, connector.last_error)
+        });
+        connectors.take(MAX_NOTES).chain(self.notes.iter().cloned()).collect()
+    }
+
+    /// Returns the peers at whose address nobody has been listening for at least `time`.
+    pub(crate) fn refusing_peers(&self, time: Duration, now: Instant) -> impl Iterator<Item = usize> + '_ {
+        let long = move |connector: &&Connector| {
+            connector.refused_since.is_some_and(|since| now.duration_since(since) >= time)
+        };
+        self.connectors.iter().filter(long).map(|connector| connector.peer)
+    }
+
+    /// Advances every handshake.
+    pub(crate) fn progress(&mut self, poller: &Poller, now: Instant, out: &mut Vec<HandshakeEvent>) {
+        self.accept(poller, now, out);
+        let mut index = 0;
+        while index < self.inbound.len() {
+            match self.handshake_step(index, now) {
+                Ok(None) => index += 1,
+                Ok(Some(event)) => {
+                    self.inbound.swap_remove(index);
+                    if let HandshakeEvent::Opened { peer, conn_kind, .. } = event {
+                        self.connectors
+                            .retain(|connector| (connector.peer, connector.conn_kind) != (peer, conn_kind));
+                    }
+                    out.push(event);
+                }
+                Err(why) => {
+                    let closed = self.inbound.swap_remove(index);
+                    self.refused += 1;
+                    if let Some(why) = why {
+                        self.notes.truncate(MAX_NOTES - 1);
+                        self.notes.insert(0, format!("turned {} away: {why}", closed.from));
+                    }
+                }
+            }
+        }
+        for connector in &mut self.connectors {
+            if let Some(event) = connector.progress(self.me, &self.credentials, poller, now) {
+                out.push(event);
+            }
+        }
+        self.connectors.retain(|connector| !connector.is_done());
+    }
+
+    fn accept(&mut self, poller: &Poller, now: Instant, out: &mut Vec<HandshakeEvent>) {
+        let Some(listener) =
+            self.listener.as_ref().filter(|_| self.accept_paused_until.is_none_or(|until| now >= until))
+        else {
+            return;
+        };
+        if self.accept_paused_until.take().is_some() {
+            let _ = poller.add(listener.pollable(), Source::Listener, false);
+        }
+        for _ in 0..MAX_ACCEPTS {
+            let (tcp, from) = match self.listener.as_ref().map(Listener::accept) {
+                Some(Ok(accepted)) => accepted,
+                Some(Err(source)) if limits::is_out_of_descriptors(&source) => {
+                    out.push(HandshakeEvent::Exhausted { outgoing: false, source });
+                    // The listener stays ready, so a thread that polls it would spin.
+                    if let Some(listener) = &self.listener {
+                        poller.remove(listener.pollable());
+                    }
+                    self.accept_paused_until = Some(now + ACCEPT_PAUSE);
+                    return;
+                }
+                Some(Err(_)) | None => return,
+            };
+            let conn = Conn::new(Box::new(tcp));
+            if conn.pollable().is_none_or(|fd| poller.add(fd, Source::Handshake, false).is_err()) {
+                continue;
+            }
+            self.inbound.push(Inbound { conn, from, since: now, hello: None });
+            self.limit_inbound(false, MAX_UNAUTHENTICATED);
+            self.limit_inbound(true, MAX_UNAUTHENTICATED + ConnectionKind::ALL.len() * self.size);
+        }
+    }
+
+    /// Closes the oldest connection with (or without) a hello, if there are more than `most`. A real peer
+    /// finishes its handshake at once, so the oldest is the least likely to be a real peer.
+    fn limit_inbound(&mut self, with_hello: bool, most: usize) {
+        let alike = self.inbound.iter().enumerate().filter(|(_, one)| one.hello.is_some() == with_hello);
+        if alike.clone().count() > most
+            && let Some((oldest, _)) = alike.min_by_key(|(_, one)| one.since)
+        {
+            self.inbound.remove(oldest);
+            self.refused += 1;
+        }
+    }
+
+    /// Takes one step of the handshake with an incoming connection. An error closes the connection; its text
+    /// is noted.
+    fn handshake_step(
+        &mut self,
+        index: usize,
+        now: Instant,
+    ) -> Result<Option<HandshakeEvent>, Option<String>> {
+        let inbound = &mut self.inbound[index];
+        if inbound.conn.fill(HANDSHAKE_BYTES).is_err() {
+            let reason = inbound.hello.map(|(hello, _)| {
+                format!("rank {} closed after our answer: has it another token?", hello.source)
+            });
+            return Err(reason);
+        }
+        if now >= inbound.expires() {
+            return Err(None);
+        }
+        let (generation, group) = (self.credentials.generation, self.credentials.group);
+        let (frame, payload) = match handshake_frame(&inbound.conn) {
+            Ok(None) => return Ok(None),
+            Ok(Some(frame)) => frame,
+            Err(FrameError::Magic(_)) => return Err(None),
+            Err(error) => return Err(Some(refuse(&mut inbound.conn, generation, group, error.to_string()))),
+        };
+        let no = |conn: &mut Conn, why: String| Err(Some(refuse(conn, generation, group, why)));
+        if (frame.generation, frame.group) != (generation, group) {
+            let why = format!(
+                "generation {}, group {} is not the {generation}, {group} of this rank",
+                frame.generation, frame.group
+            );
+            return no(&mut inbound.conn, why);
+        }
+        inbound.conn.consume(HEADER_BYTES + payload.len());
+        match (frame.kind, inbound.hello) {
+            (Kind::Hello, None) => {
+                let hello = match Hello::decode(&payload) {
+                    Ok(hello) => hello,
+                    Err(why) => return no(&mut inbound.conn, why),
+                };
+                if let Err(why) = check(&hello, self.me, self.size) {
+                    return no(&mut inbound.conn, why);
+                }
+                let nonce = nonce().map_err(|error| Some(error.to_string()))?;
+                let proof = self.credentials.prove(Role::Acceptor, &hello, CAPABILITIES, &nonce);
+                let welcome = Welcome { suite: SUITE_PLAIN, capabilities: CAPABILITIES, nonce, proof };
+                send(&mut inbound.conn, Kind::Welcome, generation, group, &welcome.encode())
+                    .map_err(|_| None)?;
+                fault_point("welcomed", 0, 0);
+                inbound.hello = Some((hello, nonce));
+                Ok(None)
+            }
+            (Kind::Proof, Some((hello, nonce))) => {
+                if !self.credentials.verify(Role::Connector, &hello, CAPABILITIES, &nonce, &payload) {
+                    return no(&mut inbound.conn, format!("rank {} has another token", hello.source));
+                }
+                let conn = std::mem::replace(&mut inbound.conn, Conn::closed());
+                Ok(Some(HandshakeEvent::Opened {
+                    peer: hello.source as usize,
+                    conn_kind: hello.conn_kind,
+                    conn,
+                }))
+            }
+            (kind, _) => no(&mut inbound.conn, format!("a {kind:?} frame before the proof")),
+        }
+    }
+}
+
+impl Inbound {
+    fn expires(&self) -> Instant {
+        self.since + if self.hello.is_some() { PROOF_TIMEOUT } else { CONNECT_TIMEOUT }
+    }
+}
+
+fn check(hello: &Hello, me: usize, size: usize) -> Result<(), String> {
+    let (source, destination) = (hello.source as usize, hello.destination as usize);
+    match (source, destination) {
+        _ if destination != me => Err(format!("this is rank {me}, not rank {destination}")),
+        _ if source >= size => Err(format!("there is no rank {source} in a group of {size}")),
+        _ if source <= me => Err(format!("rank {source} does not connect to rank {me}: the higher one does")),
+        _ => Ok(()),
+    }
+}
+
+/// Returns the first whole frame of a handshake that was read ahead, with its payload.
+fn handshake_frame(conn: &Conn) -> Result<Option<(Frame, Vec<u8>)>, FrameError> {
+    let unread = conn.unread();
+    let Some(header) = unread.first_chunk::<HEADER_BYTES>() else {
+        // Garbage that is shorter than a header is recognised by its first bytes.
+        return match unread.first_chunk::<4>() {
+            Some(&magic) if magic != crate::frame::MAGIC => Err(FrameError::Magic(magic)),
+            _ => Ok(None),
+        };
+    };
+    let frame = Frame::decode(header)?;
+    if frame.len > (HANDSHAKE_BYTES - HEADER_BYTES) as u64 {
+        return Err(FrameError::Length { kind: frame.kind, len: frame.len });
+    }
+    let end = HEADER_BYTES + frame.len as usize;
+    Ok(unread.get(HEADER_BYTES..end).map(|payload| (frame, payload.to_vec())))
+}
+
+/// Sends a small frame whole. The socket buffer of a new connection has room for it.
+fn send(conn: &mut Conn, kind: Kind, generation: Generation, group: u64, payload: &[u8]) -> io::Result<()> {
+    debug_assert!(payload.len() <= HELLO_BYTES.max(200));
+    let frame = Frame { kind, generation, group, seq: 0, call: [0; 16], len: payload.len() as u64 };
+    let header = frame.encode();
+    match conn.send(&[IoSlice::new(&header), IoSlice::new(payload)]) {
+        Ok(sent) if sent == header.len() + payload.len() => Ok(()),
+        Ok(_) => Err(io::ErrorKind::WriteZero.into()),
+        Err(broken) => Err(io::Error::other(broken.to_string())),
+    }
+}
+
+/// Tells a convoke process why it is refused, and returns that reason.
+fn refuse(conn: &mut Conn, generation: Generation, group: u64, why: String) -> String {
+    let text: String = why.chars().take(150).collect();
+    let _ = send(conn, Kind::Refuse, generation, group, &text.as_bytes()[..text.len().min(200)]);
+    conn.close_write();
+    conn.discard();
+    why
+}
+
+fn nonce() -> io::Result<[u8; 32]> {
+    let mut nonce = [0; 32];
+    getrandom::fill(&mut nonce).map_err(io::Error::other)?;
+    Ok(nonce)
+}

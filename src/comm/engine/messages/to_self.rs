@@ -1,0 +1,72 @@
+//! Messages of a rank to itself. A message is copied into the receive that waits for it, or kept until there
+//! is one. So such a send never waits, whatever its length.
+
+use std::io;
+use std::sync::Arc;
+
+use super::{AnySourceQueue, MessageError, PeerMessages, PendingSend, Stage, UnexpectedMessage, check};
+use crate::call::Call;
+use crate::engine::buffer::BorrowedBuffer;
+use crate::engine::completion::Completion;
+use crate::error::CommError;
+use crate::frame::HEADER_BYTES;
+use crate::kernels::SourceBytes;
+
+impl PeerMessages {
+    /// Sends a message to this rank itself, whose messages these are.
+    pub(crate) fn send_to_self(
+        &mut self,
+        any_source: &mut AnySourceQueue,
+        call: Call,
+        buffer: BorrowedBuffer<'static>,
+        completion: Arc<Completion>,
+    ) -> Result<(), MessageError> {
+        let seq = self.next_seq;
+        self.next_seq += 1;
+        let Some(index) = self.match_recv(any_source, call.root) else {
+            completion.complete(self.keep_message_to_self(any_source, call, seq, &buffer).map(|()| None));
+            return Ok(());
+        };
+        if let Err(error) = check(call, self.recvs[index].call, seq) {
+            self.update_bounds(&completion);
+            self.sends.push_back(PendingSend { seq, call, completion, buffer, stage: Stage::Sent });
+            return Err(error);
+        }
+        if let Some(mut recv) = self.recvs.remove(index) {
+            SourceBytes::from(buffer.bytes(0..buffer.len()))
+                .copy_to(&mut recv.buffer.bytes_mut(0..buffer.len()));
+            recv.completion.complete(Ok(Some(self.envelope_of(call))));
+        }
+        completion.complete(Ok(None));
+        Ok(())
+    }
+
+    fn keep_message_to_self(
+        &mut self,
+        any_source: &mut AnySourceQueue,
+        call: Call,
+        seq: u64,
+        buffer: &BorrowedBuffer<'_>,
+    ) -> Result<(), CommError> {
+        let mut bytes = Vec::new();
+        bytes.try_reserve_exact(buffer.len()).map_err(|error| {
+            let what = format!("no memory to keep {call} of this rank to itself until it is received");
+            CommError::system(&what, io::Error::other(error))
+        })?;
+        bytes.extend_from_slice(buffer.bytes(0..buffer.len()));
+        let (id, arrival_index) = (self.next_id, any_source.unexpected_count);
+        (self.next_id, any_source.unexpected_count) = (id + 1, arrival_index + 1);
+        self.unexpected_bytes += bytes.len() + HEADER_BYTES;
+        let (bytes, complete, claimed_by) = (Some(bytes), true, None);
+        self.unexpected.push_back(UnexpectedMessage {
+            id,
+            seq,
+            arrival_index,
+            call,
+            bytes,
+            complete,
+            claimed_by,
+        });
+        Ok(())
+    }
+}

@@ -1,0 +1,190 @@
+//! The buffer of elements that a plan works on: the caller's memory, or a copy of it with wider elements. It
+//! also applies elements that arrive.
+
+use std::ops::Range;
+
+use crate::engine::buffer::{BorrowedBuffer, BytesMut};
+use crate::kernels::{ACCUMULATOR_BYTES, F32Conversion, Kernel, SourceBytes};
+use crate::links::conn::MAX_READ_AHEAD_BYTES;
+use crate::plan::{Apply, Plan};
+
+#[derive(Debug)]
+pub(crate) struct PlanBuffer<'m> {
+    buffer: BorrowedBuffer<'m>,
+    kernel: Option<Kernel>,
+    /// The conversion from elements of the memory to those of the plan, if these are wider.
+    wide: Option<&'static F32Conversion>,
+    /// The copy that replaces the memory, if the plan's elements are wider or read-only memory must be
+    /// changed.
+    copy: Option<Vec<u8>>,
+    /// Partial sums of an ordered reduction, outside the buffer. The buffer holds a window of elements and is
+    /// used again from its front.
+    sums: Vec<u8>,
+    window: usize,
+    started: bool,
+    /// Size of the plan's elements.
+    pub(crate) element_bytes: usize,
+}
+
+/// Elements that have arrived, and the place where they belong.
+#[derive(Debug)]
+pub(crate) struct Fragment<'a> {
+    pub(crate) bytes: &'a [u8],
+    pub(crate) apply: Apply,
+    /// The offset of the elements in the buffer, in bytes.
+    pub(crate) at: usize,
+    /// Number of elements of the stream before these.
+    pub(crate) before: usize,
+    /// The elements come from a lower rank. So both ends of an exchange use the operands in one order.
+    pub(crate) is_first: bool,
+}
+
+impl<'m> PlanBuffer<'m> {
+    /// Makes a buffer of the elements in `buffer` for `plan`; `kernel` is `Some` if the plan reduces.
+    pub(crate) fn new(
+        buffer: BorrowedBuffer<'m>,
+        kernel: Option<Kernel>,
+        element_bytes: usize,
+        plan: &Plan,
+    ) -> Self {
+        let wide = kernel.as_ref().and_then(Kernel::f32_conversion).filter(|_| plan.wide);
+        let element_bytes = if wide.is_some() { ACCUMULATOR_BYTES } else { element_bytes };
+        let (window, sums, copy) = (plan.window, Vec::new(), None);
+        Self { buffer, kernel, wide, copy, sums, window, started: false, element_bytes }
+    }
+
+    /// Converts and scales this rank's share for the kernel. This happens when the plan starts, so that
+    /// queued operations take no memory.
+    pub(crate) fn begin(&mut self) {
+        let Some(kernel) = self.kernel.as_ref().filter(|_| !self.started) else { return };
+        self.started = true;
+        self.sums = vec![0; self.window * self.sum_bytes()];
+        let scale = |shares: &mut [u8]| kernel.scale().map_or((), |scale| scale(shares));
+        let is_written = self.buffer.ranges().all(|(_, writable)| writable);
+        if self.wide.is_none() && (is_written || kernel.scale().is_none()) {
+            self.buffer.ranges().for_each(|(part, _)| scale(&mut self.buffer.bytes_mut(part)));
+            return;
+        }
+        let end = self.buffer.ranges().map(|(part, _)| part.end).max().unwrap_or(0);
+        let mut copy = vec![0; end * self.widening_factor()];
+        for (part, _) in self.buffer.ranges() {
+            let shares = &mut copy[self.range_in_copy(&part)];
+            match self.wide {
+                Some(wide) => (wide.widen)(self.buffer.bytes(part), shares),
+                None => SourceBytes::from(self.buffer.bytes(part)).copy_to(shares),
+            }
+            scale(shares);
+        }
+        self.copy = Some(copy);
+    }
+
+    /// Returns address and length of the buffer, if it is one piece of memory that may be changed.
+    pub(crate) fn single_range(&self) -> Option<(usize, usize)> {
+        self.buffer.single_range().filter(|_| self.copy.is_none())
+    }
+
+    /// Does some copies outside the buffer, if there is nothing else to do. Returns whether it copied.
+    pub(crate) fn copy_some(&mut self) -> bool {
+        self.buffer.copy_some(MAX_READ_AHEAD_BYTES) > 0
+    }
+
+    /// Finishes the operation: writes the results to the caller's memory.
+    pub(crate) fn finish(&mut self) {
+        self.buffer.copy_some(usize::MAX);
+        let Some(copy) = self.copy.take() else { return };
+        for (part, _) in self.buffer.ranges().filter(|(_, writable)| *writable) {
+            let results = &copy[self.range_in_copy(&part)];
+            match self.wide {
+                Some(wide) => (wide.narrow)(results, &mut self.buffer.bytes_mut(part)),
+                None => SourceBytes::from(results).copy_to(&mut self.buffer.bytes_mut(part)),
+            }
+        }
+    }
+
+    /// Applies as many of the arrived elements as possible. Returns the number of bytes used.
+    ///
+    /// The error says how a function of the program failed.
+    pub(crate) fn apply(&mut self, fragment: &Fragment<'_>) -> Result<usize, String> {
+        let Fragment { bytes, apply, at, before, is_first } = *fragment;
+        let sum_bytes = self.sum_bytes();
+        // This does not go through `self`, which would also borrow the sums and the kernel.
+        let mut into = bytes_mut(&mut self.buffer, self.copy.as_mut(), at..at + bytes.len());
+        // The range is cut at the end of a part of the buffer.
+        let mut used = into.len();
+        if apply != Apply::Copy {
+            used -= used % self.element_bytes;
+        }
+        let (into, from) = (&mut into[..used], &bytes[..used]);
+        match (apply, &self.kernel) {
+            (Apply::Reduce | Apply::ReduceLast, Some(kernel)) => {
+                kernel.reduce(into, from, is_first, apply == Apply::ReduceLast)?;
+            }
+            (Apply::ReduceOrdered(step), Some(kernel)) => {
+                let wide = kernel.f32_conversion().filter(|_| self.wide.is_none());
+                let sums = before % self.window.max(1) * sum_bytes;
+                let sums = &mut self.sums[sums..sums + used / self.element_bytes * sum_bytes];
+                kernel.reduce_ordered(step, wide, sums, from, into)?;
+            }
+            (Apply::Copy | Apply::Reduce | Apply::ReduceLast | Apply::ReduceOrdered(_), _) => {
+                SourceBytes::from(from).copy_to(into);
+            }
+        }
+        Ok(used)
+    }
+
+    /// Returns the operand bytes in `range`, up to the end of their part, if they may be changed; and the
+    /// kernel.
+    pub(crate) fn operands(&mut self, range: Range<usize>) -> (BytesMut<'_>, Option<&Kernel>) {
+        (bytes_mut(&mut self.buffer, self.copy.as_mut(), range), self.kernel.as_ref())
+    }
+
+    /// Returns the most bytes that can be used at once after `before` elements of their stream.
+    pub(crate) fn max_bytes(&self, apply: Apply, before: usize) -> usize {
+        match apply {
+            Apply::Copy | Apply::Reduce | Apply::ReduceLast => usize::MAX,
+            Apply::ReduceOrdered(_) => (self.window - before % self.window.max(1)) * self.element_bytes,
+        }
+    }
+
+    /// Returns the bytes in `range`, up to the end of their part.
+    pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
+        match &self.copy {
+            None => self.buffer.bytes(range),
+            Some(copy) => copy.get(range).unwrap_or_default(),
+        }
+    }
+
+    /// Returns the bytes in `range`, up to the end of their part; none if they may not be changed.
+    pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> BytesMut<'_> {
+        bytes_mut(&mut self.buffer, self.copy.as_mut(), range)
+    }
+
+    /// Returns the element size of an ordered reduction's sums.
+    fn sum_bytes(&self) -> usize {
+        self.kernel
+            .as_ref()
+            .and_then(Kernel::f32_conversion)
+            .map_or(self.element_bytes, |_| ACCUMULATOR_BYTES)
+    }
+
+    /// Returns the bytes of the copy for each byte of the memory.
+    fn widening_factor(&self) -> usize {
+        self.wide.map_or(1, |_| ACCUMULATOR_BYTES / F32Conversion::HALF_BYTES)
+    }
+
+    fn range_in_copy(&self, part: &Range<usize>) -> Range<usize> {
+        part.start * self.widening_factor()..part.end * self.widening_factor()
+    }
+}
+
+/// Returns the bytes in `range`, up to the end of their part; none if they may not be changed.
+fn bytes_mut<'a>(
+    buffer: &'a mut BorrowedBuffer<'_>,
+    copy: Option<&'a mut Vec<u8>>,
+    range: Range<usize>,
+) -> BytesMut<'a> {
+    match copy {
+        None => buffer.bytes_mut(range),
+        Some(copy) => copy.get_mut(range).unwrap_or_default().into(),
+    }
+}

@@ -1,0 +1,459 @@
+//! The engine and its progress loop: it moves data, polls other events now and then, and sleeps.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::buffer::BorrowedBuffer;
+use super::completion::Completion;
+use super::execution::{Execution, ExecutionError};
+use super::failure::Failure;
+use super::handshake::Handshakes;
+use super::messages::{AnySourceQueue, MessageError};
+use super::poller::{Poller, Source};
+use super::probe::Probe;
+use super::progress_lock::{Drive, Goal};
+use super::state::{Collective, Peer, Settings, Wait};
+use super::streams::Streams;
+use super::teardown::Finishing;
+use super::wait_policy::{WaitAction, WaitPolicy};
+use super::{EngineFn, Operation, SubmissionQueue, Task, Transport};
+use crate::call::{Call, Envelope};
+use crate::cause::{Cause, Report};
+use crate::error::CommError;
+use crate::fault::fault_point;
+use crate::frame::Kind;
+use crate::kernels::Kernel;
+use crate::links::hello::ConnectionKind;
+use crate::links::tcp::Listener;
+use crate::plan::Plan;
+use crate::shm::{self, HostMemory};
+
+/// Rounds between two polls of control connections and clock while data keeps moving.
+const ROUNDS_BETWEEN_POLLS: u32 = 64;
+/// Calls that are remembered for comparison with the calls in which others say they wait.
+const HISTORY: usize = 64;
+
+#[derive(Debug)]
+pub(crate) struct Engine {
+    pub(super) settings: Settings,
+    pub(super) peers: Vec<Peer>,
+    pub(super) handshakes: Handshakes,
+    pub(super) poller: Poller,
+    pub(super) submissions: Arc<SubmissionQueue>,
+    /// Collectives in the order of their calls; the first is in progress.
+    pub(super) collectives: VecDeque<Collective>,
+    pub(super) next_seq: u64,
+    /// Receives from any source, and probes that wait.
+    pub(super) any_source: AnySourceQueue,
+    pub(super) probes: Vec<Probe>,
+    /// The shared memory of this rank with the others of its host, and the numbers of those ranks.
+    pub(super) node: Option<HostMemory>,
+    pub(super) local_peers: Vec<usize>,
+    pub(super) history: VecDeque<(u64, Call)>,
+    pub(super) failure: Option<Failure>,
+    /// The time since which nothing moved.
+    pub(super) stalled_since: Option<Instant>,
+    /// The wait that this rank last told the others.
+    pub(super) reported_wait: Option<Wait>,
+    /// The time at which the others were last asked what they wait in.
+    pub(super) queried_at: Option<Instant>,
+    /// A caller waits for the operations that are being driven.
+    pub(super) has_waiter: bool,
+    pub(super) agent_registered: bool,
+    pub(super) left: bool,
+    /// The group is not complete yet.
+    pub(super) connecting: bool,
+    /// This rank makes no more calls, and leaves as soon as its pending operations are done.
+    pub(super) finishing: Option<Finishing>,
+    wait_policy: WaitPolicy,
+    /// A control frame has arrived, or a control connection has ended.
+    pub(super) control_activity: bool,
+    /// The time at which this rank last moved to another core.
+    pub(super) migrated_at: Option<Instant>,
+    /// Completions of callers that wait until nothing is pending and this rank has left.
+    leaving: Vec<Arc<Completion>>,
+    /// Rounds so far. They are counted across calls, so that polling does not wait for a long call.
+    pub(super) rounds: u32,
+}
+
+impl Engine {
+    /// Makes an engine. The others connect to `listener`, if there are any.
+    pub(crate) fn new(settings: Settings, listener: Option<Listener>) -> Result<Self, CommError> {
+        let system = |what: &'static str| move |error| CommError::system(what, error);
+        let poller = Poller::new().map_err(system("cannot make an epoll set"))?;
+        let submissions = SubmissionQueue::new().map_err(system("cannot make an eventfd"))?;
+        poller
+            .add(submissions.doorbell(), Source::Doorbell, false)
+            .map_err(system("cannot watch an eventfd"))?;
+        let Settings { me, size, .. } = settings;
+        if let Some(listener) = &listener {
+            poller
+                .add(listener.pollable(), Source::Listener, false)
+                .map_err(system("cannot watch the listener"))?;
+        }
+        let handshakes = Handshakes::new(me, size, settings.credentials.clone(), listener);
+        let mut engine = Self {
+            peers: (0..size).map(Peer::new).collect(),
+            handshakes,
+            poller,
+            submissions: Arc::new(submissions),
+            collectives: VecDeque::new(),
+            next_seq: 0,
+            any_source: AnySourceQueue::default(),
+            probes: Vec::new(),
+            node: None,
+            local_peers: Vec::new(),
+            history: VecDeque::new(),
+            failure: None,
+            stalled_since: None,
+            reported_wait: None,
+            queried_at: None,
+            has_waiter: false,
+            agent_registered: false,
+            left: false,
+            connecting: false,
+            finishing: None,
+            wait_policy: WaitPolicy::new(settings.sharing.oversubscription),
+            migrated_at: None,
+            control_activity: false,
+            leaving: Vec::new(),
+            rounds: 0,
+            settings,
+        };
+        engine.register_agent();
+        Ok(engine)
+    }
+
+    pub(crate) fn submissions(&self) -> &Arc<SubmissionQueue> {
+        &self.submissions
+    }
+
+    pub(super) fn start(&mut self, task: Task) {
+        let Task { operation, completion } = task;
+        let operation = match operation {
+            Operation::Leave => return self.leaving.push(completion),
+            Operation::OnEngine(EngineFn(function)) => {
+                let outcome = function(self);
+                return completion.complete(outcome);
+            }
+            other => other,
+        };
+        let call = match &operation {
+            Operation::Leave | Operation::OnEngine(_) => return,
+            Operation::Collective { call, .. } | Operation::Probe { call, .. } => *call,
+            Operation::Send { call, .. } | Operation::Recv { call, .. } => *call,
+        };
+        if self.left {
+            completion.complete(Err(CommError::Destroyed { group: self.settings.name.clone() }));
+            return;
+        }
+        if matches!(operation, Operation::Collective { transport: Transport::SharedMemory, .. }) {
+            self.wait_for_failure_report();
+        }
+        if let Some(failure) = &self.failure {
+            completion.complete(Err(self.error(failure, Some(call), self.next_seq, (0, 0))));
+            return;
+        }
+        self.record_message(&operation, &completion);
+        match operation {
+            Operation::Collective { call, transport, buffer, kernel } => {
+                let run = self.start_collective(call, transport, buffer, kernel);
+                let _ = completion
+                    .step
+                    .set(self.record_collective(&run, self.settings.flight.ns(completion.started_at)));
+                self.collectives.push_back(Collective {
+                    execution: run,
+                    completion,
+                    arrival_announced: false,
+                });
+                self.compare_with_reports();
+            }
+            Operation::Send { to, call, buffer } if to == self.settings.me => {
+                let sent =
+                    self.peers[to].messages.send_to_self(&mut self.any_source, call, buffer, completion);
+                if let Err(error) = sent {
+                    self.message_failed(to, error);
+                }
+            }
+            Operation::Send { to, call, buffer } => {
+                self.ensure_connected(to, ConnectionKind::Message);
+                self.peers[to].messages.post_send(&self.settings.credentials, call, buffer, completion);
+            }
+            Operation::Recv { from: Some(from), call, buffer } => {
+                let order = self.any_source.order();
+                self.receive(from, order, call, buffer, completion);
+            }
+            Operation::Recv { from: None, call, buffer } => {
+                self.ensure_message_connections();
+                match self.first_unexpected(None, call.root) {
+                    Some(Envelope { source: from, .. }) => {
+                        let order = self.any_source.order();
+                        self.receive(from, order, call, buffer, completion);
+                    }
+                    None => self.any_source.post(call, buffer, completion),
+                }
+            }
+            Operation::Probe { from, call, wait } => self.probe(from, call, wait, completion),
+            Operation::OnEngine(_) | Operation::Leave => {}
+        }
+    }
+
+    /// Starts the next collective: numbers it and opens the connections that it needs.
+    pub(super) fn start_collective(
+        &mut self,
+        call: Call,
+        transport: Transport,
+        buffer: BorrowedBuffer<'static>,
+        kernel: Option<Kernel>,
+    ) -> Execution {
+        let seq = self.next_number(call);
+        match (transport, &mut self.node) {
+            (Transport::SharedMemory, Some(node)) => {
+                Execution::Memory(shm::collective::ShmCollective::new(node, call, seq, buffer, kernel))
+            }
+            (Transport::SharedMemory, None) => {
+                Execution::Streams(self.start_streams(call, seq, Arc::default(), buffer, kernel))
+            }
+            (Transport::Connections(plan), _) => {
+                Execution::Streams(self.start_streams(call, seq, plan, buffer, kernel))
+            }
+        }
+    }
+
+    /// Returns the number of the next collective.
+    pub(super) fn next_number(&mut self, call: Call) -> u64 {
+        let seq = self.next_seq;
+        self.next_seq += 1;
+        fault_point("calling", seq, 0);
+        if self.history.len() == HISTORY {
+            self.history.pop_front();
+        }
+        self.history.push_back((seq, call));
+        seq
+    }
+
+    fn start_streams(
+        &mut self,
+        call: Call,
+        seq: u64,
+        plan: Arc<Plan>,
+        buffer: BorrowedBuffer<'static>,
+        kernel: Option<Kernel>,
+    ) -> Streams {
+        let (ours, me) = (&self.settings.credentials, self.settings.me);
+        let streams = Streams::new(ours, call, seq, plan, buffer, kernel, me);
+        for peer in streams.peers().collect::<Vec<_>>() {
+            self.ensure_connected(peer, ConnectionKind::Collective);
+        }
+        streams
+    }
+
+    pub(super) fn receive(
+        &mut self,
+        from: usize,
+        order: u64,
+        call: Call,
+        buffer: BorrowedBuffer<'static>,
+        completion: Arc<Completion>,
+    ) {
+        self.ensure_connected(from, ConnectionKind::Message);
+        let ours = &self.settings.credentials;
+        if let Err(error) = self.peers[from].messages.post_recv(ours, order, call, buffer, completion) {
+            self.message_failed(from, error);
+        }
+    }
+
+    /// Opens a connection if it is not open: connects to the peer or asks it to connect.
+    pub(super) fn ensure_connected(&mut self, peer: usize, conn_kind: ConnectionKind) {
+        if self.peers[peer].is_open(conn_kind) || peer == self.settings.me {
+            return;
+        }
+        if self.settings.me > peer {
+            self.handshakes.connect(peer, conn_kind, self.settings.addresses[peer], Instant::now());
+            self.poll_handshakes(Instant::now());
+        } else if conn_kind != ConnectionKind::Control && !self.peers[peer].requested[conn_kind as usize] {
+            self.peers[peer].requested[conn_kind as usize] = true;
+            let open = self.frame(Kind::Open, u64::from(conn_kind.to_wire()));
+            self.send_control(peer, &open, &[]);
+        }
+    }
+
+    /// Moves what can be moved now in the first collective and all messages.
+    pub(super) fn progress(&mut self) -> bool {
+        let mut moved = false;
+        if let Some(first) = self.collectives.front_mut() {
+            match first.execution.progress(&mut self.peers, self.node.as_mut()) {
+                Ok(some) => moved = some,
+                Err(error) => self.execution_failed(error),
+            }
+            self.announce_arrival();
+            let (me, peers, failed) = (self.settings.me, &self.peers, self.failure.is_some());
+            let is_done = |first: &mut Collective| {
+                first.execution.is_finished() && first.is_barrier_complete(me, peers, failed)
+            };
+            if let Some(done) = self.collectives.pop_front_if(is_done) {
+                let Collective { execution: run, completion, .. } = done;
+                fault_point("moved", run.seq(), 0);
+                drop(run);
+                completion.complete(Ok(None));
+                self.record_start();
+                moved = true;
+            }
+        }
+        if !self.any_source.recvs.is_empty() || !self.probes.is_empty() {
+            // Only the connections know which peers have sent something.
+            self.poll_ready();
+            moved |= self.complete_probes();
+        }
+        for peer in 0..self.peers.len() {
+            if self.peers[peer].messages.is_busy() {
+                moved |= self.progress_messages(peer);
+            }
+        }
+        if !self.leaving.is_empty() && (self.completions().next().is_none() || self.abandons_pending()) {
+            self.leave();
+            self.leaving.drain(..).for_each(|completion| completion.complete(Ok(None)));
+        }
+        moved
+    }
+
+    pub(super) fn progress_messages(&mut self, peer: usize) -> bool {
+        match self.peers[peer].messages.progress(&self.settings.credentials, &mut self.any_source) {
+            Ok(moved) => moved,
+            Err(error) => {
+                self.message_failed(peer, error);
+                false
+            }
+        }
+    }
+
+    pub(super) fn execution_failed(&mut self, error: ExecutionError) {
+        let Some(first) = self.collectives.front() else { return };
+        let (ours, ours_seq) = (first.execution.call(), first.execution.seq());
+        match error {
+            ExecutionError::Broken { peer, why } => {
+                self.peers[peer].collective = None;
+                self.suspect(peer, &why);
+            }
+            ExecutionError::Mismatch { peer: rank, theirs, seq } => {
+                let cause = Cause::Mismatch { rank, theirs, theirs_seq: seq, ours, ours_seq };
+                self.fail(Report::new(self.settings.me, cause));
+            }
+            ExecutionError::Protocol { peer, what } => {
+                self.fail(Report::new(self.settings.me, Cause::Protocol { peer, what }));
+            }
+            ExecutionError::Function(reason) => {
+                self.fail(Report::new(self.settings.me, Cause::Aborted { reason }));
+            }
+        }
+    }
+
+    pub(super) fn message_failed(&mut self, peer: usize, error: MessageError) {
+        let cause = match error {
+            MessageError::Broken(why) => {
+                self.close_messages(peer);
+                self.suspect(peer, &why);
+                return;
+            }
+            MessageError::Mismatch { theirs, ours, seq } => {
+                Cause::Mismatch { rank: peer, theirs, theirs_seq: seq, ours, ours_seq: seq }
+            }
+            MessageError::Protocol(what) => Cause::Protocol { peer, what },
+        };
+        self.fail(Report::new(self.settings.me, cause));
+    }
+
+    fn close_messages(&mut self, peer: usize) {
+        self.peers[peer].messages.conn = None;
+    }
+}
+
+impl Drive for Engine {
+    type Task = Task;
+    type Doorbell = nix::sys::eventfd::EventFd;
+
+    fn drive(&mut self, goal: &Goal<'_>) {
+        self.has_waiter = !goal.is_background();
+        self.drive_to(goal);
+        self.has_waiter = false;
+    }
+
+    fn collect(&mut self) {
+        let Some((tasks, abort)) = self.submissions.collect() else { return };
+        for task in tasks {
+            self.start(task);
+        }
+        if let Some(reason) = abort {
+            self.fail(Report::new(self.settings.me, Cause::Aborted { reason }));
+        }
+        // Starting one operation may have ended the group before the next was queued.
+        self.fail_pending();
+    }
+
+    fn poll_once(&mut self) {
+        self.collect();
+        self.progress();
+    }
+
+    fn on_panic(&mut self) {
+        self.fail_after_panic();
+    }
+}
+
+impl Engine {
+    fn drive_to(&mut self, goal: &Goal<'_>) {
+        loop {
+            self.collect();
+            let moved = self.progress();
+            if goal.is_reached() {
+                return;
+            }
+            if let Some(failure) = self.failure.as_ref().filter(|_| !goal.is_background()) {
+                // After a failure the engine has no tasks, so nobody else would set these completions.
+                for completion in goal.completions {
+                    completion.complete(Err(self.error(failure, None, 0, (0, 0))));
+                }
+                return;
+            }
+            self.rounds = self.rounds.wrapping_add(1);
+            if moved {
+                self.wait_policy.record_progress();
+                self.stalled_since = None;
+                if self.rounds.is_multiple_of(ROUNDS_BETWEEN_POLLS) {
+                    let now = Instant::now();
+                    self.poll_events(now);
+                    if goal.until.is_some_and(|until| now >= until) {
+                        return;
+                    }
+                }
+                continue;
+            }
+            match self.wait_policy.next_action(goal.is_background()) {
+                WaitAction::Spin => std::hint::spin_loop(),
+                WaitAction::Yield => {
+                    if self.rounds.is_multiple_of(ROUNDS_BETWEEN_POLLS) {
+                        self.move_to_assigned_core();
+                    }
+                    let begin = Instant::now();
+                    std::thread::yield_now();
+                    self.wait_policy.record_yield(begin.elapsed());
+                }
+                WaitAction::Sleep
+                    if !goal.is_background()
+                        && self.wait_policy.may_migrate()
+                        && self.leave_shared_core() =>
+                {
+                    self.wait_policy.record_migration();
+                }
+                WaitAction::Sleep => {
+                    self.wait_policy.record_sleep();
+                    self.sleep(goal);
+                    if goal.until.is_some_and(|until| Instant::now() >= until) {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+}

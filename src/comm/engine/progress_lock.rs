@@ -1,0 +1,378 @@
+//! Progress: the thread that waits drives the engine, and a background thread drives operations nobody waits
+//! for.
+//!
+//! A call queues its task and tries to take the progress lock. The thread that has the lock drives all tasks
+//! until its own is done. The others sleep until their task is done or the lock is free. The background
+//! thread exists from the first nonblocking operation on. It never spins, releases the lock when a caller
+//! asks for it, and takes it again when no caller has taken it for a while.
+
+use std::fmt::Debug;
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use super::callbacks::CallbackQueue;
+use super::completion::Completion;
+use super::submission::{Doorbell, SubmissionQueue};
+use super::sync::{
+    AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, ProgressLock, ProgressLockGuard,
+    TryLockError, park, park_timeout,
+};
+
+/// Time for which the lock must have been free before the background thread takes it. A thread that begins an
+/// operation often waits for it next, and a handover of the lock costs two wake-ups.
+const BACKGROUND_DELAY: Duration = Duration::from_micros(300);
+const PANICKED: &str = "a callback panicked";
+
+/// The engine, as the progress lock sees it.
+pub(crate) trait Drive: Debug + Send + 'static {
+    type Task: Debug + Send;
+    type Doorbell: Debug + Doorbell + Send + Sync;
+
+    /// Runs tasks until `goal` is reached.
+    fn drive(&mut self, goal: &Goal<'_>);
+
+    /// Takes all requests from the submission queue.
+    fn collect(&mut self);
+
+    /// Takes all requests from the submission queue, and moves data that can move at once.
+    fn poll_once(&mut self);
+
+    /// Handles a panic of the driving thread: no task may be touched again.
+    fn on_panic(&mut self);
+}
+
+/// The condition that ends a drive.
+#[derive(Debug)]
+pub(crate) struct Goal<'a> {
+    /// The drive ends when one of these is done, or, if there are none, when nothing is pending.
+    pub(super) completions: &'a [Arc<Completion>],
+    pub(super) until: Option<Instant>,
+    callback_queue: &'a CallbackQueue,
+    /// Number of callers that wait for the lock.
+    callers: &'a AtomicUsize,
+    closing: &'a AtomicBool,
+}
+
+impl Goal<'_> {
+    pub(super) fn is_reached(&self) -> bool {
+        self.completions.iter().any(|completion| completion.is_done())
+            || self.should_release()
+            || self.callback_queue.has_queued()
+    }
+
+    /// Returns whether the background thread has no reason to drive.
+    pub(super) fn should_release(&self) -> bool {
+        let requested = || self.callers.load(Ordering::SeqCst) > 0 || self.closing.load(Ordering::SeqCst);
+        self.is_background() && (self.callback_queue.pending_operations() == 0 || requested())
+    }
+
+    /// Returns whether no caller waits for the tasks, so that spinning would only take a core from others.
+    pub(super) fn is_background(&self) -> bool {
+        self.completions.is_empty()
+    }
+}
+
+/// An engine that callers and one background thread share.
+#[derive(Debug)]
+pub(crate) struct Shared<E: Drive> {
+    inner: Arc<Inner<E>>,
+    background: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl<E: Drive> Shared<E> {
+    pub(crate) fn of(engine: E, submissions: Arc<SubmissionQueue<E::Task, E::Doorbell>>) -> Self {
+        Self { inner: Arc::new(Inner::new(engine, submissions)), background: Mutex::new(None) }
+    }
+
+    pub(crate) fn callback_queue(&self) -> &Arc<CallbackQueue> {
+        self.inner.callback_queue()
+    }
+
+    /// Queues a task for the driver, without waiting.
+    pub(crate) fn post(&self, task: E::Task) {
+        self.inner.post(task);
+    }
+
+    /// Starts the background thread if there is none. It runs nonblocking operations that no caller waits
+    /// for.
+    pub(crate) fn ensure_background(&self) -> io::Result<()> {
+        let mut background = self.background();
+        if background.is_none() {
+            let inner = Arc::clone(&self.inner);
+            let thread = thread::Builder::new().name("convoke-comm".to_owned());
+            *background = Some(thread.spawn(move || inner.background())?);
+        }
+        Ok(())
+    }
+
+    /// Begins queued tasks at once, and leaves the rest to the background thread.
+    pub(crate) fn poll_once(&self) {
+        self.inner.poll_once(|| {
+            if let Some(background) = &*self.background() {
+                background.thread().unpark();
+            }
+        });
+    }
+
+    /// Waits until one of `completions` (at least one) is done, at most until `until`.
+    pub(crate) fn wait(&self, completions: &[Arc<Completion>], until: Option<Instant>) {
+        self.inner.wait(completions, until);
+    }
+
+    /// Calls `function` with the engine if no other thread has it.
+    pub(super) fn try_with_engine<R>(&self, function: impl FnOnce(&mut E) -> R) -> Option<R> {
+        self.inner.try_with_engine(function)
+    }
+
+    /// Ends the group for `reason`; any thread may call it.
+    pub(crate) fn abort(&self, reason: String) {
+        self.inner.abort(reason);
+    }
+
+    /// Stops the background thread, and calls `last` with the engine.
+    pub(crate) fn close(&self, last: impl FnOnce(&mut E)) {
+        let background = self.background().take();
+        self.inner.close(|| {
+            if let Some(background) = &background {
+                background.thread().unpark();
+            }
+        });
+        // A callback may drop the last handle. Then this is the background thread itself, which ends next.
+        if let Some(background) = background.filter(|other| other.thread().id() != thread::current().id()) {
+            let _ = background.join();
+        }
+        self.inner.with_engine(last);
+    }
+
+    fn background(&self) -> MutexGuard<'_, Option<JoinHandle<()>>> {
+        self.background.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The engine, its submission queue, and the state by which threads agree who drives.
+#[derive(Debug)]
+pub(super) struct Inner<E: Drive> {
+    progress_lock: ProgressLock<E>,
+    submissions: Arc<SubmissionQueue<E::Task, E::Doorbell>>,
+    callback_queue: Arc<CallbackQueue>,
+    /// Number of callers that wait for the lock.
+    callers: AtomicUsize,
+    closing: AtomicBool,
+    /// Number of times that a caller took the lock.
+    acquisitions: AtomicUsize,
+    /// The background thread sleeps until it is woken.
+    idle: AtomicBool,
+}
+
+impl<E: Drive> Inner<E> {
+    pub(super) fn new(engine: E, submissions: Arc<SubmissionQueue<E::Task, E::Doorbell>>) -> Self {
+        Self {
+            progress_lock: ProgressLock::new(engine),
+            submissions,
+            callback_queue: Arc::default(),
+            callers: AtomicUsize::new(0),
+            closing: AtomicBool::new(false),
+            acquisitions: AtomicUsize::new(0),
+            idle: AtomicBool::new(false),
+        }
+    }
+
+    pub(super) fn callback_queue(&self) -> &Arc<CallbackQueue> {
+        &self.callback_queue
+    }
+
+    pub(super) fn post(&self, task: E::Task) {
+        self.submissions.post(|entries| entries.tasks.push(task));
+    }
+
+    pub(super) fn poll_once(&self, wake_background: impl FnOnce()) {
+        if let Some(mut driver) = self.try_drive() {
+            driver.engine.poll_once();
+        }
+        self.run_callbacks();
+        if self.callback_queue.pending_operations() > 0 && self.idle.swap(false, Ordering::SeqCst) {
+            wake_background();
+        }
+    }
+
+    pub(super) fn wait(&self, completions: &[Arc<Completion>], until: Option<Instant>) {
+        let mut queued = None;
+        loop {
+            self.run_callbacks();
+            if completions.iter().any(|completion| completion.is_done()) {
+                return;
+            }
+            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
+            if left.is_some_and(|left| left.is_zero()) {
+                return;
+            }
+            let driver = self.try_drive().or_else(|| {
+                queued.get_or_insert_with(|| WaitingCaller::new(self));
+                self.queue_and_try_drive()
+            });
+            match driver {
+                Some(mut driver) => {
+                    queued = None;
+                    driver.engine.drive(&self.goal(completions, until));
+                }
+                // The thread that has the lock wakes this one when its task is done or the lock is free.
+                None if completions.iter().all(|completion| completion.register_thread()) => {
+                    left.map_or_else(park, park_timeout)
+                }
+                None => {}
+            }
+        }
+    }
+
+    pub(super) fn abort(&self, reason: String) {
+        self.submissions.post(|entries| entries.abort = Some(reason));
+        if let Some(mut driver) = self.try_drive() {
+            driver.engine.collect();
+        }
+        self.run_callbacks();
+    }
+
+    pub(super) fn close(&self, wake_background: impl FnOnce()) {
+        self.closing.store(true, Ordering::SeqCst);
+        self.submissions.wake_driver();
+        wake_background();
+    }
+
+    /// The loop of the background thread; it ends when the group is closed.
+    pub(super) fn background(&self) {
+        let mut taken = None;
+        while !self.closing.load(Ordering::SeqCst) {
+            self.run_callbacks();
+            // This is a swap, not a store: it must see operations that were begun before another thread found
+            // the flag set.
+            self.idle.swap(true, Ordering::SeqCst);
+            if self.callback_queue.pending_operations() == 0 {
+                park();
+                continue;
+            }
+            self.idle.store(false, Ordering::SeqCst);
+            let now = Some(self.acquisitions.load(Ordering::Relaxed));
+            if taken != now {
+                taken = now;
+                park_timeout(BACKGROUND_DELAY);
+                continue;
+            }
+            self.submissions.queue_for_lock();
+            if self.callers.load(Ordering::SeqCst) > 0 {
+                park();
+            } else if let Some(mut driver) = self.try_lock_engine() {
+                // A panic poisons the lock, and the next thread that takes it ends everything.
+                let _ = catch_unwind(AssertUnwindSafe(move || driver.engine.drive(&self.goal(&[], None))));
+                continue;
+            } else {
+                park();
+            }
+            taken = None;
+        }
+        // The callbacks of the last drive run now, because no other thread may come.
+        self.run_callbacks();
+    }
+
+    /// Calls `function` with the engine. The caller is the only thread that uses it.
+    pub(super) fn with_engine<R>(&self, function: impl FnOnce(&mut E) -> R) -> R {
+        function(&mut self.progress_lock.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Calls `function` with the engine if no other thread has it.
+    pub(super) fn try_with_engine<R>(&self, function: impl FnOnce(&mut E) -> R) -> Option<R> {
+        let mut driver = self.try_drive()?;
+        Some(function(&mut driver.engine))
+    }
+
+    fn goal<'a>(&'a self, completions: &'a [Arc<Completion>], until: Option<Instant>) -> Goal<'a> {
+        Goal {
+            completions,
+            until,
+            callback_queue: &self.callback_queue,
+            callers: &self.callers,
+            closing: &self.closing,
+        }
+    }
+
+    fn try_drive(&self) -> Option<DriverGuard<'_, E>> {
+        let driver = self.try_lock_engine();
+        if driver.is_some() {
+            // Only the thread that has the lock counts.
+            self.acquisitions
+                .store(self.acquisitions.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+        }
+        driver
+    }
+
+    fn try_lock_engine(&self) -> Option<DriverGuard<'_, E>> {
+        match self.progress_lock.try_lock() {
+            Ok(engine) => Some(DriverGuard { engine, _wake_next: WakeNext(self) }),
+            Err(TryLockError::Poisoned(poisoned)) => {
+                let mut engine = poisoned.into_inner();
+                engine.on_panic();
+                Some(DriverGuard { engine, _wake_next: WakeNext(self) })
+            }
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Asks to be woken when the lock is free, and tries once more, because it may be free already.
+    fn queue_and_try_drive(&self) -> Option<DriverGuard<'_, E>> {
+        self.submissions.queue_for_lock();
+        self.try_drive()
+    }
+
+    fn run_callbacks(&self) {
+        if !self.callback_queue.run() {
+            self.submissions.post(|entries| entries.abort = Some(PANICKED.to_owned()));
+            if let Some(mut driver) = self.try_drive() {
+                driver.engine.collect();
+            }
+        }
+    }
+}
+
+/// A caller that found the lock taken, until it has the lock or needs it no more. The background thread makes
+/// room.
+struct WaitingCaller<'a, E: Drive>(&'a Inner<E>);
+
+impl<'a, E: Drive> WaitingCaller<'a, E> {
+    fn new(inner: &'a Inner<E>) -> Self {
+        inner.callers.fetch_add(1, Ordering::SeqCst);
+        inner.submissions.wake_driver();
+        Self(inner)
+    }
+}
+
+impl<E: Drive> Drop for WaitingCaller<'_, E> {
+    fn drop(&mut self) {
+        if self.0.callers.fetch_sub(1, Ordering::SeqCst) == 1 {
+            // If this caller never took the lock, no other thread wakes the background thread.
+            self.0.submissions.lock_released();
+        }
+    }
+}
+
+/// The engine, while one thread drives it. Fields are dropped in order: the lock is released first, then the
+/// threads that wait for it are woken.
+struct DriverGuard<'a, E: Drive> {
+    engine: ProgressLockGuard<'a, E>,
+    _wake_next: WakeNext<'a, E>,
+}
+
+struct WakeNext<'a, E: Drive>(&'a Inner<E>);
+
+impl<E: Drive> Drop for WakeNext<'_, E> {
+    fn drop(&mut self) {
+        // A thread that found the lock taken may have queued an abort after this thread looked last. Nobody
+        // waits for an abort, so this thread must take it.
+        if self.0.submissions.lock_released()
+            && let Some(mut driver) = self.0.try_lock_engine()
+        {
+            driver.engine.collect();
+        }
+    }
+}

@@ -1,0 +1,186 @@
+//! Shared memory with the other ranks of the host: how the engine sets it up and uses it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::poll::PollFlags;
+
+use super::poller::Source;
+use super::progress::Engine;
+use super::progress_lock::Goal;
+use crate::cause::{Cause, Report};
+use crate::error::CommError;
+use crate::frame::Kind;
+use crate::links::conn::{Conn, ConnError};
+use crate::shm::allocations::Allocations;
+use crate::shm::bootstrap::{self, Follower, HostBootstrap, Leader, LocalGroup};
+use crate::shm::unavailable::Unavailable;
+use crate::shm::{HostMemory, Layout, RingChannel};
+
+/// Longest time for the report of a failure to arrive on a connection inside the host.
+const FAILURE_REPORT_TIMEOUT: Duration = Duration::from_millis(100);
+
+impl Engine {
+    /// Sets up shared memory with the other `ranks` of this host (this one is among them), which then carries
+    /// the data. If one of them cannot, all of them use connections, and the result says why.
+    pub(crate) fn share_memory(
+        &mut self,
+        ranks: &[usize],
+        until: Instant,
+    ) -> Result<Result<(), Unavailable>, CommError> {
+        let Some(me) = ranks.iter().position(|&rank| rank == self.settings.me) else { return Ok(Ok(())) };
+        let layout = Layout::new(ranks.len());
+        let opened = self.start_memory_bootstrap(ranks, me, layout);
+        let mut bootstrap = match opened {
+            Ok(bootstrap) => bootstrap,
+            Err(reason) => return Ok(Err(reason)),
+        };
+        let began = Instant::now();
+        loop {
+            let now = Instant::now();
+            ranks.iter().for_each(|&rank| self.flush_control(rank));
+            self.poll_events(now);
+            self.check_lost_peers(now);
+            if let Some(failure) = &self.failure {
+                return Err(self.error(failure, None, 0, (0, 0)));
+            }
+            if let HostBootstrap::Follower(follower) = &mut bootstrap
+                && let Some(offer) = self.peers[ranks[0]].offer.take()
+                && let Err(reason) = follower.connect(&offer)
+            {
+                return Ok(Err(reason));
+            }
+            match bootstrap.progress() {
+                Some(Ok(resources)) => {
+                    self.install_shared_memory(HostMemory::new(resources, layout, ranks.to_vec(), me));
+                    return Ok(Ok(()));
+                }
+                Some(Err(reason)) => return Ok(Err(reason)),
+                None if now >= until => {
+                    let after_ms = began.elapsed().as_millis() as u64;
+                    let cause = Cause::Timeout { missing: bootstrap.missing(), after_ms };
+                    return Err(self.abort_bootstrap(Report::new(self.settings.me, cause)));
+                }
+                None => {}
+            }
+            let wake = self.wake_at(now).min(until);
+            let unsent = self.peers.iter().filter(|peer| !peer.control_out.is_empty());
+            let unsent = unsent.filter_map(|peer| peer.control.as_ref().and_then(Conn::pollable));
+            let others =
+                bootstrap.descriptors().into_iter().map(|descriptor| (descriptor, PollFlags::POLLIN));
+            let others = others.chain(unsent.map(|conn| (conn, PollFlags::POLLOUT)));
+            self.poller.sleep(&others.collect::<Vec<_>>(), wake.saturating_duration_since(now));
+        }
+    }
+
+    /// Returns the registry of user memory that the ranks of the host share, if they share any.
+    pub(crate) fn allocations(&self) -> Option<Arc<Allocations>> {
+        self.node.as_ref().map(|node| Arc::clone(node.allocations()))
+    }
+
+    fn start_memory_bootstrap(
+        &mut self,
+        ranks: &[usize],
+        me: usize,
+        layout: Layout,
+    ) -> Result<HostBootstrap, Unavailable> {
+        let bell = self
+            .submissions
+            .doorbell()
+            .try_clone_to_owned()
+            .map_err(|source| Unavailable::Descriptors { source });
+        let process =
+            rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::empty());
+        let local_group = bell.map(|doorbell| LocalGroup {
+            ranks: ranks.to_vec(),
+            me,
+            layout,
+            doorbell,
+            process: process.ok(),
+        });
+        if me > 0 {
+            return Ok(HostBootstrap::Follower(Follower::new(local_group?)));
+        }
+        let opened = local_group.and_then(Leader::open);
+        let (offer, bootstrap) = match opened {
+            Ok((leader, offer)) => (offer, Ok(HostBootstrap::Leader(leader))),
+            Err(reason) => (bootstrap::refusal(&reason.to_string()), Err(reason)),
+        };
+        let frame = self.frame(Kind::Share, 0);
+        for &rank in &ranks[1..] {
+            self.send_control(rank, &frame, &offer);
+        }
+        bootstrap
+    }
+
+    fn install_shared_memory(&mut self, node: HostMemory) {
+        let with_faults = |conn: Conn| {
+            #[cfg(test)]
+            let conn = crate::links::fault_injection::with_faults(conn);
+            conn
+        };
+        for (local_rank, rank) in node.others() {
+            let conn =
+                |channel: RingChannel| with_faults(Conn::new(Box::new(node.ring_to(channel, local_rank))));
+            self.peers[rank].messages.conn = Some(conn(RingChannel::Messages));
+            self.peers[rank].collective = Some(conn(RingChannel::Collectives));
+        }
+        for (rank, process) in node.processes().filter(|&(rank, _)| rank != self.settings.me) {
+            // If the process cannot be watched, its connection reports its end.
+            let _ = self.poller.add(process, Source::Process(rank), false);
+        }
+        self.local_peers = node.others().map(|(_, rank)| rank).collect();
+        self.node = Some(node);
+    }
+
+    /// Handles the end of a rank's process. Its connection ends too, unless another process still holds that.
+    pub(super) fn process_ended(&mut self, rank: usize) {
+        if let Some(process) = self.node.as_ref().and_then(|node| node.process(rank)) {
+            self.poller.remove(process);
+        }
+        self.read_control(rank);
+        if !self.peers[rank].left && self.peers[rank].control_closed.is_none() {
+            self.on_control_closed(rank, ConnError::Closed);
+        }
+    }
+
+    /// Asks the other ranks of the host to ring the doorbell when they write to shared memory. Returns
+    /// whether their earlier writes leave nothing to do.
+    pub(super) fn may_sleep_on_memory(&mut self, goal: &Goal<'_>) -> bool {
+        let Some(node) = &self.node else { return true };
+        node.mark_sleeping();
+        self.control_activity = false;
+        let moved = self.progress_local_messages() | self.progress();
+        // A control frame may have arrived that the goal waits for, and no descriptor will report it again.
+        let still = !moved && !self.control_activity && self.failure.is_none() && !goal.is_reached();
+        still && self.node.as_ref().is_some_and(HostMemory::is_marked_sleeping)
+    }
+
+    pub(super) fn end_memory_sleep(&self) {
+        if let Some(node) = &self.node {
+            node.clear_sleeping();
+        }
+    }
+
+    /// Waits for the report of why another rank of the host has ended the group, if one has. After that no
+    /// later collective in shared memory succeeds, though the stamps that it needs may be there from before.
+    pub(super) fn wait_for_failure_report(&mut self) {
+        let until = Instant::now() + FAILURE_REPORT_TIMEOUT;
+        while self.failure.is_none() && self.node.as_ref().is_some_and(HostMemory::has_failed) {
+            self.read_all_controls();
+            if Instant::now() >= until {
+                return;
+            }
+            self.poller.sleep(&[], Duration::from_millis(1));
+        }
+    }
+
+    /// Moves messages with the ranks of this host, which no descriptor announces.
+    pub(super) fn progress_local_messages(&mut self) -> bool {
+        let mut moved = false;
+        for index in 0..self.local_peers.len() {
+            moved |= self.progress_messages(self.local_peers[index]);
+        }
+        moved
+    }
+}

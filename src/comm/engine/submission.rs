@@ -1,0 +1,144 @@
+//! The submission queue: requests of other threads to the one that drives the engine.
+
+use std::os::fd::{AsFd, BorrowedFd};
+
+use nix::sys::eventfd::{EfdFlags, EventFd};
+
+use super::Task;
+use super::sync::{
+    AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, Thread, current, fence,
+};
+
+/// Wakes a driver that sleeps.
+pub(crate) trait Doorbell {
+    fn ring(&self);
+}
+
+impl Doorbell for EventFd {
+    fn ring(&self) {
+        let _ = self.write(1);
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct SubmissionQueue<T = Task, B = EventFd> {
+    entries: Mutex<Submissions<T>>,
+    /// Flags for the content of `entries`, so that readers need no lock: tasks or an abort
+    /// ([`HAS_SUBMISSIONS`]), threads that wait for the progress lock ([`HAS_LOCK_WAITERS`]). The higher bits
+    /// count how often the lock was released.
+    flags: AtomicUsize,
+    /// The driver sleeps, so the doorbell must be rung.
+    asleep: AtomicBool,
+    doorbell: B,
+}
+
+const HAS_SUBMISSIONS: usize = 1;
+const HAS_LOCK_WAITERS: usize = 2;
+const RELEASE: usize = 4;
+
+#[derive(Debug)]
+pub(super) struct Submissions<T> {
+    pub(super) tasks: Vec<T>,
+    pub(super) abort: Option<String>,
+    /// Threads that wait for the progress lock.
+    lock_waiters: Vec<Thread>,
+}
+
+impl SubmissionQueue {
+    pub(crate) fn new() -> std::io::Result<Self> {
+        Ok(Self::with_doorbell(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?))
+    }
+
+    pub(super) fn doorbell(&self) -> BorrowedFd<'_> {
+        self.doorbell.as_fd()
+    }
+
+    pub(super) fn clear_doorbell(&self) {
+        let _ = self.doorbell.read();
+    }
+}
+
+impl<T, B: Doorbell> SubmissionQueue<T, B> {
+    pub(super) fn with_doorbell(doorbell: B) -> Self {
+        let entries = Submissions { tasks: Vec::new(), abort: None, lock_waiters: Vec::new() };
+        let (flags, asleep) = (AtomicUsize::new(0), AtomicBool::new(false));
+        Self { entries: Mutex::new(entries), flags, asleep, doorbell }
+    }
+
+    pub(super) fn entries(&self) -> MutexGuard<'_, Submissions<T>> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Queues a request for the driver.
+    pub(super) fn post(&self, write: impl FnOnce(&mut Submissions<T>)) {
+        write(&mut self.entries());
+        self.flags.fetch_or(HAS_SUBMISSIONS, Ordering::SeqCst);
+        self.wake_driver();
+    }
+
+    /// Wakes a driver that sleeps.
+    pub(super) fn wake_driver(&self) {
+        // This fence pairs with that of `prepare_sleep`: this thread sees that the driver sleeps, or the
+        // driver sees the request.
+        fence(Ordering::SeqCst);
+        if self.asleep.load(Ordering::SeqCst) {
+            self.doorbell.ring();
+        }
+    }
+
+    /// Returns whether a request is queued.
+    pub(super) fn has_submissions(&self) -> bool {
+        self.flags.load(Ordering::SeqCst) & HAS_SUBMISSIONS != 0
+    }
+
+    /// Takes the queued tasks and the reason of an abort, if there are any.
+    pub(super) fn collect(&self) -> Option<(Vec<T>, Option<String>)> {
+        if !self.has_submissions()
+            || self.flags.fetch_and(!HAS_SUBMISSIONS, Ordering::SeqCst) & HAS_SUBMISSIONS == 0
+        {
+            return None;
+        }
+        let mut entries = self.entries();
+        Some((std::mem::take(&mut entries.tasks), entries.abort.take()))
+    }
+
+    /// Announces that the driver is about to sleep. Returns whether it may. `wanted` is evaluated after the
+    /// announcement, so a thread that changes its result then [wakes it](Self::wake_driver) is not missed.
+    pub(super) fn prepare_sleep(&self, wanted: impl FnOnce() -> bool) -> bool {
+        self.asleep.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        !self.has_submissions() && !wanted()
+    }
+
+    pub(super) fn end_sleep(&self) {
+        self.asleep.store(false, Ordering::SeqCst);
+    }
+
+    /// Queues this thread to be woken when the progress lock is free. The caller must try the lock once more
+    /// after this: it may be free already. (If the thread that released it did not see the flag, it released
+    /// it before the flag was set, so this thread sees the lock free.)
+    pub(super) fn queue_for_lock(&self) {
+        self.entries().lock_waiters.push(current());
+        self.flags.fetch_or(HAS_LOCK_WAITERS, Ordering::SeqCst);
+    }
+
+    /// Announces that the progress lock is free: wakes a thread that waits for it. Returns whether requests
+    /// are queued. From now on, a thread that queues a request finds the lock free.
+    pub(super) fn lock_released(&self) -> bool {
+        // The counter changes each time, so that no fence is needed; this costs less.
+        let flags = self.flags.fetch_add(RELEASE, Ordering::SeqCst);
+        if flags & HAS_LOCK_WAITERS != 0 {
+            self.unpark_lock_waiters();
+        }
+        flags & HAS_SUBMISSIONS != 0
+    }
+
+    #[cold]
+    fn unpark_lock_waiters(&self) {
+        let mut entries = self.entries();
+        self.flags.fetch_and(!HAS_LOCK_WAITERS, Ordering::SeqCst);
+        let lock_waiters = std::mem::take(&mut entries.lock_waiters);
+        drop(entries);
+        lock_waiters.iter().for_each(Thread::unpark);
+    }
+}

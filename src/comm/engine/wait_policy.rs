@@ -1,0 +1,336 @@
+//! Wait policy: a rank that finds nothing to move spins, yields its core, or sleeps. Pure.
+//!
+//! A sleeping rank costs its sender a wake-up, and wakes late. A rank that spins or yields takes a core that
+//! others may need. If each rank has a core, the awaited data nearly always comes within microseconds. If
+//! not, the awaited rank needs this core, and gets it soonest if this rank yields. But a kernel that
+//! schedules sessions before threads (autogroups) ignores such a yield, and then only sleeping helps.
+
+use std::time::Duration;
+
+/// Attempts that only spin, and the following attempts that yield.
+const SPINS: u32 = 20;
+const YIELDS: u32 = 100;
+/// Yields in a row that let no other thread run, if there are more ranks than cores. After so many, as a rule
+/// no other thread needs this core, and the awaited data comes from another core.
+const OVERSUBSCRIBED_IDLE_YIELDS: u32 = 30;
+/// Limit for yields that let no other thread run, if a yield does not reach the other ranks (autogroups).
+const SESSIONS_IDLE_YIELDS: u32 = 3;
+/// Least time of a yield that let another thread run.
+const MIN_SWITCH_TIME: Duration = Duration::from_nanos(900);
+/// Yields that let another thread run, although each rank has a core. After so many, this rank sleeps once or
+/// moves to another core.
+const MAX_SWITCHES: u32 = 16;
+
+/// Limits for an inline call before it becomes a queued operation: spins and yields.
+const INLINE_SPINS: u32 = 1000;
+const OVERSUBSCRIBED_INLINE_SPINS: u32 = 100;
+const INLINE_YIELDS: u32 = 64;
+const INLINE_IDLE_YIELDS: u32 = 10;
+
+/// The next action of a waiting rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum WaitAction {
+    Spin,
+    Yield,
+    Sleep,
+}
+
+/// The ratio of ranks and cores on a host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Oversubscription {
+    /// There is a core for each rank.
+    No,
+    /// There are more ranks than cores.
+    Cores,
+    /// There are more ranks than cores, and a yield may not reach the other ranks: the kernel schedules
+    /// sessions, and this rank has its own session.
+    Sessions,
+}
+
+#[derive(Debug)]
+pub(super) struct WaitPolicy {
+    oversubscription: Oversubscription,
+    limits: Limits,
+    spins: u32,
+    yields: u32,
+    /// Yields in a row that let no other thread run.
+    idle_yields: u32,
+    /// Yields since the last sleep that let another thread run.
+    switches: u32,
+    /// An awaited rank needs this core.
+    shares_core: bool,
+    /// The rank moved to another core instead of its last sleep.
+    migrated_last: bool,
+}
+
+/// Limits of one wait: spins, yields, and yields in a row that let no other thread run.
+#[derive(Debug, Clone, Copy)]
+struct Limits {
+    spins: u32,
+    yields: u32,
+    idle_yields: u32,
+}
+
+impl WaitPolicy {
+    pub(super) fn new(oversubscription: Oversubscription) -> Self {
+        let (spins, idle_yields) = match oversubscription {
+            Oversubscription::No => (SPINS, YIELDS),
+            Oversubscription::Cores => (0, OVERSUBSCRIBED_IDLE_YIELDS),
+            Oversubscription::Sessions => (0, SESSIONS_IDLE_YIELDS),
+        };
+        Self::of(oversubscription, Limits { spins, yields: YIELDS, idle_yields })
+    }
+
+    /// Returns the policy for an inline call: instead of sleeping, the call becomes a queued operation. If
+    /// there are more ranks than cores, it spins only while no awaited rank
+    /// [shares this core](Self::set_shares_core).
+    pub(super) fn for_inline(oversubscription: Oversubscription) -> Self {
+        let limits = match oversubscription {
+            Oversubscription::No => Limits { spins: INLINE_SPINS, yields: 0, idle_yields: 0 },
+            Oversubscription::Cores => Limits {
+                spins: OVERSUBSCRIBED_INLINE_SPINS,
+                yields: INLINE_YIELDS,
+                idle_yields: INLINE_IDLE_YIELDS,
+            },
+            Oversubscription::Sessions => {
+                Limits { spins: 0, yields: SESSIONS_IDLE_YIELDS, idle_yields: SESSIONS_IDLE_YIELDS }
+            }
+        };
+        Self::of(oversubscription, limits)
+    }
+
+    fn of(oversubscription: Oversubscription, limits: Limits) -> Self {
+        Self {
+            oversubscription,
+            limits,
+            spins: 0,
+            yields: 0,
+            idle_yields: 0,
+            switches: 0,
+            shares_core: false,
+            migrated_last: false,
+        }
+    }
+
+    /// Notes whether an awaited rank shares this rank's core, as far as is known.
+    pub(super) fn set_shares_core(&mut self, shares_core: bool) {
+        (self.shares_core, self.spins) = (shares_core, 0);
+    }
+
+    /// Notes that data has moved.
+    pub(super) fn record_progress(&mut self) {
+        (self.spins, self.yields, self.idle_yields) = (0, 0, 0);
+    }
+
+    /// Returns the next action after an attempt that moved nothing. `background` says that no caller waits.
+    pub(super) fn next_action(&mut self, background: bool) -> WaitAction {
+        let Limits { spins, yields, idle_yields } = self.limits;
+        let shared = self.oversubscription == Oversubscription::No && self.switches >= MAX_SWITCHES;
+        if !background && !shared && !self.shares_core && self.spins < spins {
+            self.spins += 1;
+            return WaitAction::Spin;
+        }
+        if background || shared || self.yields >= yields || self.idle_yields >= idle_yields {
+            self.record_progress();
+            self.switches = 0;
+            return WaitAction::Sleep;
+        }
+        self.yields += 1;
+        WaitAction::Yield
+    }
+
+    /// Returns whether the rank may move to another core instead of sleeping: not twice in a row. Only a
+    /// sleep checks deadlines and lost peers, and on a busy machine a rank could move back and forth for
+    /// ever.
+    pub(super) fn may_migrate(&self) -> bool {
+        !self.migrated_last
+    }
+
+    /// Notes that the rank moved to another core and did not sleep.
+    pub(super) fn record_migration(&mut self) {
+        self.migrated_last = true;
+    }
+
+    /// Notes that the rank sleeps.
+    pub(super) fn record_sleep(&mut self) {
+        self.migrated_last = false;
+    }
+
+    /// Notes how long a yield took.
+    pub(super) fn record_yield(&mut self, took: Duration) {
+        if took >= MIN_SWITCH_TIME {
+            self.switches = self.switches.saturating_add(1);
+            self.idle_yields = 0;
+        } else {
+            self.idle_yields += 1;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const IDLE_YIELD: Duration = Duration::from_nanos(300);
+    const SWITCHED: Duration = Duration::from_micros(2);
+
+    /// Most steps of a wait in a test: a rank whose peer is away must sleep in the end.
+    const BOUND: usize = 10_000;
+
+    /// Returns the steps up to the next sleep, and that sleep, if each yield takes `took`.
+    fn until_sleep(wait_policy: &mut WaitPolicy, took: Duration) -> Vec<WaitAction> {
+        let mut steps = Vec::new();
+        while steps.len() < BOUND {
+            let step = wait_policy.next_action(false);
+            if step == WaitAction::Yield {
+                wait_policy.record_yield(took);
+            }
+            steps.push(step);
+            if step == WaitAction::Sleep {
+                return steps;
+            }
+        }
+        panic!("it never sleeps: {:?}", phases(&steps))
+    }
+
+    #[test]
+    fn rank_sharing_every_core_sleeps_on_every_second_attempt() {
+        let mut wait_policy = WaitPolicy::new(Oversubscription::No);
+        let mut slept = Vec::new();
+        for _ in 0..6 {
+            until_sleep(&mut wait_policy, SWITCHED);
+            slept.push(!wait_policy.may_migrate());
+            if wait_policy.may_migrate() {
+                wait_policy.record_migration();
+            } else {
+                wait_policy.record_sleep();
+            }
+        }
+        assert_eq!(slept, [false, true, false, true, false, true]);
+    }
+
+    /// Returns the steps without repetitions.
+    fn phases(steps: &[WaitAction]) -> Vec<WaitAction> {
+        let mut phases = steps.to_vec();
+        phases.dedup();
+        phases
+    }
+
+    fn count(steps: &[WaitAction], step: WaitAction) -> usize {
+        steps.iter().filter(|&&taken| taken == step).count()
+    }
+
+    /// Runs one wait that ends after a single yield, which let others run. Returns its last step.
+    fn short_wait(wait_policy: &mut WaitPolicy) -> WaitAction {
+        let mut step = wait_policy.next_action(false);
+        for _ in 0..BOUND {
+            if step != WaitAction::Spin {
+                break;
+            }
+            step = wait_policy.next_action(false);
+        }
+        wait_policy.record_yield(SWITCHED);
+        wait_policy.record_progress();
+        step
+    }
+
+    #[test]
+    fn wait_spins_then_yields_then_sleeps_with_enough_cores() {
+        let mut wait_policy = WaitPolicy::new(Oversubscription::No);
+        let first = until_sleep(&mut wait_policy, IDLE_YIELD);
+        assert_eq!(phases(&first), [WaitAction::Spin, WaitAction::Yield, WaitAction::Sleep]);
+        assert_eq!(until_sleep(&mut wait_policy, IDLE_YIELD), first, "the next wait is like the first");
+        assert_eq!(wait_policy.next_action(true), WaitAction::Sleep, "nobody waits");
+    }
+
+    #[test]
+    fn oversubscribed_wait_yields_at_once_without_spinning() {
+        for oversubscription in [Oversubscription::Cores, Oversubscription::Sessions] {
+            assert_eq!(
+                phases(&until_sleep(&mut WaitPolicy::new(oversubscription), IDLE_YIELD)),
+                [WaitAction::Yield, WaitAction::Sleep]
+            );
+        }
+    }
+
+    #[test]
+    fn progress_restarts_the_wait() {
+        let mut wait_policy = WaitPolicy::new(Oversubscription::Cores);
+        for _ in 0..BOUND {
+            assert_eq!(wait_policy.next_action(false), WaitAction::Yield);
+            wait_policy.record_yield(IDLE_YIELD);
+            wait_policy.record_progress();
+        }
+    }
+
+    #[test]
+    fn rank_sharing_its_core_sleeps_once_despite_enough_cores() {
+        let yields =
+            |took| count(&until_sleep(&mut WaitPolicy::new(Oversubscription::No), took), WaitAction::Yield);
+        assert!(yields(SWITCHED) < yields(IDLE_YIELD), "{} and {}", yields(SWITCHED), yields(IDLE_YIELD));
+        // Short waits count too.
+        let mut wait_policy = WaitPolicy::new(Oversubscription::No);
+        let waits = (0..BOUND).take_while(|_| short_wait(&mut wait_policy) == WaitAction::Yield).count();
+        assert!((1..BOUND).contains(&waits), "{waits}");
+        assert_eq!(short_wait(&mut wait_policy), WaitAction::Yield, "only once");
+        assert_eq!(wait_policy.next_action(false), WaitAction::Spin);
+    }
+
+    #[test]
+    fn yield_counter_does_not_overflow() {
+        let mut wait_policy = WaitPolicy { switches: u32::MAX, ..WaitPolicy::new(Oversubscription::Cores) };
+        wait_policy.record_yield(SWITCHED);
+        assert_eq!(phases(&until_sleep(&mut wait_policy, SWITCHED)), [WaitAction::Yield, WaitAction::Sleep]);
+    }
+
+    #[test]
+    fn oversubscribed_wait_yields_longer_if_others_then_run() {
+        for mut wait_policy in
+            [WaitPolicy::new(Oversubscription::Cores), WaitPolicy::for_inline(Oversubscription::Cores)]
+        {
+            let useful = count(&until_sleep(&mut wait_policy, SWITCHED), WaitAction::Yield);
+            let idle_yields = count(&until_sleep(&mut wait_policy, IDLE_YIELD), WaitAction::Yield);
+            assert!(useful > idle_yields, "{useful} and {idle_yields}");
+        }
+    }
+
+    #[test]
+    fn useless_yields_stop_early() {
+        for wait_policy in [WaitPolicy::new, WaitPolicy::for_inline] {
+            let yields = |oversubscription| {
+                count(&until_sleep(&mut wait_policy(oversubscription), IDLE_YIELD), WaitAction::Yield)
+            };
+            assert!(yields(Oversubscription::Sessions) < yields(Oversubscription::Cores));
+        }
+    }
+
+    #[test]
+    fn brief_wait_spins_unless_the_peer_shares_the_core() {
+        let mut wait_policy = WaitPolicy::for_inline(Oversubscription::Cores);
+        assert_eq!(
+            phases(&until_sleep(&mut wait_policy, IDLE_YIELD)),
+            [WaitAction::Spin, WaitAction::Yield, WaitAction::Sleep]
+        );
+        wait_policy.set_shares_core(true);
+        assert_eq!(
+            phases(&until_sleep(&mut wait_policy, IDLE_YIELD)),
+            [WaitAction::Yield, WaitAction::Sleep]
+        );
+        wait_policy.set_shares_core(false);
+        assert_eq!(
+            phases(&until_sleep(&mut wait_policy, IDLE_YIELD)),
+            [WaitAction::Spin, WaitAction::Yield, WaitAction::Sleep]
+        );
+    }
+
+    #[test]
+    fn brief_wait_with_enough_cores_spins_longer() {
+        let steps = until_sleep(&mut WaitPolicy::for_inline(Oversubscription::No), IDLE_YIELD);
+        assert_eq!(phases(&steps), [WaitAction::Spin, WaitAction::Sleep]);
+        let long = until_sleep(&mut WaitPolicy::new(Oversubscription::No), IDLE_YIELD);
+        assert!(
+            count(&steps, WaitAction::Spin) > count(&long, WaitAction::Spin),
+            "it hopes that the call is over soon"
+        );
+    }
+}

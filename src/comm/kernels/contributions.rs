@@ -1,0 +1,111 @@
+//! Reduction of the contributions of all ranks at one rank, in the order of the ranks.
+
+use super::{ACCUMULATOR_BYTES, F32Conversion, Kernel, ReduceFn, ReduceImpl, SourceBytes};
+
+/// Bytes that are added at a time; they fit in the L1 cache. It is a multiple of all elements' sizes.
+const BLOCK_BYTES: usize = 4 << 10;
+/// Block size of contributions whose elements are halves, after they became `f32`.
+const ACCUMULATOR_BLOCK_BYTES: usize = BLOCK_BYTES / F32Conversion::HALF_BYTES * ACCUMULATOR_BYTES;
+
+/// The number of ranks whose contributions are added up, and the own rank.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Contributors {
+    pub(crate) count: usize,
+    pub(crate) me: usize,
+}
+
+impl Kernel {
+    /// Bytes of scratch memory that [`Self::reduce_all`] needs.
+    pub(crate) const SCRATCH_BYTES: usize = 2 * ACCUMULATOR_BLOCK_BYTES + BLOCK_BYTES;
+
+    /// Adds the contributions of all other ranks to `own`, the contribution of `ranks.me`. `contribution`
+    /// returns the bytes of one contribution from a given place on. `added` is called for each finished piece
+    /// of `own`, with its place. After that, no contribution is read at these bytes.
+    ///
+    /// Sums of halves are rounded once. The error says how a function of the program failed.
+    #[inline]
+    pub(crate) fn reduce_all<'a>(
+        &self,
+        ranks: Contributors,
+        own: &mut [u8],
+        scratch: &mut [u8],
+        contribution: impl Fn(usize, usize, usize) -> SourceBytes<'a>,
+        mut added: impl FnMut(usize, &[u8]),
+    ) -> Result<(), String> {
+        for (index, own) in own.chunks_mut(BLOCK_BYTES).enumerate() {
+            let (at, len) = (index * BLOCK_BYTES, own.len());
+            let contribution = |rank: usize| contribution(rank, at, len);
+            match (&self.reduce, self.f32_conversion) {
+                (ReduceImpl::Builtin(reduce), None) => {
+                    add_in_place(*reduce, ranks, own, scratch, contribution)
+                }
+                _ => self.add_copies(ranks, own, scratch, contribution)?,
+            }
+            if let Some(divide) = self.divide.filter(|_| self.f32_conversion.is_none()) {
+                divide(own, self.world);
+            }
+            added(at, own);
+        }
+        Ok(())
+    }
+
+    /// Adds copies of the contributions: a function of the program must not see shared memory, and halves
+    /// become wider.
+    fn add_copies<'a>(
+        &self,
+        ranks: Contributors,
+        own: &mut [u8],
+        scratch: &mut [u8],
+        contribution: impl Fn(usize) -> SourceBytes<'a>,
+    ) -> Result<(), String> {
+        let wider = self
+            .f32_conversion
+            .map_or(own.len(), |_| own.len() / F32Conversion::HALF_BYTES * ACCUMULATOR_BYTES);
+        let (sums, rest) = scratch.split_at_mut(ACCUMULATOR_BLOCK_BYTES);
+        let (next, copy) = rest.split_at_mut(ACCUMULATOR_BLOCK_BYTES);
+        let (sums, next, copy) = (&mut sums[..wider], &mut next[..wider], &mut copy[..own.len()]);
+        for rank in 0..ranks.count {
+            if rank == ranks.me {
+                SourceBytes::from(&*own).copy_to(copy);
+            } else {
+                contribution(rank).copy_to(copy);
+            }
+            let into = if rank == 0 { &mut *sums } else { &mut *next };
+            match self.f32_conversion {
+                Some(conversion) => (conversion.widen)(copy, into),
+                None => SourceBytes::from(&*copy).copy_to(into),
+            }
+            if rank > 0 {
+                self.reduce(sums, next, false, self.f32_conversion.is_some() && rank + 1 == ranks.count)?;
+            }
+        }
+        match self.f32_conversion {
+            Some(conversion) => (conversion.narrow)(sums, own),
+            None => SourceBytes::from(&*sums).copy_to(own),
+        }
+        Ok(())
+    }
+}
+
+/// Adds in place. Each operation commutes to the last bit, so the sum of the lower ranks can be added to this
+/// contribution.
+#[inline]
+fn add_in_place<'a>(
+    reduce: ReduceFn,
+    Contributors { count, me }: Contributors,
+    own: &mut [u8],
+    scratch: &mut [u8],
+    contribution: impl Fn(usize) -> SourceBytes<'a>,
+) {
+    match me {
+        0 => {}
+        1 => reduce(own, contribution(0)),
+        _ => {
+            let sums = &mut scratch[..own.len()];
+            contribution(0).copy_to(sums);
+            (1..me).for_each(|rank| reduce(sums, contribution(rank)));
+            reduce(own, SourceBytes::from(&*sums));
+        }
+    }
+    (me + 1..count).for_each(|rank| reduce(own, contribution(rank)));
+}

@@ -1,0 +1,134 @@
+//! Fault injection for real connections: reads and writes move only a few bytes, are refused or are
+//! interrupted. Readiness is reported in any order, or late.
+//!
+//! It applies to all connections that a thread makes after [`set_seed`], until [`set_seed`] is called
+//! with `None`.
+
+use std::cell::Cell;
+use std::io::{self, IoSlice};
+use std::os::fd::BorrowedFd;
+use std::time::Duration;
+
+use super::conn::Conn;
+use super::{Closed, Link};
+use convoke_testkit::Random;
+
+thread_local! {
+    static SEED: Cell<Option<u64>> = const { Cell::new(None) };
+}
+
+/// Turns on fault injection with `seed` for later connections of this thread, or turns it off.
+pub(crate) fn set_seed(seed: Option<u64>) {
+    SEED.set(seed);
+}
+
+/// Returns the random numbers that decide the next fault; `None` if no faults are injected.
+fn next_faults() -> Option<Random> {
+    SEED.with(next)
+}
+
+/// A source of [`next_faults`] for objects that outlive a call or move to other threads.
+#[derive(Debug)]
+pub(crate) struct FaultSource(Cell<Option<u64>>);
+
+impl FaultSource {
+    /// Makes a source from the setting of this thread.
+    pub(crate) fn from_thread() -> Self {
+        Self(Cell::new(next_faults().map(|mut random| random.next())))
+    }
+
+    pub(crate) fn next(&self) -> Option<Random> {
+        next(&self.0)
+    }
+}
+
+fn next(seed: &Cell<Option<u64>>) -> Option<Random> {
+    let current = seed.get()?;
+    seed.set(Some(current.wrapping_add(1)));
+    Some(Random::from_seed(current))
+}
+
+/// Returns `conn`, with fault injection if this thread has turned it on.
+pub(crate) fn with_faults(mut conn: Conn) -> Conn {
+    if let Some(random) = next_faults() {
+        let link = conn.replace(Box::new(Closed));
+        conn.replace(Box::new(FaultyLink::new(link, random)));
+    }
+    conn
+}
+
+#[derive(Debug)]
+struct FaultyLink {
+    link: Box<dyn Link>,
+    random: Random,
+    /// Most bytes that one call moves.
+    step: usize,
+    /// One of so many calls is refused or interrupted.
+    fault_interval: usize,
+}
+
+impl FaultyLink {
+    fn new(link: Box<dyn Link>, mut random: Random) -> Self {
+        let (step, fault_interval) = ([1, 7, 100, 5000][random.below(4)], 2 + random.below(6));
+        Self { link, random, step, fault_interval }
+    }
+
+    fn max_bytes(&mut self) -> io::Result<usize> {
+        match self.random.below(2 * self.fault_interval) {
+            // A refusal needs a descriptor that reports readiness again. Shared memory has none, and never
+            // refuses.
+            0 if self.link.pollable().is_some() => Err(io::ErrorKind::WouldBlock.into()),
+            1 => Err(io::ErrorKind::Interrupted.into()),
+            // Without these large steps, a program with many bytes takes half a minute on a busy machine.
+            _ if self.random.below(5) == 0 => Ok(1 << 16),
+            _ => Ok(1 + self.random.below(self.step)),
+        }
+    }
+}
+
+impl Link for FaultyLink {
+    fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+        let most = self.max_bytes()?;
+        let first = parts.iter().find(|part| !part.is_empty()).map_or(&[][..], |part| part);
+        self.link.try_send(&[IoSlice::new(&first[..first.len().min(most)])])
+    }
+
+    fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let most = self.max_bytes()?.min(into.len());
+        self.link.try_recv(&mut into[..most])
+    }
+
+    fn close_write(&mut self) {
+        self.link.close_write();
+    }
+
+    fn skip_time_wait(&self) {
+        self.link.skip_time_wait();
+    }
+
+    fn is_flushed(&self) -> bool {
+        self.link.is_flushed()
+    }
+
+    fn enable_keepalive(&self, bound: Duration) -> io::Result<()> {
+        self.link.enable_keepalive(bound)
+    }
+
+    fn time_since_ack(&self) -> Option<Duration> {
+        self.link.time_since_ack()
+    }
+
+    fn pollable(&self) -> Option<BorrowedFd<'_>> {
+        self.link.pollable()
+    }
+}
+
+/// Returns the ready sources in random order, without some that are reported later.
+pub(crate) fn shuffle_ready<T>(mut ready: Vec<T>, random: Option<Random>) -> Vec<T> {
+    let Some(mut random) = random else { return ready };
+    for index in (1..ready.len()).rev() {
+        ready.swap(index, random.below(index + 1));
+    }
+    ready.retain(|_| random.below(4) > 0);
+    ready
+}

@@ -1,0 +1,307 @@
+//! Executes the schedule of a collective in shared memory. It reads no clock and never blocks:
+//! [`ShmCollective::progress`] does all steps that are possible now.
+
+use super::allocations::{Direct, Exposure, PublishedLocation};
+use super::copy_reduce::{self, AreaAddress, Location};
+use super::layout::{Counter, INLINE_BYTES, ROUNDS_IN_MEMORY};
+use super::schedule::{Area, Peers, Schedule, ScheduleStep};
+use super::small_call::SmallCall;
+use super::{AwaitedRanks, CallNumber, HostMemory};
+use crate::call::Call;
+use crate::engine::buffer::BorrowedBuffer;
+use crate::engine::plan_buffer::PlanBuffer;
+use crate::engine::streams::ExecutionError;
+use crate::fault::fault_point;
+use crate::kernels::Kernel;
+use crate::plan::Plan;
+
+/// A collective in progress.
+#[derive(Debug)]
+pub(crate) struct ShmCollective {
+    pub(crate) call: Call,
+    pub(crate) seq: u64,
+    buffer: PlanBuffer<'static>,
+    schedule: Schedule,
+    call_number: CallNumber,
+    batch: u64,
+    steps: Vec<ScheduleStep>,
+    next_step: usize,
+    more: bool,
+    /// The number of ranks whose call was matched so far.
+    matched: usize,
+    finished: bool,
+    /// If set, some elements may have been added already and must not be added again.
+    broken: bool,
+    /// The location of this rank's elements while they are exposed; then the locations of all ranks'
+    /// elements.
+    exposure: Option<Exposure>,
+    direct: Option<Direct>,
+    /// The ranks that the collective waits for.
+    waits: AwaitedRanks,
+    published: u64,
+    fetched: u64,
+}
+
+impl ShmCollective {
+    pub(crate) fn new(
+        memory: &mut HostMemory,
+        call: Call,
+        seq: u64,
+        buffer: BorrowedBuffer<'static>,
+        kernel: Option<Kernel>,
+    ) -> Self {
+        let schedule = memory.schedule(&call);
+        let call_number = memory.number_call(&call, seq, schedule.rounds(), schedule.round_bytes());
+        let mut collective =
+            Self::with_schedule(memory, (call, seq), (buffer, kernel), schedule, call_number);
+        let range = collective.buffer.single_range().filter(|_| collective.schedule.may_be_direct());
+        collective.exposure = range.and_then(|(address, bytes)| memory.allocations.expose(address, bytes));
+        collective
+    }
+
+    /// Continues a call that was begun as a small one. `broken` if its results cannot be taken.
+    pub(crate) fn from_small(
+        memory: &mut HostMemory,
+        call: Call,
+        small: &SmallCall,
+        buffer: BorrowedBuffer<'static>,
+        kernel: Option<Kernel>,
+        broken: bool,
+    ) -> Self {
+        let mut collective = Self::with_schedule(
+            memory,
+            (call, small.seq),
+            (buffer, kernel),
+            small.schedule.clone(),
+            small.call_number,
+        );
+        collective.more = collective.schedule.batch(0, &mut collective.steps);
+        collective.batch = 1;
+        let announced = collective.steps.iter().position(|step| *step == ScheduleStep::Announce);
+        collective.next_step = announced.map_or(0, |index| index + 1);
+        (collective.published, collective.broken) = (small.published as u64, broken);
+        collective
+    }
+
+    fn with_schedule(
+        memory: &mut HostMemory,
+        (call, seq): (Call, u64),
+        (buffer, kernel): (BorrowedBuffer<'static>, Option<Kernel>),
+        schedule: Schedule,
+        call_number: CallNumber,
+    ) -> Self {
+        Self {
+            buffer: PlanBuffer::new(buffer, kernel, call.dtype.size_bytes(), &Plan::default()),
+            call,
+            seq,
+            schedule,
+            call_number,
+            batch: 0,
+            steps: std::mem::take(&mut memory.steps),
+            next_step: 0,
+            more: true,
+            matched: 0,
+            finished: false,
+            broken: false,
+            exposure: None,
+            direct: None,
+            waits: AwaitedRanks::new(),
+            published: 0,
+            fetched: 0,
+        }
+    }
+
+    pub(crate) fn is_finished(&self) -> bool {
+        self.finished
+    }
+
+    /// Bytes fetched or added up so far, and in total.
+    pub(crate) fn received(&self) -> (u64, u64) {
+        (self.fetched, self.schedule.volume().1)
+    }
+
+    /// Bytes published so far, and in total.
+    pub(crate) fn sent(&self) -> (u64, u64) {
+        (self.published, self.schedule.volume().0)
+    }
+
+    /// The ranks that the collective waits for.
+    pub(crate) fn awaited(&self) -> impl Iterator<Item = usize> + '_ {
+        self.waits.iter().copied()
+    }
+
+    /// Makes all progress that is possible now, at most one batch. Returns whether there was any.
+    pub(crate) fn progress(&mut self, memory: &mut HostMemory) -> Result<bool, ExecutionError> {
+        self.buffer.begin();
+        let mut any = false;
+        while !self.finished && !self.broken {
+            if self.next_step == self.steps.len() {
+                if !self.more {
+                    if let Some(direct) = &mut self.direct {
+                        direct.end();
+                    }
+                    self.buffer.finish();
+                    self.finished = true;
+                    self.steps.clear();
+                    memory.steps = std::mem::take(&mut self.steps);
+                    return Ok(true);
+                }
+                self.steps.clear();
+                self.next_step = 0;
+                self.more = self.schedule.batch(self.batch, &mut self.steps);
+                self.batch += 1;
+                if any && self.batch > 2 {
+                    return Ok(true);
+                }
+            }
+            // Cloned, since a step changes the rest of `self`.
+            let step = self.steps[self.next_step].clone();
+            if !self.execute_step(memory, &step)? {
+                return Ok(any || self.buffer.copy_some());
+            }
+            self.waits.clear();
+            self.next_step += 1;
+            any = true;
+        }
+        Ok(any)
+    }
+
+    /// Does one step. Returns whether it could.
+    fn execute_step(&mut self, memory: &mut HostMemory, step: &ScheduleStep) -> Result<bool, ExecutionError> {
+        match step {
+            ScheduleStep::AwaitSlot => {
+                self.waits = memory.slot_readers(self.call_number.number);
+                return Ok(self.waits.is_empty());
+            }
+            ScheduleStep::Announce => {
+                let location =
+                    self.exposure.as_ref().map_or(PublishedLocation::default(), Exposure::location);
+                memory.announce(
+                    self.call_number.number,
+                    &self.call_number.header,
+                    self.schedule.may_be_direct().then_some(location),
+                );
+                memory.wake_sleepers();
+                fault_point("sent", self.seq, self.published as usize);
+            }
+            ScheduleStep::MatchCall(peers) => return self.match_calls(memory, *peers),
+            ScheduleStep::DecideDirect => self.decide_direct(memory)?,
+            ScheduleStep::AwaitRound(round) => {
+                let count = (self.call_number.rounds + round + 1).saturating_sub(ROUNDS_IN_MEMORY);
+                return Ok(self.check_counter(memory, Peers::All, Counter::Done, count));
+            }
+            ScheduleStep::AwaitCounter(counter, round, peers) => {
+                return Ok(self.check_counter(memory, *peers, *counter, self.call_number.rounds + round + 1));
+            }
+            ScheduleStep::SetCounter(counter, round) => {
+                memory.set_counter(*counter, self.call_number.rounds + round + 1);
+                if *counter == Counter::Published {
+                    fault_point("sent", self.seq, self.published as usize);
+                }
+            }
+            ScheduleStep::Publish { range, area, at } => {
+                self.published += copy_reduce::publish(
+                    memory,
+                    &self.buffer,
+                    range.clone(),
+                    self.location(memory.me, *area, *at),
+                ) as u64;
+            }
+            ScheduleStep::Fetch { from, area, at, range } => {
+                let location = self.location(*from, *area, *at);
+                self.fetched += copy_reduce::fetch(memory, &mut self.buffer, range.clone(), location) as u64;
+                fault_point("received", self.seq, self.fetched as usize);
+            }
+            ScheduleStep::ReduceDirect { range } => {
+                let Some(direct) = &self.direct else { return Ok(true) };
+                let added = copy_reduce::reduce_direct(memory, &mut self.buffer, range.clone(), direct);
+                self.published += added.as_ref().map_or(0, |&bytes| bytes as u64);
+                fault_point("sent", self.seq, self.published as usize);
+                self.record_reduced(added)?;
+            }
+            ScheduleStep::Reduce { area, at, range, publishes } => {
+                let location = self.location(memory.me, *area, *at);
+                let added =
+                    copy_reduce::reduce(memory, &mut self.buffer, range.clone(), location, *publishes);
+                self.record_reduced(added)?;
+            }
+        }
+        Ok(true)
+    }
+
+    fn record_reduced(&mut self, added: Result<usize, String>) -> Result<(), ExecutionError> {
+        match added {
+            Ok(bytes) => self.fetched += bytes as u64,
+            Err(what) => {
+                self.broken = true;
+                return Err(ExecutionError::Function(what));
+            }
+        }
+        fault_point("received", self.seq, self.fetched as usize);
+        Ok(())
+    }
+
+    /// Checks whether all ranks have published the location of their elements. All ranks decide alike.
+    fn decide_direct(&mut self, memory: &HostMemory) -> Result<(), ExecutionError> {
+        let Some(exposure) = self.exposure.take() else { return Ok(()) };
+        let locations: Vec<_> = (0..memory.ranks.len())
+            .map(|local_rank| memory.published_location(local_rank, self.call_number.number))
+            .collect();
+        self.direct = exposure.into_direct(&locations).map_err(|local_rank| ExecutionError::Protocol {
+            peer: memory.ranks[local_rank],
+            what: "it offers memory that it does not have".to_owned(),
+        })?;
+        if self.direct.is_some() {
+            self.schedule.make_direct();
+        }
+        Ok(())
+    }
+
+    /// Returns whether the counters of `peers` have reached `count`; notes a rank whose counter has not.
+    fn check_counter(&mut self, memory: &mut HostMemory, peers: Peers, counter: Counter, count: u64) -> bool {
+        let behind = memory.first_behind(peers, counter, count);
+        self.waits.clear();
+        self.waits.extend(behind.map(|local_rank| memory.ranks[local_rank]));
+        behind.is_none()
+    }
+
+    /// Compares the calls of the ranks that have made theirs. Returns whether all have.
+    fn match_calls(&mut self, memory: &mut HostMemory, peers: Peers) -> Result<bool, ExecutionError> {
+        self.waits.clear();
+        let (me, ranks) = (memory.me, memory.ranks.len());
+        let all = match peers {
+            Peers::All => 0..ranks,
+            Peers::One(local_rank) => local_rank..local_rank + 1,
+        };
+        // Ranks that were matched already are not checked again.
+        for local_rank in all.start + self.matched..all.end {
+            if local_rank == me
+                || memory.match_call(
+                    local_rank,
+                    self.call_number.number,
+                    &self.call_number.header,
+                    self.seq,
+                )?
+            {
+                self.matched += usize::from(self.waits.is_empty());
+            } else {
+                self.waits.push(memory.ranks[local_rank]);
+            }
+        }
+        Ok(self.waits.is_empty())
+    }
+
+    /// The location at which `rank` publishes the byte `at` of an area.
+    fn location(&self, rank: usize, area: Area, at: usize) -> Location {
+        let area = match area {
+            Area::Slot => AreaAddress::Slot {
+                number: self.call_number.number,
+                inline: self.schedule.fits_in(INLINE_BYTES),
+            },
+            Area::Round(round) => {
+                AreaAddress::Round(self.call_number.position + round * self.call_number.round_bytes)
+            }
+        };
+        Location { rank, at, area }
+    }
+}

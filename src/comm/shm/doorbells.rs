@@ -1,0 +1,131 @@
+//! Wake-ups of sleeping ranks: a bit in shared memory says that a rank sleeps, its doorbell (eventfd) wakes
+//! it.
+//!
+//! A rank that is about to sleep sets its bit, then checks once more for the data it waits for. A writer
+//! writes its data first, then checks the bits. A fence separates the two steps of each, so at least one of
+//! them sees the other (`models.rs`).
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::layout::Layout;
+use super::segment::{Segment, full_fence};
+
+/// The doorbells of the ranks of a host.
+#[derive(Debug)]
+pub(crate) struct Doorbells {
+    segment: Arc<Segment>,
+    layout: Layout,
+    me: usize,
+    /// By rank of the host; event descriptors.
+    doorbells: Vec<OwnedFd>,
+}
+
+impl Doorbells {
+    pub(crate) fn new(segment: Arc<Segment>, layout: Layout, me: usize, doorbells: Vec<OwnedFd>) -> Self {
+        Self { segment, layout, me, doorbells }
+    }
+
+    /// Wakes all other ranks that sleep. Call it after writing the data they wait for. It waits until that
+    /// write has left this core, so a caller that does other work first waits less.
+    #[inline]
+    pub(crate) fn wake_all(&self) {
+        for (index, at) in self.layout.sleep_masks().enumerate() {
+            let mut sleeping = sleeping_ranks(self.segment.word(at));
+            while sleeping != 0 {
+                self.signal(index * 64 + sleeping.trailing_zeros() as usize);
+                sleeping &= sleeping - 1;
+            }
+        }
+    }
+
+    /// Wakes `rank` if it sleeps. Call it after writing the data it waits for.
+    #[inline]
+    pub(crate) fn wake(&self, rank: usize) {
+        let (at, bit) = Layout::sleep_bit(rank);
+        if sleeping_ranks(self.segment.word(at)) & bit != 0 {
+            self.signal(rank);
+        }
+    }
+
+    #[cold]
+    fn signal(&self, rank: usize) {
+        let (at, bit) = Layout::sleep_bit(rank);
+        // One signal is enough: the rank that clears the bit sends it.
+        let first = rank != self.me && clear_sleep_bit(self.segment.word(at), bit);
+        if let Some(doorbell) = self.doorbells.get(rank).filter(|_| first) {
+            // A full eventfd is readable already, so the error does not matter.
+            let _ = rustix::io::write(doorbell, &1_u64.to_ne_bytes());
+        }
+    }
+
+    /// Marks this rank as sleeping. The caller checks once more for its data before it sleeps.
+    pub(crate) fn mark_sleeping(&self) {
+        let (at, bit) = Layout::sleep_bit(self.me);
+        set_sleep_bit(self.segment.word(at), bit);
+    }
+
+    /// Returns whether this rank is marked as sleeping and nobody has woken it since.
+    pub(crate) fn is_marked_sleeping(&self) -> bool {
+        let (at, bit) = Layout::sleep_bit(self.me);
+        is_sleep_bit_set(self.segment.word(at), bit)
+    }
+
+    pub(crate) fn clear_sleeping(&self) {
+        let (at, bit) = Layout::sleep_bit(self.me);
+        clear_sleep_bit(self.segment.word(at), bit);
+    }
+}
+
+/// A word with the bits of the sleeping ranks: an atomic, or the model of one.
+pub(super) trait Word {
+    fn load(&self, order: Ordering) -> u64;
+    fn fetch_or(&self, bits: u64, order: Ordering) -> u64;
+    fn fetch_and(&self, bits: u64, order: Ordering) -> u64;
+}
+
+macro_rules! word {
+    ($atomic:ty) => {
+        impl Word for $atomic {
+            #[inline(always)]
+            fn load(&self, order: Ordering) -> u64 {
+                self.load(order)
+            }
+
+            fn fetch_or(&self, bits: u64, order: Ordering) -> u64 {
+                self.fetch_or(bits, order)
+            }
+
+            fn fetch_and(&self, bits: u64, order: Ordering) -> u64 {
+                self.fetch_and(bits, order)
+            }
+        }
+    };
+}
+
+word!(AtomicU64);
+#[cfg(all(test, loom))]
+word!(loom::sync::atomic::AtomicU64);
+
+/// The bits of the ranks that may have gone to sleep without seeing this rank's write.
+#[inline(always)]
+pub(super) fn sleeping_ranks(sleepers: &impl Word) -> u64 {
+    full_fence();
+    sleepers.load(Ordering::Relaxed)
+}
+
+/// Sets the bit. A writer that then does not see the bit wrote its data before, so this rank sees the data.
+pub(super) fn set_sleep_bit(sleepers: &impl Word, bit: u64) {
+    sleepers.fetch_or(bit, Ordering::SeqCst);
+    full_fence();
+}
+
+pub(super) fn is_sleep_bit_set(sleepers: &impl Word, bit: u64) -> bool {
+    sleepers.load(Ordering::SeqCst) & bit != 0
+}
+
+/// Clears the bit. Returns whether it was set.
+pub(super) fn clear_sleep_bit(sleepers: &impl Word, bit: u64) -> bool {
+    sleepers.fetch_and(!bit, Ordering::SeqCst) & bit != 0
+}

@@ -1,0 +1,124 @@
+//! Memory that the ranks of a host create after the bootstrap: the first rank creates it and passes it to the
+//! others.
+//!
+//! The descriptor travels on a unix socket with an abstract name, as in the [bootstrap](super::bootstrap).
+//! Each step ends with a collective, so nobody waits here and all ranks learn the result.
+
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+
+use super::bootstrap::{SECRET_BYTES, connect, listen, receive, send};
+use super::region::PAGE_BYTES;
+use super::segment;
+
+/// The name of the socket, and the secret by which its intended receivers are recognised.
+pub(crate) type SocketInfo = [u8; 2 * SECRET_BYTES];
+
+/// The memory, on the rank that created it.
+#[derive(Debug)]
+pub(crate) struct FdSender {
+    memory: OwnedFd,
+    listener: OwnedFd,
+    secret: [u8; SECRET_BYTES],
+}
+
+/// The connection of a rank that receives the memory.
+#[derive(Debug)]
+pub(crate) struct FdReceiver(OwnedFd);
+
+/// Returns the range of each rank, in whole pages, and the total size. `None` if the total exceeds the
+/// address space.
+pub(crate) fn regions(bytes: &[u64]) -> Option<(Vec<Range<usize>>, usize)> {
+    let mut end = 0_usize;
+    let regions = bytes.iter().map(|&bytes| {
+        let pages = usize::try_from(bytes).ok()?.max(1).checked_next_multiple_of(PAGE_BYTES)?;
+        let start = end;
+        end = end.checked_add(pages).filter(|&end| isize::try_from(end).is_ok())?;
+        Some(start..end)
+    });
+    let regions = regions.collect::<Option<_>>()?;
+    Some((regions, end))
+}
+
+impl FdSender {
+    /// Creates `bytes` bytes of memory, which takes no pages yet.
+    pub(crate) fn new(bytes: usize) -> io::Result<(Self, SocketInfo)> {
+        let mut socket_info = [0; 2 * SECRET_BYTES];
+        getrandom::fill(&mut socket_info).map_err(|error| io::Error::other(error.to_string()))?;
+        let (name, secret) = split_socket_info(&socket_info);
+        let sender = Self { memory: segment::create(bytes)?, listener: listen(&name)?, secret };
+        Ok((sender, socket_info))
+    }
+
+    /// Passes the memory to `receivers` ranks, all of which have connected.
+    pub(crate) fn send(&self, receivers: usize) -> io::Result<()> {
+        let mut sent = 0;
+        // Other processes may have connected as well, but not more than the backlog holds.
+        while sent < receivers {
+            let conn = rustix::net::accept_with(&self.listener, super::bootstrap::SOCKET)?;
+            let secret = receive(&conn).ok().flatten().map(|(bytes, _)| bytes);
+            if secret.as_deref() == Some(&self.secret) {
+                send(&conn, &[0], &[self.memory.as_fd()])?;
+                sent += 1;
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn into_memory(self) -> OwnedFd {
+        self.memory
+    }
+}
+
+impl FdReceiver {
+    pub(crate) fn new(socket_info: &SocketInfo) -> io::Result<Self> {
+        let (name, secret) = split_socket_info(socket_info);
+        let conn = connect(&name)?;
+        send(&conn, &secret, &[])?;
+        Ok(Self(conn))
+    }
+
+    /// Receives the descriptor of the memory, which was sent already.
+    pub(crate) fn receive(self) -> io::Result<OwnedFd> {
+        let descriptor = receive(&self.0)?.and_then(|(_, descriptors)| descriptors.into_iter().next());
+        descriptor.ok_or_else(|| io::Error::other("no descriptor came (is this the limit of open files?)"))
+    }
+}
+
+fn split_socket_info(socket_info: &SocketInfo) -> ([u8; SECRET_BYTES], [u8; SECRET_BYTES]) {
+    let (mut name, mut secret) = ([0; SECRET_BYTES], [0; SECRET_BYTES]);
+    name.copy_from_slice(&socket_info[..SECRET_BYTES]);
+    secret.copy_from_slice(&socket_info[SECRET_BYTES..]);
+    (name, secret)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn descriptor_is_sent_only_to_peers_with_the_secret() {
+        let (sender, socket_info) = FdSender::new(8192).unwrap();
+        let unauthenticated = FdReceiver::new(&{
+            let mut other = socket_info;
+            other[2 * SECRET_BYTES - 1] ^= 1;
+            other
+        })
+        .unwrap();
+        let receivers = [FdReceiver::new(&socket_info).unwrap(), FdReceiver::new(&socket_info).unwrap()];
+        sender.send(2).unwrap();
+        for receiver in receivers {
+            assert_eq!(rustix::fs::fstat(receiver.receive().unwrap()).unwrap().st_size, 8192);
+        }
+        assert!(unauthenticated.receive().is_err());
+        assert!(sender.send(1).is_err(), "nobody else has come");
+    }
+
+    #[test]
+    fn regions_are_whole_pages_and_fit_the_memory() {
+        assert_eq!(regions(&[1, 0, 4097]), Some((vec![0..4096, 4096..8192, 8192..16384], 16384)));
+        assert_eq!(regions(&[u64::MAX]), None);
+        assert_eq!(regions(&[1 << 62, 1 << 62]), None);
+    }
+}

@@ -1,0 +1,164 @@
+//! A region of shared memory that belongs to the program of one rank: a slice. Other ranks write to it only
+//! while the rank exposes it to a collective.
+
+use std::io;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+use std::os::fd::AsFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use rustix::mm::{MapFlags, ProtFlags};
+
+use super::segment::map_shared;
+use crate::dtype::Element;
+
+pub(crate) const PAGE_BYTES: usize = 4096;
+
+/// A mapping of whole pages.
+#[derive(Debug)]
+pub(crate) struct Region {
+    start: NonNull<u8>,
+    /// The size of the elements; the rest of the last page is unused.
+    bytes: usize,
+}
+
+/// The owner of a region's elements; each region has exactly one.
+#[derive(Debug)]
+pub(crate) struct OwnedRegion<T> {
+    region: Arc<Region>,
+    len: usize,
+    elements: PhantomData<T>,
+}
+
+// SAFETY: it is an address and a length; the `OwnedRegion` of the region owns the elements.
+#[allow(unsafe_code)]
+unsafe impl Send for Region {}
+// SAFETY: as for `Send`.
+#[allow(unsafe_code)]
+unsafe impl Sync for Region {}
+
+impl Region {
+    /// Maps the `bytes` bytes of `memory` from `at` on, where a page begins. They must be committed.
+    ///
+    /// A forked child inherits the mapping, so the parent's collectives may show there, as in all shared
+    /// memory.
+    fn map(memory: impl AsFd, at: usize, bytes: usize) -> io::Result<Self> {
+        Ok(Self { start: map_shared(memory, at, bytes)?, bytes })
+    }
+
+    /// Returns the offset of the `bytes` bytes at an address, if no page of them holds other elements.
+    pub(crate) fn offset_of(&self, address: usize, bytes: usize) -> Option<usize> {
+        let at = address.checked_sub(self.start.as_ptr() as usize)?;
+        let end = at.checked_add(bytes).filter(|&end| end <= self.bytes)?;
+        let is_apart = at.is_multiple_of(PAGE_BYTES) && (end.is_multiple_of(PAGE_BYTES) || end == self.bytes);
+        is_apart.then_some(at)
+    }
+
+    /// Replaces the `bytes` bytes at an [offset](Self::offset_of) by fresh zero pages: later writes of other
+    /// ranks do not reach them.
+    ///
+    /// The call that the bytes are exposed to does so before it ends.
+    #[allow(unsafe_code)]
+    pub(crate) fn make_private(&self, at: usize, bytes: usize) {
+        assert!(at.is_multiple_of(PAGE_BYTES) && at.checked_add(bytes).is_some_and(|end| end <= self.bytes));
+        let bytes = bytes.next_multiple_of(PAGE_BYTES);
+        let start = self.start.as_ptr().wrapping_add(at);
+        let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: pages of our own mapping are replaced by memory of the same size and rights. Zeros are
+        // elements of every type, and the owner has exposed these to a call that leaves them unspecified.
+        let replaced = unsafe { rustix::mm::mmap_anonymous(start.cast(), bytes, protection, flags) };
+        if let Err(error) = replaced {
+            // Others may write to a slice that the program reads, so the process cannot continue.
+            log::error!("cannot take memory back from the ranks that share it: {error}");
+            std::process::abort();
+        }
+    }
+}
+
+impl<T: Element> OwnedRegion<T> {
+    /// Maps `len` elements of `memory` from byte `at` on, where a page begins. They are zero.
+    pub(crate) fn map(memory: impl AsFd, at: usize, len: usize) -> io::Result<Self> {
+        let bytes =
+            len.checked_mul(size_of::<T>()).filter(|&bytes| bytes > 0).ok_or(io::ErrorKind::InvalidInput)?;
+        let region = Arc::new(Region::map(memory, at, bytes)?);
+        Ok(Self { region, len, elements: PhantomData })
+    }
+
+    pub(crate) fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+}
+
+impl<T: Element> Deref for OwnedRegion<T> {
+    type Target = [T];
+
+    #[allow(unsafe_code)]
+    fn deref(&self) -> &[T] {
+        // SAFETY: mapped as long as the region; aligned to a page; so many elements, of a type for which
+        // zeros and the bytes that other ranks leave are elements. Nobody writes while the slice exists, see
+        // the head of this file.
+        unsafe { std::slice::from_raw_parts(self.region.start.as_ptr().cast(), self.len) }
+    }
+}
+
+impl<T: Element> DerefMut for OwnedRegion<T> {
+    #[allow(unsafe_code)]
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as in `deref`; and this is the only owner of the elements, borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.region.start.as_ptr().cast(), self.len) }
+    }
+}
+
+impl Drop for Region {
+    #[allow(unsafe_code)]
+    fn drop(&mut self) {
+        // SAFETY: our mapping, and no slice of it exists: slices borrow its owner.
+        let _ = unsafe {
+            rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes.next_multiple_of(PAGE_BYTES))
+        };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shm::segment::{Segment, commit, create};
+
+    #[test]
+    fn reclaimed_pages_are_private() {
+        let bytes = 4 * PAGE_BYTES;
+        let memory = create(bytes).unwrap();
+        commit(&memory, 0..bytes).unwrap();
+        let others = Segment::map(&memory, bytes).unwrap();
+        let mut owned = OwnedRegion::<u8>::map(&memory, PAGE_BYTES, 3 * PAGE_BYTES - 10).unwrap();
+        others.view(PAGE_BYTES, 1).write(&[1]);
+        others.view(2 * PAGE_BYTES, 1).write(&[2]);
+        assert_eq!((owned[0], owned[PAGE_BYTES]), (1, 2));
+        owned.region().make_private(PAGE_BYTES, 2 * PAGE_BYTES - 10);
+        for page in 1..4 {
+            others.view(page * PAGE_BYTES, 1).write(&[9]);
+        }
+        assert_eq!((owned[0], owned[PAGE_BYTES], owned[2 * PAGE_BYTES]), (9, 0, 0));
+        owned[PAGE_BYTES] = 5;
+        let mut byte = [0];
+        others.view(2 * PAGE_BYTES, 1).read(&mut byte);
+        assert_eq!((byte, owned[PAGE_BYTES]), ([9], 5));
+    }
+
+    #[test]
+    fn only_whole_owned_pages_have_an_offset() {
+        let memory = create(4 * PAGE_BYTES).unwrap();
+        commit(&memory, 0..4 * PAGE_BYTES).unwrap();
+        let owned = OwnedRegion::<u8>::map(&memory, 0, 3 * PAGE_BYTES + 5).unwrap();
+        let (region, start) = (owned.region(), owned.as_ptr() as usize);
+        assert_eq!(region.offset_of(start, 3 * PAGE_BYTES + 5), Some(0));
+        assert_eq!(region.offset_of(start + PAGE_BYTES, PAGE_BYTES), Some(PAGE_BYTES));
+        assert_eq!(region.offset_of(start + PAGE_BYTES, 2 * PAGE_BYTES + 5), Some(PAGE_BYTES));
+        for (at, bytes) in [(1, PAGE_BYTES), (0, 100), (0, 3 * PAGE_BYTES + 6), (4 * PAGE_BYTES, 1)] {
+            assert_eq!(region.offset_of(start + at, bytes), None, "{bytes} at {at}");
+        }
+        assert_eq!(region.offset_of(start - 1, 10), None);
+    }
+}

@@ -1,0 +1,145 @@
+//! A small call, executed by its schedule without a list of steps, while its caller waits for it.
+
+use super::copy_reduce::{self, AreaAddress, Location, PlainElements};
+use super::layout::{INLINE_BYTES, SLOTS};
+use super::schedule::{Area, Peers, Schedule, ScheduleStep};
+use super::{AwaitedRanks, CallNumber, HostMemory};
+use crate::call::Call;
+use crate::engine::buffer::BorrowedBuffer;
+use crate::engine::streams::ExecutionError;
+use crate::fault::fault_point;
+use crate::kernels::Kernel;
+
+/// A call that this rank has published and announced, and whose results it has not fetched.
+#[derive(Debug)]
+pub(crate) struct SmallCall {
+    pub(super) schedule: Schedule,
+    pub(crate) seq: u64,
+    pub(super) call_number: CallNumber,
+    pub(super) published: usize,
+    inline: bool,
+    /// The number of ranks whose call was matched so far.
+    matched: usize,
+}
+
+impl HostMemory {
+    /// The schedule of a call, if it is small and its slot is free.
+    #[inline]
+    pub(crate) fn small_schedule(&mut self, call: &Call) -> Option<Schedule> {
+        let schedule = self.schedule(call);
+        (schedule.is_small() && self.is_next_slot_free()).then_some(schedule)
+    }
+
+    /// Numbers a call that is about to be made by its [schedule](Self::small_schedule).
+    #[inline(always)]
+    pub(crate) fn start_small(&mut self, call: &Call, schedule: Schedule, seq: u64) -> SmallCall {
+        let (call_number, inline) = (self.number_call(call, seq, 0, 0), schedule.fits_in(INLINE_BYTES));
+        SmallCall { seq, schedule, call_number, published: 0, inline, matched: 0 }
+    }
+
+    /// Publishes the data and announces the call. Sleeping ranks are not woken.
+    ///
+    /// The argument is a reference, not moved: moving fresh data would have to wait until the preceding
+    /// shared stores are done.
+    #[inline(always)]
+    pub(crate) fn publish_small(&mut self, small: &mut SmallCall, buffer: &mut BorrowedBuffer<'_>) {
+        let (mut published, me, elements) = (0, self.me, PlainElements { buffer, kernel: None });
+        small.schedule.publish_all(&mut |step| {
+            if let ScheduleStep::Publish { range, area: Area::Slot, at } = step {
+                published += copy_reduce::publish(self, &elements, range, small.location(me, at));
+            }
+        });
+        small.published = published;
+        self.announce(small.call_number.number, &small.call_number.header, None);
+        fault_point("sent", small.seq, published);
+    }
+
+    /// Returns whether all ranks have made the call whose data this rank needs.
+    ///
+    /// # Errors
+    ///
+    /// One of them made another call.
+    #[inline]
+    pub(crate) fn match_small(&mut self, small: &mut SmallCall) -> Result<bool, ExecutionError> {
+        let these = match small.schedule.sources() {
+            None => return Ok(true),
+            Some(Peers::One(rank)) => rank..rank + 1,
+            Some(Peers::All) => 0..self.ranks.len(),
+        };
+        while let Some(rank) = these.clone().nth(small.matched) {
+            if rank != self.me
+                && !self.match_call(rank, small.call_number.number, &small.call_number.header, small.seq)?
+            {
+                return Ok(false);
+            }
+            small.matched += 1;
+        }
+        Ok(true)
+    }
+
+    /// Returns whether this rank should yield to a rank that shares its core. That is a rank that this one
+    /// waits for, or one that is as many calls behind as the core has other ranks. Later ranks may need its
+    /// data, and to catch up it needs the core, which this rank cannot use now. A rank that is less behind
+    /// does not gain enough for a context switch.
+    pub(crate) fn should_yield(&mut self, small: &SmallCall) -> bool {
+        self.publish_core();
+        let (me, number) = (self.me, small.call_number.number);
+        let awaited = match small.schedule.sources() {
+            None => return false,
+            Some(Peers::One(rank)) => rank..rank + 1,
+            Some(Peers::All) => 0..self.ranks.len(),
+        };
+        let same_core: AwaitedRanks = (0..self.ranks.len())
+            .filter(|&local_rank| local_rank != me && self.shares_core(local_rank))
+            .collect();
+        // No rank can be further behind than the number of slots.
+        let behind = number.wrapping_sub((same_core.len() as u32).saturating_sub(1).min(SLOTS - 2));
+        same_core.into_iter().any(|local_rank| {
+            !self.has_started(local_rank, if awaited.contains(&local_rank) { number } else { behind })
+        })
+    }
+
+    /// Fetches the results of a call that all ranks have made.
+    ///
+    /// # Errors
+    ///
+    /// The error of the program's reduction function.
+    #[inline]
+    pub(crate) fn finish_small(
+        &mut self,
+        small: &SmallCall,
+        buffer: &mut BorrowedBuffer<'_>,
+        kernel: Option<&Kernel>,
+    ) -> Result<(), ExecutionError> {
+        let (mut result, mut elements) = (Ok(()), PlainElements { buffer, kernel });
+        small.schedule.consume_all(&mut |step| match step {
+            ScheduleStep::Fetch { from, at, range, .. } => {
+                let bytes = copy_reduce::fetch(self, &mut elements, range, small.location(from, at));
+                fault_point("received", small.seq, bytes);
+            }
+            ScheduleStep::Reduce { at, range, publishes, .. } => {
+                let added = copy_reduce::reduce(self, &mut elements, range, small.location(0, at), publishes);
+                fault_point("received", small.seq, added.as_ref().map_or(0, |&bytes| bytes));
+                result = added.map(drop).map_err(ExecutionError::Function);
+            }
+            _ => {}
+        });
+        buffer.copy_some(usize::MAX);
+        result
+    }
+}
+
+impl SmallCall {
+    /// Bytes that this rank publishes, and that it fetches or adds up.
+    pub(crate) fn volume(&self) -> (u64, u64) {
+        self.schedule.volume()
+    }
+
+    fn location(&self, rank: usize, at: usize) -> Location {
+        Location {
+            rank,
+            at,
+            area: AreaAddress::Slot { number: self.call_number.number, inline: self.inline },
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! The results of earlier calls of spawn on this thread.
+//!
+//! A rank runs through the earlier calls again before it reaches its own. There they start nothing and must
+//! return the spawner's results, so that the rank takes the same path. So the spawner passes the results
+//! on.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+use super::SpawnError;
+
+/// Variable that holds the errors for a rank, as a JSON map from call number to error.
+pub(super) const VARIABLE: &str = "CONVOKE_SPAWN_PAST";
+/// Limit on the size of the variable in bytes; Linux limits a variable to 128 KiB.
+const MAX_VARIABLE_BYTES: usize = 100 << 10;
+/// Limit on the errors that are kept. A rank sees calls with older errors as successful.
+const MAX_ERRORS: usize = 64;
+
+/// The errors of calls by call number. A call that is missing has succeeded.
+type Errors = BTreeMap<u64, SpawnError>;
+
+thread_local! {
+    static RESULTS: RefCell<CallResults> = const { RefCell::new(CallResults { calls: 0, errors: Errors::new() }) };
+}
+
+struct CallResults {
+    calls: u64,
+    errors: Errors,
+}
+
+/// Returns the number of this call on its thread.
+pub(super) fn next_call() -> u64 {
+    RESULTS.with_borrow_mut(|results| {
+        results.calls += 1;
+        results.calls - 1
+    })
+}
+
+/// Stores the error of `call` in the form that ranks will read.
+pub(super) fn record_error(call: u64, outcome: &Result<(), SpawnError>) {
+    let Err(error) = outcome else { return };
+    let copy = serde_json::to_vec(error).and_then(|bytes| serde_json::from_slice(&bytes));
+    if let Ok(error) = copy {
+        RESULTS.with_borrow_mut(|results| {
+            results.errors.insert(call, error);
+            if results.errors.len() > MAX_ERRORS {
+                results.errors.pop_first();
+            }
+        });
+    }
+}
+
+/// Returns the JSON text of [`VARIABLE`] for the ranks.
+pub(super) fn encode_errors() -> String {
+    RESULTS.with_borrow_mut(|results| {
+        let encode = |errors: &Errors| serde_json::to_string(errors).unwrap_or_default();
+        let mut text = encode(&results.errors);
+        for call in results.errors.keys().copied().collect::<Vec<_>>() {
+            if text.len() <= MAX_VARIABLE_BYTES {
+                break;
+            }
+            // Standard error of the oldest calls is the least useful, so it is dropped first.
+            if let Some(SpawnError::Failed { stderr, .. } | SpawnError::Unreached { stderr, .. }) =
+                results.errors.get_mut(&call)
+            {
+                stderr.clear();
+            }
+            text = encode(&results.errors);
+        }
+        text
+    })
+}
+
+/// Returns, in a rank, the result that `call` had in the spawner.
+pub(super) fn result_of(call: u64) -> Result<(), SpawnError> {
+    let text = std::env::var(VARIABLE).unwrap_or_default();
+    let mut errors = serde_json::from_str::<Errors>(&text).unwrap_or_default();
+    errors.remove(&call).map_or(Ok(()), Err)
+}

@@ -1,0 +1,116 @@
+//! The location of a call's buffers (host or device), and how calls run there.
+
+use std::hint::black_box;
+
+use convoke_comm::{CommError, Group, SharedBuffer};
+
+use super::call::{BufferPair, Call};
+use super::error::PerfError;
+use super::measure::Settings;
+use super::memory;
+use super::values::{TestPattern, Value};
+use super::verify::{self, WrongElement};
+
+/// Buffers for the calls of one case, on the host or on a device.
+pub(crate) trait BenchBuffers<T: Value> {
+    /// Fills the buffers before the checked call.
+    fn fill(&mut self, pattern: &TestPattern, call: &Call<T>) -> Result<(), PerfError>;
+
+    /// Checks the contents of the buffers after the call.
+    fn check(
+        &self,
+        pattern: &TestPattern,
+        call: &Call<T>,
+        root: usize,
+    ) -> Result<Result<(), WrongElement>, PerfError>;
+
+    /// Sets the buffers to zero. Repeated sums of zeros stay zero, so timed calls cannot overflow.
+    fn clear(&mut self, call: &Call<T>) -> Result<(), PerfError>;
+
+    /// Writes the send buffers again, as a program does before each call.
+    fn rewrite(&mut self, call: &Call<T>);
+
+    /// Runs one operation with each of the buffers.
+    fn run(&mut self, group: &Group, call: &Call<T>, root: usize) -> Result<(), CommError>;
+
+    /// Waits until all operations have completed.
+    fn synchronize(&mut self) -> Result<(), CommError>;
+
+    /// Number of calls to time together, if one call takes about `micros` microseconds.
+    fn calls_per_sample(&self, micros: f64) -> usize;
+}
+
+/// Buffers in host memory. A call there is complete when it returns.
+pub(crate) struct HostBuffers<T: Value> {
+    buffers: Vec<BufferPair<T>>,
+    nonblocking: bool,
+}
+
+impl<T: Value> HostBuffers<T> {
+    /// Allocates buffers `a` and `b` with at most `lens` elements.
+    ///
+    /// # Errors
+    /// [`PerfError::Allocation`], [`PerfError::Comm`].
+    pub(crate) fn new(
+        settings: &Settings,
+        name: &str,
+        group: &Group,
+        lens: (usize, usize),
+    ) -> Result<Self, PerfError> {
+        let zeros = |len| -> Result<SharedBuffer<T>, PerfError> {
+            if settings.alloc {
+                return Ok(group.alloc(len)?);
+            }
+            Ok(memory::try_filled_vec(len, T::from_parts(0, 0), name)?.into())
+        };
+        let buffers =
+            (0..settings.in_flight).map(|_| Ok(BufferPair { a: zeros(lens.0)?, b: zeros(lens.1)? }));
+        let buffers = buffers.collect::<Result<_, PerfError>>()?;
+        Ok(Self { buffers, nonblocking: settings.nonblocking })
+    }
+}
+
+impl<T: Value> BenchBuffers<T> for HostBuffers<T> {
+    fn fill(&mut self, pattern: &TestPattern, call: &Call<T>) -> Result<(), PerfError> {
+        let shape = call.shape();
+        call.buffer_parts(&mut self.buffers).for_each(|(a, b)| verify::fill(pattern, shape, a, b));
+        Ok(())
+    }
+
+    fn check(
+        &self,
+        pattern: &TestPattern,
+        call: &Call<T>,
+        root: usize,
+    ) -> Result<Result<(), WrongElement>, PerfError> {
+        let shape = call.shape();
+        let (a, b) = shape.buffer_lens();
+        let check =
+            |buffers: &BufferPair<T>| verify::check(pattern, shape, root, (&buffers.a[..a], &buffers.b[..b]));
+        Ok(self.buffers.iter().try_for_each(check))
+    }
+
+    fn clear(&mut self, call: &Call<T>) -> Result<(), PerfError> {
+        call.buffer_parts(&mut self.buffers).for_each(|(a, b)| {
+            a.fill(T::from_parts(0, 0));
+            b.fill(T::from_parts(0, 0));
+        });
+        Ok(())
+    }
+
+    fn rewrite(&mut self, call: &Call<T>) {
+        call.buffer_parts(&mut self.buffers).for_each(|(a, _)| a.fill(black_box(T::from_parts(0, 0))));
+    }
+
+    fn run(&mut self, group: &Group, call: &Call<T>, root: usize) -> Result<(), CommError> {
+        call.run(group, &mut self.buffers, root, self.nonblocking)
+    }
+
+    fn synchronize(&mut self) -> Result<(), CommError> {
+        Ok(())
+    }
+
+    fn calls_per_sample(&self, _: f64) -> usize {
+        1
+    }
+}
