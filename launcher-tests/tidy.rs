@@ -23,7 +23,7 @@ const UNSAFE_FILES: &[&str] = &[
     "src/comm/engine/buffer.rs",
     "src/comm/engine/mod.rs",
     // Pending operations borrow buffers; their handles, or the scope that waits, keep the buffers alive.
-    "src/comm/group/nonblocking.rs",
+    "src/comm/group/nonblocking/mod.rs",
     "src/comm/group/work.rs",
     // The file makes an ioctl.
     "src/comm/links/tcp.rs",
@@ -42,7 +42,7 @@ const UNSAFE_FILES: &[&str] = &[
     "src/comm/nccl/split.rs",
     "src/comm/device/driver.rs",
     // Devices access their memory after the call has returned. The host memory is pinned.
-    "src/comm/device/batch.rs",
+    "src/comm/device/batch/mod.rs",
     "src/comm/device/raw.rs",
     "src/comm/device/registered.rs",
     "src/comm/device/enqueue.rs",

@@ -415,7 +415,7 @@ fn any_word() -> impl Strategy<Value = OsString> {
 
 #[test]
 fn manual_lists_every_flag_with_its_default() {
-    let manual = include_str!("../../../docs/reference/cli.md");
+    let manual = include_str!("../../../../docs/reference/cli.md");
     for flag in flags::all() {
         let short = flag.short.map_or(String::new(), |letter| format!("`-{letter}`, "));
         let start = format!("| {short}`{}` |", flag.dashed());

@@ -365,5 +365,4 @@ impl Supervisor {
 }
 
 #[cfg(test)]
-#[path = "supervise/tests.rs"]
 mod tests;
