@@ -149,10 +149,19 @@ fn code(line: &str) -> &str {
     line.split("//").next().unwrap_or("")
 }
 
+fn is_word_part(c: char) -> bool {
+    c.is_alphanumeric() || c == '_'
+}
+
 fn has_word(line: &str, word: &str) -> bool {
-    let part = |c: char| c.is_alphanumeric() || c == '_';
-    line.match_indices(word)
-        .any(|(start, _)| !line[..start].ends_with(part) && !line[start + word.len()..].starts_with(part))
+    line.match_indices(word).any(|(start, _)| {
+        !line[..start].ends_with(is_word_part) && !line[start + word.len()..].starts_with(is_word_part)
+    })
+}
+
+/// Returns true if `line` contains `text` at the start of a word.
+fn has_at_word_start(line: &str, text: &str) -> bool {
+    line.match_indices(text).any(|(start, _)| !line[..start].ends_with(is_word_part))
 }
 
 fn is_test_file(path: &Path) -> bool {
@@ -270,7 +279,7 @@ fn pure_files_use_no_clock_and_no_system_calls() {
         }
         pure_count += 1;
         for (number, line) in without_tests(&text).enumerate() {
-            for name in IMPURE_PATTERNS.iter().filter(|name| code(line).contains(**name)) {
+            for name in IMPURE_PATTERNS.iter().filter(|name| has_at_word_start(code(line), name)) {
                 found.push(format!("{}:{}: {name}", path.display(), number + 1));
             }
         }

@@ -45,11 +45,8 @@ fn main() -> Result<(), CommError> {
     for step in 1..=STEPS {
         let parts: Vec<Vec<f32>> =
             (0..PARTS).map(|_| (0..EXAMPLES).map(|_| random.symmetric(1.0)).collect()).collect();
-        let (slope, loss) = if stage == 0 {
-            first_stage(pipeline, weight, &parts)?
-        } else {
-            last_stage(pipeline, weight, &parts)?
-        };
+        let run_stage = if stage == 0 { first_stage } else { last_stage };
+        let (slope, loss) = run_stage(pipeline, weight, &parts)?;
 
         // Averages each part of the network over its copies. The groups of both stages run concurrently.
         let mut shared = [slope, loss];
