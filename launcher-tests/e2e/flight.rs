@@ -233,7 +233,10 @@ fn successful_job_deletes_recordings_and_report_names_unjoined_ranks() {
     let job = Job::new();
     let launcher = job.start_four("absent", &[], &[]);
     let logs = job.path("logs");
-    wait_for_line(&[&logs], &["group world: ranks 0,1,3 look for the others (", "; no recording of rank 2"]);
+    wait_for_line(
+        &[&logs],
+        &["group world: ranks 0,1,3 wait for the others to join (", "; no recording of rank 2"],
+    );
     job.release();
     let ended = launcher.wait().expect_exit_code(0);
     assert_eq!((job.files("logs"), job.files("tmp")), (vec![], vec![]), "{}", ended.stderr);

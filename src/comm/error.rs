@@ -128,8 +128,8 @@ pub enum CommError {
     },
     /// This process is already in this world.
     #[error(
-        "this process is in a world already, as {what}: use that one, or drop it and all groups that come from it before it \
-         joins again"
+        "this process has already joined a world, as {what}: use that world, or drop it and all groups that \
+         come from it before joining again"
     )]
     AlreadyJoined {
         /// Rank and meeting place.
@@ -143,7 +143,8 @@ pub enum CommError {
     },
     /// The survivors of a failure continued without this rank.
     #[error(
-        "the survivors of group {group}, rank(s) {}, went on without this rank: it came too late, or was lost to them",
+        "the survivors of group {group}, rank(s) {}, continued without this rank: it joined too late, or \
+         they had lost it",
         Ranks(survivors)
     )]
     Excluded {
@@ -305,7 +306,7 @@ impl fmt::Display for LossReason {
                 None => write!(f, "was ended by signal {signal}"),
             },
             Self::Exit { code } => write!(f, "exited with code {code}"),
-            Self::Disconnected => write!(f, "closed its connections without a word: did it die?"),
+            Self::Disconnected => write!(f, "closed its connections without leaving the group: did it die?"),
             Self::Unreachable { what } => write!(f, "cannot be reached: {what}"),
             Self::Left => write!(f, "has left the group"),
             Self::Panicked => write!(f, "panicked"),
@@ -401,8 +402,8 @@ mod tests {
         // The launcher matches these texts in the last output of a worker (`cause`).
         assert_eq!(
             format!("Error: {:?}", lost(LossReason::Disconnected)),
-            "Error: rank 3 at 10.0.0.1:4000 closed its connections without a word: did it die?; group world, \
-             reported by rank 1"
+            "Error: rank 3 at 10.0.0.1:4000 closed its connections without leaving the group: did it die?; \
+             group world, reported by rank 1"
         );
         let refused =
             CommError::System { what: "cannot listen".to_owned(), source: io::ErrorKind::AddrInUse.into() };

@@ -100,7 +100,10 @@ impl Mesh {
         let size = shape.iter().try_fold(1_usize, |product, &size| product.checked_mul(size));
         if size != Some(group.size()) {
             let product = size.map_or_else(|| "too many".to_owned(), |size| size.to_string());
-            return invalid(format!("it has {product} places for {} ranks", group.size()));
+            return invalid(format!(
+                "its axes hold {product} ranks, and the group has {} ranks",
+                group.size()
+            ));
         }
         let call = group.with_fixed_deadline();
         let agreed = call.agree(&format!("a mesh of {axes:?}"), axes_fingerprint(&names, &shape), [0; 2])?;
@@ -251,7 +254,7 @@ impl MeshInner {
     ) -> Result<Group, CommError> {
         let names: Vec<&str> = axes.iter().map(|&axis| self.names[axis].as_str()).collect();
         let group = call.with_subgroup_name(&names.join("+")).form(agreed, &self.ranks(axes))?;
-        group.ok_or_else(|| CommError::InvalidArgument("this rank has no place in the mesh".to_owned()))
+        group.ok_or_else(|| CommError::InvalidArgument("this rank is not in the mesh".to_owned()))
     }
 
     /// Returns the rank at `coordinates` along `axes`, and at this rank's coordinates along the other axes.

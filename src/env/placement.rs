@@ -174,7 +174,7 @@ impl fmt::Display for JobLauncher {
 }
 
 fn missing(name: &'static str) -> EnvError {
-    invalid(name, "", "set, though others of its kind are")
+    invalid(name, "", "set, though other variables of this launcher are")
 }
 
 /// Returns a port derived from the identity of a job (FNV-1a), so that all ranks get one port.
@@ -395,16 +395,13 @@ mod tests {
         let cases: [(&[&Vars], &str); 3] = [
             (
                 &[OPEN_MPI, &[("OMPI_MCA_orte_hnp_uri", "")]],
-                "Open MPI's mpirun started this process as rank 3 of 4, but nothing tells MASTER_ADDR: set it \
+                "Open MPI's mpirun started this process as rank 3 of 4, but MASTER_ADDR is not set: set it \
                  (mpirun -x MASTER_ADDR=...)",
             ),
-            (
-                &[HYDRA, &[("PMI_SIZE", "4")]],
-                "nothing tells MASTER_ADDR: set it (mpirun -genv MASTER_ADDR ...)",
-            ),
+            (&[HYDRA, &[("PMI_SIZE", "4")]], "MASTER_ADDR is not set: set it (mpirun -genv MASTER_ADDR ...)"),
             (
                 &[SRUN, &[("SLURM_JOB_ID", "")]],
-                "nothing tells MASTER_PORT: set it (export MASTER_PORT=... before",
+                "MASTER_PORT is not set: set it (export MASTER_PORT=... before",
             ),
         ];
         for (sets, message) in cases {

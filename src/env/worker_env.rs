@@ -62,7 +62,7 @@ pub enum EnvError {
     /// Some of the four variables of `env://` are set, but not all.
     #[error(
         "{} set, but not {}: start the worker with convoke, torchrun, mpirun or srun, or set all of RANK, \
-         WORLD_SIZE, MASTER_ADDR and MASTER_PORT (none of them: a world of one)",
+         WORLD_SIZE, MASTER_ADDR and MASTER_PORT (none of them for a world of one rank)",
         present.join(", "), missing.join(", ")
     )]
     Missing {
@@ -83,7 +83,8 @@ pub enum EnvError {
     },
     /// mpirun or srun started this process, but their variables do not tell a needed value.
     #[error(
-        "{launcher} started this process as rank {rank} of {world_size}, but nothing tells {variable}: set it ({how})"
+        "{launcher} started this process as rank {rank} of {world_size}, but {variable} is not set: set it \
+         ({how})"
     )]
     NoMaster {
         /// Name of the program that started the process.

@@ -27,7 +27,7 @@ const RATE: f64 = 0.9;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut arguments = std::env::args().skip(1);
-    let path = PathBuf::from(arguments.next().ok_or("where is the checkpoint?")?);
+    let path = PathBuf::from(arguments.next().ok_or("usage: elastic CHECKPOINT [--die-at=STEP]")?);
     let die_at = arguments.next().and_then(|word| word.strip_prefix("--die-at=")?.parse().ok());
     // A restarted worker is a new process. All its state comes from the launcher and the checkpoint.
     Ok(train(&init()?, &path, die_at)?)

@@ -17,7 +17,7 @@ use convoke_train::{TrainError, first_on_each_host};
 const ROWS: usize = 1000;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let path = PathBuf::from(std::env::args_os().nth(1).ok_or("which file?")?);
+    let path = PathBuf::from(std::env::args_os().nth(1).ok_or("usage: first FILE")?);
     let world = init()?;
 
     // The first rank of each host fetches, unpacks or computes the data; the other ranks run when that is

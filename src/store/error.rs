@@ -56,7 +56,7 @@ pub enum StoreError {
         what: String,
     },
     /// This kind of store does not have the operation.
-    #[error("a {store} has no {operation}")]
+    #[error("a {store} does not support {operation}")]
     Unsupported {
         /// Kind of the store.
         store: &'static str,

@@ -27,11 +27,15 @@ const TOLERANCE: f64 = 1e-9;
 /// [`TrainError::InvalidArgument`] if a fraction is not between 0 and 1, or if the sum exceeds 1.
 pub fn partition(examples: usize, fractions: &[f64], seed: u64) -> Result<Vec<Vec<usize>>, TrainError> {
     if let Some(fraction) = fractions.iter().find(|fraction| !(0.0..=1.0).contains(*fraction)) {
-        return Err(TrainError::InvalidArgument(format!("a part of {fraction} of all examples")));
+        return Err(TrainError::InvalidArgument(format!(
+            "a part of {fraction} of all examples is not between 0 and 1"
+        )));
     }
     let sum: f64 = fractions.iter().sum();
     if sum > 1.0 + TOLERANCE {
-        return Err(TrainError::InvalidArgument(format!("the parts are {sum} of all examples together")));
+        return Err(TrainError::InvalidArgument(format!(
+            "the parts together are {sum} of all examples, more than 1"
+        )));
     }
     let mut order: Vec<usize> = (0..examples).collect();
     Random::new(seed, STREAM).shuffle(&mut order);

@@ -20,7 +20,7 @@ pub(crate) fn address(listen: &Listen) -> Result<IpAddr, CommError> {
             interfaces::select_address(&all, names).ok_or_else(|| {
                 let there: Vec<_> = all.iter().map(|one| one.name.as_str()).collect();
                 CommError::InvalidArgument(format!(
-                    "no network interface {names:?} that is up and has an address; there are {}",
+                    "no network interface {names:?} is up and has an address; this host has {}",
                     there.join(", ")
                 ))
             })
@@ -33,8 +33,8 @@ pub(crate) fn address(listen: &Listen) -> Result<IpAddr, CommError> {
                 route_to(host).map_err(|error| CommError::system(&format!("no route to {host}"), error))?;
             if matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local()) {
                 return Err(CommError::InvalidArgument(format!(
-                    "the way to {host} begins at the link-local address {address}, which other hosts cannot use: give a global \
-                     address or a name, or set CONVOKE_SOCKET_IFNAME"
+                    "the route to {host} starts at the link-local address {address}, which other hosts \
+                     cannot reach: give a global address or a name, or set CONVOKE_SOCKET_IFNAME"
                 )));
             }
             Ok(address)
@@ -44,7 +44,7 @@ pub(crate) fn address(listen: &Listen) -> Result<IpAddr, CommError> {
 
 /// Returns the source address of packets to `host`, found by a UDP connect that sends nothing.
 fn route_to(host: &str) -> io::Result<IpAddr> {
-    let mut last = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+    let mut last = io::Error::new(io::ErrorKind::NotFound, "the host name has no address");
     for target in (host, 9).to_socket_addrs()? {
         let any = if target.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" };
         let found = UdpSocket::bind(any).and_then(|socket| {

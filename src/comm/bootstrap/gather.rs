@@ -84,7 +84,8 @@ impl Bootstrap<'_> {
     pub(super) fn duplicate_rank_error(&self, generation: Generation, other: &Record) -> CommError {
         let who = |record: &Record| format!("process {} at {}", record.pid, record.address.ip());
         let what = format!(
-            "rank {} is there twice: {} and {}; does each process have a RANK of its own, and each job a port of its own?",
+            "two processes have rank {}: {} and {}; does each process have its own RANK, and each job its \
+             own port?",
             self.config.rank,
             who(other),
             who(&self.record)
@@ -163,7 +164,7 @@ impl Bootstrap<'_> {
             if Instant::now() >= notice {
                 notice = Instant::now() + WARN_INTERVAL;
                 let absent = self.absent_ranks(generation);
-                log::warn!("{}: rank(s) {} have not come yet", self.name(), Ranks(&absent));
+                log::warn!("{}: rank(s) {} have not joined yet", self.name(), Ranks(&absent));
             }
         }
     }
@@ -183,8 +184,10 @@ impl Bootstrap<'_> {
         let missing = self.absent_ranks(generation);
         if missing.is_empty() {
             let waited = self.config.options.init_timeout.as_millis();
-            return self
-                .bootstrap_error(format!("rank 0 gathered nobody within {waited} ms: did it die?"), vec![0]);
+            return self.bootstrap_error(
+                format!("rank 0 did not publish the addresses of the ranks within {waited} ms: did it die?"),
+                vec![0],
+            );
         }
         let what = self.describe_absence(&missing);
         match self.config.rank {
@@ -197,7 +200,7 @@ impl Bootstrap<'_> {
     fn describe_absence(&self, missing: &[usize]) -> String {
         let Self { config, .. } = self;
         format!(
-            "rank(s) {} of {} did not come within {} ms{}",
+            "rank(s) {} of {} did not join within {} ms{}",
             Ranks(missing),
             config.size,
             config.options.init_timeout.as_millis(),

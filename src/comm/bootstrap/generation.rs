@@ -27,9 +27,8 @@ impl Bootstrap<'_> {
             }
             let generation = match given {
                 Some(given) => given,
-                None => {
-                    Generation::random().map_err(|error| CommError::system("no random numbers", error))?
-                }
+                None => Generation::random()
+                    .map_err(|error| CommError::system("cannot get random numbers", error))?,
             };
             let announcement = Announcement { generation: generation.to_string(), given: given.is_some() };
             let bytes = serde_json::to_vec(&announcement).unwrap_or_default();

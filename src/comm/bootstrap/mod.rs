@@ -109,7 +109,7 @@ impl fmt::Display for StoreLocation {
             write!(f, ", where {server} serves the store")?;
         }
         if !configured_by.is_empty() {
-            write!(f, "; all ranks are started with {configured_by}")?;
+            write!(f, "; start every rank with {configured_by}")?;
         }
         Ok(())
     }
@@ -123,7 +123,7 @@ impl StoreLocation {
                 let ranks = if self.server == RANK_0 { vec![0] } else { Vec::new() };
                 let advice = match &error {
                     StoreError::Unreachable { .. } if !self.configured_by.is_empty() => {
-                        format!("; is it running, with {}?", self.configured_by)
+                        format!("; is it running, and started with {}?", self.configured_by)
                     }
                     _ => String::new(),
                 };
@@ -193,7 +193,7 @@ fn connect_through_store(config: &BootstrapConfig) -> Result<ConnectedGroup, Com
             RoundOutcome::Connected(formed) => return Ok(*formed),
             RoundOutcome::Stale(announced) => {
                 log::info!(
-                    "{}: rank {rank} leaves generation {generation} for {announced}",
+                    "{}: rank {rank} abandons generation {generation}, because rank 0 announced {announced}",
                     bootstrap.name()
                 );
                 generation = announced;
@@ -231,7 +231,9 @@ fn listen(config: &BootstrapConfig) -> Result<Listener, CommError> {
     let address = address(&config.options.listen)?;
     tcp::listen(SocketAddr::new(address, 0)).map_err(|error| {
         let why = match error.kind() {
-            ErrorKind::AddrInUse => ", where no port is free (`ss -s` counts who uses them or waits)",
+            ErrorKind::AddrInUse => {
+                "; no local port is free (`ss -s` counts sockets in use and in TIME-WAIT)"
+            }
             _ => "",
         };
         CommError::system(&format!("cannot listen at {address}{why}"), error)
@@ -308,7 +310,9 @@ impl BootstrapConfig {
     }
 
     fn record(&self, listener: &Listener) -> Result<Record, CommError> {
-        let address = listener.address().map_err(|error| CommError::system("no local address", error))?;
+        let address = listener
+            .address()
+            .map_err(|error| CommError::system("cannot get the address of the listening socket", error))?;
         Ok(Record {
             version: VERSION,
             rank: self.rank,
@@ -403,7 +407,9 @@ impl Bootstrap<'_> {
         };
         match self.connect_ranks(generation, &table)? {
             RoundOutcome::Connected(formed) => Ok(*formed),
-            RoundOutcome::Stale(_) => unreachable!("nobody announces a generation where all know it"),
+            RoundOutcome::Stale(_) => unreachable!(
+                "no rank announces another generation when all have this one from their parent group"
+            ),
         }
     }
 
@@ -499,11 +505,11 @@ impl Bootstrap<'_> {
                 Ok(()) => in_memory = one_host,
                 // The first rank of the host logs the warning for all of them.
                 Err(reason) if rank == local_ranks[0] => log::warn!(
-                    "{}: ranks {} share no memory, and use connections inside their host: {reason}",
+                    "{}: ranks {} cannot use shared memory, and use connections inside their host: {reason}",
                     self.name(),
                     Ranks(&local_ranks[..local_ranks.len().min(cause::MAX_REPORTED_RANKS)])
                 ),
-                Err(reason) => log::info!("{}: rank {rank} shares no memory: {reason}", self.name()),
+                Err(reason) => log::info!("{}: rank {rank} cannot use shared memory: {reason}", self.name()),
             }
         }
         let announced = self.open_connections(engine, generation, &initial_connections(rank, size))?;
@@ -537,7 +543,8 @@ impl Bootstrap<'_> {
             // The record is not left over from a crashed round, since one table contains it and ours.
             let given_up = engine.handshakes().refusing_peers(REFUSED_TIMEOUT, now).next();
             if let Some(gone) = given_up {
-                let how = LossReason::Unreachable { what: "nobody listens where it did".to_owned() };
+                let how =
+                    LossReason::Unreachable { what: "no process listens at its address any more".to_owned() };
                 return Err(engine.abort_bootstrap(Report::new(rank, Cause::PeerLost { rank: gone, how })));
             }
             if now >= self.deadline {

@@ -57,7 +57,7 @@ impl Announcement {
     }
 }
 
-/// What is wrong with records, and with those of which ranks.
+/// An error in the records: a description, and the ranks that it concerns.
 pub(super) type RecordError = (String, Vec<usize>);
 
 impl Record {
@@ -111,14 +111,18 @@ pub(super) fn decode_all(values: &[impl AsRef<[u8]>]) -> Result<Vec<Record>, Rec
         match version {
             Some(version) if version == u64::from(VERSION) => {}
             Some(version) => {
-                return wrong(format!("rank {rank} speaks version {version}, this rank {VERSION}"));
+                return wrong(format!(
+                    "rank {rank} uses version {version} of the bootstrap protocol, this rank {VERSION}"
+                ));
             }
-            None => return wrong(format!("rank {rank} left a record that is none")),
+            None => return wrong(format!("rank {rank} published an invalid record in the store")),
         }
         match serde_json::from_slice::<Record>(value.as_ref()) {
             Ok(record) if record.rank == rank => records.push(record),
-            Ok(record) => return wrong(format!("rank {rank} calls itself rank {}", record.rank)),
-            Err(error) => return wrong(format!("rank {rank} left a malformed record: {error}")),
+            Ok(record) => return wrong(format!("the record of rank {rank} names rank {}", record.rank)),
+            Err(error) => {
+                return wrong(format!("rank {rank} published a malformed record in the store: {error}"));
+            }
         }
     }
     Ok(records)
@@ -131,8 +135,9 @@ pub(super) fn decode_table(bytes: &[u8]) -> Result<Vec<Record>, RecordError> {
         ranks.truncate(MAX_REPORTED_RANKS);
         return Err((refused.chars().take(REFUSED_CHARS).collect(), ranks));
     }
-    let texts: Vec<String> =
-        serde_json::from_slice(bytes).map_err(|error| (format!("malformed table: {error}"), vec![0]))?;
+    let texts: Vec<String> = serde_json::from_slice(bytes).map_err(|error| {
+        (format!("rank 0 published a malformed table of ranks in the store: {error}"), vec![0])
+    })?;
     decode_all(&texts)
 }
 
@@ -140,8 +145,8 @@ pub(super) fn decode_table(bytes: &[u8]) -> Result<Vec<Record>, RecordError> {
 pub(super) fn compare(records: &[Record]) -> Result<(), RecordError> {
     check_equal(records, "the choice of algorithms (CONVOKE_ALGO, build)", |record| record.tuning.clone())?;
     check_equal(records, "the number of ranks (WORLD_SIZE)", |record| record.size.to_string())?;
-    check_equal(records, "whether there is a token (CONVOKE_TOKEN)", |record| record.token.to_string())?;
-    check_equal(records, "whether memory is shared (CONVOKE_SHM)", |record| record.memory.to_string())?;
+    check_equal(records, "the use of a token (CONVOKE_TOKEN)", |record| record.token.to_string())?;
+    check_equal(records, "the use of shared memory (CONVOKE_SHM)", |record| record.memory.to_string())?;
     check_networks(records)
 }
 
@@ -265,8 +270,8 @@ mod tests {
 
     #[test]
     fn refusal_is_read_instead_of_the_rank_table() {
-        let refused = decode_table(&encode_refusal("rank 1 is there twice", &[1]));
-        assert_eq!(refused, Err(("rank 1 is there twice".to_owned(), vec![1])));
+        let refused = decode_table(&encode_refusal("two processes have rank 1", &[1]));
+        assert_eq!(refused, Err(("two processes have rank 1".to_owned(), vec![1])));
     }
 
     #[test]
@@ -283,7 +288,7 @@ mod tests {
             let (text, ranks) = decode_all(&[good[0].clone(), bytes]).unwrap_err();
             assert_eq!(ranks, [1], "{text}");
         }
-        let gone = decode_all(&[good[0].clone(), encode_failure("has no descriptor left")]);
-        assert_eq!(gone, Err(("rank 1 has no descriptor left".to_owned(), vec![1])));
+        let gone = decode_all(&[good[0].clone(), encode_failure("has no file descriptor left")]);
+        assert_eq!(gone, Err(("rank 1 has no file descriptor left".to_owned(), vec![1])));
     }
 }

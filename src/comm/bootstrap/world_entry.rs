@@ -109,7 +109,7 @@ impl Bootstrap<'_> {
         let Self { config, .. } = self;
         let what = format!(
             "a world of {size} ranks, of which rank 0 is process {pid} at {address}, has formed without this process (rank {} of \
-             {}){}; does each process have a RANK of its own, and each job a port of its own?",
+             {}){}; does each process have its own RANK, and each job its own port?",
             config.rank, config.size, config.store_location
         );
         Err(self.bootstrap_error(what, vec![config.rank]))

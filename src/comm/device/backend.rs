@@ -78,7 +78,7 @@ impl DeviceBackend {
     ) -> Result<Self, CommError> {
         let barrier_buffer = context.default_stream().alloc_zeros(1);
         let barrier_buffer =
-            barrier_buffer.map_err(DeviceError::driver("there is no memory on the device"))?;
+            barrier_buffer.map_err(DeviceError::driver("cannot allocate memory on the device"))?;
         let name = format!("{}/device", group.name());
         let place = (group.rank(), group.size());
         let recorder = FlightRecorder::for_process();

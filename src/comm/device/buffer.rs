@@ -31,7 +31,7 @@ impl<T: Element> DeviceBuffer<T> {
         let bytes =
             len.checked_mul(size_of::<T>()).ok_or(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY));
         let bytes = bytes.and_then(|bytes| stream.alloc_zeros(bytes.max(1)));
-        let bytes = bytes.map_err(DeviceError::driver("there is no memory on the device"))?;
+        let bytes = bytes.map_err(DeviceError::driver("cannot allocate memory on the device"))?;
         Ok(Self { bytes, len, element: PhantomData })
     }
 

@@ -29,7 +29,8 @@ pub(super) fn check_compatible(all: &[Capabilities]) -> Result<(), DeviceError> 
         let other =
             all.iter().position(|capabilities| capabilities.version.is_none() != all[0].version.is_none());
         let what =
-            "it goes through the host and others do not, or the other way round (DeviceOptions::staged)"
+            "its data are staged through host memory and those of other ranks are not, or the reverse: set \
+             DeviceOptions::staged equally on all ranks"
                 .to_owned();
         return Err(DeviceError::PeerUnavailable { rank: other.unwrap_or_default(), what });
     }
@@ -102,6 +103,9 @@ mod tests {
             "rank 1 has no device for the group: NCCL was not found"
         );
         let mixed = text(&[capabilities(new, "a"), capabilities(None, "b")]);
-        assert!(mixed.starts_with("rank 1 has no device for the group: it goes through the host"), "{mixed}");
+        assert!(
+            mixed.starts_with("rank 1 has no device for the group: its data are staged through host memory"),
+            "{mixed}"
+        );
     }
 }

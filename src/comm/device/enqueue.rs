@@ -173,7 +173,9 @@ impl Core {
         let (call, seq) = (call_wait.call, call_wait.seq);
         let failed = |error| self.driver_failed(error, call, seq);
         if is_captured(stream).map_err(failed)? {
-            return Err(CommError::Unsupported("operations through the host in a graph of CUDA".to_owned()));
+            return Err(CommError::Unsupported(
+                "operations staged through host memory in a CUDA graph".to_owned(),
+            ));
         }
         let group = self.group.with_timeout(call_wait.remaining());
         let settle = || {

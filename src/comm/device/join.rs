@@ -59,9 +59,9 @@ impl Group {
         let failed = |error| host.abort_with(DeviceError::driver("the device failed")(error));
         bind(context).map_err(failed)?;
         if !is_primary(context) {
-            let what =
-                "NCCL uses the primary context of a device (CudaContext::new), and this is another one";
-            host.abort(&format!("the device of rank {}: {what}", host.rank()));
+            let what = "NCCL needs the primary context of a device, and this is another one: create it with \
+                        CudaContext::new";
+            host.abort(&format!("rank {} cannot use its device: {what}", host.rank()));
             return Err(CommError::InvalidArgument(what.to_owned()));
         }
         let transport = match library {
@@ -138,12 +138,13 @@ impl Group {
         transport: DeviceTransport,
     ) -> Result<DeviceBackend, CommError> {
         let backend = DeviceBackend::new(self.clone(), Arc::clone(context), options, transport);
-        backend.inspect_err(|error| self.abort(&format!("the device of rank {}: {error}", self.rank())))
+        backend
+            .inspect_err(|error| self.abort(&format!("the device of rank {} failed: {error}", self.rank())))
     }
 
     /// Ends the group, so that no rank waits for this one.
     fn abort_with(&self, error: DeviceError) -> CommError {
-        self.abort(&format!("the device of rank {}: {error}", self.rank()));
+        self.abort(&format!("the device of rank {} failed: {error}", self.rank()));
         error.into()
     }
 

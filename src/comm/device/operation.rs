@@ -66,7 +66,7 @@ impl DeviceOperation {
 
     /// Makes `stream`, but not the host, wait until the operation is done.
     pub(crate) fn block_stream(&self, stream: &CudaStream) -> Result<(), DeviceError> {
-        self.recorded.block_stream(stream).map_err(DeviceError::driver("a stream cannot wait"))
+        self.recorded.block_stream(stream).map_err(DeviceError::driver("cannot make a CUDA stream wait"))
     }
 
     pub(crate) fn completion(&self) -> &Arc<Completion> {

@@ -60,13 +60,16 @@ impl Group {
         buffer: &CudaSlice<T>,
     ) -> Result<(RegistrationHandle, Weak<Core>), CommError> {
         let core = &self.device_backend()?.core;
-        let unsupported = |what: &str| Err(CommError::Unsupported(format!("registered memory {what}")));
+        let unsupported =
+            |what: &str| Err(CommError::Unsupported(format!("registered memory is not available {what}")));
         let busy = || {
-            let what = "another call is still under way".to_owned();
+            let what = "another NCCL call of this process has not returned yet".to_owned();
             DeviceError::from(NcclError::Call { function: "ncclCommRegister", what, detail: None })
         };
         let _nccl_guard = core.lock_nccl(self.limit().deadline()).ok_or_else(busy)?;
-        let Some((library, communicator)) = core.nccl() else { return unsupported("through the host") };
+        let Some((library, communicator)) = core.nccl() else {
+            return unsupported("when data are staged through host memory");
+        };
         let Some(communicator) = &*communicator else {
             return Err(CommError::Destroyed { group: self.name().to_owned() });
         };

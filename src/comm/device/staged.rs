@@ -119,7 +119,10 @@ impl Staging {
                 NcclCall::Recv { from, .. } if from != me => drop(messages.recv(slice(recv), from, TAG)?),
                 NcclCall::Recv { .. } => {
                     let sent = own.next().filter(|sent| sent.send.len() == recv.len());
-                    let what = || "a message of this rank to itself has no other end".to_owned();
+                    let what = || {
+                        "a receive of this rank from itself has no send of equal length in the batch"
+                            .to_owned()
+                    };
                     let sent = sent.ok_or_else(|| CommError::InvalidArgument(what()))?;
                     slice(recv).copy_from_slice(slice(&sent.send));
                 }
@@ -160,7 +163,11 @@ impl Staging {
         recv: &Range<usize>,
     ) -> Result<(), CommError> {
         if datatype.float8.is_some() {
-            return Err(CommError::Unsupported(format!("{} of {} through the host", by.op, datatype.name())));
+            return Err(CommError::Unsupported(format!(
+                "{} of {} when data are staged through host memory",
+                by.op,
+                datatype.name()
+            )));
         }
         macro_rules! by_type {
             ($($dtype:ident => $rust:ty,)*) => {
@@ -198,7 +205,7 @@ impl Staging {
         let bytes = bytes.next_power_of_two();
         // SAFETY: freed in `free`.
         let start = unsafe { result::malloc_host(bytes, 0) };
-        let start = start.map_err(DeviceError::driver("there is no pinned memory on the host"))?;
+        let start = start.map_err(DeviceError::driver("cannot allocate pinned memory on the host"))?;
         (self.start, self.bytes) = (start.cast(), bytes);
         Ok(())
     }

@@ -47,8 +47,8 @@ impl Group {
         check_context("a stream", stream.context(), &core.context)?;
         // NCCL enqueues from its own threads, in which this handle means another stream.
         if stream.cu_stream() as usize == PER_THREAD {
-            let what = "a thread's own default stream (CudaContext::per_thread_stream) is another one in NCCL's \
-                        threads: CudaContext::new_stream makes one that is the same everywhere";
+            let what = "the per-thread default stream (CudaContext::per_thread_stream) is another stream in \
+                        NCCL's threads: use a stream from CudaContext::new_stream";
             return Err(CommError::InvalidArgument(what.to_owned()));
         }
         Ok(OnStream { group: self, core, stream })

@@ -57,7 +57,7 @@ impl Core {
             Failure::Group => (None, true),
             Failure::Own(report) => (Some(report.cause.clone()), false),
             Failure::Device(error) => {
-                let reason = format!("the device of rank {}: {error}", self.group.rank());
+                let reason = format!("the device of rank {} failed: {error}", self.group.rank());
                 (Some(Cause::Aborted { reason }), false)
             }
         };

@@ -122,7 +122,7 @@ impl Engine {
     fn handle_control(&mut self, peer: usize, frame: &Frame, payload: &[u8]) {
         let ours = &self.settings.credentials;
         if (frame.generation, frame.group) != (ours.generation, ours.group) {
-            let what = format!("a {:?} frame of another generation or group", frame.kind);
+            let what = format!("it sent a {:?} frame of another generation or group", frame.kind);
             return self.protocol_error(peer, what);
         }
         match frame.kind {
@@ -133,7 +133,10 @@ impl Engine {
             Kind::Goodbye => self.peers[peer].left = true,
             Kind::Open => match u8::try_from(frame.seq).ok().and_then(ConnectionKind::from_wire) {
                 Some(conn_kind) if self.settings.me > peer => self.ensure_connected(peer, conn_kind),
-                _ => self.protocol_error(peer, format!("it asks for lane {}", frame.seq)),
+                _ => self.protocol_error(
+                    peer,
+                    format!("it asks for connection kind {}, which this rank does not open to it", frame.seq),
+                ),
             },
             Kind::State => match Call::decode(frame.call) {
                 Ok(call) => {
@@ -159,7 +162,7 @@ impl Engine {
             }
             kind @ (Kind::Hello | Kind::Welcome | Kind::Proof | Kind::Refuse | Kind::Data | Kind::Eager)
             | kind @ (Kind::Rts | Kind::Cts | Kind::Message | Kind::Credit) => {
-                self.protocol_error(peer, format!("a {kind:?} frame on the control connection"));
+                self.protocol_error(peer, format!("it sent a {kind:?} frame on the control connection"));
             }
         }
     }

@@ -112,7 +112,9 @@ impl Engine {
         let doubtful = how != LossReason::Disconnected
             || time_since_ack.is_some_and(|time_since_ack| time_since_ack > STALE_AFTER);
         let (rank, how) = if doubtful && self.is_partitioned(rank, since) {
-            let what = "no other host hears it, or it hears none: is it cut off?".to_owned();
+            let what = "no other host receives from it, or it receives from none: is it partitioned from \
+                        the network?"
+                .to_owned();
             (self.settings.me, LossReason::Unreachable { what })
         } else {
             (rank, how)

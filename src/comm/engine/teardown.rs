@@ -70,8 +70,9 @@ impl Engine {
         let Some((rank, since)) = self.waiting_peer() else { return false };
         let ended = self.take_all_operations();
         log::warn!(
-            "{}: rank {} leaves after {} ms with {} operations undone: rank {rank} waits for another call of it. \
-             Wait for what was begun (`Work::wait`) before the group is dropped",
+            "{}: rank {} leaves the group after {} ms with {} operations incomplete: rank {rank} waits for \
+             another call of it. Wait for every started operation (`Work::wait`) before the group is \
+             dropped",
             self.settings.name,
             self.settings.me,
             since.elapsed().as_millis(),

@@ -66,7 +66,10 @@ impl RecordingFile {
             match mapped(path, &name) {
                 Ok(words) => return (words, Self { save_to: None }),
                 Err(error) => {
-                    log::warn!("{}: {error}; calls are recorded in memory", path.display());
+                    log::warn!(
+                        "cannot record calls in folder {}: {error}; they are recorded in memory",
+                        path.display()
+                    );
                 }
             }
         }

@@ -76,7 +76,7 @@ impl Group {
         let (rank, mut all) = (self.rank(), vec![0; self.size()]);
         self.all_gather(&[bytes as u64], &mut all)?;
         let Some((regions, total)) = fd_passing::regions(&all) else {
-            let what = "alloc: all ranks together ask for more than there can be".to_owned();
+            let what = "alloc: the ranks together ask for more memory than a process can address".to_owned();
             return Err(CommError::InvalidArgument(what));
         };
         if all.contains(&0) {
@@ -139,7 +139,9 @@ impl Group {
 
     fn warn(&self, error: &io::Error) {
         let (name, rank) = (self.name(), self.rank());
-        log::warn!("{name}: rank {rank} cannot make memory for all ranks, so each uses its own: {error}");
+        log::warn!(
+            "{name}: rank {rank} cannot create shared memory, so each rank uses private memory: {error}"
+        );
     }
 }
 
@@ -162,7 +164,10 @@ fn map<T: Element>(
 }
 
 fn too_large<T: Element>(len: usize) -> CommError {
-    CommError::InvalidArgument(format!("alloc of {len} elements of {}: there is no such memory", T::DTYPE))
+    CommError::InvalidArgument(format!(
+        "alloc of {len} elements of {}: this is more memory than this process can get",
+        T::DTYPE
+    ))
 }
 
 fn zeros<T: Element>(len: usize) -> Result<Vec<T>, CommError> {

@@ -159,9 +159,8 @@ impl Group {
         if size == 1 {
             let generation = match config.options.generation {
                 Some(generation) => generation,
-                None => {
-                    Generation::random().map_err(|error| CommError::system("no random numbers", error))?
-                }
+                None => Generation::random()
+                    .map_err(|error| CommError::system("cannot get random numbers", error))?,
             };
             return Ok(Self::from_parts(&config, generation, (Topology::one_host(1), None), None, keep));
         }

@@ -164,7 +164,8 @@ fn serialized_size(written: &Serialized) -> u64 {
 /// Allocates a receive buffer. Other ranks determine its length, so running out of memory is an error.
 fn buffer(len: usize) -> Result<Vec<u8>, CommError> {
     let mut bytes = Vec::new();
-    let refused = |error| CommError::system("no memory for objects", std::io::Error::other(error));
+    let refused =
+        |error| CommError::system("cannot allocate memory for objects", std::io::Error::other(error));
     bytes.try_reserve_exact(len).map_err(refused)?;
     bytes.resize(len, 0);
     Ok(bytes)
@@ -173,8 +174,8 @@ fn buffer(len: usize) -> Result<Vec<u8>, CommError> {
 /// Checks that an object of this size can be sent; `mine` is set if this rank serialized it.
 fn check_size(rank: usize, size: u64, mine: Option<&Serialized>) -> Result<(), CommError> {
     let what = match (size, mine) {
-        (NOT_SERIALIZABLE, Some(Err(error))) => format!("cannot be written: {error}"),
-        (NOT_SERIALIZABLE, _) => "cannot be written there".to_owned(),
+        (NOT_SERIALIZABLE, Some(Err(error))) => format!("cannot be serialized: {error}"),
+        (NOT_SERIALIZABLE, _) => "cannot be serialized there".to_owned(),
         (size, _) if size > OBJECT_MAX_BYTES => {
             format!("has {size} bytes, more than {OBJECT_MAX_BYTES}; send it as a buffer")
         }
@@ -185,12 +186,13 @@ fn check_size(rank: usize, size: u64, mine: Option<&Serialized>) -> Result<(), C
 
 fn deserialize<T: DeserializeOwned>(rank: usize, bytes: &[u8]) -> Result<T, CommError> {
     let error = |what: String| CommError::Object { rank, what };
-    let (object, rest) = postcard::take_from_bytes(bytes)
-        .map_err(|cause| error(format!("cannot be read: {cause}; is it of the same type there?")))?;
+    let (object, rest) = postcard::take_from_bytes(bytes).map_err(|cause| {
+        error(format!("cannot be deserialized: {cause}; do both ranks use the same type?"))
+    })?;
     if rest.is_empty() {
         return Ok(object);
     }
-    Err(error(format!("has {} bytes too many; is it of the same type there?", rest.len())))
+    Err(error(format!("has {} bytes too many; do both ranks use the same type?", rest.len())))
 }
 
 fn deserialize_all<T: DeserializeOwned>(bytes: &[u8], lens: &[usize]) -> Result<Vec<T>, CommError> {

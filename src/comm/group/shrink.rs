@@ -67,10 +67,13 @@ impl Group {
         self.inner.check_caller()?;
         let mut shrunk = self.inner.shrunk.lock().unwrap_or_else(PoisonError::into_inner);
         if *shrunk {
-            let what = format!("group {} has been shrunk: shrink the group that came of it", self.name());
+            let what = format!(
+                "group {} has already been shrunk: call shrink on the group that it returned",
+                self.name()
+            );
             return Err(CommError::InvalidArgument(what));
         }
-        self.abort("it goes on with those who are left");
+        self.abort("it called shrink to continue with the surviving ranks");
         let (name, ranks) = (self.name().to_owned(), self.global_ranks().to_vec());
         let mut failed_group = FailedGroup { name, generation: self.generation(), ranks };
         // Groups that formed here and failed at once. They are kept, since dropping them would look like
@@ -144,7 +147,7 @@ impl Group {
                 let (here, awaited): (Vec<_>, Vec<_>) = left.partition(|rank| came.contains(rank));
                 if here.contains(&me) && (late || awaited.is_empty()) {
                     let generation = Generation::random()
-                        .map_err(|error| CommError::system("no random numbers", error))?;
+                        .map_err(|error| CommError::system("cannot get random numbers", error))?;
                     let decision = Decision { generation: generation.to_string(), ranks: here };
                     let decision = serde_json::to_vec(&decision).unwrap_or_default();
                     return read(&store.compare_set(&decided, b"", &decision, soon())?);
@@ -194,7 +197,7 @@ impl FailedGroup {
 fn read(decision: &[u8]) -> Result<(Generation, Vec<usize>), CommError> {
     let wrong = |what: String| StoreError::Protocol { store: "the group's store".to_owned(), what };
     let decision: Decision = serde_json::from_slice(decision)
-        .map_err(|error| wrong(format!("malformed decision on who goes on: {error}")))?;
+        .map_err(|error| wrong(format!("malformed decision on which ranks survive: {error}")))?;
     let generation = decision.generation.parse();
     Ok((generation.map_err(|error| wrong(format!("{error}")))?, decision.ranks))
 }

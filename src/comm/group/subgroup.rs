@@ -57,7 +57,7 @@ impl Group {
             self.check_rank(rank, "rank")?;
         }
         if ranks.is_empty() || distinct.len() < ranks.len() {
-            let what = format!("a group of the ranks {ranks:?}: it needs some, each once");
+            let what = format!("a group of the ranks {ranks:?}: name at least one rank, and each once");
             return Err(CommError::InvalidArgument(what));
         }
         let group = self.with_fixed_deadline();
@@ -155,8 +155,8 @@ impl Group {
         if let Some(other) = all.iter().position(|theirs| theirs[0] != mark) {
             let named = if name.is_empty() { String::new() } else { format!(" named {name:?}") };
             let what = format!(
-                "rank {other} makes another subgroup now than {what}{named}: all ranks make the same, in the same \
-                 order"
+                "rank {other} creates another subgroup than {what}{named}: all ranks must create the same \
+                 subgroups in the same order"
             );
             return Err(CommError::InvalidArgument(what));
         }
@@ -229,7 +229,7 @@ impl Group {
         let is_valid = |len: &i64| (0..=MAX_RECORD_BYTES).contains(len);
         if let Some(rank) = lens.iter().position(|len| !is_valid(len)) {
             let what = format!(
-                "rank {rank} tells {} bytes of itself, at most {MAX_RECORD_BYTES} make sense",
+                "rank {rank} sent a record of {} bytes; the limit is {MAX_RECORD_BYTES} bytes",
                 lens[rank]
             );
             return Err(CommError::Bootstrap { group: self.name().to_owned(), what, ranks: vec![rank] });

@@ -218,7 +218,7 @@ impl Group {
     pub(crate) fn blocks(&self, lens: &[usize]) -> Result<Blocks, CommError> {
         check_len("the list of lengths", lens.len(), self.size())?;
         Blocks::new(lens)
-            .ok_or_else(|| CommError::InvalidArgument("the lengths add up to too much".to_owned()))
+            .ok_or_else(|| CommError::InvalidArgument("the sum of the lengths is too large".to_owned()))
     }
 
     /// Returns blocks of which only that of this rank is not empty.

@@ -90,7 +90,7 @@ impl Hello {
         Ok(Self {
             suite: bytes[0],
             conn_kind: ConnectionKind::from_wire(bytes[1])
-                .ok_or_else(|| format!("unknown lane {}", bytes[1]))?,
+                .ok_or_else(|| format!("unknown connection kind {}", bytes[1]))?,
             capabilities: word(4),
             source: word(8),
             destination: word(12),

@@ -58,7 +58,7 @@ pub enum NcclError {
         version: Version,
     },
     /// The library is not NCCL, or is broken.
-    #[error("{} is no NCCL that can be used: {what}", path.display())]
+    #[error("{} is not a usable NCCL library: {what}", path.display())]
     Unusable {
         /// The library.
         path: PathBuf,
@@ -87,7 +87,7 @@ impl fmt::Debug for NcclError {
 impl NcclError {
     /// The error for a call that reported success but returned nothing.
     pub(crate) fn empty_result(function: &'static str) -> Self {
-        Self::Call { function, what: "it gave nothing".to_owned(), detail: None }
+        Self::Call { function, what: "it succeeded but returned nothing".to_owned(), detail: None }
     }
 }
 
@@ -98,7 +98,7 @@ impl fmt::Display for Detail<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             Some(detail) => write!(f, " ({detail})"),
-            None => write!(f, " (NCCL_DEBUG=WARN has NCCL say more)"),
+            None => write!(f, " (set NCCL_DEBUG=WARN for more details)"),
         }
     }
 }

@@ -73,7 +73,7 @@ impl Library {
         #[allow(unsafe_code)]
         let result = unsafe { get_version(&raw mut code) };
         let version = Version::from_code(code).filter(|_| result == SUCCESS);
-        let version = version.ok_or_else(|| unusable(format!("it says {code} is its version")))?;
+        let version = version.ok_or_else(|| unusable(format!("it reports the invalid version {code}")))?;
         if version < Version::MINIMUM {
             return Err(NcclError::TooOld { path: path.to_owned(), version });
         }

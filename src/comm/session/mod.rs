@@ -82,7 +82,7 @@ impl Session {
         match WorkerEnv::from_process()? {
             Some(env) => Self::from_worker_env(env),
             None => {
-                log::info!("no launcher: a world of one");
+                log::info!("no launcher started this process: it is a world of one rank");
                 Self::new(0, 1, Rendezvous::SingleRank)
             }
         }
@@ -105,7 +105,7 @@ impl Session {
             (InitMethod::Tcp { .. } | InitMethod::File(_), None) => Err(CommError::Url {
                 url: url.to_owned(),
                 what:
-                    "it does not tell the rank: add ?rank=0&world_size=2, or pass them (Session::from_url_as)"
+                    "it does not give the rank: add ?rank=0&world_size=2, or pass them (Session::from_url_as)"
                         .to_owned(),
             }),
         }
@@ -121,7 +121,7 @@ impl Session {
         logger::install()?;
         let parsed = Url::parse(url)?;
         if parsed.rank_and_size.is_some() {
-            let what = "it tells a rank, and another was passed: leave one of them out".to_owned();
+            let what = "it gives a rank, and another was passed: leave one of them out".to_owned();
             return Err(CommError::Url { url: url.to_owned(), what });
         }
         Self::join_at(parsed.init_method, rank, world_size)
@@ -210,7 +210,7 @@ impl Session {
                 Group::join(BootstrapConfig::single_rank(options, tuning), Some(Arc::new(LiveWorld::new())))?;
             return Ok(self.make_world(group));
         }
-        log::info!("{}: rank {rank} of {size} meets the others at {}", options.name, self.rendezvous);
+        log::info!("{}: rank {rank} of {size} joins the other ranks at {}", options.name, self.rendezvous);
         let store_id = format!("{}, round {round}", self.rendezvous);
         let membership = Arc::new(Membership::new(rank, &store_id)?);
         let open_store = match &mut self.open_store {

@@ -207,7 +207,8 @@ impl MasterStore {
     fn serve(&self) -> Result<StoreServer, CommError> {
         let advice = match self.derived {
             true => {
-                ", as concluded from the variables of mpirun or srun (MASTER_ADDR and MASTER_PORT win over them)"
+                ", which was derived from the variables of mpirun or srun (MASTER_ADDR and MASTER_PORT win \
+                 over them)"
             }
             false => "",
         };

@@ -36,7 +36,7 @@ fn parse(text: &str) -> Result<Url, String> {
         base.split_once("://").ok_or("it has no scheme: tcp://host:port, file:///path or env://")?;
     let init_method = match scheme {
         "env" if rest.is_empty() => InitMethod::Env,
-        "env" => return Err("nothing stands between env:// and a `?`".to_owned()),
+        "env" => return Err("env:// takes no address: write env://, or env:// followed by `?`".to_owned()),
         "tcp" => tcp(rest.strip_suffix('/').unwrap_or(rest))?,
         "file" => file(rest)?,
         other => return Err(format!("the scheme {other:?} is not tcp, file or env")),
@@ -49,7 +49,8 @@ fn tcp(address: &str) -> Result<InitMethod, String> {
     let (host, port) = address.rsplit_once(':').ok_or(form)?;
     if host.contains('%') {
         return Err(
-            "a link-local address with a scope means another host on each: give a global address or a name"
+            "a link-local address with a scope is a different host on each host: give a global address or a \
+             name"
                 .to_owned(),
         );
     }
@@ -83,7 +84,7 @@ fn parse_rank_and_size(query: &str) -> Result<Option<(usize, usize)>, String> {
         };
         let number = value.parse::<usize>().map_err(|_| format!("{name}={value:?} is not a whole number"))?;
         if slot.replace(number).is_some() {
-            return Err(format!("{name} is there twice"));
+            return Err(format!("{name} is given twice"));
         }
     }
     match (rank, size) {
@@ -93,8 +94,8 @@ fn parse_rank_and_size(query: &str) -> Result<Option<(usize, usize)>, String> {
             "rank={rank} is out of range: world_size={size} allows 0 to {}",
             size.saturating_sub(1)
         )),
-        (Some(_), None) => Err("it tells rank, but not world_size".to_owned()),
-        (None, Some(_)) => Err("it tells world_size, but not rank".to_owned()),
+        (Some(_), None) => Err("it gives rank, but not world_size".to_owned()),
+        (None, Some(_)) => Err("it gives world_size, but not rank".to_owned()),
     }
 }
 
@@ -151,7 +152,7 @@ mod tests {
             ("", "it has no scheme: tcp://host:port"),
             ("node-1:29500", "it has no scheme"),
             ("http://node-1:80", "the scheme \"http\" is not tcp, file or env"),
-            ("env://x", "nothing stands between env://"),
+            ("env://x", "env:// takes no address"),
             ("tcp://", "an address is host:port"),
             ("tcp://node-1", "an address is host:port"),
             ("tcp://:29500", "an address is host:port"),
@@ -167,13 +168,13 @@ mod tests {
             ("file://", "absolute path, as in file:///shared/job-7"),
             ("file://relative/path", "absolute path"),
             ("file:///tmp/", "absolute path"),
-            ("tcp://h:1?rank=0", "it tells rank, but not world_size"),
-            ("tcp://h:1?world_size=2", "it tells world_size, but not rank"),
+            ("tcp://h:1?rank=0", "it gives rank, but not world_size"),
+            ("tcp://h:1?world_size=2", "it gives world_size, but not rank"),
             ("tcp://h:1?rank=2&world_size=2", "rank=2 is out of range: world_size=2 allows 0 to 1"),
             ("tcp://h:1?rank=0&world_size=0", "rank=0 is out of range"),
             ("tcp://h:1?rank=-1&world_size=2", "rank=\"-1\" is not a whole number"),
             ("tcp://h:1?rank&world_size=2", "rank=\"\" is not a whole number"),
-            ("tcp://h:1?rank=0&rank=1&world_size=2", "rank is there twice"),
+            ("tcp://h:1?rank=0&rank=1&world_size=2", "rank is given twice"),
             ("tcp://h:1?timeout=3", "\"timeout\" is not rank or world_size"),
         ];
         for (text, message) in cases {

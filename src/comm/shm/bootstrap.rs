@@ -262,7 +262,7 @@ impl Leader {
         let welcome = [&[ACCEPT][..], &(bytes as u64).to_le_bytes()].concat();
         for member in self.members.iter().flatten() {
             let sent = send(&member.conn, &welcome, &descriptors);
-            sent.map_err(|source| Unavailable::Socket { what: "hand the memory over at", source })?;
+            sent.map_err(|source| Unavailable::Socket { what: "pass the shared memory over", source })?;
         }
         self.segment = Some(segment);
         Ok(())
@@ -333,7 +333,8 @@ impl Follower {
         let Some((name, secret)) = rest.split_first_chunk::<SECRET_BYTES>() else {
             return Err(Unavailable::InvalidMessage { rank: leader });
         };
-        let failed = |source| Unavailable::Socket { what: "reach the first rank of the host at", source };
+        let failed =
+            |source| Unavailable::Socket { what: "connect to the first rank of the host over", source };
         let conn = connect(name).map_err(failed)?;
         let hello = [secret, &(self.local_group.me as u32).to_le_bytes()].concat();
         let own: Vec<_> = [Some(&self.local_group.doorbell), self.local_group.process.as_ref()]

@@ -82,7 +82,9 @@ impl FdReceiver {
     /// Receives the descriptor of the memory, which was sent already.
     pub(crate) fn receive(self) -> io::Result<OwnedFd> {
         let descriptor = receive(&self.0)?.and_then(|(_, descriptors)| descriptors.into_iter().next());
-        descriptor.ok_or_else(|| io::Error::other("no descriptor came (is this the limit of open files?)"))
+        descriptor.ok_or_else(|| {
+            io::Error::other("no file descriptor arrived (is the limit of open files reached?)")
+        })
     }
 }
 

@@ -71,7 +71,7 @@ impl Region {
         let replaced = unsafe { rustix::mm::mmap_anonymous(start.cast(), bytes, protection, flags) };
         if let Err(error) = replaced {
             // Others may write to a slice that the program reads, so the process cannot continue.
-            log::error!("cannot take memory back from the ranks that share it: {error}");
+            log::error!("cannot replace shared memory by private memory, so this process aborts: {error}");
             std::process::abort();
         }
     }

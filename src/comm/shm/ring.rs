@@ -102,7 +102,10 @@ fn validated(count: u64, least: u64, most: u64) -> io::Result<u64> {
     if (least..=most).contains(&count) {
         return Ok(count);
     }
-    Err(io::Error::new(io::ErrorKind::InvalidData, "shared memory holds what no rank has written there"))
+    Err(io::Error::new(
+        io::ErrorKind::InvalidData,
+        "shared memory is corrupt: it holds values that no rank writes",
+    ))
 }
 
 impl Link for Ring {

@@ -33,7 +33,7 @@ const SLOW_IN_A_ROW: u32 = 2;
 /// The bytes that one policy is kept for before the other is tried again.
 const RETRY_BYTES: usize = 4 << 20;
 
-/// How to make a write.
+/// Tells the caller how to make a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct StoreMode {
     pub(super) non_temporal: bool,

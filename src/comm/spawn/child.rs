@@ -58,7 +58,7 @@ pub(super) fn process_role(call: u64, place: &str) -> Result<ProcessRole, SpawnE
         Some(rank) => Ok(ProcessRole::Rank(call_id, rank)),
         None => {
             let why =
-                format!("a spawned rank came to call {call} of spawn at {place}, and not to {call_id}\n");
+                format!("a spawned rank reached call {call} of spawn at {place} instead of {call_id}\n");
             let _ = io::stderr().write_all(why.as_bytes());
             exit(1)
         }

@@ -27,8 +27,8 @@ pub enum SpawnError {
     },
     /// A rank ended before it reached the call.
     #[error(
-        "rank {rank} of {size} {} before it came to the call of spawn at {place}: does the program always come \
-         there? {}", LossReason::from(*how), StderrTail(stderr)
+        "rank {rank} of {size} {} before it reached the call of spawn at {place}: does the program always \
+         reach it? {}", LossReason::from(*how), StderrTail(stderr)
     )]
     Unreached {
         /// The rank.
@@ -95,7 +95,7 @@ impl std::fmt::Display for StderrTail<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.0.trim_end() {
             "" => f.write_str("it wrote nothing to stderr"),
-            words => write!(f, "its last words:\n{words}"),
+            words => write!(f, "the last lines of its stderr:\n{words}"),
         }
     }
 }

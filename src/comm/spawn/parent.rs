@@ -33,7 +33,7 @@ const REMOVED_VARIABLES: [&str; 5] =
 /// Starts the ranks and waits until all have ended.
 pub(super) fn run(spec: &Spawn, call_id: &SpawnCallId) -> Result<(), SpawnError> {
     if spec.size == 0 {
-        return Err(SpawnError::Unusable("0 ranks: there must be one at least".to_owned()));
+        return Err(SpawnError::Unusable("0 ranks were requested, and at least one is needed".to_owned()));
     }
     let program = Program::find()?;
     let local = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
@@ -106,8 +106,8 @@ impl Program {
         }
         // Rust's test harness names the thread of each test after the test.
         let Some(test) = std::thread::current().name().map(OsString::from) else {
-            let what =
-                "this thread is neither the main one nor that of a test, so a rank would not come here";
+            let what = "this thread is neither the main thread nor that of a test, so a rank would not \
+                        reach this call";
             return Err(SpawnError::Unusable(what.to_owned()));
         };
         let rest = ["--exact", "--nocapture", "--include-ignored", "--test-threads=1"].map(OsString::from);

@@ -535,10 +535,8 @@ fn buffer_of_another_device_is_refused() {
         let other = device::open(2).unwrap().new_stream().unwrap();
         let mut elsewhere = buffer(&other, &[1.0_f32]);
         let error = group.on(&stream).unwrap().all_reduce(&mut elsewhere, ReduceOp::Sum).unwrap_err();
-        let said = format!(
-            "invalid argument: a buffer is on device 2; the group's side is on device {}",
-            group.rank()
-        );
+        let said =
+            format!("invalid argument: a buffer is on device 2; the group is on device {}", group.rank());
         assert_eq!(error.to_string(), said);
         let error = group.on(&other).unwrap_err();
         assert!(error.to_string().contains("a stream is on device 2"), "{error}");

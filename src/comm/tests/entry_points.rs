@@ -266,11 +266,11 @@ fn files_that_cannot_serve_are_typed_errors() {
 #[test]
 fn invalid_arguments_are_typed_errors() {
     let cases = [
-        (Session::from_url("tcp://h:1"), "it does not tell the rank: add ?rank=0&world_size=2"),
+        (Session::from_url("tcp://h:1"), "it does not give the rank: add ?rank=0&world_size=2"),
         (Session::from_url("udp://h:1"), "cannot join at \"udp://h:1\": the scheme \"udp\""),
         (
             Session::from_url_as("tcp://h:1?rank=0&world_size=2", 0, 2),
-            "it tells a rank, and another was passed",
+            "it gives a rank, and another was passed",
         ),
         (Session::from_url_as("tcp://h:1", 2, 2), "rank 2 of 2: ranks are 0 to 1"),
         (Session::from_url_as("file:///tmp/x", 0, 0), "rank 0 of 0"),
@@ -440,7 +440,7 @@ fn events_are_written_to_stderr_on_request() {
     let text = stderr_of_rank_0("", true);
     assert!(!text.contains("convoke["), "{text}");
     let text = stderr_of_rank_0("warn", false);
-    assert!(text.contains(" s warn: world: rank(s) 1 have not come yet"), "{text}");
+    assert!(text.contains(" s warn: world: rank(s) 1 have not joined yet"), "{text}");
     assert!(text.contains(" s error: world: rank 0 of 2: group world could not form: rank(s) 1"), "{text}");
     assert!(!text.contains(" info: "), "{text}");
 }

@@ -315,7 +315,7 @@ fn all_ranks_name_a_rank_that_does_not_join() {
                 let options = common::options().init_timeout(SHORT);
                 let error = Group::new(store, rank, 4, options).unwrap_err();
                 assert!(matches!(&error, CommError::Bootstrap { ranks, .. } if *ranks == [2]), "{error}");
-                assert!(error.to_string().contains("rank(s) 2 of 4 did not come"), "{error}");
+                assert!(error.to_string().contains("rank(s) 2 of 4 did not join"), "{error}");
             });
         }
     });

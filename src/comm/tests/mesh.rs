@@ -121,13 +121,13 @@ fn invalid_or_differing_axes_are_refused_and_the_group_continues() {
     }
     run_ranks(4, |world| {
         let make = |axes: &[(&str, usize)]| Mesh::new(&world, axes);
-        invalid(make(&[("dp", 2), ("tp", 3)]), "it has 6 places for 4 ranks");
-        invalid(make(&[("dp", 0), ("tp", 3)]), "it has 0 places for 4 ranks");
-        invalid(make(&[("dp", usize::MAX), ("tp", 3)]), "too many places for 4 ranks");
+        invalid(make(&[("dp", 2), ("tp", 3)]), "its axes hold 6 ranks, and the group has 4 ranks");
+        invalid(make(&[("dp", 0), ("tp", 3)]), "its axes hold 0 ranks, and the group has 4 ranks");
+        invalid(make(&[("dp", usize::MAX), ("tp", 3)]), "too many ranks, and the group has 4 ranks");
         invalid(make(&[]), "it needs an axis");
         invalid(make(&[("x", 2), ("x", 2)]), "two axes are called \"x\"");
         let differ = if world.rank() == 3 { ("dp", "mp") } else { ("dp", "tp") };
-        let other = if world.rank() == 3 { "rank 0 makes another" } else { "rank 3 makes another" };
+        let other = if world.rank() == 3 { "rank 0 creates another" } else { "rank 3 creates another" };
         invalid(make(&[(differ.0, 2), (differ.1, 2)]), other);
 
         let mesh = make(&[("dp", 2), ("tp", 2)]).unwrap();
@@ -141,7 +141,7 @@ fn invalid_or_differing_axes_are_refused_and_the_group_continues() {
         // All flatten, but different meshes.
         let axis = if world.rank() == 0 { "dp" } else { "tp" };
         let flat = mesh.submesh(&[axis]).unwrap().flatten();
-        invalid(flat, if world.rank() == 0 { "rank 1 makes another" } else { "rank 0 makes another" });
+        invalid(flat, if world.rank() == 0 { "rank 1 creates another" } else { "rank 0 creates another" });
         world.barrier().unwrap();
     });
 }

@@ -63,7 +63,7 @@ fn unserialisable_object_is_reported_to_all_and_group_continues() {
         let me = group.rank();
         let named = |error: CommError| {
             assert_eq!(error.suspect_rank(), Some(1), "{error}");
-            assert!(error.to_string().starts_with("the object of rank 1 cannot be written"), "{error}");
+            assert!(error.to_string().starts_with("the object of rank 1 cannot be serialized"), "{error}");
         };
         named(group.all_gather_object(&FailingObject(me != 1)).unwrap_err());
         named(group.gather_object(&FailingObject(me != 1), 0).unwrap_err());
@@ -84,7 +84,7 @@ fn undecodable_object_error_names_its_sender() {
         };
         let error = result.unwrap_err();
         let other = 1 - group.rank();
-        assert!(error.to_string().contains("is it of the same type there?"), "{error}");
+        assert!(error.to_string().contains("do both ranks use the same type?"), "{error}");
         assert_eq!(error.suspect_rank(), Some(other));
         group.barrier().unwrap();
     });

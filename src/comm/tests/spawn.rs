@@ -186,7 +186,7 @@ fn rank_that_calls_another_spawn_reports_it() {
     let other = std::env::var_os("CONVOKE_SPAWN").is_some();
     let error = if other { spawn(1, |_| ()) } else { spawn(1, |_| ()) }.unwrap_err();
     assert!(matches!(&error, SpawnError::Unreached { how: ExitCause::Code(1), .. }), "{error}");
-    assert!(error.to_string().contains("came to call 0 of spawn at"), "{error}");
+    assert!(error.to_string().contains("reached call 0 of spawn at"), "{error}");
 }
 
 #[test]
@@ -198,7 +198,7 @@ fn ranks_cannot_spawn_and_zero_ranks_are_refused() {
     .unwrap();
     assert!(matches!(spawn(0, |_| ()), Err(SpawnError::Unusable(_))));
     let unnamed = std::thread::spawn(|| spawn(1, |_| ())).join().unwrap().unwrap_err();
-    assert!(unnamed.to_string().contains("neither the main one nor that of a test"), "{unnamed}");
+    assert!(unnamed.to_string().contains("neither the main thread nor that of a test"), "{unnamed}");
 }
 
 #[test]

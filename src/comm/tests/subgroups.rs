@@ -78,12 +78,15 @@ fn invalid_or_differing_rank_lists_are_refused_without_group_failure() {
             let Err(CommError::InvalidArgument(text)) = &result else { panic!("{:?}", result.is_ok()) };
             assert!(text.contains(what), "{text}");
         };
-        invalid(world.subgroup(&[]), "it needs some, each once");
-        invalid(world.subgroup(&[1, 1]), "it needs some, each once");
+        invalid(world.subgroup(&[]), "name at least one rank, and each once");
+        invalid(world.subgroup(&[1, 1]), "name at least one rank, and each once");
         invalid(world.subgroup(&[0, 3]), "rank 3: ranks are 0 to 2");
         let mine: &[usize] = if world.rank() == 2 { &[0, 2] } else { &[0, 1] };
-        let other =
-            if world.rank() == 2 { "rank 0 makes another subgroup" } else { "rank 2 makes another subgroup" };
+        let other = if world.rank() == 2 {
+            "rank 0 creates another subgroup"
+        } else {
+            "rank 2 creates another subgroup"
+        };
         invalid(world.subgroup(mine), other);
         assert!(world.subgroup(&[2, 1, 0]).unwrap().is_some());
     });
@@ -95,7 +98,7 @@ fn subgroups_with_differing_names_or_kinds_are_not_mixed() {
         let odd = world.rank() == 1;
         let refused = |result: Result<Option<Group>, CommError>| {
             let Err(CommError::InvalidArgument(text)) = &result else { panic!("{:?}", result.is_ok()) };
-            assert!(text.contains(if odd { "rank 0 makes" } else { "rank 1 makes" }), "{text}");
+            assert!(text.contains(if odd { "rank 0 creates" } else { "rank 1 creates" }), "{text}");
         };
         refused(world.with_subgroup_name(if odd { "tp" } else { "dp" }).subgroup(&[0, 1, 2]));
         refused(world.with_subgroup_name(if odd { "tp" } else { "dp" }).split(Some(0), 0));

@@ -103,7 +103,10 @@ fn invalid_lengths_are_refused_before_anything_is_sent() {
         );
         invalid(group.all_gather_v(mine, &mut three[..2], &[1, 2]), "recv has 2 elements, not 3");
         invalid(group.all_gather_v(&[1, 2, 3], &mut three, &[1, 2]), "send has 3 elements, not");
-        invalid(group.all_gather_v(mine, &mut three, &[usize::MAX, 2]), "add up to too much");
+        invalid(
+            group.all_gather_v(mine, &mut three, &[usize::MAX, 2]),
+            "the sum of the lengths is too large",
+        );
         invalid(group.gather_v(mine, &mut three, &[1, 2], 9), "root 9");
         group.all_gather_v(mine, &mut three, &[1, 2]).unwrap();
         assert_eq!(three, [1, 1, 2]);

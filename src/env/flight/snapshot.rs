@@ -317,7 +317,7 @@ fn failure(cause: Cause, world_rank: &dyn Fn(u32) -> u32) -> String {
         CauseKind::Lost => format!("{suspect} was lost, says rank {by}"),
         CauseKind::Timeout => format!("rank {by} timed out waiting for {suspect}"),
         CauseKind::Mismatch => format!("the calls of {suspect} and rank {by} differ"),
-        CauseKind::Aborted => format!("rank {by} gave it up"),
+        CauseKind::Aborted => format!("rank {by} aborted the group"),
         CauseKind::Other => format!("{suspect} broke the protocol, says rank {by}"),
     }
 }
@@ -376,7 +376,7 @@ fn elsewhere(record: RecordedGroup<'_>, after: Option<CallSummary>) -> Option<Po
         return Some(Position::Elsewhere { after, group: other.name.clone(), call });
     }
     let forming = recording.groups.iter().find(|other| other.state == GroupState::Forming)?;
-    let call = CallSummary { seq: None, text: "looking for its ranks".to_owned(), waits_for: Vec::new() };
+    let call = CallSummary { seq: None, text: "forming the group".to_owned(), waits_for: Vec::new() };
     Some(Position::Elsewhere { after, group: forming.name.clone(), call })
 }
 

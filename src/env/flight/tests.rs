@@ -213,7 +213,7 @@ fn report_distinguishes_ranks_without_calls_from_unrecorded_ranks() {
     // The process of rank 2 has a recording, but not of this group.
     files[2] = TestRecording::of(2);
     let text = line(&files, ProcessStatus::Alive);
-    assert!(text.starts_with("group world: rank 2 has not come; ranks 0,1,3 wait in"), "{text}");
+    assert!(text.starts_with("group world: rank 2 has not joined; ranks 0,1,3 wait in"), "{text}");
     files.remove(2);
     let text = line(&files, ProcessStatus::Alive);
     assert!(text.ends_with("for rank 2 (29 s); no recording of rank 2"), "{text}");
@@ -308,7 +308,7 @@ fn report_distinguishes_forming_failed_and_earlier_groups() {
         |rank| TestRecording::of(rank).group("world", rank, 3, |group| group.state = GroupState::Forming);
     assert_eq!(
         line(&[forming(0), forming(1)], ProcessStatus::Alive),
-        "group world: ranks 0,1 look for the others (40 s); no recording of rank 2"
+        "group world: ranks 0,1 wait for the others to join (40 s); no recording of rank 2"
     );
     let unformed = |group: &mut Group| {
         failed(CauseKind::Timeout, 2, 30)(group);
@@ -323,7 +323,7 @@ fn report_distinguishes_forming_failed_and_earlier_groups() {
     let both = snapshots_of(&[file(0), file(1)], ProcessStatus::Alive);
     assert_eq!(
         both[0].to_string(),
-        "group world: ranks 0,1 did not find the others (rank 0 timed out waiting for rank 2)"
+        "group world: ranks 0,1 did not form the group (rank 0 timed out waiting for rank 2)"
     );
     assert_eq!((both[0].superseded, both[1].superseded), (true, false));
     assert_eq!(both[1].to_string(), "group world: ranks 0,1 have called nothing (idle 5.0 s)");

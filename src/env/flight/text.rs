@@ -78,7 +78,7 @@ impl fmt::Display for GroupSnapshot {
         let mut texts: Vec<String> = Vec::new();
         if !self.absent.is_empty() {
             let verb = if self.absent.len() == 1 { "has" } else { "have" };
-            texts.push(format!("{} {verb} not come", RankList(&self.absent)));
+            texts.push(format!("{} {verb} not joined", RankList(&self.absent)));
         }
         texts.extend(clauses.iter().map(|clause| self.clause(clause)));
         if texts.len() > MAX_CLAUSES {
@@ -174,9 +174,9 @@ fn clause(member: &Member) -> Clause<'_> {
             ((1, None), ["has left", "have left"], format!("the group{after}"), None)
         }
         Position::Forming { for_ms } => {
-            ((2, None), now("looks", "look", ["looked"; 2]), "for the others".to_owned(), *for_ms)
+            ((2, None), now("waits", "wait", ["waited"; 2]), "for the others to join".to_owned(), *for_ms)
         }
-        Position::Unformed => ((2, None), ["did not find"; 2], "the others".to_owned(), None),
+        Position::Unformed => ((2, None), ["did not form"; 2], "the group".to_owned(), None),
         Position::Waiting { call, for_ms } => (
             (2, call.seq),
             now("waits", "wait", ["waited"; 2]),

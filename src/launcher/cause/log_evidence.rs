@@ -205,7 +205,7 @@ fn parse_peer_loss(line: &str) -> Option<Option<usize>> {
     let how = [
         " was ended by ",
         " exited with code ",
-        " closed its connections without a word",
+        " closed its connections without leaving the group",
         " cannot be reached: ",
         " has left the group",
         PANICKED,

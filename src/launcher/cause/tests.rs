@@ -101,7 +101,8 @@ fn error_texts_map_to_failure_classes() {
         ),
         (
             1,
-            "Error: rank 3 at 10.0.0.1:4000 closed its connections without a word: did it die?; group world, call 7 all_reduce(f32, 2, sum), 0 of 8 bytes received, reported by rank 1",
+            "Error: rank 3 at 10.0.0.1:4000 closed its connections without leaving the group: did it die?; \
+             group world, call 7 all_reduce(f32, 2, sum), 0 of 8 bytes received, reported by rank 1",
             PeerLost,
             "rank 3 at",
         ),

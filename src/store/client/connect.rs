@@ -124,7 +124,7 @@ impl fmt::Display for ExchangeError {
         match self {
             ExchangeError::Timeout => f.write_str("connected, but it does not answer as a store"),
             ExchangeError::Lost(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                f.write_str("it hung up, and is no store or not any longer")
+                f.write_str("it closed the connection: it is not a store, or is shutting down")
             }
             ExchangeError::Lost(error) => error.fmt(f),
             ExchangeError::Protocol(error) => write!(f, "not a store: it {error}"),

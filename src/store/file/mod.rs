@@ -163,7 +163,7 @@ impl FileStore {
             if Instant::now() >= deadline {
                 return Err(self.timeout(
                     operation,
-                    vec!["the file, which others replace".into()],
+                    vec!["the file, which other processes keep replacing".into()],
                     Instant::now(),
                 ));
             }
@@ -347,7 +347,7 @@ impl Store for FileStore {
             let whole = [log.get(&stored).unwrap_or_default(), value].concat();
             if whole.len() > log::MAX_FIELD_BYTES {
                 return Err(StoreError::Invalid {
-                    what: format!("a value of {} bytes by appending", whole.len()),
+                    what: format!("the value would have {} bytes after appending", whole.len()),
                 });
             }
             push_record(out, &stored, &whole);

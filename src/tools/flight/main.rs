@@ -14,12 +14,12 @@ use convoke_env::flight::folder::{self, FoundRecordings};
 use convoke_env::flight::process::{self, ProcessStatus};
 use convoke_env::flight::snapshot::{GroupSnapshot, Observer, snapshots};
 
-/// Says who waits for whom in a job of convoke's runtime, from what its workers record.
+/// Shows which ranks wait for which others in a job, from what convoke's runtime records in its workers.
 ///
-/// First one line for each group: who is in no call, who waits in which call for whom, who died. Then the
-/// last calls of each worker. The job may be running: it is not disturbed. Recordings of several nodes, given
-/// together, are read together. The folder is in the launcher's report, and in CONVOKE_FLIGHT_DIR of each
-/// worker.
+/// Prints one line for each group: which ranks are in no call, which wait in which call for whom, and which
+/// died. Then prints the last calls of each worker. The job may be running: it is not disturbed. Recordings of
+/// several nodes, given together, are read together. The folder is in the launcher's report, and in
+/// CONVOKE_FLIGHT_DIR of each worker.
 ///
 /// Ends with exit code 0, or 1 if a file could not be read or nothing was found.
 #[derive(Debug, Parser)]
@@ -64,7 +64,10 @@ fn main() -> ExitCode {
     }
     let found = !view.workers.is_empty();
     if !found {
-        print_stderr("error: no recordings there: do the workers use convoke's runtime, and do they live?");
+        print_stderr(
+            "error: no recordings were found there: do the workers use convoke's runtime, and are they \
+             running?",
+        );
     }
     let written = match (flags.json, found) {
         (true, _) => print(&json::json(&view)),

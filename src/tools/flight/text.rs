@@ -53,7 +53,7 @@ fn worker_line(worker: &Worker) -> String {
         }
         (ProcessStatus::Alive, None) => "alive".to_owned(),
         (ProcessStatus::Gone, None) => "gone".to_owned(),
-        (ProcessStatus::Unknown, None) => "not seen from here".to_owned(),
+        (ProcessStatus::Unknown, None) => "not visible from here, in another host or container".to_owned(),
     };
     let calls = if recording.calls == 1 { "call" } else { "calls" };
     let _ = write!(out, ", pid {} on {host}, {lives}: {} {calls}", process.pid, recording.calls);

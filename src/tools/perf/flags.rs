@@ -26,7 +26,7 @@ use super::stats::RunLength;
 #[derive(Debug, Parser)]
 #[command(name = "convoke-perf", version)]
 pub(crate) struct Flags {
-    /// What to measure; `all` is every collective, `pairs` only each pair of hosts
+    /// Selects what is measured: a collective, `all` collectives, or `pairs` for only each pair of hosts
     #[arg(value_name = "COLLECTIVE", value_delimiter = ',', default_value = "all")]
     selections: Vec<Selection>,
 
@@ -51,8 +51,8 @@ pub(crate) struct Flags {
     #[arg(short, long, value_name = "TYPE", default_value = "f32", value_parser = dtypes, help_heading = "Elements")]
     dtype: List<Dtype>,
 
-    /// What is done with them, with commas, or `all` that have a meaning: sum, prod, min, max, avg, band,
-    /// bor, bxor, premul_sum
+    /// Selects the reduction operations, with commas, or `all` that the type supports: sum, prod, min, max,
+    /// avg, band, bor, bxor, premul_sum
     #[arg(short, long, value_name = "OP", default_value = "sum", value_parser = ops, help_heading = "Elements")]
     op: List<ReduceOp>,
 
@@ -66,15 +66,15 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "NAMES", value_delimiter = ',', help_heading = "Calls")]
     pub(crate) algorithms: Vec<String>,
 
-    /// Begin each call without waiting, and wait for it then
+    /// Start each call as a nonblocking call, then wait for it
     #[arg(long, help_heading = "Calls")]
     nonblocking: bool,
 
-    /// So many nonblocking calls under way at a time, each with buffers of its own; the time is that of one
+    /// Keep so many nonblocking calls in flight, each with its own buffers; the time is that of one call
     #[arg(short = 'a', long, value_name = "CALLS", value_parser = at_least::<1>, help_heading = "Calls")]
     in_flight: Option<usize>,
 
-    /// Where the buffers are. On GPUs calls are enqueued, several at a time, before the host waits for them
+    /// Selects where the buffers are. On GPUs several calls are enqueued before the host waits for them
     #[arg(long, value_enum, value_name = "WHERE", default_value = "cpu", help_heading = "Calls")]
     pub(crate) device: DeviceKind,
 
@@ -95,7 +95,7 @@ pub(crate) struct Flags {
     #[arg(short = 'n', long, value_name = "CALLS", value_parser = at_least::<1>, help_heading = "Time")]
     iters: Option<usize>,
 
-    /// Calls before those that are timed; by default as many as it takes to know how long one takes
+    /// Make so many calls before the timed ones; by default as many as needed to estimate the time of one
     #[arg(short, long, value_name = "CALLS", help_heading = "Time")]
     warmup: Option<usize>,
 
@@ -103,11 +103,11 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "MS", default_value_t = 30.0, value_parser = positive, help_heading = "Time")]
     time_ms: f64,
 
-    /// But for at least so many calls
+    /// Time at least so many calls of each size
     #[arg(long, value_name = "CALLS", default_value_t = 5, value_parser = at_least::<1>, help_heading = "Time")]
     min_iters: usize,
 
-    /// And for at most so many
+    /// Time at most so many calls of each size
     #[arg(long, value_name = "CALLS", default_value_t = 2000, value_parser = at_least::<1>, help_heading = "Time")]
     max_iters: usize,
 
@@ -159,7 +159,7 @@ impl Flags {
             return Err(format!("--min-bytes {least} is more than --max-bytes {most}"));
         }
         if self.step_bytes == Some(0) {
-            return Err("--step-bytes 0 leads nowhere".to_owned());
+            return Err("--step-bytes 0 never reaches --max-bytes: give at least 1".to_owned());
         }
         if self.min_bytes == 0 && self.step_bytes.is_none() {
             return Err("--min-bytes 0 times --factor stays 0: begin with 4, or give --step-bytes".to_owned());
@@ -177,10 +177,12 @@ impl Flags {
             ("--rewrite", self.rewrite),
         ];
         if let Some((flag, _)) = of_host.iter().find(|(_, given)| *given && self.device != DeviceKind::Cpu) {
-            return Err(format!("{flag} is about memory of the host: not with --device on a GPU"));
+            return Err(format!(
+                "{flag} concerns memory of the host, and cannot be used with --device on a GPU"
+            ));
         }
         if self.pair_bytes == 0 {
-            return Err("--pair-bytes 0 says nothing about a bandwidth".to_owned());
+            return Err("--pair-bytes 0 measures no bandwidth: give at least 1".to_owned());
         }
         self.cases_for(usize::MAX).map(drop)
     }
@@ -209,7 +211,7 @@ impl Flags {
                     && matches!(collective, Collective::Scan | Collective::ExclusiveScan)
                 {
                     if named {
-                        return Err(format!("{collective} is not there on devices"));
+                        return Err(format!("{collective} is not available on devices"));
                     }
                     continue;
                 }

@@ -30,7 +30,9 @@ pub(crate) fn run(flags: &Flags) -> Result<(), PerfError> {
     let world = convoke_comm::init()?;
     let cases = flags.cases(world.size()).map_err(PerfError::Usage)?;
     if cases.is_empty() && world.hosts().len() < 2 {
-        return Err(PerfError::Usage("all ranks are on one host: there are no pairs of hosts".to_owned()));
+        return Err(PerfError::Usage(
+            "all ranks are on one host, and `pairs` needs at least two hosts".to_owned(),
+        ));
     }
     let transport = match flags.device {
         DeviceKind::Cpu => world.backend().name(),

@@ -120,7 +120,9 @@ fn report_lists_groups_and_then_last_calls_per_worker() {
     let first = "group world: ranks 0,1 wait in seq 11 all_reduce(f32, 9, sum) for each other (";
     assert!(lines[0].starts_with(first), "{}", lines[0]);
     assert!(
-        lines[2].starts_with("rank 0 of 2, pid 7 on node0, not seen from here: 12 calls ("),
+        lines[2].starts_with(
+            "rank 0 of 2, pid 7 on node0, not visible from here, in another host or container: 12 calls ("
+        ),
         "{}",
         lines[2]
     );
@@ -201,7 +203,7 @@ fn missing_recordings_error_states_where_to_search() {
     let folder = TempFolder::new();
     let output = run(&[&folder.0]);
     assert_eq!((output.status.code(), output.stdout.len()), (Some(1), 0));
-    assert!(text(&output.stderr).starts_with("convoke-flight: error: no recordings there"));
+    assert!(text(&output.stderr).starts_with("convoke-flight: error: no recordings were found there"));
 }
 
 #[test]

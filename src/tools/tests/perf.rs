@@ -242,7 +242,7 @@ fn usage_errors_exit_with_2_and_state_the_remedy() {
         (&["--algorithms=fast"], "there is no \"fast\": table, ring, "),
         (&["--root=1"], "--root 1: ranks are 0 to 0"),
         (&["send_recv"], "send_recv needs 2 ranks"),
-        (&["pairs"], "there are no pairs of hosts"),
+        (&["pairs"], "`pairs` needs at least two hosts"),
     ] {
         let output = perf(arguments).output().unwrap();
         assert_eq!(output.status.code(), Some(2), "{arguments:?}: {}", text(&output.stderr));

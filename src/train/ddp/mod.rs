@@ -117,7 +117,7 @@ impl<T: Gradient> Ddp<T> {
         // The comparison comes first, so that all ranks get an error if only some have no parameters.
         compare(group, &layout)?;
         if layout.len() == 0 {
-            return Err(TrainError::InvalidArgument("a network without parameters".to_owned()));
+            return Err(TrainError::InvalidArgument("the network has no parameters".to_owned()));
         }
         let buckets = layout.buckets().iter().enumerate().map(|(index, parameters)| {
             let memory = group.alloc(layout.bucket_len(index))?;

@@ -72,7 +72,7 @@ impl<'a, T: Gradient> Pass<'a, T> {
         let Location { bucket, range } = layout.location(parameter).clone();
         let gradient = buckets[bucket].memory.get_mut(range).unwrap_or_default();
         if *state == GradientState::Ready {
-            let what = format!("{} has had its gradient in this pass", layout.name(parameter));
+            let what = format!("{} already has its gradient in this pass", layout.name(parameter));
             return Err(TrainError::InvalidArgument(what));
         }
         Ok((gradient, state))

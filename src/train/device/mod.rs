@@ -66,18 +66,19 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
             Layout::new(parameters, &dtype, bytes, options.sizes()).with_settings(&options.comparison_text());
         compare(group, &layout)?;
         if layout.len() == 0 {
-            return Err(TrainError::InvalidArgument("a network without parameters".to_owned()));
+            return Err(TrainError::InvalidArgument("the network has no parameters".to_owned()));
         }
         if options.unused_parameters {
-            let what = "on a device all parameters need a gradient in each pass: unused ones would cost a wait of the host";
+            let what = "unused_parameters is not available on a device: all parameters need a gradient in \
+                        each pass";
             return Err(TrainError::InvalidArgument(what.to_owned()));
         }
-        let stream = context.new_stream().map_err(device("a stream cannot be made"))?;
+        let stream = context.new_stream().map_err(device("cannot create a CUDA stream"))?;
         group.on(&stream)?;
         let buckets = layout.buckets().iter().enumerate().map(|(index, parameters)| {
             // Each bucket has at least one element, because CUDA cannot allocate empty memory.
             let memory = stream.alloc_zeros(layout.bucket_len(index).max(1));
-            let memory = memory.map_err(device("there is no memory on the device"))?;
+            let memory = memory.map_err(device("cannot allocate memory on the device"))?;
             Ok(Bucket { memory, missing: parameters.len(), work: None })
         });
         let buckets = buckets.collect::<Result<_, CommError>>()?;

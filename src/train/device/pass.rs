@@ -54,7 +54,7 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
                 Some(adder) => adder,
                 None => {
                     let made = Adder::new::<T>(self.compute.context());
-                    adder.insert(made.map_err(device("the device takes no kernel that adds"))?)
+                    adder.insert(made.map_err(device("cannot load the kernel that adds gradients"))?)
                 }
             };
             let added = adder.add(self.compute, &mut into, gradient);
@@ -78,9 +78,7 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
         let Location { bucket, range } = self.ddp.layout.location(parameter).clone();
         let mut place = self.ddp.buckets[bucket].memory.slice_mut(range);
         if self.ddp.states[parameter] == GradientState::Average {
-            self.compute
-                .memset_zeros(&mut place)
-                .map_err(device("memory of the device cannot be cleared"))?;
+            self.compute.memset_zeros(&mut place).map_err(device("cannot clear memory of the device"))?;
             self.ddp.states[parameter] = GradientState::Own;
         }
         Ok(place)
@@ -132,7 +130,7 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
         let what = match self.ddp.states.get(parameter) {
             None => format!("no parameter {parameter}: there are {}", layout.len()),
             Some(GradientState::Ready) => {
-                format!("{} has had its gradient in this pass", layout.name(parameter))
+                format!("{} already has its gradient in this pass", layout.name(parameter))
             }
             Some(GradientState::Average | GradientState::Own) => return Ok(()),
         };
@@ -145,7 +143,7 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
             return Ok(());
         }
         let what =
-            format!("{what} is on another device than the group's side, or of another CudaContext of it");
+            format!("{what} is on another device than the group, or belongs to another CudaContext of it");
         Err(TrainError::InvalidArgument(what))
     }
 
@@ -174,7 +172,7 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
         while self.ddp.buckets.get(self.sent).is_some_and(|bucket| bucket.missing == 0) {
             let DeviceDdp { group, layout, buckets, stream, options, .. } = &mut *self.ddp;
             let bucket = &mut buckets[self.sent];
-            stream.join(self.compute).map_err(device("a stream cannot wait"))?;
+            stream.join(self.compute).map_err(device("cannot make a CUDA stream wait"))?;
             let work = group.on(stream)?.all_reduce(&mut bucket.memory, ReduceOp::Avg)?;
             if let Some(trace) = &options.trace {
                 let names = layout.buckets()[self.sent].iter().map(|&parameter| layout.name(parameter));

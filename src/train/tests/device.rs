@@ -156,7 +156,7 @@ fn misuse_is_reported_and_blocks_no_other_rank() {
         let third = stream.clone_htod(&[1.0_f32; 3]).unwrap();
         pass.add(2, &third).unwrap();
         let again = pass.add(2, &third).unwrap_err();
-        assert_eq!(again.to_string(), "third has had its gradient in this pass");
+        assert_eq!(again.to_string(), "third already has its gradient in this pass");
         if group.rank() == 0 {
             // The other rank drops its pass because of its error, or because this rank aborts the group.
             let error = pass.finish().unwrap_err();

@@ -279,7 +279,7 @@ fn device_reduction<T: DeviceElement>(op: &Reduction<T>) -> Result<DeviceReducti
     let (by, dtype) = (DeviceReduction { op: op.op(), factor: op.factor() }, T::ELEMENT_TYPE.dtype);
     match by.op {
         ReduceOp::Custom => Err(CommError::Unsupported(
-            "a reduction function on a device: it is a function of the host".to_owned(),
+            "a reduction function on a device, because the function runs on the host".to_owned(),
         )),
         ReduceOp::PremulSum if by.factor.is_none() => {
             Err(CommError::InvalidArgument("premul_sum needs its factor: Reduction::premul_sum".to_owned()))
@@ -303,9 +303,10 @@ pub(super) fn check_context(
     }
     Err(CommError::InvalidArgument(match (theirs.ordinal(), ours.ordinal()) {
         (theirs, ours) if theirs == ours => format!(
-            "{what} is of another CudaContext of device {ours} than the group's side: make one, and share it as an Arc"
+            "{what} belongs to another CudaContext of device {ours} than the group: create one, and share \
+             it as an Arc"
         ),
-        (theirs, ours) => format!("{what} is on device {theirs}; the group's side is on device {ours}"),
+        (theirs, ours) => format!("{what} is on device {theirs}; the group is on device {ours}"),
     }))
 }
 

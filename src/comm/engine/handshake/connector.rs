@@ -129,7 +129,7 @@ impl Connector {
                 match added {
                     Some(Ok(())) => self.state = State::Connecting { tcp, since: now },
                     Some(Err(error)) => self.failed(&error, now),
-                    None => self.retry("no descriptor".to_owned(), now),
+                    None => self.retry("this process has no file descriptor left".to_owned(), now),
                 }
             }
             Err(source) => {
@@ -190,7 +190,7 @@ impl Connector {
                 self.retry(format!("it refused: {text}"), now);
                 return None;
             }
-            kind => Err(format!("a {kind:?} frame in answer to a hello")),
+            kind => Err(format!("it answered a hello with a {kind:?} frame")),
         };
         let welcome = match welcome {
             Ok(welcome) => welcome,
@@ -198,7 +198,7 @@ impl Connector {
         };
         let (caps, nonce) = (welcome.capabilities, &welcome.nonce);
         if !ours.verify(Role::Acceptor, hello, caps, nonce, &welcome.proof) {
-            return unauthorized("its proof is wrong: has it another token?".to_owned());
+            return unauthorized("its proof of the token is wrong: does it have another token?".to_owned());
         }
         fault_point("proving", 0, 0);
         let proof = ours.prove(Role::Connector, hello, caps, nonce);

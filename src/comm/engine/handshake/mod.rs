@@ -165,7 +165,8 @@ impl Handshakes {
                     self.refused += 1;
                     if let Some(why) = why {
                         self.notes.truncate(MAX_NOTES - 1);
-                        self.notes.insert(0, format!("turned {} away: {why}", closed.from));
+                        self.notes
+                            .insert(0, format!("this rank refused a connection from {}: {why}", closed.from));
                     }
                 }
             }
@@ -233,7 +234,11 @@ impl Handshakes {
         let inbound = &mut self.inbound[index];
         if inbound.conn.fill(HANDSHAKE_BYTES).is_err() {
             let reason = inbound.hello.map(|(hello, _)| {
-                format!("rank {} closed after our answer: has it another token?", hello.source)
+                format!(
+                    "rank {} closed the connection after the answer of this rank: does it have another \
+                     token?",
+                    hello.source
+                )
             });
             return Err(reason);
         }
@@ -250,7 +255,7 @@ impl Handshakes {
         let no = |conn: &mut Conn, why: String| Err(Some(refuse(conn, generation, group, why)));
         if (frame.generation, frame.group) != (generation, group) {
             let why = format!(
-                "generation {}, group {} is not the {generation}, {group} of this rank",
+                "generation {}, group {} is not generation {generation}, group {group} of this rank",
                 frame.generation, frame.group
             );
             return no(&mut inbound.conn, why);
@@ -285,7 +290,7 @@ impl Handshakes {
                     conn,
                 }))
             }
-            (kind, _) => no(&mut inbound.conn, format!("a {kind:?} frame before the proof")),
+            (kind, _) => no(&mut inbound.conn, format!("it sent a {kind:?} frame before the proof")),
         }
     }
 }
@@ -301,7 +306,9 @@ fn check(hello: &Hello, me: usize, size: usize) -> Result<(), String> {
     match (source, destination) {
         _ if destination != me => Err(format!("this is rank {me}, not rank {destination}")),
         _ if source >= size => Err(format!("there is no rank {source} in a group of {size}")),
-        _ if source <= me => Err(format!("rank {source} does not connect to rank {me}: the higher one does")),
+        _ if source <= me => {
+            Err(format!("rank {source} must not connect to rank {me}: the higher rank opens the connection"))
+        }
         _ => Ok(()),
     }
 }

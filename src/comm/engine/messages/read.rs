@@ -74,7 +74,9 @@ impl PeerMessages {
             ReadState::Unexpected { total, id } => {
                 let Some(unexpected) = self.unexpected.iter_mut().find(|unexpected| unexpected.id == id)
                 else {
-                    return Err(MessageError::Protocol("a message without a place".to_owned()));
+                    return Err(MessageError::Protocol(
+                        "it sent data for a message that is not buffered here".to_owned(),
+                    ));
                 };
                 let bytes = unexpected.bytes.get_or_insert_default();
                 let take = conn.unread().len().min(total - bytes.len());
@@ -92,7 +94,9 @@ impl PeerMessages {
             }
             ReadState::Posted { id, eager } => {
                 let Some(index) = self.recvs.iter().position(|recv| recv.id == id) else {
-                    return Err(MessageError::Protocol("a message without a receiver".to_owned()));
+                    return Err(MessageError::Protocol(
+                        "it sent data for a receive that does not exist".to_owned(),
+                    ));
                 };
                 let recv = &mut self.recvs[index];
                 let take = conn.unread().len().min(recv.buffer.len() - recv.done);
@@ -139,7 +143,10 @@ impl PeerMessages {
     ) -> Result<(), MessageError> {
         let protocol = |what: String| Err(MessageError::Protocol(what));
         if (frame.generation, frame.group) != (ours.generation, ours.group) {
-            return protocol(format!("a message of generation {}, group {}", frame.generation, frame.group));
+            return protocol(format!(
+                "it sent a message of generation {}, group {}",
+                frame.generation, frame.group
+            ));
         }
         match frame.kind {
             Kind::Eager | Kind::Rts => self.handle_message(ours, any_source, frame),
@@ -147,7 +154,10 @@ impl PeerMessages {
                 let waiting = send_index(&self.sends, frame.seq)
                     .filter(|&index| self.sends[index].stage != Stage::Held);
                 let Some(index) = waiting else {
-                    return protocol(format!("it asks for message {}, which does not wait", frame.seq));
+                    return protocol(format!(
+                        "it asks for message {}, which is not waiting to be sent",
+                        frame.seq
+                    ));
                 };
                 let send = &mut self.sends[index];
                 if std::mem::replace(&mut send.stage, Stage::Sent) == Stage::Sent {
@@ -163,10 +173,13 @@ impl PeerMessages {
             Kind::Message => {
                 let asked = |recv: &&PendingRecv| recv.matched == Some(Match::Large(frame.seq));
                 let Some(recv) = self.recvs.iter().find(asked) else {
-                    return protocol(format!("message {} was not asked for", frame.seq));
+                    return protocol(format!("it sent message {}, which was not asked for", frame.seq));
                 };
                 if frame.len != recv.buffer.len() as u64 {
-                    return protocol(format!("message {} has {} bytes", frame.seq, frame.len));
+                    return protocol(format!(
+                        "it sent message {} with a wrong length of {} bytes",
+                        frame.seq, frame.len
+                    ));
                 }
                 self.reading = ReadState::Posted { id: recv.id, eager: false };
                 Ok(())
@@ -174,7 +187,10 @@ impl PeerMessages {
             Kind::Credit => {
                 let credit = usize::try_from(frame.seq).unwrap_or(usize::MAX).saturating_add(self.credit);
                 if credit > CREDIT_BYTES {
-                    return protocol(format!("it credits {} bytes that it never got", frame.seq));
+                    return protocol(format!(
+                        "it returned credit for {} bytes that it never received",
+                        frame.seq
+                    ));
                 }
                 self.credit = credit;
                 self.send_held(ours);
@@ -182,7 +198,7 @@ impl PeerMessages {
             }
             kind @ (Kind::Hello | Kind::Welcome | Kind::Proof | Kind::Refuse | Kind::Data | Kind::Open)
             | kind @ (Kind::State | Kind::StateQuery | Kind::Abort | Kind::Goodbye | Kind::Share) => {
-                protocol(format!("a {kind:?} frame among messages"))
+                protocol(format!("it sent a {kind:?} frame on the connection for messages"))
             }
         }
     }
@@ -198,7 +214,7 @@ impl PeerMessages {
         let (seq, eager) = (frame.seq, frame.kind == Kind::Eager);
         let expected = if eager { call.bytes() } else { 0 };
         if frame.len != expected || eager && call.bytes() > EAGER_BYTES as u64 {
-            return Err(MessageError::Protocol(format!("{} bytes for {call}", frame.len)));
+            return Err(MessageError::Protocol(format!("it sent {} bytes for {call}", frame.len)));
         }
         if let Some(index) = self.match_recv(any_source, call.root) {
             let recv = &mut self.recvs[index];

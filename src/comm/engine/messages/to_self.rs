@@ -50,7 +50,8 @@ impl PeerMessages {
     ) -> Result<(), CommError> {
         let mut bytes = Vec::new();
         bytes.try_reserve_exact(buffer.len()).map_err(|error| {
-            let what = format!("no memory to keep {call} of this rank to itself until it is received");
+            let what =
+                format!("cannot allocate memory to keep {call} of this rank to itself until it is received");
             CommError::system(&what, io::Error::other(error))
         })?;
         bytes.extend_from_slice(buffer.bytes(0..buffer.len()));

@@ -398,11 +398,11 @@ impl Streams {
     fn check(&self, frame: &Frame, total: usize) -> Result<(), FlowError> {
         let protocol = |what: String| Err(FlowError::Protocol(what));
         if frame.kind != Kind::Data {
-            return protocol(format!("a {:?} frame among the data of collectives", frame.kind));
+            return protocol(format!("it sent a {:?} frame on the connection for collectives", frame.kind));
         }
         if (frame.generation, frame.group) != (self.header.generation, self.header.group) {
             return protocol(format!(
-                "data of generation {}, group {} in generation {}, group {}",
+                "it sent data of generation {}, group {} in generation {}, group {}",
                 frame.generation, frame.group, self.header.generation, self.header.group
             ));
         }
@@ -411,7 +411,7 @@ impl Streams {
             return Err(FlowError::Mismatch(call, frame.seq));
         }
         if frame.len != total as u64 {
-            return protocol(format!("{} bytes for {}, expected {total}", frame.len, self.call));
+            return protocol(format!("it sent {} bytes for {}, expected {total}", frame.len, self.call));
         }
         Ok(())
     }

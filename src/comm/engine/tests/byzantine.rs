@@ -31,7 +31,12 @@ fn violations() -> Vec<(&'static str, ConnectionKind, Vec<u8>, &'static str)> {
     let other = Generation::from_bytes([4; 16]);
     vec![
         ("noise as data", Collective, noise.clone(), "not a convoke frame"),
-        ("a message among data", Collective, with(frame(Kind::Eager, 0), &[]), "among the data"),
+        (
+            "a message among data",
+            Collective,
+            with(frame(Kind::Eager, 0), &[]),
+            "on the connection for collectives",
+        ),
         (
             "an unknown call",
             Collective,
@@ -61,28 +66,33 @@ fn violations() -> Vec<(&'static str, ConnectionKind, Vec<u8>, &'static str)> {
             "unknown",
         ),
         (
-            "an unknown lane",
+            "an unknown connection kind",
             Control,
             with(Frame { seq: 77, ..frame(Kind::Open, 0) }, &[]),
-            "asks for lane 77",
+            "asks for connection kind 77",
         ),
         ("noise as messages", Message, noise, "not a convoke frame"),
-        ("control among messages", Message, with(frame(Kind::Goodbye, 0), &[]), "among messages"),
+        (
+            "control among messages",
+            Message,
+            with(frame(Kind::Goodbye, 0), &[]),
+            "on the connection for messages",
+        ),
         ("a length that is not that of the call", Message, eager(10, 11), "11 bytes for"),
         ("a small message that is large", Message, eager(1 << 20, 1 << 20), "bytes for"),
         ("a message nobody asked for", Message, with(frame(Kind::Message, 8), &[0; 8]), "was not asked for"),
-        ("a request for nothing", Message, with(frame(Kind::Cts, 0), &[]), "does not wait"),
+        ("a request for nothing", Message, with(frame(Kind::Cts, 0), &[]), "is not waiting to be sent"),
         (
             "credit from nowhere",
             Message,
             with(Frame { seq: 1, ..frame(Kind::Credit, 0) }, &[]),
-            "credits 1 bytes",
+            "credit for 1 bytes",
         ),
         (
             "credit beyond counting",
             Message,
             with(Frame { seq: u64::MAX, ..frame(Kind::Credit, 0) }, &[]),
-            "credits",
+            "credit for",
         ),
         (
             "more than it has credit for",

@@ -93,8 +93,8 @@ fn acceptor_with_a_wrong_answer_is_named() {
         ("a wrong proof", with(good, &welcome(SUITE_PLAIN)), "another token"),
         ("an unknown suite", with(good, &welcome(5)), "suite 5"),
         ("a short welcome", with(frame(Kind::Welcome, 3), &[0; 3]), "a welcome has 72 bytes"),
-        ("a hello", with(frame(Kind::Hello, 48), &[0; 48]), "a Hello frame in answer"),
-        ("data", with(frame(Kind::Data, 8), &[0; 8]), "a Data frame in answer"),
+        ("a hello", with(frame(Kind::Hello, 48), &[0; 48]), "answered a hello with a Hello frame"),
+        ("data", with(frame(Kind::Data, 8), &[0; 8]), "answered a hello with a Data frame"),
     ] {
         let error = connect_error(&answer, true);
         let text = error.to_string();

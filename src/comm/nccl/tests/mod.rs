@@ -85,8 +85,11 @@ fn broken_nccl_library_error_states_the_defect() {
         what(stubs.stub("lacks.so", &["-DVERSION=23007", "-DLACKS_ABORT"])),
         "it has no ncclCommAbort"
     );
-    assert_eq!(what(stubs.stub("mute.so", &["-DVERSION=23007", "-DMUTE"])), "it says 23007 is its version");
-    assert_eq!(what(stubs.stub("zero.so", &["-DVERSION=0"])), "it says 0 is its version");
+    assert_eq!(
+        what(stubs.stub("mute.so", &["-DVERSION=23007", "-DMUTE"])),
+        "it reports the invalid version 23007"
+    );
+    assert_eq!(what(stubs.stub("zero.so", &["-DVERSION=0"])), "it reports the invalid version 0");
     assert_eq!(what(chosen("libm.so.6".into())), "it has no ncclGetVersion");
     let text = stubs.0.join("text.so");
     std::fs::write(&text, "no library").unwrap();

@@ -22,9 +22,9 @@ fn streams_and_buffers_of_other_contexts_are_refused() {
         let on = group.on(&stream).unwrap();
         refused(on.all_reduce(&mut foreign, ReduceOp::Sum), "another CudaContext of device 0");
         let elsewhere = device::open(1).unwrap().new_stream().unwrap();
-        refused(group.on(&elsewhere), "on device 1; the group's side is on device 0");
+        refused(group.on(&elsewhere), "on device 1; the group is on device 0");
         // In NCCL's threads this handle means another stream.
-        refused(group.on(&stream.context().per_thread_stream()).map(|_| ()), "a thread's own default stream");
+        refused(group.on(&stream.context().per_thread_stream()).map(|_| ()), "the per-thread default stream");
     });
 }
 
@@ -37,12 +37,15 @@ fn overflowing_total_lengths_are_refused() {
         let (send, mut recv) = (buffer(&stream, &[1.0_f32]), buffer(&stream, &[1.0_f32]));
         let on = group.on(&stream).unwrap();
         let lens = [usize::MAX, 2];
-        refused(on.all_to_all_v(&send, &lens, &mut recv, &lens), "add up to too much");
+        refused(on.all_to_all_v(&send, &lens, &mut recv, &lens), "the sum of the lengths is too large");
         if group.rank() == 0 {
-            refused(on.scatter_v(&send, &mut recv, &[1, usize::MAX], 0), "add up to too much");
+            refused(
+                on.scatter_v(&send, &mut recv, &[1, usize::MAX], 0),
+                "the sum of the lengths is too large",
+            );
         }
         let error = device::DeviceBuffer::<f64>::zeros(&stream, usize::MAX / 4).unwrap_err();
-        assert!(error.to_string().contains("no memory on the device"), "{error}");
+        assert!(error.to_string().contains("cannot allocate memory on the device"), "{error}");
     });
 }
 
