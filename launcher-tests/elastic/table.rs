@@ -31,7 +31,8 @@ pub fn write_row(fault: &str, backend: Backend, row: &Row) {
     }
 }
 
-/// Returns the first line of `message` that contains one of `words`, without parts that differ from run to run.
+/// Returns the first line of `message` that contains one of `words`, without parts that differ from run
+/// to run.
 pub fn find_line(message: &str, words: &[&str]) -> String {
     let line = message.lines().find(|line| words.iter().any(|word| line.contains(word)));
     let line = line.unwrap_or_else(|| panic!("none of {words:?} in\n{message}"));

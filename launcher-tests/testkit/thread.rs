@@ -38,7 +38,8 @@ impl Thread {
         assert_eq!(state, Some('S'), "the thread has ended, it does not wait");
     }
 
-    /// Waits until the thread sleeps in the kernel or has ended. Panics if it still runs after [`TEST_TIMEOUT`].
+    /// Waits until the thread sleeps in the kernel or has ended. Panics if it still runs after
+    /// [`TEST_TIMEOUT`].
     pub fn wait_until_asleep_or_ended(&self) {
         self.wait_until_not_running();
     }

@@ -79,8 +79,8 @@ fn run_calls(
     let mut buffers = Buffers::default();
     let calls = config.early_leave.filter(|&(who, _)| who == rank).map_or(config.calls, |(_, calls)| calls);
     for seq in 0..calls {
-        // The rank announces that it is in its calls. With `UnmatchedRecv` it never leaves the first call, so the
-        // mark comes before that call.
+        // The rank announces that it is in its calls. With `UnmatchedRecv` it never leaves the first
+        // call, so the mark comes before that call.
         if seq == if config.operation == Operation::UnmatchedRecv { 0 } else { 2 } {
             let _ = write_json(&config.folder, "up", rank, &());
         }

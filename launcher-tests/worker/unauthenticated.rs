@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! test-worker unauthenticated flood ADDRESS COUNT         opens COUNT connections, sends bytes, waits 3 s
-//! test-worker unauthenticated record LISTEN ADDRESS FILE  forwards connections, records the first client's bytes
-//! test-worker unauthenticated replay ADDRESS FILE         sends the record, whole and cut; prints reply sizes
+//! test-worker unauthenticated record LISTEN ADDRESS FILE  forwards connections, records the first client
+//! test-worker unauthenticated replay ADDRESS FILE         sends the record, whole and cut; prints sizes
 //! ```
 
 #![allow(clippy::unwrap_used, clippy::print_stdout)] // test code

@@ -42,7 +42,8 @@ use crate::plan::fingerprint;
 /// mesh.group("tp")?.all_reduce(&mut activations, ReduceOp::Sum)?;
 ///
 /// // Backward: gradients are averaged over those who have the same rows, and have seen other samples.
-/// let mut gradients: Vec<f32> = sample.iter().flat_map(|x| activations.iter().map(move |a| a * x)).collect();
+/// let mut gradients: Vec<f32> =
+///     sample.iter().flat_map(|x| activations.iter().map(move |a| a * x)).collect();
 /// mesh.group("dp")?.all_reduce(&mut gradients, ReduceOp::Avg)?;
 /// for (weight, gradient) in weights.iter_mut().zip(gradients) {
 ///     *weight -= 0.01 * gradient;

@@ -270,7 +270,8 @@ pub(crate) fn stop_this_process() {
 /// # Errors
 /// The system refuses the registration.
 pub(crate) fn readable(signals: SignalFd) -> io::Result<AsyncFd<SignalFd>> {
-    // SAFETY: a `SignalFd` owns its open descriptor, always returns that one, and closes it only when dropped.
+    // SAFETY: a `SignalFd` owns its open descriptor, always returns that one, and closes it only when
+    // dropped.
     let registered = unsafe { AsyncFd::register_with_interest(signals, Interest::READABLE) };
     registered.map_err(Into::into)
 }

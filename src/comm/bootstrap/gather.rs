@@ -196,7 +196,8 @@ impl Bootstrap<'_> {
         }
     }
 
-    /// Describes the absence of these ranks, with the place where they were awaited and the settings that lead there.
+    /// Describes the absence of these ranks, with the place where they were awaited and the settings that
+    /// lead there.
     fn describe_absence(&self, missing: &[usize]) -> String {
         let Self { config, .. } = self;
         format!(

@@ -516,7 +516,8 @@ impl Bootstrap<'_> {
         Ok(announced.map_or(Ok(in_memory), Err))
     }
 
-    /// Opens `connections`. Returns `None` when all are open, or another generation that rank 0 has announced.
+    /// Opens `connections`. Returns `None` when all are open, or another generation that rank 0 has
+    /// announced.
     fn open_connections(
         &self,
         engine: &mut Engine,

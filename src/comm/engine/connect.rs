@@ -55,8 +55,8 @@ impl Engine {
             .map(|&(peer, _)| peer)
     }
 
-    /// Returns whether `conn_kind` to `peer` is missing. A rank that has said goodbye had all the connections it
-    /// needed.
+    /// Returns whether `conn_kind` to `peer` is missing. A rank that has said goodbye had all the
+    /// connections it needed.
     fn is_missing(&self, peer: usize, conn_kind: ConnectionKind) -> bool {
         !self.peers[peer].is_open(conn_kind) && !self.peers[peer].left
     }

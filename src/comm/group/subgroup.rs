@@ -243,8 +243,8 @@ impl Group {
         Ok(values.collect())
     }
 
-    /// Returns a bootstrap configuration for `ranks` of this group, with the timeout of this handle; `None` if this
-    /// rank is not among them.
+    /// Returns a bootstrap configuration for `ranks` of this group, with the timeout of this handle;
+    /// `None` if this rank is not among them.
     pub(super) fn bootstrap_config(&self, ranks: &[usize], options: GroupOptions) -> Option<BootstrapConfig> {
         Some(BootstrapConfig {
             store: Arc::clone(&self.inner.store),

@@ -114,8 +114,8 @@ impl Link for Tcp {
     }
 
     /// Sets keep-alive and user timeout, for control connections only. On a data connection, these settings
-    /// would end a peer that is alive but slow to read. They are not set inside a host: a virtual core that is
-    /// not scheduled for `bound`, while it holds one end, would look like a lost host.
+    /// would end a peer that is alive but slow to read. They are not set inside a host: a virtual core
+    /// that is not scheduled for `bound`, while it holds one end, would look like a lost host.
     fn enable_keepalive(&self, bound: Duration) -> io::Result<()> {
         if self.is_intra_host() {
             return Ok(());

@@ -41,7 +41,8 @@ fn cpu_time() -> Duration {
     Duration::from_micros(u64::try_from(sum.num_microseconds()).unwrap())
 }
 
-/// Two ranks wait for a third, which sleeps. `with_pending_operation` adds an operation that nobody waits for.
+/// Two ranks wait for a third, which sleeps. `with_pending_operation` adds an operation that nobody waits
+/// for.
 fn a_long_wait_uses_no_cpu(with_pending_operation: bool) {
     common::run_ranks(3, |group| {
         let peer = (group.rank() + 1) % 3;

@@ -17,9 +17,9 @@ use convoke_env::flight::snapshot::{GroupSnapshot, Observer, snapshots};
 /// Shows which ranks wait for which others in a job, from what convoke's runtime records in its workers.
 ///
 /// Prints one line for each group: which ranks are in no call, which wait in which call for whom, and which
-/// died. Then prints the last calls of each worker. The job may be running: it is not disturbed. Recordings of
-/// several nodes, given together, are read together. The folder is in the launcher's report, and in
-/// CONVOKE_FLIGHT_DIR of each worker.
+/// died. Then prints the last calls of each worker. The job may be running: it is not disturbed.
+/// Recordings of several nodes, given together, are read together. The folder is in the launcher's
+/// report, and in CONVOKE_FLIGHT_DIR of each worker.
 ///
 /// Ends with exit code 0, or 1 if a file could not be read or nothing was found.
 #[derive(Debug, Parser)]

@@ -58,8 +58,8 @@ impl Connector {
         }
     }
 
-    /// Repeatedly checks whether `peer` listens, which is to connect with `conn_kind`. The first check comes after
-    /// a pause.
+    /// Repeatedly checks whether `peer` listens, which is to connect with `conn_kind`. The first check
+    /// comes after a pause.
     pub(super) fn probe(peer: usize, conn_kind: ConnectionKind, address: SocketAddr, now: Instant) -> Self {
         let state = State::Pausing { until: now + MAX_RETRY_PAUSE };
         Self { state, pause: MAX_RETRY_PAUSE, probe_only: true, ..Self::new(peer, conn_kind, address, now) }

@@ -19,8 +19,8 @@ use convoke_testkit::memory;
 /// messages for which it gives credit, and its own needs.
 const MEMORY_BYTES: usize = 4 << 20;
 
-/// Returns bytes with which a third rank violates the protocol: the connection, and the text that the error must
-/// contain.
+/// Returns bytes with which a third rank violates the protocol: the connection, and the text that the
+/// error must contain.
 fn violations() -> Vec<(&'static str, ConnectionKind, Vec<u8>, &'static str)> {
     use ConnectionKind::{Collective, Control, Message};
     let p2p = |count: u64, tag: u32| Call::new(CallKind::PointToPoint, Dtype::U8, None, tag, count).encode();

@@ -26,7 +26,8 @@ pub(crate) fn run_ranks<R: Send>(world: usize, body: impl Fn(Group) -> R + Sync)
     run_with_options(world, GroupOptions::default(), body)
 }
 
-/// As [`run_ranks`], but `body` begins only when the group works on all ranks, so that no failure comes earlier.
+/// As [`run_ranks`], but `body` begins only when the group works on all ranks, so that no failure comes
+/// earlier.
 pub(crate) fn run_ranks_together<R: Send>(world: usize, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
     let gate = TimedBarrier::new(world);
     run_ranks(world, |group| {
