@@ -16,16 +16,16 @@ Options:
   --lr RATE              learning rate [0.1]
   --hidden N,N,...       units of each hidden layer [64]
   --seed N               decides held-out images, initial weights and order [1]
-  --checkpoint PATH      write the state here after each epoch, go on from it if it is there
-  --gradients HOW        how they are averaged: `ddp`, in buckets while the next ones are computed; `late`, in
+  --checkpoint PATH      write the state here after each epoch; continue from it if it exists
+  --gradients HOW        how gradients are averaged: `ddp`, in buckets while the next ones are computed; `late`, in
                          buckets after that; `by-hand`, all with one all_reduce [ddp]
   --bucket-bytes N       size of a bucket [1048576]
-  --device WHERE         where it is computed: `cpu`; `cuda`, on this worker's GPU, gradients by NCCL; `staged`, there
+  --device WHERE         where training runs: `cpu`; `cuda`, on this worker's GPU, gradients by NCCL; `staged`, there
                          as well, gradients through the host [cpu]
   --trace FILE           write what all ranks did when, for https://ui.perfetto.dev
   --print-every N        print each Nth epoch only, and the last one [1]
   --die-at EPOCH:RANK    on the first attempt, this rank kills itself in the middle of this epoch
-  -h, --help             this text
+  -h, --help             print this text
 ";
 
 /// The parsed command line.

@@ -106,7 +106,11 @@ pub(crate) fn abort_behind_running_kernel(gpu: &Gpu) -> Result<Outcome, CheckErr
     let spin = SpinKernel::start(&stream)?;
     let work = group.on(&stream)?.all_reduce_into(&send, &mut recv, ReduceOp::Sum)?;
     let work = match work.wait_timeout(ABORT_DELAY)? {
-        Ok(()) => return Ok(Outcome::failed("it was done before the kernel that it is behind".to_owned())),
+        Ok(()) => {
+            return Ok(Outcome::failed(
+                "it ended before the kernel that precedes it in the stream".to_owned(),
+            ));
+        }
         Err(work) => work,
     };
     let start = Instant::now();

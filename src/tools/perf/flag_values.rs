@@ -74,7 +74,7 @@ fn list<T: Copy + ToString>(text: &str, known: &[T], other_names: &[(&str, T)]) 
         let other = || other_names.iter().find(|(other, _)| *other == name).map(|(_, item)| item);
         known.iter().find(known_by).or_else(other).copied().ok_or_else(|| {
             let names: Vec<_> = known.iter().map(ToString::to_string).collect();
-            format!("there is no {name:?}: {}, or all", names.join(", "))
+            format!("{name:?} is unknown: choose {}, or all", names.join(", "))
         })
     };
     text.split(',').map(|name| one(name.trim())).collect::<Result<_, _>>().map(List::Named)
@@ -91,12 +91,12 @@ pub(super) fn ops(text: &str) -> Result<List<ReduceOp>, String> {
 
 pub(super) fn at_least<const LEAST: usize>(text: &str) -> Result<usize, String> {
     let number = text.parse().ok().filter(|&number| number >= LEAST);
-    number.ok_or_else(|| format!("a whole number from {LEAST} on"))
+    number.ok_or_else(|| format!("it must be a whole number of at least {LEAST}"))
 }
 
 pub(super) fn positive(text: &str) -> Result<f64, String> {
     let number = text.parse().ok().filter(|number: &f64| number.is_finite() && *number > 0.0);
-    number.ok_or_else(|| "a number above 0".to_owned())
+    number.ok_or_else(|| "it must be a number above 0".to_owned())
 }
 
 pub(super) fn zero_or_one(text: &str) -> Result<bool, String> {

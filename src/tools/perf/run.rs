@@ -184,7 +184,7 @@ fn check_algorithms(flags: &Flags) -> Result<(), PerfError> {
     match flags.algorithms.iter().find(|name| !known(name)) {
         Some(name) => {
             let there = ALGORITHMS.join(", ");
-            Err(PerfError::Usage(format!("--algorithms: there is no {name:?}: {there}, or all")))
+            Err(PerfError::Usage(format!("--algorithms: {name:?} is unknown: choose {there}, or all")))
         }
         None => Ok(()),
     }

@@ -19,9 +19,9 @@ pub(crate) fn parse(text: &str) -> Result<usize, String> {
     };
     let number: usize = number.parse().map_err(|_| match number {
         "" => "a size begins with a whole number: 4, 64K, 1G".to_owned(),
-        _ => "more bytes than there can be".to_owned(),
+        _ => "the size is too large".to_owned(),
     })?;
-    number.checked_mul(1 << shift).ok_or_else(|| "more bytes than there can be".to_owned())
+    number.checked_mul(1 << shift).ok_or_else(|| "the size is too large".to_owned())
 }
 
 /// Computation of the next size from the previous one.
@@ -91,8 +91,8 @@ mod tests {
             ("-4", "whole number and K, M, G"),
             ("1.5K", "whole number and K, M, G"),
             ("4X", "whole number and K, M, G"),
-            ("99999999999999999999", "more bytes than there can be"),
-            ("99999999999T", "more bytes than there can be"),
+            ("99999999999999999999", "the size is too large"),
+            ("99999999999T", "the size is too large"),
         ] {
             let error = parse(text).unwrap_err();
             assert!(error.contains(why), "{text}: {error}");

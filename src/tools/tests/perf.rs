@@ -223,8 +223,8 @@ fn plot_file_is_written() {
 fn usage_errors_exit_with_2_and_state_the_remedy() {
     for (arguments, told) in [
         (&["all_redcue"][..], "all_reduce"),
-        (&["--dtype=f31"], "there is no \"f31\": i8, "),
-        (&["--op=mean"], "there is no \"mean\": sum, "),
+        (&["--dtype=f31"], "\"f31\" is unknown: choose i8, "),
+        (&["--op=mean"], "\"mean\" is unknown: choose sum, "),
         (
             &["all_reduce", "--op=min", "--dtype=complex_f32"],
             "all_reduce of complex_f32 by min has no meaning",
@@ -234,12 +234,12 @@ fn usage_errors_exit_with_2_and_state_the_remedy() {
         (&["-b8", "-e4"], "--min-bytes 8 B is more than --max-bytes 4 B"),
         (&["-b0"], "stays 0"),
         (&["-i0"], "--step-bytes 0"),
-        (&["-f1"], "a whole number from 2 on"),
+        (&["-f1"], "a whole number of at least 2"),
         (&["-f2", "-i4"], "cannot be used with"),
         (&["--csv", "--json"], "cannot be used with"),
         (&["--check=2"], "0 or 1"),
         (&["--time-ms=0"], "a number above 0"),
-        (&["--algorithms=fast"], "there is no \"fast\": table, ring, "),
+        (&["--algorithms=fast"], "\"fast\" is unknown: choose table, ring, "),
         (&["--root=1"], "--root 1: ranks are 0 to 0"),
         (&["send_recv"], "send_recv needs 2 ranks"),
         (&["pairs"], "`pairs` needs at least two hosts"),
