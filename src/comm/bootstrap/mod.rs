@@ -269,7 +269,7 @@ impl BootstrapConfig {
     /// Returns a bootstrap configuration for a group of one, which needs no shared store.
     pub(crate) fn single_rank(options: GroupOptions, tuning: Tuning) -> Self {
         let store = Arc::new(convoke_store::MemoryStore::new());
-        Self::new(store, "no place".to_owned(), (0, 1), options, tuning)
+        Self::new(store, "no rendezvous address".to_owned(), (0, 1), options, tuning)
     }
 
     /// Returns the configuration of one rank for a group without a parent, in a store of which nothing else

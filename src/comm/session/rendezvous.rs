@@ -156,7 +156,7 @@ impl Rendezvous {
 impl fmt::Display for Rendezvous {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::SingleRank => f.write_str("no place"),
+            Self::SingleRank => f.write_str("no rendezvous address"),
             Self::Tcp(master) => master.fmt(f),
             Self::File(path) => path.display().fmt(f),
             Self::Store(store) => write!(f, "the store {:p}", Arc::as_ptr(store).cast::<()>()),
