@@ -52,7 +52,7 @@ fn each_worker_gets_its_own_cores() {
     if cores(&ours).len() < 2 {
         convoke_testkit::skip("this test may use one core only");
         let ended = run(&job, &["--bind=core", "--nproc-per-node=2"]).expect_exit_code(1);
-        let what = "--bind=core: 1 physical core for 2 workers; write --nproc-per-node=1, or --bind=node";
+        let what = "--bind=core: convoke can use 1 physical core for 2 workers; write --nproc-per-node=1, or --bind=node";
         assert!(ended.stderr.contains(what), "{}", ended.stderr);
         return;
     }

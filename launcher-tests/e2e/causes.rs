@@ -132,14 +132,14 @@ const CASES: &[Case] = &[
     .flags(&["--nproc-per-node=2", "--monitor-interval=1"]),
     case("exit 0 too early", 0, "early-exit", "py\nconnected()\nif RANK == 0: peer.close(); sys.exit(0)\ntime.sleep(0.2)\npeer.recv(1)\npeer.sendall(b'x')\npeer.recv(1)")
         .flags(&["--nproc-per-node=2"])
-        .expect_text(&["exited with code 0 while the others went on"]),
+        .expect_text(&["exited with code 0 while the others continued"]),
     case(
         "a consequence that is seen first", 0, "exception",
         "py\nconnected()\nif RANK == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    touch('deaf')\n    peer.close()\n    pid = int(wait_for('lost'))\n    while os.path.exists(f'/proc/{pid}'): time.sleep(0.01)\n    raise ValueError('the reason')\n\
          wait_for('deaf')\ntry:\n    peer.recv(1)\n    peer.sendall(b'x')\n    peer.recv(1)\nfinally:\n    touch('lost', str(os.getpid()))",
     )
     .flags(&["--nproc-per-node=2"])
-    .expect_text(&[": exited with code 1 (peer-lost: a consequence of another's end: ", "cause     : exception: ValueError: the reason"]),
+    .expect_text(&[": exited with code 1 (peer-lost: a consequence of another worker's end: ", "cause     : exception: ValueError: the reason"]),
     case(
         "a peer's loss as the runtime tells it", 1, "exit",
         "sh\n[ $RANK = 0 ] && exec sleep 1000\nif [ $RANK = 1 ]; then await lost; exit 9; fi\n\

@@ -89,7 +89,7 @@ fn job_continues_when_a_node_is_killed_or_joins() {
         "{}",
         ended[0].stderr
     );
-    assert!(ended[0].stderr.contains("a node has come: "), "{}", ended[0].stderr);
+    assert!(ended[0].stderr.contains("a node has joined: "), "{}", ended[0].stderr);
     drop(second);
     assert_eq!(job.processes(), [0; 0]);
 }
@@ -107,7 +107,10 @@ fn node_stopped_by_signal_makes_the_others_restart() {
         second.wait().expect_exit_code(1);
         release_workers(&job);
         let stderr = first.wait().expect_exit_code(0).stderr;
-        assert!(stderr.contains(&format!(") was stopped by {signal}; all nodes begin anew")), "{stderr}");
+        assert!(
+            stderr.contains(&format!(") was stopped by {signal}; all nodes start a new round")),
+            "{stderr}"
+        );
     }
 }
 
@@ -123,8 +126,8 @@ fn job_waits_for_a_stopped_node_below_min_nodes() {
     second.signal(Signal::SIGTERM);
     second.wait().expect_exit_code(1);
     let said = |what: &str| wait_until(what, || first.stderr().contains(what).then_some(()));
-    said("was stopped by SIGTERM; all nodes begin anew");
-    said("1 of 2 nodes are here");
+    said("was stopped by SIGTERM; all nodes start a new round");
+    said("1 of 2 nodes have joined");
     (0..2).for_each(|rank| std::fs::remove_file(job.path(&format!("up.2.{rank}"))).unwrap());
     let third = start();
     wait_for_round(&job, 2);
@@ -228,7 +231,10 @@ fn any_node_may_die_with_a_shared_file() {
     release_workers(&job);
     second.wait().expect_exit_code(0);
     let late = start("1:2").wait().expect_exit_code(1).stderr;
-    assert!(late.contains("the job with --rdzv-id=job at ") && late.contains(" has ended well"), "{late}");
+    assert!(
+        late.contains("the job with --rdzv-id=job at ") && late.contains(" has ended successfully"),
+        "{late}"
+    );
     drop(first);
     assert_eq!(job.processes(), [0; 0]);
 }
@@ -243,7 +249,7 @@ fn failed_job_can_be_restarted_with_the_same_id() {
     std::fs::write(job.path("mended"), "").unwrap();
     wait_for_all([start(), start()], 0);
     let late = start().wait().expect_exit_code(1).stderr;
-    assert!(late.contains("--rdzv-id=job") && late.contains("has ended well"), "{late}");
+    assert!(late.contains("--rdzv-id=job") && late.contains("has ended successfully"), "{late}");
     assert!(late.contains("try: another --rdzv-id"), "{late}");
 }
 
@@ -295,7 +301,9 @@ fn two_jobs_at_one_endpoint(first_ends: &str) -> ([Job; 2], String, [Launcher; 2
     };
     let nodes = [start(&jobs[0], "--rdzv-id=a", first_ends), start(&jobs[1], "--rdzv-id=b", "exit 0")];
     release_workers(&jobs[0]);
-    wait_until("the first to stay", || nodes[0].stderr().contains("another job meets at ").then_some(()));
+    wait_until("the first to stay", || {
+        nodes[0].stderr().contains("another job uses the rendezvous at ").then_some(())
+    });
     (jobs, endpoint, nodes)
 }
 
@@ -306,7 +314,7 @@ fn other_job_continues_after_the_job_serving_it_ends() {
         let third = Job::new();
         let late = third.start(command_as(&third, &["--rdzv-id=c"], &endpoint, "1", "", Path::new("true")));
         let late = late.wait().expect_exit_code(1).stderr;
-        assert!(late.contains("it stays only for others that have begun: use another port"), "{late}");
+        assert!(late.contains("it now serves only jobs that already run: use another port"), "{late}");
         release_workers(&jobs[1]);
         let second = second.wait().expect_exit_code(0).stderr;
         assert!(!second.contains("lost") && !second.contains("error"), "{second}");
@@ -337,7 +345,7 @@ fn standby_node_exits_with_the_outcome_of_the_job() {
         let first = start();
         wait_for_round(&job, 1);
         let spare = start();
-        wait_until("it to be a spare", || spare.stderr().contains("waits as a spare").then_some(()));
+        wait_until("it to wait", || spare.stderr().contains("waits as a standby node").then_some(()));
         release_workers(&job);
         for node in wait_for_all([first, spare], code) {
             assert!(code != 0 || !node.stderr.contains("error: "), "{}", node.stderr);
@@ -351,7 +359,7 @@ fn nodes_with_another_nnodes_are_refused() {
     let worker = job.script(WAITING_WORKER);
     let first = node(&job, &endpoint, "2", &worker);
     wait_until("the endpoint", || TcpStream::connect(&endpoint).ok());
-    wait_until("it to wait", || first.stderr().contains("1 of 2 nodes are here").then_some(()));
+    wait_until("it to wait", || first.stderr().contains("1 of 2 nodes have joined").then_some(()));
     let other = node(&job, &endpoint, "1:3", &worker).wait().expect_exit_code(1).stderr;
     assert!(other.contains("--nnodes is 1:3 here and 2:2 on "), "{other}");
     let second = node(&job, &endpoint, "2", &worker);
@@ -405,10 +413,16 @@ fn unauthenticated_peers_cannot_join_or_disturb_the_job() {
 fn foreign_service_at_the_endpoint_is_reported() {
     type Client = fn(&mut TcpStream);
     let cases: [(Client, &str); 5] = [
-        (|stream| drop(stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")), "it answers something else"),
-        (|stream| drop(stream.write_all(b"SSH-2.0-OpenSSH_9.2p1\r\n")), "it answers something else"),
-        (|stream| drop(stream.write_all(b"-ERR unknown command\r\n")), "it answers something else"),
-        (|stream| drop(stream.shutdown(std::net::Shutdown::Both)), "it hung up, and is no rendezvous"),
+        (
+            |stream| drop(stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")),
+            "it is not a rendezvous of convoke",
+        ),
+        (|stream| drop(stream.write_all(b"SSH-2.0-OpenSSH_9.2p1\r\n")), "it is not a rendezvous of convoke"),
+        (|stream| drop(stream.write_all(b"-ERR unknown command\r\n")), "it is not a rendezvous of convoke"),
+        (
+            |stream| drop(stream.shutdown(std::net::Shutdown::Both)),
+            "it closed the connection, and is not a rendezvous",
+        ),
         (|_| {}, "connected, but it does not answer as a rendezvous"),
     ];
     for (talk, said) in cases {
@@ -458,8 +472,8 @@ fn waiting_nodes_report_present_and_missing_nodes_every_ten_seconds() {
         .start(command(&job, &endpoint, "2", ",join_timeout=12", Path::new("true")))
         .wait()
         .expect_exit_code(1);
-    let line = "1 of 2 nodes are here: ";
+    let line = "1 of 2 nodes have joined: ";
     let said: Vec<_> = ended.stderr.lines().filter(|text| text.contains(line)).collect();
     assert!(said.len() >= 3, "at once, again, and why it ends: {}", ended.stderr);
-    assert!(said[0].contains("at least 1 more must come") && said[0].ends_with(" s left)"), "{said:?}");
+    assert!(said[0].contains("at least 1 more must join") && said[0].ends_with(" s left)"), "{said:?}");
 }

@@ -113,7 +113,7 @@ fn refused_certificate_is_reported_as_such() {
     let names = https(&ca, &identity("client")).replace("ca_cert", "cacert").replace("ssl_cert", "cert");
     let names = names.replace("cert_key", "key");
     let ended = run(&job, &etcd.endpoint, &names, &[], &worker).expect_exit_code(1);
-    assert!(ended.stderr.contains("has ended well"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("has ended successfully"), "{}", ended.stderr);
 }
 
 #[test]
@@ -129,7 +129,7 @@ fn refused_password_is_reported_as_such() {
     let (ended, since) = start(&[user, ("CONVOKE_ETCD_PASSWORD", "wrong")], "");
     expect(ended, since, &["refuses user convoke or the password", "CONVOKE_ETCD_PASSWORD"]);
     let (ended, since) = start(&[], "");
-    expect(ended, since, &["wants a user and a password"]);
+    expect(ended, since, &["requires a user and a password"]);
     let (ended, since) = start(&[user], "");
     expect(ended, since, &["CONVOKE_ETCD_USER is set without CONVOKE_ETCD_PASSWORD"]);
     let right = [user, ("CONVOKE_ETCD_PASSWORD", "convokepw")];
@@ -141,7 +141,7 @@ fn refused_password_is_reported_as_such() {
     let ended = run(&job, &etcd.endpoint, "", &[user, ("CONVOKE_ETCD_PASSWORD_FILE", &file)], &worker);
     assert_eq!(ended.expect_exit_code(0).stdout, "ran\n", "workers do not get the password");
     let ended = run(&job, &etcd.endpoint, "", &right, &worker).expect_exit_code(1);
-    assert!(ended.stderr.contains("has ended well"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("has ended successfully"), "{}", ended.stderr);
 }
 
 #[test]
@@ -158,7 +158,7 @@ fn foreign_service_at_etcd_address_is_reported_with_its_answer() {
     assert!(ended.stderr.contains("within 1 s"), "{}", ended.stderr);
     let user = [("CONVOKE_ETCD_USER", "x"), ("CONVOKE_ETCD_PASSWORD", "y")];
     let ended = run(&job, &etcd.endpoint, "", &user, &worker).expect_exit_code(1);
-    assert!(ended.stderr.contains("knows no users"), "{}", ended.stderr);
+    assert!(ended.stderr.contains("has authentication disabled"), "{}", ended.stderr);
     let ended = run(&job, &etcd.endpoint, ",protocol=https,join_timeout=1", &[], &worker).expect_exit_code(1);
     assert!(ended.stderr.contains(&etcd.endpoint), "{}", ended.stderr);
 }
@@ -195,6 +195,10 @@ fn launcher_does_not_change_foreign_etcd_keys() {
     let worker = job.script("echo ran\n");
     etcd.run_script(&["ctl", "put", "/convoke/job/coordinator", r#"{"version":77}"#]);
     let since = Instant::now();
-    expect(run(&job, &etcd.endpoint, "", &[], &worker), since, &["of version 77", "another --rdzv-id"]);
+    expect(
+        run(&job, &etcd.endpoint, "", &[], &worker),
+        since,
+        &["the entry has version 77", "another --rdzv-id"],
+    );
     assert!(etcd.run_script(&["ctl", "get", "/convoke/job/coordinator"]).contains("77"));
 }

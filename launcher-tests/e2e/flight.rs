@@ -223,7 +223,7 @@ fn guard_loss_report_includes_worker_states_and_calls() {
         assert_eq!((&worker["class"], &worker["stopped_by_us"]), (&"stopped".into(), &true.into()));
         assert_eq!(
             worker["explanation"],
-            "with the guard process, without which none may run: was killed by SIGKILL"
+            "it ended with the guard process, without which no worker may run: was killed by SIGKILL"
         );
     }
 }

@@ -197,7 +197,7 @@ fn address_local_to_every_host_is_questioned_and_finally_reported() {
         [(&fixed[..], "--master-addr is 127.0.0.1"), (&elastic[..], "--rdzv-endpoint is localhost")]
     {
         let ended = job.run(flags).expect_exit_code(1);
-        let doubt = format!("{start}, by which every host means itself");
+        let doubt = format!("{start}, by which every host reaches itself");
         assert_eq!(ended.stderr.matches(&format!("warning: {doubt}")).count(), 1, "{}", ended.stderr);
         assert_eq!(ended.stderr.matches(&format!("likely: {doubt}")).count(), 1, "{}", ended.stderr);
     }

@@ -159,7 +159,7 @@ fn unwritable_stdout_is_reported_once_and_the_job_continues() {
             command.arg(job.script(&format!("{worker}\n[ $TORCHELASTIC_RESTART_COUNT = 1 ]\n")));
             let ended = job.start_with_stdout(command, Some(stdout)).wait().expect_exit_code(0);
             let error = if full { "no storage space" } else { "broken pipe" };
-            let told = format!("convoke: warning: cannot write to stdout: {error}; the job goes on\n");
+            let told = format!("convoke: warning: cannot write to stdout: {error}; the job continues\n");
             assert_eq!(ended.stderr.matches(&told).count(), 1, "{worker}: {}", ended.stderr);
             // The second line reports the restart.
             assert_eq!(ended.stderr.lines().count(), 2, "{worker}: {}", ended.stderr);

@@ -15,8 +15,8 @@ const EXITS: [(&str, &str, &str); 8] = [
     ("abort", "abort", "(SIGABRT)"),
     ("segv", "segfault", "(SIGSEGV)"),
     ("kill", "killed", "(SIGKILL)"),
-    ("return", "early-exit", "exited with code 0 while the others went on"),
-    ("exit0", "early-exit", "exited with code 0 while the others went on"),
+    ("return", "early-exit", "exited with code 0 while the others continued"),
+    ("exit0", "early-exit", "exited with code 0 while the others continued"),
 ];
 
 /// Time limit from the start of the launchers to the end of the last one, with an allowance for a busy

@@ -89,7 +89,7 @@ fn signal_caught_by_workers_is_forwarded_and_ends_nothing() {
     wait_until("a word on rank 1", || launcher.stderr().contains("rank 1").then_some(()));
     release_workers(&job);
     let ended = launcher.wait().expect_exit_code(0);
-    let said = "convoke: SIGUSR1 was not sent to rank 1, which would be killed by it: it is not caught there, the others got it\n";
+    let said = "convoke: SIGUSR1 was not sent to rank 1, which would be killed by it: no handler is installed there; the other workers got it\n";
     assert!(ended.stderr.contains(said), "{}", ended.stderr);
     assert_eq!(job.wait_for_file("done.1"), "done\n");
 }

@@ -29,7 +29,7 @@ fn command_of_node_0(job: &Job) -> Command {
     command
 }
 
-const WAITING: &str = "1 of 2 nodes are here, waiting for node 1";
+const WAITING: &str = "1 of 2 nodes have joined, waiting for node 1";
 
 #[test]
 fn terminal_shows_one_updating_line_while_nodes_join() {
@@ -38,7 +38,7 @@ fn terminal_shows_one_updating_line_while_nodes_join() {
     let (live, rest) = seen.rsplit_once("\r\x1b[2K").expect(&seen);
     assert!(live.matches(WAITING).count() >= 2, "kept up to date: {seen:?}");
     // A second line stays on the screen: it explains why the other node may never join.
-    let stays = "--master-addr is 127.0.0.1, by which every host means itself";
+    let stays = "--master-addr is 127.0.0.1, by which every host reaches itself";
     assert!(live.matches('\n').count() == 1 && live.contains(stays), "one line: {seen:?}");
     assert!(
         rest.starts_with("\x1b[1;31mconvoke:\x1b[0m error: 1 of 2 nodes did not join within 3 s"),

@@ -23,7 +23,7 @@ const RESTART_LIMIT: Duration = Duration::from_secs(1 + 6);
 const LONG_OUTAGE: Duration = Duration::from_secs(5);
 
 /// Phrases with which a node reports the end of a round.
-const NEW_ROUND_PHRASES: &[&str] = &["begin anew", "nobody was heard"];
+const NEW_ROUND_PHRASES: &[&str] = &["start a new round", "the rendezvous answered no heartbeat"];
 
 const RUNS_ON: &str = "runs on";
 const GOES_ON: &str = "goes on without it";
@@ -254,7 +254,7 @@ fn job_waits_while_too_few_nodes_remain() {
         let (mut cluster, round) = start_three(backend)?;
         cluster.run_testbed(&["kill-host", "2"]);
         cluster.run_testbed(&["kill-host", "3"]);
-        cluster.wait_for_output(1, "1 of 2 to 3 nodes are here");
+        cluster.wait_for_output(1, "1 of 2 to 3 nodes have joined");
         let message = find_line(&cluster.nodes[&1].stderr(), &["1 of 2 to 3"]);
         cluster.remove_node(2);
         cluster.remove_node(3);
@@ -425,7 +425,7 @@ fn joining_nodes_enter_the_running_job() {
             cluster.start_all(3);
             let round = cluster.wait_for_round(3);
             cluster.start(4);
-            cluster.wait_for_output(4, "waits as a spare");
+            cluster.wait_for_output(4, "waits as a standby node");
             cluster.expect_undisturbed(&round, Duration::from_secs(1));
             let victim = round[&2].launcher;
             let (times, after) = cluster.expect_new_round(
@@ -437,7 +437,7 @@ fn joining_nodes_enter_the_running_job() {
             check_times(&times, DEATH_LIMIT);
             assert_eq!(after[&4].rank, round[&2].rank, "{after:?}");
             cluster.remove_node(2);
-            let message = find_line(&cluster.nodes[&4].stderr(), &["spare"]);
+            let message = find_line(&cluster.nodes[&4].stderr(), &["waits as a standby node"]);
             cluster.finish();
             Ok(Row { outcome: BEGINS_ANEW, times, message })
         },
@@ -497,7 +497,7 @@ fn job_survives_different_clocks() {
                 .env("FAKETIME_DONT_FAKE_MONOTONIC", "1");
             cluster.start_as(host, command);
             if host == 1 {
-                cluster.wait_for_output(1, "nodes are here");
+                cluster.wait_for_output(1, "nodes have joined");
             }
         }
         let round = cluster.wait_for_round(3);
@@ -557,7 +557,7 @@ fn job_survives_an_etcd_failure() {
             (1..=members).for_each(|member| drop(cluster.etcd(&["kill", &member.to_string()])));
         };
         let mut row = expect_unnoticed(cluster, &round, kill, 2 * LONG_OUTAGE, |_| {});
-        row.message = "etcd at …; workers run on, and changes of membership wait".to_owned();
+        row.message = "etcd at …; workers keep running, and membership changes wait".to_owned();
         Ok(row)
     });
     for_each_backend(
@@ -569,12 +569,12 @@ fn job_survives_an_etcd_failure() {
             let victim = round[&3].launcher;
             cluster.etcd(&["kill", "1"]);
             cluster.exec(3, &kill_command(victim));
-            cluster.wait_for_output(1, "changes of membership wait");
+            cluster.wait_for_output(1, "membership changes wait");
             let (times, _) =
                 cluster.expect_new_round(&round, |cluster| drop(cluster.etcd(&["restart", "1"])), &[1, 2], 2);
             assert!(times.restarted.is_some_and(|time| time < RESTART_LIMIT + RESTART_LIMIT), "{times:?}");
             cluster.remove_node(3);
-            let message = find_line(&cluster.nodes[&1].stderr(), &["changes of membership wait"]);
+            let message = find_line(&cluster.nodes[&1].stderr(), &["membership changes wait"]);
             cluster.finish();
             Ok(Row {
                 outcome: "goes on when etcd does",
@@ -644,7 +644,7 @@ fn unauthenticated_peers_are_refused() {
                 cluster.start_as(host, command);
             };
             node(&mut cluster, 1, Some("secret"));
-            cluster.wait_for_output(1, "nodes are here");
+            cluster.wait_for_output(1, "nodes have joined");
             node(&mut cluster, 2, Some("secret"));
             let round = cluster.wait_for_round(2);
 
@@ -657,7 +657,7 @@ fn unauthenticated_peers_are_refused() {
             wait_until("the recorder", || cluster.succeeds(3, "grep -q :1B58 /proc/net/tcp").then_some(()));
             let endpoint = std::mem::replace(&mut cluster.endpoint, "10.77.0.3:7000".to_owned());
             node(&mut cluster, 3, Some("secret"));
-            cluster.wait_for_output(3, "waits as a spare");
+            cluster.wait_for_output(3, "waits as a standby node");
             cluster.endpoint = endpoint;
             cluster.signal(3, "TERM");
             cluster.nodes.remove(&3).unwrap().wait();

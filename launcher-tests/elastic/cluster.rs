@@ -207,7 +207,7 @@ impl Cluster {
     pub fn start_all(&mut self, hosts: usize) {
         self.start(1);
         if hosts > 1 {
-            self.wait_for_output(1, "nodes are here");
+            self.wait_for_output(1, "nodes have joined");
         }
         (2..=hosts).for_each(|host| self.start(host));
     }

@@ -120,12 +120,12 @@ fn job(config: &Config) -> String {
             timeout.as_secs()
         ),
         Rendezvous::Elastic { endpoint, settings } => format!(
-            "elastic, {}: they meet at {}; a node waits {} s for a round, and is lost when it is silent for {} s",
+            "elastic, {}: their rendezvous is at {}; a node waits {} s for a round, and is lost after {} s without a heartbeat",
             nodes(config),
             match endpoint {
                 Endpoint::Host { host, port, .. } => address(host, *port),
-                Endpoint::File(path) => format!("the place that {} names", path.display()),
-                Endpoint::Etcd(cluster) => format!("the place that {cluster} names"),
+                Endpoint::File(path) => format!("the address that {} names", path.display()),
+                Endpoint::Etcd(cluster) => format!("the address that {cluster} names"),
             },
             settings.join_timeout.as_secs(),
             settings.heartbeat_timeout.as_secs()
@@ -142,7 +142,7 @@ fn nodes(config: &Config) -> String {
 fn node(config: &Config, assignment: &Assignment) -> String {
     let given = match &config.rendezvous {
         Rendezvous::Standalone | Rendezvous::Static { .. } => "",
-        Rendezvous::Elastic { .. } => " (if it comes first: ranks are given when the nodes meet)",
+        Rendezvous::Elastic { .. } => " (if it joins first: the rendezvous assigns the ranks)",
     };
     format!("{} of {}, on {}{given}", assignment.group_rank, assignment.group_world_size, full_host_name())
 }
@@ -184,8 +184,8 @@ fn signals(config: &Config) -> String {
     };
     let (stop, forward) = (list(&config.signals), list(&config.forward_signals));
     let orphans = match config.orphans {
-        Orphans::Stop => "what outlives the workers is stopped",
-        Orphans::Keep => "what outlives successful workers is left alone",
+        Orphans::Stop => "processes that outlive the workers are stopped",
+        Orphans::Keep => "processes that outlive successful workers are left alone",
     };
     let seconds = config.shutdown_timeout.as_secs();
     format!(

@@ -53,7 +53,7 @@ pub(crate) fn run(config: Config, guard: Pid, socket: UnixStream) -> ExitCode {
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
-            print_message(&format!("error: no event loop: {error}"));
+            print_message(&format!("error: cannot start the event loop: {error}"));
             return exit::FAILURE;
         }
     };
@@ -158,7 +158,8 @@ async fn until(at: Option<Instant>) {
 
 impl EventLoop {
     fn new(config: Config, guard: Pid, socket: UnixStream) -> Result<Self, String> {
-        let link = GuardLink::new(socket).map_err(|error| format!("guard: {error}"))?;
+        let link = GuardLink::new(socket)
+            .map_err(|error| format!("cannot connect to the guard process: {error}"))?;
         let (notifier, notifications) = mpsc::unbounded_channel();
         watch(&config, &notifier)?;
         let run_dir = RunDir::create(&config.logs, &config.run_id);
@@ -217,7 +218,7 @@ impl EventLoop {
                 message = self.link.receive(), if self.guard_end.is_none() => match message {
                     Ok(Some(message)) => self.handle_guard_message(message),
                     Ok(None) => { self.guard_end = Some(None); None }
-                    Err(error) => Some(AgentOutcome::Error(format!("the guard said what it should not: {error}"))),
+                    Err(error) => Some(AgentOutcome::Error(format!("the guard process sent an invalid message: {error}"))),
                 },
                 Some(notification) = self.notifications.recv() => self.handle_notification(notification),
                 () = sleep => self.supervise(supervise::Event::Tick),
@@ -262,9 +263,7 @@ impl EventLoop {
                 }
             }
             Notification::Joined(Err(RendezvousError::AlreadySucceeded)) => {
-                print_message(
-                    "the job has ended well; this node waited as a spare and is not needed any more",
-                );
+                print_message("the job has succeeded; this standby node is no longer needed");
                 self.decide(Event::NotNeeded)
             }
             Notification::Joined(Err(error)) => {
@@ -290,7 +289,8 @@ impl EventLoop {
                 self.ended_round = self.ended_round.max(Some(round));
                 if self.round.as_ref().is_some_and(|current| current.assignment.round == round) {
                     self.partitioned_round = alone.then_some(round).or(self.partitioned_round);
-                    let then = if alone { "this node stops its workers" } else { "all nodes begin anew" };
+                    let then =
+                        if alone { "this node stops its workers" } else { "all nodes start a new round" };
                     print_message(&format!("{cause}; {then}"));
                     self.decide(Event::NewRound { partitioned: alone })
                 } else {

@@ -83,7 +83,8 @@ impl EventLoop {
         let here =
             |rank: &usize| (0..self.config.nproc_per_node).any(|local| round.workers.rank(local) == *rank);
         if let Some(blamed) = root.and_then(|root| root.suspect_rank).filter(|rank| !here(rank)) {
-            summary.push_str(&format!(", for want of rank {blamed}, whose node did not say that it failed"));
+            summary
+                .push_str(&format!("; suspected root cause: rank {blamed}, whose node reported no failure"));
         }
         // A worker that lost its peer is not the cause if the peer's node declares a failure.
         let head_start = match root.map(|root| root.class) {
@@ -150,10 +151,10 @@ impl EventLoop {
             return;
         }
         let (jobs, they) =
-            if count == 1 { ("another job meets", "it has") } else { ("other jobs meet", "they have") };
+            if count == 1 { ("another job uses", "it has") } else { ("other jobs use", "they have") };
         print_message(&format!(
-            "this job has ended; {jobs} at {endpoint}, which this launcher serves: it stays until {they} ended (a signal ends \
-             that as well)"
+            "this job has ended; {jobs} the rendezvous at {endpoint}, which this launcher serves: it keeps running until {they} \
+             ended (a signal stops it sooner)"
         ));
         let (other_jobs, (done, mut all)) = (self.other_jobs.clone(), oneshot::channel());
         start_thread("guests", move || {
@@ -201,6 +202,6 @@ pub(super) fn report_of(what: &OutcomeKind) -> Option<Report> {
 /// Starts a thread that ends by itself. If it cannot start, its work is not done, and a warning says so.
 pub(super) fn start_thread(name: &str, work: impl FnOnce() + Send + 'static) {
     if let Err(error) = std::thread::Builder::new().name(format!("convoke-{name}")).spawn(work) {
-        print_message(&format!("warning: no thread to {name}: {error}"));
+        print_message(&format!("warning: cannot start the thread convoke-{name}: {error}"));
     }
 }

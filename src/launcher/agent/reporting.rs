@@ -129,7 +129,7 @@ impl EventLoop {
             print_message(&format!("warning: {error}"));
         }
         if let Some(wrong) = wrong {
-            print_message(&format!("error: {wrong}; the report without it:"));
+            print_message(&format!("error: {wrong}; the report follows without it:"));
         }
         self.print(&report);
         report
@@ -281,7 +281,10 @@ impl EventLoop {
             }
             killed = !fallen.is_empty() || workers.any_not_ended();
         }
-        let how = self.guard_end.flatten().map_or_else(|| "went away".to_owned(), report::describe);
+        let how = self
+            .guard_end
+            .flatten()
+            .map_or_else(|| "ended with an unknown exit status".to_owned(), report::describe);
         let workers = if killed { "; all workers of this node were killed" } else { "" };
         let message = format!("the guard process (pid {}) {how}{workers}", self.guard);
         print_message(&format!("error: {message}"));
@@ -291,8 +294,10 @@ impl EventLoop {
         report.flight = self.flight(Some(&failures));
         for worker in &mut report.failures {
             if worker.class == Class::Stopped && fallen.contains(&worker.local_rank) {
-                worker.explanation =
-                    format!("with the guard process, without which none may run: {}", worker.describe());
+                worker.explanation = format!(
+                    "it ended with the guard process, without which no worker may run: {}",
+                    worker.describe()
+                );
             }
         }
         report.root_cause = report.root_cause.filter(|&at| !report.failures[at].stopped_by_us);

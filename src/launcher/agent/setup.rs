@@ -25,5 +25,5 @@ pub(super) fn token(config: &Config) -> Result<Option<Token>, String> {
         Choice::Standalone => true,
         Choice::Static { .. } | Choice::Elastic { .. } => config.nodes.max == 1,
     };
-    alone.then(Token::random).transpose().map_err(|error| format!("no random numbers: {error}"))
+    alone.then(Token::random).transpose().map_err(|error| format!("cannot get random numbers: {error}"))
 }

@@ -21,7 +21,9 @@ impl EventLoop {
         fault::point("ending");
         self.close_output();
         if let Err(error) = self.stop_guard(&end).await {
-            print_message(&format!("warning: guard: {error}"));
+            print_message(&format!(
+                "warning: cannot stop the guard process: {error}; killing the remaining processes"
+            ));
             kill_all(|_, _| {});
         }
         self.close_termination_channel(&end);
@@ -136,7 +138,10 @@ impl EventLoop {
                         self.handle_notification(notification);
                     }
                 }
-                () = tokio::time::sleep_until(deadline) => return Err(io::Error::other("it does not leave")),
+                () = tokio::time::sleep_until(deadline) => {
+                    let limit = GUARD_EXIT_TIMEOUT.as_secs();
+                    return Err(io::Error::other(format!("it did not exit within {limit} s")));
+                }
             }
         }
         Ok(())

@@ -97,7 +97,7 @@ impl EventLoop {
     fn forward(&mut self, signal: Signal) {
         let waiting = self.running_workers();
         if waiting.is_empty() {
-            print_message(&format!("{signal}: no worker runs that could get it"));
+            print_message(&format!("{signal} was not forwarded: no worker is running"));
             return;
         }
         for &(id, _) in &waiting {
@@ -122,9 +122,9 @@ impl EventLoop {
             let ForwardedSignal { signal, caught, not_caught, .. } = self.signals.forwarded.remove(at);
             if !not_caught.is_empty() {
                 let whom = formatting::ranks(&not_caught);
-                let others = if caught == 0 { "" } else { ", the others got it" };
+                let others = if caught == 0 { "" } else { "; the other workers got it" };
                 print_message(&format!(
-                    "{signal} was not sent to {whom}, which would be killed by it: it is not caught there{others}"
+                    "{signal} was not sent to {whom}, which would be killed by it: no handler is installed there{others}"
                 ));
             }
         }
@@ -135,7 +135,7 @@ impl EventLoop {
         self.signal_workers(Signal::SIGSTOP);
         let several = self.round.as_ref().is_some_and(|round| round.assignment.group_world_size > 1);
         let others =
-            if several { "; other nodes take this one for lost if it is not continued soon" } else { "" };
+            if several { "; other nodes declare this node lost if it is not continued soon" } else { "" };
         print_message(&format!(
             "the workers of this node are stopped (SIGTSTP), then the launcher; `fg` or `bg` continues them{others}"
         ));

@@ -57,7 +57,8 @@ impl EventLoop {
                 &parent,
             )?;
             let added = round.workers.add(self.token.as_ref(), error_file, stdio.stderr_tail.clone());
-            let (id, channel) = added.map_err(|error| format!("no channel to a worker: {error}"))?;
+            let (id, channel) =
+                added.map_err(|error| format!("cannot create the channel to a worker: {error}"))?;
             let mut descriptors = vec![channel.as_fd()];
             let given = |target: &StdioTarget| target.as_fd().is_some();
             let (stdout, stderr) = (given(&stdio.stdout), given(&stdio.stderr));

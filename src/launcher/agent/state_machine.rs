@@ -4,7 +4,7 @@
 //! Joining ─► Running ─► Sweeping ─┬─► Barrier ─► end        all workers succeeded
 //!    ▲                            ├─► Waiting ─► end        no restart left, and the others know of no loss
 //!    │                            ├─► end                   stopped, or no restarts left
-//!    └────────────────────────────┘                         a restart, or all nodes begin anew
+//!    └────────────────────────────┘                         a restart, or all nodes start a new round
 //! ```
 
 use std::time::Duration;

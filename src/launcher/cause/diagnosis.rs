@@ -134,13 +134,13 @@ fn diagnose_signal(facts: &Facts<'_>, signal: i32, code: Option<i32>) -> Diagnos
         Signal::SIGSEGV => {
             let said = log.abort_message.as_deref().filter(|words| !words.contains("Segmentation fault"));
             let text = said.map_or_else(
-                || "access to memory that is not its own (SIGSEGV)".to_owned(),
-                |words| format!("access to memory that is not its own (SIGSEGV): {words}"),
+                || "access to invalid memory (SIGSEGV)".to_owned(),
+                |words| format!("access to invalid memory (SIGSEGV): {words}"),
             );
             Diagnosis::new(Class::Segfault, by(&text))
                 .with_advice("native code is at fault; PYTHONFAULTHANDLER=1 shows where Python was, a core file where the program was")
         }
-        Signal::SIGBUS => Diagnosis::new(Class::BusError, by("access to memory that has nothing behind it (SIGBUS)"))
+        Signal::SIGBUS => Diagnosis::new(Class::BusError, by("access to mapped memory without storage behind it (SIGBUS)"))
             .with_advice("most often /dev/shm, or a mapped file's disk, is full: df -h /dev/shm; containers: --shm-size or --ipc=host"),
         Signal::SIGILL => Diagnosis::new(Class::IllegalInstruction, by("an instruction that this CPU does not have (SIGILL)"))
             .with_advice("the program or a library was built for another CPU: compare its target with lscpu"),
@@ -149,7 +149,7 @@ fn diagnose_signal(facts: &Facts<'_>, signal: i32, code: Option<i32>) -> Diagnos
             .with_advice("ulimit -t shows the limit"),
         Signal::SIGXFSZ => Diagnosis::new(Class::FileSizeLimit, by("a file became larger than allowed (SIGXFSZ)"))
             .with_advice("ulimit -f shows the limit"),
-        Signal::SIGPIPE => Diagnosis::new(Class::Signal, by("it wrote to what nobody reads any more (SIGPIPE)"))
+        Signal::SIGPIPE => Diagnosis::new(Class::Signal, by("it wrote to a pipe or socket that its reader has closed (SIGPIPE)"))
             .with_advice("if that was stdout: look at what the output of convoke is piped into, such as `head`"),
         _ => Diagnosis::new(Class::Signal, by(&format!("ended by {known}"))),
     }
@@ -158,7 +158,7 @@ fn diagnose_signal(facts: &Facts<'_>, signal: i32, code: Option<i32>) -> Diagnos
 fn diagnose_oom(oom: &OomKills) -> Diagnosis {
     let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
     let mut text = format!(
-        "out of memory, likely: SIGKILL that was not sent by this launcher, while the kernel ended {} process(es) for want of memory",
+        "out of memory, likely: SIGKILL that was not sent by this launcher, while the kernel's OOM killer ended {} process(es)",
         oom.count
     );
     match &oom.cgroup {
@@ -362,8 +362,8 @@ fn diagnose_consequence(log: &LogEvidence) -> Option<Diagnosis> {
 }
 
 fn peer_lost(line: &str, rank: Option<usize>) -> Diagnosis {
-    let diagnosis =
-        Diagnosis::new(Class::PeerLost, format!("a consequence of another's end: {line}")).with_suspect(rank);
+    let diagnosis = Diagnosis::new(Class::PeerLost, format!("a consequence of another worker's end: {line}"))
+        .with_suspect(rank);
     match rank {
         Some(rank) => diagnosis.with_advice(format!("look at rank {rank} first")),
         None if line.contains("Broken pipe") => diagnosis.with_advice(
@@ -379,7 +379,7 @@ fn timeout(line: &str, rank: Option<usize>) -> Diagnosis {
         Some(rank) => diagnosis
             .with_advice(format!("look at what rank {rank} does: it is slow, hangs, or makes other calls")),
         None => diagnosis
-            .with_advice("one rank did not come to the same call: it is slow, hangs, or makes other calls"),
+            .with_advice("one rank did not reach the same call: it is slow, hangs, or makes other calls"),
     }
 }
 

@@ -169,7 +169,7 @@ fn missing_interpreter(file: &ProgramFile) -> Explanation {
         FileKind::Script(line) if line.has_cr => explanation(
             Class::NotExecutable,
             format!(
-                "it has line ends of Windows: by its #! line its interpreter is `{}\\r`",
+                "it has Windows line endings: by its #! line its interpreter is `{}\\r`",
                 line.last_argument().display()
             ),
             format!("dos2unix {}", file.path),
@@ -240,8 +240,8 @@ fn unknown_format(file: &ProgramFile) -> Explanation {
         ),
         None => explanation(
             class,
-            "it is no whole program: damaged, or a library or object file",
-            format!("build or copy it anew; file {} says what it is", file.path),
+            "it is not a complete program: damaged, or a library or object file",
+            format!("build or copy it again; file {} says what it is", file.path),
         ),
     }
 }
@@ -250,7 +250,7 @@ fn arguments_too_large(context: &StartContext) -> Explanation {
     let kib = |bytes: usize| bytes.div_ceil(1024);
     let largest = context.largest.as_ref();
     let detail = format!(
-        "its words have {} KiB and its variables {} KiB{}",
+        "its arguments have {} KiB and its environment variables {} KiB{}",
         kib(context.argument_bytes),
         kib(context.variable_bytes),
         largest.map_or(String::new(), |(name, bytes)| format!(", of which {name} has {}", kib(*bytes)))
@@ -258,14 +258,12 @@ fn arguments_too_large(context: &StartContext) -> Explanation {
     let advice = match largest {
         Some((name, bytes)) if *bytes >= ARGUMENT_MAX_BYTES => {
             format!(
-                "no variable and no word may have more than 128 KiB: unset {name}, or hand it over in a file"
+                "no variable and no argument may have more than 128 KiB: unset {name}, or pass it in a file"
             )
         }
-        Some(_) | None => {
-            "unset what the workers do not need, put long words into a file, or raise ulimit -s, a \
-                           quarter of which is for words and variables"
-                .to_owned()
-        }
+        Some(_) | None => "unset variables that the workers do not need, put long arguments into a file, or \
+                           raise ulimit -s, a quarter of which is for arguments and variables"
+            .to_owned(),
     };
     explanation(Class::ResourceLimit, detail, advice)
 }

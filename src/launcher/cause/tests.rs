@@ -244,9 +244,7 @@ fn counted_oom_kill_is_classified_as_out_of_memory() {
     let found = diagnosis_of(killed, false, "", oom(Some("/job")));
     assert_eq!(found.class, Class::OutOfMemory);
     assert!(
-        found
-            .explanation
-            .contains("ended 2 process(es) for want of memory in cgroup /job (limit 64 MiB, peak 63 MiB)"),
+        found.explanation.contains("ended 2 process(es) in cgroup /job (limit 64 MiB, peak 63 MiB)"),
         "{found:?}"
     );
     assert_eq!(diagnosis_of(killed, false, "", None).class, Class::Killed);

@@ -106,7 +106,7 @@ pub(crate) const GROUPS: &[FlagGroup] = &[
             flag(
                 "standalone",
                 Nothing,
-                "One node that needs nobody; endpoint, backend and id are ignored",
+                "A job of this node alone; endpoint, backend and id are ignored",
                 "",
             ),
             flag("max-restarts", Value("N"), "Restarts after a failure before the job fails", "0"),
@@ -125,12 +125,12 @@ pub(crate) const GROUPS: &[FlagGroup] = &[
             flag(
                 "rdzv-endpoint",
                 Value("HOST:PORT"),
-                "Where nodes meet; an IPv6 address is written [addr]:port",
+                "Address of the rendezvous; an IPv6 address is written [addr]:port",
                 "",
             ),
             flag("rdzv-id", Value("ID"), "Id of the job, the same on all nodes; empty is random", "none"),
             flag("rdzv-conf", Value("K=V,..."), "More settings, such as timeout=900 or join_timeout=600", ""),
-            flag("local-addr", Value("HOST"), "Address of this node for the others", "full host name"),
+            flag("local-addr", Value("HOST"), "Address at which other nodes reach this node", "full host name"),
         ],
     },
     FlagGroup {
@@ -206,7 +206,7 @@ pub(crate) const GROUPS: &[FlagGroup] = &[
             flag(
                 "log-dir",
                 Value("DIR"),
-                "Where log and error files go; /dev/null is nowhere",
+                "Where log and error files go; /dev/null: there are none",
                 "a new one in TMPDIR",
             ),
             flag(
@@ -226,7 +226,7 @@ pub(crate) const GROUPS: &[FlagGroup] = &[
             flag(
                 "log-line-prefix-template",
                 Value("TEXT"),
-                "Prefix of teed lines; knows role_name, local_rank, rank, hostname",
+                "Prefix of teed lines; placeholders are role_name, local_rank, rank, hostname",
                 "[${role_name}${local_rank}]:",
             ),
             flag("local-ranks-filter", Value("N,..."), "Only these local ranks write to the console", "all"),
@@ -263,7 +263,7 @@ pub(crate) const GROUPS: &[FlagGroup] = &[
                 "Events: null drops them, console writes JSON lines to stderr",
                 "null",
             ),
-            flag("logs-specs", Value("NAME"), "Python plug-in for logs; there are none here", "")
+            flag("logs-specs", Value("NAME"), "Python plug-in for logs; convoke supports none", "")
                 .no_variable(),
         ],
     },
@@ -293,17 +293,17 @@ pub(crate) const GROUPS: &[FlagGroup] = &[
             flag(
                 "signals-to-handle",
                 Value("NAME,..."),
-                "Signals passed on to the workers, which end the job",
+                "Signals that end the job; they are passed on to the workers",
                 "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
             ),
             flag(
                 "forward-signals",
                 Value("NAME,..."),
-                "Signals passed on to the workers that catch them; they end nothing",
+                "Signals passed on to the workers that catch them; the job continues",
                 "SIGUSR1,SIGUSR2",
             )
             .convoke_only(),
-            flag("shutdown-timeout", Value("SECONDS"), "Time from such a signal to SIGKILL", "30"),
+            flag("shutdown-timeout", Value("SECONDS"), "Time from a signal that ends the job to SIGKILL", "30"),
             flag(
                 "orphans",
                 Value("WHAT"),

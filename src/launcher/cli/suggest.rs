@@ -28,7 +28,7 @@ pub(crate) fn flag(name: &str) -> Option<String> {
     let plain = name.to_lowercase().replace('_', "-");
     let same = |other: &str| if other.len() == 2 { other == name } else { other == plain };
     if let Some((_, ours)) = FOREIGN_FLAGS.iter().find(|(theirs, _)| same(theirs)) {
-        return Some(format!("here it is {ours}"));
+        return Some(format!("convoke calls it {ours}"));
     }
     let wanted = plain.trim_start_matches('-');
     if wanted.len() < 3 {

@@ -135,8 +135,8 @@ fn run_method(script: &OsStr, env: Env<'_>) -> Result<RunMethod, CliError> {
         }
         FileKind::Other => other_language_message(script).map_or(Ok(RunMethod::Python), refused),
         FileKind::Absent if script.as_bytes().ends_with(b"\r") => Err(CliError::value(format!(
-            "{script:?} ends with a carriage return: the file in which convoke is called has line ends of Windows; \
-             dos2unix makes others of them"
+            "{script:?} ends with a carriage return: the file in which convoke is called has Windows \
+             line endings; dos2unix converts them"
         ))),
         FileKind::Absent if in_path(script, env).is_some() => Ok(RunMethod::Executable(script.to_owned())),
         FileKind::Absent => Ok(RunMethod::Python),
@@ -146,7 +146,7 @@ fn run_method(script: &OsStr, env: Env<'_>) -> Result<RunMethod, CliError> {
 /// Explains why a file with Windows line ends cannot be run.
 fn carriage_return_message(script: &OsStr, shebang: &Shebang) -> String {
     format!(
-        "has line ends of Windows: by its #! line its interpreter is `{}\\r`; dos2unix {} makes others of them",
+        "has Windows line endings: by its #! line its interpreter is `{}\\r`; dos2unix {} converts them",
         shebang.last_argument().display(),
         script.display()
     )

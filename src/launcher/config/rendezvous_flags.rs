@@ -307,7 +307,7 @@ pub(super) fn rendezvous_hint(
     let flag = if by_endpoint { "rdzv-endpoint" } else { flag };
     let example = if flag == "master-addr" { "10.0.0.1" } else { "10.0.0.1:PORT" };
     Some(format!(
-        "--{flag} is {host}, by which every host means itself: nodes on other hosts do not find {what}; give all nodes \
+        "--{flag} is {host}, by which every host reaches itself: nodes on other hosts do not find {what}; give all nodes \
          its address, such as --{flag}={example}"
     ))
 }
@@ -340,7 +340,7 @@ fn warn_ignored_by_dynamic(args: &ParsedArgs, warnings: &mut Vec<String>) {
 fn random_uuid_bytes() -> Result<[u8; 16], CliError> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes)
-        .map_err(|error| CliError::value(format!("no random numbers for the job id: {error}")))?;
+        .map_err(|error| CliError::value(format!("cannot get random numbers for the job id: {error}")))?;
     bytes[6] = bytes[6] & 0x0f | 0x40; // version 4, random
     bytes[8] = bytes[8] & 0x3f | 0x80; // variant of RFC 9562
     Ok(bytes)

@@ -546,7 +546,7 @@ fn unused_rendezvous_settings_are_named() {
 #[test]
 fn loopback_endpoint_with_several_nodes_causes_a_warning() {
     let doubt = |words: &[&str]| config(words).rendezvous_hint.unwrap_or_default();
-    let told = "by which every host means itself: nodes on other hosts do not find";
+    let told = "by which every host reaches itself: nodes on other hosts do not find";
     for (words, start) in [
         (&["--nnodes=2", "x"][..], "--master-addr is 127.0.0.1"),
         (&["--nnodes=2", "--master-addr=localhost", "x"], "--master-addr is localhost"),

@@ -35,9 +35,7 @@ impl Xid {
     /// Returns the meaning and the remedy, from NVIDIA's catalogue.
     pub(crate) fn meaning(&self) -> &'static str {
         match self.number {
-            13 | 31 => {
-                "the program read or wrote where it must not on the GPU: run it under compute-sanitizer"
-            }
+            13 | 31 => "the program made an invalid memory access on the GPU: run it under compute-sanitizer",
             43 | 45 => "the driver stopped the program's work on the GPU, as a rule after another error",
             48 => "a double-bit error of the GPU's memory: reset the GPU, and replace it if it comes again",
             61 | 62 => "the GPU's own processor stopped: reset the GPU",

@@ -172,7 +172,7 @@ impl Console {
         }
         if let Some(bytes) = self.dropped.take() {
             let note = format!(
-                "\nconvoke: warning: {bytes} bytes of output are missing here: the console took nothing\n"
+                "\nconvoke: warning: {bytes} bytes of output are missing here: the console accepted nothing\n"
             );
             state.pending.extend_from_slice(note.as_bytes());
         }

@@ -379,7 +379,8 @@ impl AttemptDir {
     fn open(&self, path: &Path) -> Option<File> {
         append(path)
             .inspect_err(|error| {
-                self.settings.warn_once(&format!("cannot write {}: {error}; the job goes on", path.display()))
+                self.settings
+                    .warn_once(&format!("cannot write {}: {error}; the job continues", path.display()))
             })
             .ok()
     }
@@ -398,7 +399,7 @@ impl Settings {
         let redirected = self.config.redirects != StreamChoice::All(Streams::default());
         let instead = if redirected { "with its output on the console" } else { "without them" };
         self.warn_once(&format!(
-            "no log files: cannot make a directory in {}: {error}; the job goes on {instead}; give a --log-dir that can be written to, or /dev/null for none",
+            "no log files: cannot make a directory in {}: {error}; the job continues {instead}; give a --log-dir that can be written to, or /dev/null for none",
             directory.display()
         ));
     }
@@ -412,8 +413,9 @@ fn streams_of(choice: &StreamChoice, local_rank: usize) -> Streams {
 }
 
 fn pipe() -> Result<(OwnedFd, OwnedFd), LogError> {
-    let (ours, theirs) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)
-        .map_err(|error| LogError::System { what: "no pipe for a worker's output", source: error.into() })?;
+    let (ours, theirs) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).map_err(|error| {
+        LogError::System { what: "cannot create a pipe for a worker's output", source: error.into() }
+    })?;
     // A larger pipe means fewer switches between worker and launcher. A refusal (pipe-user-pages-soft) does
     // no harm.
     let _ = nix::fcntl::fcntl(&ours, nix::fcntl::FcntlArg::F_SETPIPE_SZ(PIPE_BYTES));

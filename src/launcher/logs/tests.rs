@@ -485,7 +485,7 @@ fn stopped_console_does_not_stop_the_workers() -> Result {
     tee.finish(soon());
     assert_eq!(fs::metadata(path.join("0/stdout.log"))?.len(), 30_000 * 1024 + 6, "the file is complete");
     let text = screen.text();
-    assert!(text.contains("bytes of output are missing here: the console took nothing\n"), "it says so");
+    assert!(text.contains("bytes of output are missing here: the console accepted nothing\n"), "it says so");
     assert!(text.ends_with("[trainer0]:after\n"), "{}", &text[text.len() - 200..]);
     Ok(())
 }
@@ -569,7 +569,7 @@ fn broken_stdout_is_reported_once_and_files_continue() -> Result {
     }
     drop(out);
     tee.finish(soon());
-    assert_eq!(stderr.text(), "convoke: warning: cannot write to stdout: broken pipe; the job goes on\n");
+    assert_eq!(stderr.text(), "convoke: warning: cannot write to stdout: broken pipe; the job continues\n");
     assert_eq!(fs::read_to_string(path.join("0/stdout.log"))?.lines().count(), 200);
     Ok(())
 }

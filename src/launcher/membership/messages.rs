@@ -189,9 +189,9 @@ impl fmt::Display for RestartCause {
                 "node {node} ({host}) is lost: its launcher was killed, or its host or the network is down"
             ),
             Self::Lost { node, host, why: Some(why) } => {
-                write!(f, "node {node} ({host}) could not go on: {why}")
+                write!(f, "node {node} ({host}) could not continue: {why}")
             }
-            Self::Joined { host } => write!(f, "a node has come: {host}"),
+            Self::Joined { host } => write!(f, "a node has joined: {host}"),
             Self::Stopped { node, host, signal } => {
                 write!(f, "node {node} ({host}) was stopped by {}", formatting::signal(*signal))
             }

@@ -123,7 +123,7 @@ fn advice(last: &str, host: &str, port: u16) -> String {
             "is convoke running there with --node-rank=0 and --master-port={port}? the host answers, but nobody listens"
         )
     } else {
-        format!("is {host} right, and may this host reach its port {port}? a firewall answers like this")
+        format!("is {host} right, and may this host reach its port {port}? a firewall can be the cause")
     }
 }
 

@@ -71,7 +71,7 @@ pub(crate) enum RendezvousError {
     NotAssigned { endpoint: String, after_s: u64 },
     #[error("node 0 cannot be reached at {address} within {after_s} s: {last}\n  try: {advice}")]
     Unreachable { address: String, after_s: u64, last: String, advice: String },
-    #[error("node {node} published {key} that makes no sense: {what}")]
+    #[error("node {node} published an invalid {key}: {what}")]
     Malformed { node: usize, key: String, what: String },
     #[error(
         "node rank {node} is taken: {other} joined with it before\n  try: give each node its own --node-rank, 0 to {}",
@@ -92,7 +92,7 @@ pub(crate) enum RendezvousError {
     )]
     OwnAddressUnreachable { address: String, last: String },
     /// No failure: the other nodes have already completed the job.
-    #[error("the job has ended well")]
+    #[error("the job has succeeded")]
     AlreadySucceeded,
     #[error("{0}")]
     Refused(String),

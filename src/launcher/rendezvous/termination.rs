@@ -140,12 +140,12 @@ impl fmt::Display for JobOutcome {
         match &self.kind {
             OutcomeKind::Partitioned { text } => f.write_str(text),
             OutcomeKind::Failed { summary, .. } => write!(f, "failed: {summary}"),
-            OutcomeKind::Error { text } => write!(f, "could not go on: {text}"),
+            OutcomeKind::Error { text } => write!(f, "could not continue: {text}"),
             OutcomeKind::Stopped { signal } => write!(f, "was stopped by {}", formatting::signal(*signal)),
             OutcomeKind::Lost => {
                 f.write_str("is lost: its launcher was killed, or its host or the network is down")
             }
-            OutcomeKind::Succeeded => f.write_str("has ended well, as all others have"),
+            OutcomeKind::Succeeded => f.write_str("has succeeded, as have all other nodes"),
         }
     }
 }
@@ -260,7 +260,7 @@ impl StoreTerminationChannel {
 
     fn decode(&self, text: &[u8]) -> JobOutcome {
         serde_json::from_slice(text).unwrap_or_else(|error| {
-            let text = format!("a verdict that makes no sense: {error}");
+            let text = format!("the recorded outcome of the job is invalid: {error}");
             JobOutcome::new(self.node, &self.host, OutcomeKind::Error { text })
         })
     }

@@ -139,7 +139,7 @@ pub(crate) fn build(job: &Job, ended: &[EndedWorker]) -> (Report, Option<String>
         let mut failure = failure(job, &report.host, early, None, unix_ms(early.time));
         let diagnosis = Diagnosis::new(
             Class::EarlyExit,
-            "exited with code 0 while the others went on, which then lost their connections",
+            "exited with code 0 while the others continued, which then lost their connections",
         )
         .with_advice("does this rank leave its loop earlier than the others: other data, other step count, an early return?");
         (failure.class, failure.explanation, failure.advice) =

@@ -67,7 +67,7 @@ pub(crate) enum Outcome {
     Failed,
     /// A signal to the launcher ended the job.
     Stopped,
-    /// The launcher could not go on: no rendezvous, no guard, ...
+    /// The launcher could not continue: no rendezvous, no guard, ...
     Error,
     #[serde(other)]
     Unknown,

@@ -135,7 +135,7 @@ impl Screen {
         }
         let most = if below_traceback { STDERR_LINES_BELOW_TRACEBACK } else { STDERR_LINES };
         let picked = root.traceback.is_some() && root.error_file.is_none();
-        self.field("stderr", if picked { "else on stderr:" } else { "last lines:" });
+        self.field("stderr", if picked { "other lines:" } else { "last lines:" });
         self.last(&tail, most).iter().for_each(|line| self.line(&format!("    {line}")));
     }
 

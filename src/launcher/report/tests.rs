@@ -311,7 +311,7 @@ fn cause_follows_the_torchrun_fields() {
   ValueError: bad
   after
   cause     : exception: ValueError: bad
-  stderr    : else on stderr:
+  stderr    : other lines:
     before
 =";
     assert!(report.contains(wanted), "{report}");
@@ -484,7 +484,7 @@ Root Cause (first observed failure):
   traceback : Traceback (most recent call last):
     File \"t.py\", line 1
   cause     : exception: ValueError: bad
-  stderr    : else on stderr:
+  stderr    : other lines:
     before
 ------------------------------------------------------------
 Failures:

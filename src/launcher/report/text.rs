@@ -93,7 +93,7 @@ fn block(index: usize, failure: &Failure, root: bool, zone: &TimeZone) -> String
         let tail = &failure.stderr_tail;
         let skipped = tail.len().saturating_sub(STDERR_SHOWN_LINES);
         let which = if failure.traceback.is_some() && failure.error_file.is_none() {
-            "else on stderr"
+            "other lines"
         } else {
             "last lines"
         };

@@ -10,12 +10,12 @@ use crate::config::build::count;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum BindingError {
     #[error(
-        "{} for {}; write --nproc-per-node={cores}, or --bind=node",
+        "convoke can use {} for {}; write --nproc-per-node={cores}, or --bind=node",
         count(*cores, "physical core"), count(*workers, "worker")
     )]
     TooFewCores { cores: usize, workers: usize },
     #[error(
-        "{} for {}; write --nproc-per-node={devices}, or --bind={instead}",
+        "convoke can use {} for {}; write --nproc-per-node={devices}, or --bind={instead}",
         count(*devices, "device"), count(*workers, "worker")
     )]
     TooFewDevices { devices: usize, workers: usize, instead: &'static str },

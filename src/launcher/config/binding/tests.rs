@@ -79,7 +79,7 @@ fn core_binding_never_splits_a_physical_core() {
         0..16,
         "--bind=core",
         9,
-        "8 physical cores for 9 workers; write --nproc-per-node=8, or --bind=node",
+        "convoke can use 8 physical cores for 9 workers; write --nproc-per-node=8, or --bind=node",
     );
     gets(&FakeSysfs::new(), 0..3, "--bind=core", &["0-1", "2"]);
 }
@@ -111,7 +111,7 @@ fn only_allowed_cpus_are_assigned() {
         [3, 11],
         "--bind=core",
         2,
-        "1 physical core for 2 workers; write --nproc-per-node=1, or --bind=node",
+        "convoke can use 1 physical core for 2 workers; write --nproc-per-node=1, or --bind=node",
     );
 }
 
@@ -142,7 +142,7 @@ fn workers_are_bound_to_the_numa_node_of_their_device() {
     gets(&tree, 0..16, "--numa-binding=node", &[near]);
     let [near, far] = ["0-3,8-11", "4-7,12-15"];
     gets(&tree, 0..16, "--numa-binding=socket", &[near, near, near, near, far, far]);
-    let what = "6 devices for 7 workers; write --nproc-per-node=6, or --bind=core-complex";
+    let what = "convoke can use 6 devices for 7 workers; write --nproc-per-node=6, or --bind=core-complex";
     refuses(&tree, 0..16, "--numa-binding=core-complex", 7, what);
     let what = "device 4 is on NUMA node 3, but convoke may not use any CPU there; \
                 widen its affinity mask, or write --bind=node";

@@ -177,7 +177,7 @@ impl Copier {
             && let Err(error) = file.write_all(bytes)
         {
             // The next bytes are tried again, since space may be freed.
-            let line = format!("warning: cannot write {}: {error}; the job goes on", path.display());
+            let line = format!("warning: cannot write {}: {error}; the job continues", path.display());
             warn_once(&self.reported.files, &mut self.outputs.consoles[1], &line);
         }
         if let Some(tail) = &source.tail {
@@ -265,7 +265,7 @@ impl Copier {
 
     fn warn_stdout_broken(&mut self, broken: Option<io::ErrorKind>) {
         if let Some(error) = broken {
-            let line = format!("warning: cannot write to stdout: {error}; the job goes on");
+            let line = format!("warning: cannot write to stdout: {error}; the job continues");
             warn_once(&self.reported.stdout, &mut self.outputs.consoles[1], &line);
         }
     }

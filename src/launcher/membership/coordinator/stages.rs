@@ -50,7 +50,8 @@ impl Coordinator {
                     }
                 }
                 Some(rank) if partitioned => {
-                    let why = "it heard nobody for a while and stopped its workers".to_owned();
+                    let why = "it received no answer to its heartbeats for a while and stopped its workers"
+                        .to_owned();
                     round.set(rank, NodeState::Lost(Some(why)));
                     self.add_candidate(now, agent);
                 }

@@ -24,9 +24,9 @@ pub(super) enum FramingError {
     Wire(#[from] WireError),
     #[error("{0}")]
     Refused(String),
-    #[error("it answers something else: no rendezvous of convoke's, or of another version")]
+    #[error("it is not a rendezvous of convoke, or one of another version")]
     NotRendezvous,
-    #[error("it hung up, and is no rendezvous or not any longer")]
+    #[error("it closed the connection, and is not a rendezvous or no longer one")]
     ClosedByPeer,
     #[error("connected, but it does not answer as a rendezvous")]
     NoHandshake,

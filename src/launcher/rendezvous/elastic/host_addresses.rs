@@ -105,12 +105,12 @@ pub(super) fn find_store(
                     if found == expected.as_bytes() {
                         Ok(())
                     } else {
-                        Err(format!("{address}: the store of another job"))
+                        Err(format!("{address}: this is the store of another job"))
                     }
                 });
             let _ = sender.send((index, answer));
         });
-        attempt.map_err(|error| format!("no thread: {error}"))?;
+        attempt.map_err(|error| format!("cannot start a thread: {error}"))?;
     }
     drop(sender);
     let (mut failed, mut open) = (Vec::new(), vec![true; addresses.len()]);
@@ -148,7 +148,7 @@ pub(super) fn first_address(addresses: &[String]) -> Result<(String, u16), Strin
 
 fn split(address: &str) -> Result<(String, u16), String> {
     let parts = address.rsplit_once(':').and_then(|(host, port)| Some((host.to_owned(), port.parse().ok()?)));
-    let (host, port): (String, u16) = parts.ok_or_else(|| format!("{address:?} is no address"))?;
+    let (host, port): (String, u16) = parts.ok_or_else(|| format!("{address:?} is not HOST:PORT"))?;
     Ok((host.trim_matches(['[', ']']).to_owned(), port))
 }
 

@@ -212,13 +212,13 @@ impl Leadership {
 
     fn warn_once(&self, error: &RegistryError) {
         if !self.is_warned.replace(true) {
-            print_message(&format!("warning: {error}; workers run on, and changes of membership wait"));
+            print_message(&format!("warning: {error}; workers keep running, and membership changes wait"));
         }
     }
 
     fn note_recovery(&self) {
         if self.is_warned.replace(false) {
-            print_message("what rounds are written down in can be reached again");
+            print_message("the registry of the rounds (etcd or the shared file) can be reached again");
         }
     }
 }

@@ -231,7 +231,7 @@ impl ElasticRendezvous {
                 let advice = "is convoke running on the endpoint's host, with the same --rdzv-endpoint? may this host \
                               reach its port?";
                 return Err(RendezvousError::JoinTimeout(format!(
-                    "no word within {after_s} s from {rest}\n  try: {advice}"
+                    "no answer within {after_s} s from {rest}\n  try: {advice}"
                 )));
             }
         }
@@ -353,7 +353,7 @@ fn describe_endpoint(endpoint: &Endpoint) -> String {
 fn random<const N: usize>() -> std::io::Result<[u8; N]> {
     let mut bytes = [0; N];
     let filled = getrandom::fill(&mut bytes);
-    filled.map_err(|error| std::io::Error::other(format!("no random numbers: {error}")))?;
+    filled.map_err(|error| std::io::Error::other(format!("cannot get random numbers: {error}")))?;
     Ok(bytes)
 }
 
@@ -361,18 +361,21 @@ fn random<const N: usize>() -> std::io::Result<[u8; N]> {
 fn describe_join_status(join_status: &JoinStatus) -> String {
     let JoinStatus { joined, min, max, names, stopping, standby, cause, starts_in_ms } = join_status;
     if *standby {
-        return format!("a round of {max} nodes runs; this one waits as a spare");
+        return format!("a round of {max} nodes is running; this one waits as a standby node");
     }
     let wanted = if min == max { min.to_string() } else { format!("{min} to {max}") };
-    let mut line = format!("{joined} of {wanted} nodes are here: {}", names.join(", "));
+    let mut line = format!("{joined} of {wanted} nodes have joined: {}", names.join(", "));
     if joined < min {
-        line.push_str(&format!("; at least {} more must come", min - joined));
+        line.push_str(&format!("; at least {} more must join", min - joined));
     }
     if !stopping.is_empty() {
         line.push_str(&format!("; waiting until workers have stopped on {}", stopping.join(", ")));
     }
     if let Some(ms) = starts_in_ms.filter(|_| stopping.is_empty() && joined >= min) {
-        line.push_str(&format!("; the job begins in {} s, or with {max}", ms.div_ceil(1000)));
+        line.push_str(&format!(
+            "; the job starts in {} s, or as soon as {max} have joined",
+            ms.div_ceil(1000)
+        ));
     }
     if let Some(cause) = cause {
         line.push_str(&format!(" ({cause})"));

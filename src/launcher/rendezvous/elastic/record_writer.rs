@@ -65,8 +65,8 @@ impl RecordWriter {
         }
         timeout(self.close_timeout, self.leadership.write(record)).await.unwrap_or_else(|_| {
             print_message(&format!(
-                "warning: that the job has ended could not be written down within {} s (close_timeout); a node that comes \
-                 later may begin it again",
+                "warning: the end of the job could not be recorded within {} s (close_timeout); a node that \
+                 joins later may start the job again",
                 self.close_timeout.as_secs()
             ));
             true

@@ -219,18 +219,22 @@ impl RendezvousServer {
         if magic != MAGIC {
             let (mine, theirs) = (MAGIC[7], magic[7]);
             let refusal = format!(
-                "it speaks version {theirs} of the rendezvous, this is {mine}: use one convoke on all nodes"
+                "the joining node uses version {theirs} of the rendezvous protocol, the coordinator {mine}: use one version of convoke on all nodes"
             );
             return refuse(stream, refusal).await;
         }
         let (body, _) = framing::read_frame(stream, UNAUTHENTICATED_FRAME_LIMIT, false).await?;
         let hello: Hello = wire::decode(&body)?;
         if !hello.is_supported() {
-            return refuse(stream, "it wants a cryptography that is not known here".to_owned()).await;
+            return refuse(
+                stream,
+                "the joining node asks for a cipher suite that the coordinator does not support".to_owned(),
+            )
+            .await;
         }
         if self.is_closed.get() && self.would_start_job(&hello.run_id) {
-            let refusal = "the job of the launcher that serves it has ended, and it stays only for others that have begun: use \
-                           another port";
+            let refusal = "the job of the launcher that serves it has ended, and it now serves only jobs that \
+                           already run: use another port";
             return refuse(stream, refusal.to_owned()).await;
         }
         let nonce: Nonce = super::random()?;
@@ -289,7 +293,7 @@ impl RendezvousServer {
 
 fn entropy() -> Option<u128> {
     let bytes =
-        super::random().inspect_err(|error| print_message(&format!("warning: no job can begin: {error}")));
+        super::random().inspect_err(|error| print_message(&format!("warning: cannot start a job: {error}")));
     bytes.ok().map(u128::from_le_bytes)
 }
 

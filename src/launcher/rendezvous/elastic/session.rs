@@ -175,7 +175,7 @@ impl Session {
                     match self.exchange(connection, member, discovery, began, requests, events).await {
                         SessionEnd::Left => return,
                         SessionEnd::Evicted => {
-                            last = "the others have gone on without this node".to_owned();
+                            last = "the other nodes have continued without this node".to_owned();
                             if has_workers(member) {
                                 let silent = member.lease();
                                 let _ = events.send(SessionEvent::Stop { silent, last: last.clone() });
@@ -198,7 +198,7 @@ impl Session {
                         }
                         SessionEnd::Closed(_) => {
                             member.forget_coordinator();
-                            last = "the job before has ended, and its launcher still serves the endpoint"
+                            last = "the previous job has ended, and its launcher still serves the endpoint"
                                 .to_owned();
                             let _ = events.send(SessionEvent::Waiting { why: last.clone() });
                             tokio::select! {
@@ -224,8 +224,8 @@ impl Session {
                     return;
                 }
                 Err(ConnectFailure::Replaced) => {
-                    let why = "the job that this node took part in has ended while it heard nobody, and another one has \
-                               begun under its run id";
+                    let why = "the job that this node took part in has ended while this node was partitioned, \
+                               and another job has started with the same run id";
                     let _ = events.send(SessionEvent::Unusable { why: why.to_owned() });
                     return;
                 }

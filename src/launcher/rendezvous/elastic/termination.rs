@@ -172,7 +172,7 @@ pub(super) fn describe_end(reason: &EndReason, endpoint: &str, run_id: &str) -> 
             }
             JobResult::CoordinatorExited { node: Some(node), host, why } => {
                 format!(
-                    "node {node} ({host}) could not go on: {why}; it has served the rendezvous at {endpoint}"
+                    "node {node} ({host}) could not continue: {why}; it served the rendezvous at {endpoint}"
                 )
             }
             JobResult::CoordinatorExited { node: None, host, why } => {
@@ -181,9 +181,9 @@ pub(super) fn describe_end(reason: &EndReason, endpoint: &str, run_id: &str) -> 
         },
         EndReason::Refused(Refusal::Closed(result)) => {
             let how = match result {
-                JobResult::Succeeded => "well",
+                JobResult::Succeeded => "successfully",
                 JobResult::Failed { .. } => "with a failure",
-                JobResult::CoordinatorExited { .. } => "when its rendezvous went",
+                JobResult::CoordinatorExited { .. } => "because the launcher of its coordinator exited",
             };
             format!("the job with {id} at {endpoint} has ended {how}\n  try: another --rdzv-id")
         }
@@ -199,14 +199,16 @@ pub(super) fn describe_end(reason: &EndReason, endpoint: &str, run_id: &str) -> 
             mine.0, mine.1, theirs.0, theirs.1
         ),
         EndReason::Refused(Refusal::Evicted { silent_s }) => {
-            format!("this node was not heard for {silent_s} s, and the others went on without it")
+            format!(
+                "no heartbeat of this node arrived for {silent_s} s, and the other nodes continued without it"
+            )
         }
         EndReason::Unusable(why) => why.clone(),
         EndReason::Partitioned { silent, last } => {
             let last = if last.is_empty() { String::new() } else { format!(" ({last})") };
             let silent = silent.as_secs_f64();
             format!(
-                "the rendezvous at {endpoint} is lost: not heard for {silent:.1} s{last}; its host or the network is down"
+                "the rendezvous at {endpoint} is lost: it answered no heartbeat for {silent:.1} s{last}; its host or the network is down"
             )
         }
     }

@@ -87,12 +87,12 @@ impl RendezvousThread {
                     let run = run_thread(settings, agent, phase, listeners, request_receiver, shared.clone());
                     LocalSet::new().block_on(&runtime, run);
                 }
-                Err(error) => print_message(&format!("error: no event loop: {error}")),
+                Err(error) => print_message(&format!("error: cannot start the event loop: {error}")),
             }
             shared.view.change(|state| state.closed = true);
         };
         let started = std::thread::Builder::new().name("convoke-rendezvous".to_owned()).spawn(body);
-        started.map_err(system("no thread"))?;
+        started.map_err(system("cannot start the rendezvous thread"))?;
         Ok(thread)
     }
 
@@ -296,7 +296,11 @@ fn apply_event(view: &SharedView, event: SessionEvent) {
         SessionEvent::Command(Command::Stop(cause)) => stop(state, cause.to_string(), false),
         SessionEvent::Stop { silent, last } => {
             let last = if last.is_empty() { String::new() } else { format!(" ({last})") };
-            stop(state, format!("nobody was heard for {:.1} s{last}", silent.as_secs_f64()), true);
+            stop(
+                state,
+                format!("the rendezvous answered no heartbeat for {:.1} s{last}", silent.as_secs_f64()),
+                true,
+            );
         }
         SessionEvent::Unusable { why } => end(state, EndReason::Unusable(why)),
         SessionEvent::Command(Command::End(result)) => end(state, EndReason::JobEnded(result)),

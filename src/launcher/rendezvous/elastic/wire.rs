@@ -72,11 +72,11 @@ pub(super) enum ToMember {
 /// Reason for which a frame is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum WireError {
-    #[error("a frame of {len} bytes, {limit} are allowed")]
+    #[error("a frame has {len} bytes, {limit} are allowed")]
     TooLong { len: usize, limit: usize },
-    #[error("a frame that the other side cannot have sent: is CONVOKE_TOKEN the same on all nodes?")]
+    #[error("a frame failed authentication: is CONVOKE_TOKEN the same on all nodes?")]
     Forged,
-    #[error("a frame that makes no sense: {0}")]
+    #[error("a frame is invalid: {0}")]
     Malformed(String),
 }
 

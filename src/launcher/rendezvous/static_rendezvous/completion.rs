@@ -78,7 +78,9 @@ impl StaticRendezvous {
             if convoke_nodes < all && job.add(FINISHED, 0, soon())? >= convoke_nodes {
                 give_up_at.get_or_insert_with(|| Instant::now() + TORCHRUN_TIMEOUT);
             }
-            let line = format!("this node is done and waits until all are: {arrived} of {all} are so far");
+            let line = format!(
+                "this node has finished and waits for the others: {arrived} of {all} have finished so far"
+            );
             progress.show_endless(&line);
         }
         let has_succeeded = channel.propose_success();

@@ -205,7 +205,7 @@ impl StaticRendezvous {
         }
         if first.version != VERSION {
             print_message(&format!(
-                "warning: convoke {VERSION} here, {} on node 0 ({})",
+                "warning: this node runs convoke {VERSION}, but {} runs on node 0 ({})",
                 first.version, first.host
             ));
         }
@@ -290,7 +290,7 @@ impl StaticRendezvous {
             }
             let here = self.nodes - missing.len();
             let missing = super::nodes(&missing);
-            progress.show(&format!("{here} of {} nodes are here, waiting for {missing}", self.nodes));
+            progress.show(&format!("{here} of {} nodes have joined, waiting for {missing}", self.nodes));
         }
     }
 
@@ -310,7 +310,7 @@ impl StaticRendezvous {
                 Err(StoreError::Timeout { .. }) if Instant::now() < deadline => {
                     check_not_ended(channel)?;
                     if Instant::now() >= show_at {
-                        progress.show("node 0 is here, waiting for other nodes");
+                        progress.show("node 0 has joined, waiting for other nodes");
                         show_at += Progress::INTERVAL;
                     }
                 }
@@ -419,7 +419,7 @@ impl Rendezvous for StaticRendezvous {
             // The watch delivers the outcome.
             Ok(false) => BarrierResult::Interrupted,
             Err(error) => BarrierResult::Unknown(format!(
-                "this node is done, but whether the others are is not known: {error}"
+                "this node has finished, but it is not known whether the others have: {error}"
             )),
         }
     }
@@ -430,7 +430,7 @@ fn generation_key(round: u64) -> String {
 }
 
 fn no_random_numbers(source: std::io::Error) -> RendezvousError {
-    RendezvousError::System { what: "no random numbers".to_owned(), source }
+    RendezvousError::System { what: "cannot get random numbers".to_owned(), source }
 }
 
 /// Returns an error if another node has ended the job meanwhile.

@@ -82,7 +82,7 @@ impl Entry {
             return Ok(());
         }
         Err(RegistryError::Permanent(format!(
-            "{at}: an entry of version {}, this convoke writes {}: use one convoke on all nodes, or another --rdzv-id",
+            "{at}: the entry has version {}, this convoke writes {}: use one version of convoke on all nodes, or another --rdzv-id",
             version.version,
             Self::VERSION
         )))
@@ -103,7 +103,7 @@ fn to_json(what: &impl Serialize) -> Vec<u8> {
 /// Parses an entry that was read at `at`.
 fn from_json<'a, T: Deserialize<'a>>(text: &'a [u8], at: &str) -> Result<T, RegistryError> {
     serde_json::from_slice(text)
-        .map_err(|error| RegistryError::Permanent(format!("{at}: no entry of convoke's: {error}")))
+        .map_err(|error| RegistryError::Permanent(format!("{at}: not an entry of convoke: {error}")))
 }
 
 /// An entry as it was read, for a later compare-and-swap.

@@ -200,11 +200,11 @@ impl Cluster {
                 ))
             }
             Code::InvalidArgument if all.contains("user name is empty") => RegistryError::Permanent(format!(
-                "etcd at {name} wants a user and a password\n  try: CONVOKE_ETCD_USER and CONVOKE_ETCD_PASSWORD"
+                "etcd at {name} requires a user and a password\n  try: CONVOKE_ETCD_USER and CONVOKE_ETCD_PASSWORD"
             )),
             Code::FailedPrecondition if all.contains("authentication is not enabled") => {
                 RegistryError::Permanent(format!(
-                    "etcd at {name} knows no users, but user {user} is given\n  try: without CONVOKE_ETCD_USER"
+                    "etcd at {name} has authentication disabled, but user {user} is given\n  try: unset CONVOKE_ETCD_USER"
                 ))
             }
             Code::PermissionDenied => RegistryError::Permanent(format!(

@@ -83,7 +83,7 @@ impl EtcdRegistry {
         let Some(pair) = found.kvs().first() else { return Ok(None) };
         let wrong = |error| {
             RegistryError::Permanent(format!(
-                "{}: no record of convoke's: {error}",
+                "{}: not a record of convoke: {error}",
                 self.location(RECORD_KEY)
             ))
         };
