@@ -10,6 +10,7 @@
 mod ancestor;
 mod autogroup;
 mod channel;
+mod error;
 pub mod error_file;
 pub mod flight;
 mod generation;
@@ -23,5 +24,6 @@ pub use autogroup::autogroup_enabled;
 pub use channel::{
     AgentChannel, ChannelError, ExitCause, MAX_MESSAGE_BYTES, MAX_TOKEN_BYTES, ToWorker, Token, TokenError,
 };
+pub use error::EnvError;
 pub use generation::{Generation, ParseGenerationError};
-pub use worker_env::{EnvError, Role, WorkerEnv};
+pub use worker_env::{Role, WorkerEnv};

@@ -5,8 +5,8 @@
 
 use std::fmt;
 
+use crate::error::{EnvError, check_below, invalid, parse_value};
 use crate::vars;
-use crate::worker_env::{EnvError, check_below, invalid, parse_value};
 
 /// Ports for jobs without MASTER_PORT. They lie below the ephemeral ports of Linux.
 const PORTS: std::ops::Range<u64> = 20_000..30_000;

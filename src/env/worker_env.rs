@@ -1,6 +1,7 @@
 //! The environment variables that describe one worker: writing and reading them.
 
 use crate::ancestor;
+use crate::error::{EnvError, check_below, invalid, parse_value};
 use crate::generation::Generation;
 use crate::placement::Placement;
 use crate::vars;
@@ -53,70 +54,6 @@ pub struct WorkerEnv {
     pub error_file: Option<String>,
     /// Generation of the round; `None` under another launcher.
     pub generation: Option<Generation>,
-}
-
-/// The errors of variables that do not describe a worker.
-#[derive(Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum EnvError {
-    /// Some of the four variables of `env://` are set, but not all.
-    #[error(
-        "{} set, but not {}: start the worker with convoke, torchrun, mpirun or srun, or set all of RANK, \
-         WORLD_SIZE, MASTER_ADDR and MASTER_PORT (none of them for a world of one rank)",
-        present.join(", "), missing.join(", ")
-    )]
-    Missing {
-        /// Variables that are set.
-        present: Vec<&'static str>,
-        /// Variables that are missing.
-        missing: Vec<&'static str>,
-    },
-    /// A variable has a value of the wrong form.
-    #[error("{name}={value:?} is not {expected}")]
-    Invalid {
-        /// Name of the variable.
-        name: &'static str,
-        /// Value of the variable, cut to 64 characters.
-        value: String,
-        /// Description of a correct value.
-        expected: &'static str,
-    },
-    /// mpirun or srun started this process, but their variables do not tell a needed value.
-    #[error(
-        "{launcher} started this process as rank {rank} of {world_size}, but {variable} is not set: set it \
-         ({how})"
-    )]
-    NoMaster {
-        /// Name of the program that started the process.
-        launcher: String,
-        /// Rank of the process.
-        rank: usize,
-        /// Number of ranks.
-        world_size: usize,
-        /// The variable to set.
-        variable: &'static str,
-        /// Command that sets the variable for all ranks.
-        how: String,
-    },
-    /// A rank is not below the number of ranks.
-    #[error("{rank_name}={rank} is out of range: {size_name}={size} allows 0 to {}", size.saturating_sub(1))]
-    OutOfRange {
-        /// Name of the rank variable.
-        rank_name: &'static str,
-        /// Value of the rank variable.
-        rank: usize,
-        /// Name of the size variable.
-        size_name: &'static str,
-        /// Value of the size variable.
-        size: usize,
-    },
-}
-
-/// Prints the [`Display`](std::fmt::Display) text, because a `main` that returns an error prints `Debug`.
-impl std::fmt::Debug for EnvError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        std::fmt::Display::fmt(self, f)
-    }
 }
 
 impl WorkerEnv {
@@ -251,26 +188,6 @@ fn parse<N: std::str::FromStr>(
     default: N,
 ) -> Result<N, EnvError> {
     get(name).map_or(Ok(default), |value| parse_value(name, &value, expected))
-}
-
-/// Parses the value of the variable `name`.
-pub(crate) fn parse_value<N: std::str::FromStr>(
-    name: &'static str,
-    value: &str,
-    expected: &'static str,
-) -> Result<N, EnvError> {
-    value.trim().parse().map_err(|_| invalid(name, value, expected))
-}
-
-pub(crate) fn check_below(rank: (&'static str, usize), size: (&'static str, usize)) -> Result<(), EnvError> {
-    if rank.1 < size.1 {
-        return Ok(());
-    }
-    Err(EnvError::OutOfRange { rank_name: rank.0, rank: rank.1, size_name: size.0, size: size.1 })
-}
-
-pub(crate) fn invalid(name: &'static str, value: &str, expected: &'static str) -> EnvError {
-    EnvError::Invalid { name, value: value.chars().take(64).collect(), expected }
 }
 
 #[cfg(test)]
