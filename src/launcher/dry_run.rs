@@ -10,10 +10,9 @@ use nix::sys::signal::Signal;
 
 use crate::agent::{Variables, command_line, variables};
 use crate::cli::VERSION;
-use crate::config::{
-    Config, Endpoint, FlightDir, LogDir, Orphans, Rendezvous, StreamChoice, count, cpu_ranges,
-};
-use crate::rendezvous::{Assignment, address};
+use crate::config::{Config, Endpoint, FlightDir, LogDir, Orphans, Rendezvous, StreamChoice, count};
+use crate::formatting::{address, ranges};
+use crate::rendezvous::Assignment;
 use crate::report::full_host_name;
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
@@ -72,7 +71,7 @@ pub(crate) fn text(config: &Config, env: Env<'_>) -> String {
         let own: Vec<_> = variables.iter().filter(|variable| !shared.contains(variable)).collect();
         let mut own: Vec<_> = own.iter().map(|(name, value)| format!("{name}={value}")).collect();
         if let Some(cpus) = config.cpus.get(local_rank).filter(|cpus| !cpus.is_empty()) {
-            own.push(format!("on CPUs {}", cpu_ranges(cpus)));
+            own.push(format!("on CPUs {}", ranges(cpus)));
         }
         let command = if one_command { String::new() } else { format!("\n  {command}") };
         if own.is_empty() && command.is_empty() {
@@ -276,7 +275,7 @@ mod tests {
 
     #[test]
     fn cpus_are_shown_as_ranges() {
-        assert_eq!(cpu_ranges(&[0, 1, 2, 5, 7, 8]), "0-2,5,7-8");
+        assert_eq!(ranges(&[0, 1, 2, 5, 7, 8]), "0-2,5,7-8");
         assert!(dry("--bind=node --no-python echo").contains("on CPUs "));
     }
 

@@ -1,8 +1,6 @@
-//! Formats signals and ranks for messages. Pure.
+//! Formats signals, numbers and addresses for messages. Pure.
 
 use nix::sys::signal::Signal;
-
-use crate::config::cpu_ranges;
 
 /// Formats a signal as `SIGTERM`, or as `signal 40` if it has no name.
 pub(crate) fn signal(number: i32) -> String {
@@ -14,5 +12,23 @@ pub(crate) fn ranks(ranks: &[usize]) -> String {
     let mut ranks = ranks.to_vec();
     ranks.sort_unstable();
     let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
-    format!("{noun} {}", cpu_ranges(&ranks))
+    format!("{noun} {}", ranges(&ranks))
+}
+
+/// Formats ascending numbers as `0-3,8`.
+pub(crate) fn ranges(numbers: &[usize]) -> String {
+    let parts = numbers.chunk_by(|a, b| a + 1 == *b).map(|part| match part {
+        [first, .., last] => format!("{first}-{last}"),
+        part => part.iter().map(ToString::to_string).collect(),
+    });
+    parts.collect::<Vec<_>>().join(",")
+}
+
+/// Joins host and port to `host:port`.
+pub(crate) fn address(host: &str, port: u16) -> String {
+    if host.contains(':') && !host.starts_with('[') {
+        format!("[{host}]:{port}")
+    } else {
+        format!("{host}:{port}")
+    }
 }

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use convoke_env::vars;
 
+use crate::formatting;
+
 /// `PREFIX` of keys without `etcd_prefix`.
 const PREFIX: &str = "/convoke";
 
@@ -83,7 +85,7 @@ impl fmt::Display for EtcdCluster {
         f.write_str("etcd at ")?;
         for (index, (host, port)) in self.endpoints.iter().enumerate() {
             let comma = if index > 0 { "," } else { "" };
-            write!(f, "{comma}{}", crate::rendezvous::address(host, *port))?;
+            write!(f, "{comma}{}", formatting::address(host, *port))?;
         }
         Ok(())
     }

@@ -26,7 +26,6 @@ pub(crate) use machine::{Machine, is_executable};
 pub(crate) use macros::{expand, substitute};
 pub(crate) use output::is_quiet;
 pub(crate) use rendezvous_flags::is_named;
-pub(crate) use topology::cpu_ranges;
 
 use std::ffi::OsString;
 use std::path::PathBuf;

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use convoke_store::{StoreError, TcpStore};
 
 use super::{RendezvousError, interfaces};
+use crate::formatting;
 use crate::messages::{Progress, print_message};
 use crate::report::full_host_name;
 
@@ -22,7 +23,7 @@ pub(super) fn connect_to_node_0(
     deadline: Instant,
 ) -> Result<TcpStore, RendezvousError> {
     let start = Instant::now();
-    let address = super::address(host, port);
+    let address = formatting::address(host, port);
     let mut progress = Progress::new(deadline);
     let mut diagnosed = None;
     loop {

@@ -244,15 +244,6 @@ pub(crate) fn choose(config: &Config) -> Box<dyn Rendezvous> {
     }
 }
 
-/// Joins host and port to `host:port`.
-pub(crate) fn address(host: &str, port: u16) -> String {
-    if host.contains(':') && !host.starts_with('[') {
-        format!("[{host}]:{port}")
-    } else {
-        format!("{host}:{port}")
-    }
-}
-
 /// Serves a store at `host`, the address that the workers of this job use, and at no other address if that is
 /// possible.
 ///

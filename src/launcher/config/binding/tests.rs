@@ -2,9 +2,9 @@
 
 use std::ffi::OsString;
 
-use super::super::topology::cpu_ranges;
 use super::super::topology::fake_sysfs::FakeSysfs;
 use crate::cli::{Invocation, parse_on};
+use crate::formatting::ranges;
 
 /// The CPUs of each worker as `taskset -c` writes them, or what is said instead.
 fn cpus(
@@ -15,7 +15,7 @@ fn cpus(
 ) -> Result<Vec<String>, String> {
     let words = ["convoke", flag, &format!("--nproc-per-node={workers}"), "--no-python", "x"];
     match parse_on(words.map(OsString::from).into_iter(), &|_| None, &tree.machine(allowed)) {
-        Ok(Invocation::Run(config)) => Ok(config.cpus.iter().map(|cpus| cpu_ranges(cpus)).collect()),
+        Ok(Invocation::Run(config)) => Ok(config.cpus.iter().map(|cpus| ranges(cpus)).collect()),
         Ok(other) => panic!("{other:?}"),
         Err(error) => Err(error.text),
     }

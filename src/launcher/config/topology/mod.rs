@@ -219,15 +219,6 @@ fn cpu_list(text: &str) -> Option<Vec<usize>> {
     Some(cpus)
 }
 
-/// Formats ascending numbers as `0-3,8`.
-pub(crate) fn cpu_ranges(cpus: &[usize]) -> String {
-    let parts = cpus.chunk_by(|a, b| a + 1 == *b).map(|part| match part {
-        [first, .., last] => format!("{first}-{last}"),
-        part => part.iter().map(ToString::to_string).collect(),
-    });
-    parts.collect::<Vec<_>>().join(",")
-}
-
 /// Parses digits only, unlike `parse`, up to the highest accepted number.
 fn decimal(text: &str) -> Option<usize> {
     let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());

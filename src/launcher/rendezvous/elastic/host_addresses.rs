@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use convoke_env::Generation;
 use convoke_store::{ServeError, Store, TcpStore};
 
+use crate::formatting;
 use crate::rendezvous::interfaces;
 use crate::report::{full_host_name, host_name};
 
@@ -73,7 +74,7 @@ pub(super) fn listen_anywhere() -> Result<Vec<TcpListener>, ServeError> {
 /// Otherwise it is the address by which this host reaches the coordinator, followed by its other addresses.
 pub(super) fn store_addresses(own: Option<&str>, route_address: Option<IpAddr>, port: u16) -> Vec<String> {
     if let Some(own) = own {
-        return vec![super::super::address(own, port)];
+        return vec![formatting::address(own, port)];
     }
     let mut all: Vec<IpAddr> = route_address.into_iter().collect();
     all.extend(own_addresses().into_iter().filter(|ip| Some(*ip) != route_address));

@@ -31,6 +31,7 @@ use convoke_store::{ServeError, StoreServer};
 
 use super::{Assignment, BarrierResult, Rendezvous, RendezvousError, TerminationChannel};
 use crate::config::{Config, ElasticSettings, Endpoint, is_loopback};
+use crate::formatting;
 use crate::membership::{self, Departure, JobResult, JoinStatus, Phase, Profile, Refusal, Rules};
 use crate::messages::{Progress, print_message};
 use crate::report::full_host_name;
@@ -344,7 +345,7 @@ impl ElasticRendezvous {
 
 fn describe_endpoint(endpoint: &Endpoint) -> String {
     match endpoint {
-        Endpoint::Host { host, port, .. } => super::address(host, *port),
+        Endpoint::Host { host, port, .. } => formatting::address(host, *port),
         Endpoint::File(path) => path.display().to_string(),
         Endpoint::Etcd(cluster) => cluster.to_string(),
     }

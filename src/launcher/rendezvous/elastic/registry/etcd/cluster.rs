@@ -13,7 +13,7 @@ use tonic::transport::{Certificate, ClientTlsConfig, Endpoint, Identity};
 
 use super::super::RegistryError;
 use crate::config::EtcdCluster;
-use crate::rendezvous::address;
+use crate::formatting::address;
 
 /// Longest time for a connection to a member, including TLS and authentication.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
