@@ -7,14 +7,15 @@ use std::time::Duration;
 use nix::sys::signal::Signal;
 
 use super::machine::{Machine, Vendor};
-use super::{Config, NodeRange, Orphans, binding, devices, output, program, rendezvous_flags};
+use super::{Config, NodeRange, Orphans, ReportFormat, binding, devices, output, program, rendezvous_flags};
 use crate::cli::{CliError, ParsedArgs, Value, integer, suggest_choice};
-use crate::report::{ReportFormat, STDERR_LINES};
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
 const MAX_SECONDS: f64 = 86_400.0;
 const SHUTDOWN_TIMEOUT_SECONDS: u64 = 30;
+/// Lines of stderr that a report keeps by default.
+const STDERR_LINES: usize = 64;
 const SIGNALS: &str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT";
 const FORWARDED: &str = "SIGUSR1,SIGUSR2";
 

@@ -31,8 +31,6 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::report::ReportFormat;
-
 /// A launch with all decisions made, except those that depend on other nodes.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Config {
@@ -225,6 +223,15 @@ pub(crate) enum Orphans {
     Stop,
     /// They live on, as under torchrun.
     Keep,
+}
+
+/// `--report`: the part of the report that goes to stderr.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ReportFormat {
+    /// One screen: the root cause, and the other workers that failed.
+    Short,
+    /// A block for each worker, as torchrun prints it.
+    Full,
 }
 
 /// Selects among the two output streams.

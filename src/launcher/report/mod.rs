@@ -27,6 +27,7 @@ use nix::sys::signal::Signal;
 use crate::cause::{
     Class, Diagnosis, Evidence, Facts, LogEvidence, NotStarted, diagnose, format_traceback, lines,
 };
+use crate::config::ReportFormat;
 use crate::formatting;
 use error_file::ErrorFileContent;
 pub(crate) use host::{full_host_name, host_name};
@@ -36,9 +37,7 @@ use model::{SignalName, VERSION, root_cause_of};
 /// The tolerance for a time in an error file. A time further outside the attempt was not told by this host's
 /// clock.
 const CLOCK_SLACK: Duration = Duration::from_secs(5);
-/// Lines of stderr that a report keeps by default.
-pub(crate) const STDERR_LINES: usize = 64;
-/// Bytes of these lines.
+/// Bytes of the lines of stderr that a report keeps.
 const STDERR_MAX_BYTES: usize = 16 << 10;
 
 /// The launcher and its job.
@@ -148,15 +147,6 @@ pub(crate) fn build(job: &Job, ended: &[EndedWorker]) -> (Report, Option<String>
     }
     report.root_cause = root_cause_of(&report.failures);
     (report, wrong)
-}
-
-/// The part of a report that goes to stderr (`--report`).
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum ReportFormat {
-    /// One screen: the root cause, and the other workers that failed.
-    Short,
-    /// A block for each worker, as torchrun prints it.
-    Full,
 }
 
 /// Formats the report for stderr.

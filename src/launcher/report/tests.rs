@@ -41,7 +41,7 @@ fn job(title: &str) -> Job {
         max_restarts: 0,
         assumed_python: false,
         began: at(AT - 60),
-        stderr_lines: STDERR_LINES,
+        stderr_lines: 64,
         notes: Vec::new(),
     }
 }
