@@ -241,14 +241,15 @@ fn quoted(word: &OsStr) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::{Invocation, parse};
+    use crate::config::Machine;
+    use crate::config::testing::config_of;
 
     fn dry(line: &str) -> String {
         let words = ["convoke", "--dry-run"].into_iter().chain(line.split(' ')).map(OsString::from);
-        match parse(words, &|name| (name == "PATH").then(|| "/bin:/usr/bin".into())) {
-            Ok(Invocation::DryRun(config)) => text(&config, &|_| None),
-            other => panic!("{line}: {other:?}"),
-        }
+        let env = |name: &str| (name == "PATH").then(|| "/bin:/usr/bin".into());
+        let config =
+            config_of(words, &env, &Machine::detect()).unwrap_or_else(|error| panic!("{line}: {error}"));
+        text(&config, &|_| None)
     }
 
     fn assert_shows(text: &str, lines: &[&str]) {

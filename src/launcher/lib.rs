@@ -33,7 +33,8 @@ mod supervise;
 use std::io::Write;
 use std::process::ExitCode;
 
-use cli::Invocation;
+use cli::{CliError, Invocation};
+use config::Machine;
 use limits::Limits;
 use messages::print_message;
 use os::Forked;
@@ -43,24 +44,25 @@ use os::Forked;
 #[must_use]
 pub fn main() -> ExitCode {
     agent::block_signals();
-    let config = match cli::parse(std::env::args_os(), &|name| std::env::var_os(name)) {
-        Ok(Invocation::Run(config)) => config,
-        Ok(Invocation::DryRun(config)) => {
-            warn(&config.warnings);
-            return print(&dry_run::text(&config, &|name| std::env::var_os(name)));
-        }
+    let env = |name: &str| std::env::var_os(name);
+    let args = match cli::parse(std::env::args_os(), &env) {
+        Ok(Invocation::Run(args)) => args,
         Ok(Invocation::Help(text) | Invocation::Version(text) | Invocation::Printed(text)) => {
             return print(&text);
         }
-        Err(error) => {
-            let _ = std::io::stderr().write_all(error.text.as_bytes());
-            return ExitCode::from(error.code);
-        }
+        Err(error) => return refuse(&error),
+    };
+    let config = match config::build::config(&args, &env, &Machine::detect()) {
+        Ok(config) => config,
+        Err(error) => return refuse(&error),
     };
     warn(&config.warnings);
+    if args.is_on("dry-run") {
+        return print(&dry_run::text(&config, &env));
+    }
     let limits = Limits::raise();
     match limits.check(&config) {
-        Ok(warnings) if config::is_quiet(&|name| std::env::var_os(name)) => drop(warnings),
+        Ok(warnings) if config::is_quiet(&env) => drop(warnings),
         Ok(warnings) => warn(&warnings),
         Err(error) => {
             print_message(&format!("error: {error}"));
@@ -70,7 +72,7 @@ pub fn main() -> ExitCode {
     fault::init("launcher");
     match os::fork_guard() {
         Ok(Forked::Guard { socket }) => guard::run(socket, limits),
-        Ok(Forked::Launcher { guard, socket }) => agent::run(*config, guard, socket),
+        Ok(Forked::Launcher { guard, socket }) => agent::run(config, guard, socket),
         Err(error) => {
             let what = "the guard process";
             let why = match error.raw_os_error() {
@@ -81,6 +83,12 @@ pub fn main() -> ExitCode {
             exit::FAILURE
         }
     }
+}
+
+/// Says why nothing can be started.
+fn refuse(error: &CliError) -> ExitCode {
+    let _ = std::io::stderr().write_all(error.text.as_bytes());
+    ExitCode::from(error.code)
 }
 
 fn print(text: &str) -> ExitCode {

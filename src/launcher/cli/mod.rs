@@ -1,7 +1,7 @@
 //! The command line: torchrun's grammar, its `PET_` variables, and help.
 //!
 //! `flags` is the table of all flags, `grammar` cuts words into flags and SCRIPT, `parsed_args` merges them
-//! with the `PET_` variables. [`crate::config`] interprets the values.
+//! with the `PET_` variables. [`crate::config`] interprets the values of the [`ParsedArgs`].
 
 mod flags;
 mod grammar;
@@ -15,12 +15,11 @@ mod values;
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
-use crate::config::{Config, Machine, build};
 use grammar::Request;
 pub(crate) use help::VERSION;
 pub(crate) use parsed_args::{ParsedArgs, Value};
 pub(crate) use suggest::choice as suggest_choice;
-pub(crate) use values::{float, integer, streams, substrings};
+pub(crate) use values::{float, integer};
 
 /// The action that the command line asks for.
 #[derive(Debug)]
@@ -31,10 +30,8 @@ pub(crate) enum Invocation {
     Version(String),
     /// `--print-completion`, `--print-man`: this text on stdout, exit code 0.
     Printed(String),
-    /// `--dry-run`: prints the plan of the job without running it.
-    DryRun(Box<Config>),
-    /// Runs a program.
-    Run(Box<Config>),
+    /// A program to run with these flags; only planned with `--dry-run`.
+    Run(ParsedArgs),
 }
 
 /// The reason why nothing can be started.
@@ -61,34 +58,20 @@ impl CliError {
 
 /// Reads a command line, with the program's own name as first word, and the environment.
 ///
-/// Reads the machine as well: CPUs, device nodes, programs in PATH.
-///
 /// # Errors
 /// [`CliError`]: the error and the correct spelling, with torchrun's exit code.
 pub(crate) fn parse(
-    args: impl Iterator<Item = OsString>,
-    env: &dyn Fn(&str) -> Option<OsString>,
-) -> Result<Invocation, CliError> {
-    parse_on(args, env, &Machine::detect())
-}
-
-/// Works like [`parse`], on a machine of the caller's choice.
-pub(crate) fn parse_on(
     mut args: impl Iterator<Item = OsString>,
     env: &dyn Fn(&str) -> Option<OsString>,
-    machine: &Machine,
 ) -> Result<Invocation, CliError> {
     let name = program_name(args.next().as_deref());
-    let words = match grammar::read(args).map_err(CliError::usage)? {
-        Request::Help => return Ok(Invocation::Help(help::text(name))),
-        Request::Version => return Ok(Invocation::Version(help::version(name))),
-        Request::Completion(shell) => return completion(name, &shell),
-        Request::Man => return Ok(Invocation::Printed(help::man(name))),
-        Request::Run(words) => words,
-    };
-    let parsed = ParsedArgs::new(words, env)?;
-    let config = Box::new(build::config(&parsed, env, machine)?);
-    Ok(if parsed.is_on("dry-run") { Invocation::DryRun(config) } else { Invocation::Run(config) })
+    match grammar::read(args).map_err(CliError::usage)? {
+        Request::Help => Ok(Invocation::Help(help::text(name))),
+        Request::Version => Ok(Invocation::Version(help::version(name))),
+        Request::Completion(shell) => completion(name, &shell),
+        Request::Man => Ok(Invocation::Printed(help::man(name))),
+        Request::Run(words) => ParsedArgs::new(words, env).map(Invocation::Run),
+    }
 }
 
 /// Returns the program's name in help and completions: `torchrun` if called by that name, else `convoke`.

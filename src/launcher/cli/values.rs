@@ -1,8 +1,4 @@
-//! Parses text into values, as Python does. Pure.
-
-use std::collections::BTreeMap;
-
-use crate::config::{StreamChoice, Streams};
+//! Parses text into numbers, as Python does. Pure.
 
 /// Python's `int(text)`: blanks around, a sign, digits, single underscores between digits.
 ///
@@ -39,44 +35,4 @@ pub(crate) fn float(text: &str) -> Option<f64> {
         return None;
     }
     text.replace('_', "").parse().ok()
-}
-
-/// The value of `-r` and `-t`: one digit, or `rank:digit,rank:digit` with one-digit ranks.
-pub(crate) fn streams(text: &str) -> Option<StreamChoice> {
-    if let Some(streams) = one_streams(text) {
-        return Some(StreamChoice::All(streams));
-    }
-    let mut of_rank = BTreeMap::new();
-    for item in text.split(',') {
-        let (rank, streams) = item.split_once(':')?;
-        let [rank @ b'0'..=b'9'] = rank.as_bytes() else { return None };
-        of_rank.insert(usize::from(rank - b'0'), one_streams(streams)?);
-    }
-    Some(StreamChoice::Some(of_rank))
-}
-
-fn one_streams(text: &str) -> Option<Streams> {
-    match text {
-        "0" => Some(Streams { stdout: false, stderr: false }),
-        "1" => Some(Streams { stdout: true, stderr: false }),
-        "2" => Some(Streams { stdout: false, stderr: true }),
-        "3" => Some(Streams { stdout: true, stderr: true }),
-        _ => None,
-    }
-}
-
-/// The value of the duplicate filters: split at commas, `,,` is a comma itself. Empty texts, which every
-/// line would contain, are dropped.
-pub(crate) fn substrings(text: &str) -> Vec<String> {
-    let mut out = vec![String::new()];
-    let mut chars = text.chars().peekable();
-    while let Some(c) = chars.next() {
-        if c == ',' && chars.next_if_eq(&',').is_none() {
-            out.push(String::new());
-        } else if let Some(last) = out.last_mut() {
-            last.push(c);
-        }
-    }
-    out.retain(|text| !text.is_empty());
-    out
 }

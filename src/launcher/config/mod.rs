@@ -14,6 +14,8 @@ mod program;
 mod rdzv_conf;
 mod rendezvous_flags;
 #[cfg(test)]
+pub(crate) mod testing;
+#[cfg(test)]
 mod tests;
 mod topology;
 

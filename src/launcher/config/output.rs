@@ -1,6 +1,6 @@
 //! The destinations of output: log files, tee, filters, events.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fs;
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use convoke_env::vars;
 
 use super::build::{count, role};
 use super::{EventHandler, FlightDir, LogConfig, LogDir, StreamChoice, Streams};
-use crate::cli::{CliError, ParsedArgs, Value, integer, streams, substrings};
+use crate::cli::{CliError, ParsedArgs, Value, integer};
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
@@ -73,6 +73,46 @@ fn stream_choice(
         warn_of_absent_ranks(value, of_rank.keys().copied(), nproc_per_node, warnings);
     }
     Ok(choice)
+}
+
+/// The value of `-r` and `-t`: one digit, or `rank:digit,rank:digit` with one-digit ranks.
+pub(super) fn streams(text: &str) -> Option<StreamChoice> {
+    if let Some(streams) = one_streams(text) {
+        return Some(StreamChoice::All(streams));
+    }
+    let mut of_rank = BTreeMap::new();
+    for item in text.split(',') {
+        let (rank, streams) = item.split_once(':')?;
+        let [rank @ b'0'..=b'9'] = rank.as_bytes() else { return None };
+        of_rank.insert(usize::from(rank - b'0'), one_streams(streams)?);
+    }
+    Some(StreamChoice::Some(of_rank))
+}
+
+fn one_streams(text: &str) -> Option<Streams> {
+    match text {
+        "0" => Some(Streams { stdout: false, stderr: false }),
+        "1" => Some(Streams { stdout: true, stderr: false }),
+        "2" => Some(Streams { stdout: false, stderr: true }),
+        "3" => Some(Streams { stdout: true, stderr: true }),
+        _ => None,
+    }
+}
+
+/// The value of the duplicate filters: split at commas, `,,` is a comma itself. Empty texts, which every
+/// line would contain, are dropped.
+pub(super) fn substrings(text: &str) -> Vec<String> {
+    let mut out = vec![String::new()];
+    let mut chars = text.chars().peekable();
+    while let Some(c) = chars.next() {
+        if c == ',' && chars.next_if_eq(&',').is_none() {
+            out.push(String::new());
+        } else if let Some(last) = out.last_mut() {
+            last.push(c);
+        }
+    }
+    out.retain(|text| !text.is_empty());
+    out
 }
 
 fn local_ranks_filter(

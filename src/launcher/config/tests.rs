@@ -11,8 +11,10 @@ use proptest::prelude::*;
 
 use super::file::FileKind;
 use super::machine::{Vendor, in_path};
+use super::output::{streams, substrings};
+use super::testing::config_of;
 use super::*;
-use crate::cli::{Invocation, float, integer, parse, parse_on, streams, substrings};
+use crate::cli::{float, integer};
 
 fn none(_: &str) -> Option<OsString> {
     None
@@ -25,10 +27,8 @@ fn config_with(words: &[&str], variables: &[(&str, &str)]) -> Config {
             variables.iter().find(|(known, _)| *known == name).map(|(_, value)| OsString::from(value));
         given.or_else(|| (name == "PYTHON_EXEC").then(|| "py".into()))
     };
-    match parse(std::iter::once("convoke").chain(words.iter().copied()).map(OsString::from), &env) {
-        Ok(Invocation::Run(config)) => *config,
-        other => panic!("{words:?}: {other:?}"),
-    }
+    let line = std::iter::once("convoke").chain(words.iter().copied()).map(OsString::from);
+    config_of(line, &env, &Machine::detect()).unwrap_or_else(|error| panic!("{words:?}: {error}"))
 }
 
 fn config(words: &[&str]) -> Config {
@@ -204,10 +204,7 @@ fn workers_share_a_session_only_if_autogroup_requires_it() {
     let (root, machine) = machine(&[], &[]);
     let own = |workers: &str| {
         let words = ["convoke", workers, "--no-python", "x"].map(OsString::from);
-        match parse_on(words.into_iter(), &none, &machine) {
-            Ok(Invocation::Run(config)) => config.own_sessions,
-            other => panic!("{other:?}"),
-        }
+        config_of(words.into_iter(), &none, &machine).expect("a configuration").own_sessions
     };
     let sysctl = root.path().join("proc/sys/kernel");
     fs::create_dir_all(&sysctl).expect("a directory");
@@ -266,7 +263,7 @@ fn variable_hiding_all_gpus_is_named() {
     let (_root, machine) = machine(&["nvidia0", "nvidia1"], &[]);
     let env = |name: &str| (name == "CUDA_VISIBLE_DEVICES").then(|| OsString::from("NoDevFiles"));
     let words = ["convoke", "--nproc-per-node=gpu", "--no-python", "x"].map(OsString::from);
-    let error = parse_on(words.into_iter(), &env, &machine).expect_err("no GPU");
+    let error = config_of(words.into_iter(), &env, &machine).expect_err("no GPU");
     let what = "CUDA_VISIBLE_DEVICES=NoDevFiles shows no GPU; without it there are 2 GPUs";
     assert!(error.text.contains(what), "{}", error.text);
 }
@@ -276,10 +273,7 @@ fn nproc_cpu_and_auto_respect_the_cgroup_quota() {
     let (root, machine) = machine(&[], &[]);
     let workers = |kind: &str| {
         let words = ["convoke", kind, "--no-python", "x"].map(OsString::from);
-        match parse_on(words.into_iter(), &none, &machine) {
-            Ok(Invocation::Run(config)) => config.nproc_per_node,
-            other => panic!("{other:?}"),
-        }
+        config_of(words.into_iter(), &none, &machine).expect("a configuration").nproc_per_node
     };
     assert_eq!((workers("--nproc-per-node=cpu"), workers("--nproc-per-node=auto")), (3, 3));
     let group = root.path().join("sys/fs/cgroup/pod/container");
@@ -371,7 +365,7 @@ fn non_executable_program_is_refused_with_a_remedy() {
     ] {
         let words = ["convoke".into(), path(name)].map(OsString::from);
         let env = |name: &str| (name == "PYTHON_EXEC").then(|| OsString::from("py"));
-        let error = parse(words.into_iter(), &env).expect_err(name);
+        let error = config_of(words.into_iter(), &env, &Machine::detect()).expect_err(name);
         assert!(error.code == 1 && error.text.contains(what), "{}", error.text);
         assert_eq!(error.text.matches('\n').count(), 1, "one line: {}", error.text);
     }
@@ -401,10 +395,8 @@ fn active_virtual_environment_python_is_preferred() {
         };
         let (_root, machine) = machine(&[], &[]);
         let machine = Machine { launcher: vec![launcher.to_owned()], ..machine };
-        match parse_on(["convoke", "x.py"].map(OsString::from).into_iter(), &env, &machine) {
-            Ok(Invocation::Run(config)) => PathBuf::from(&config.program.argv[0]),
-            other => panic!("{other:?}"),
-        }
+        let words = ["convoke", "x.py"].map(OsString::from).into_iter();
+        PathBuf::from(&config_of(words, &env, &machine).expect("a configuration").program.argv[0])
     };
     let path_only = [("PATH", path.clone())];
     let both = [("PATH", path.clone()), ("VIRTUAL_ENV", dir.path().join("active"))];
@@ -442,10 +434,13 @@ fn commands_match_torchrun() {
 #[test]
 fn missing_python_error_states_what_to_do() {
     let env = |name: &str| (name == "PATH").then(|| OsString::from("/no/such/bin"));
-    let error = parse(["convoke", "x.py"].map(OsString::from).into_iter(), &env).expect_err("no python");
+    let here = Machine::detect();
+    let words = ["convoke", "x.py"].map(OsString::from).into_iter();
+    let error = config_of(words, &env, &here).expect_err("no python");
     assert_eq!(error.code, 1);
     assert!(error.text.contains("PYTHON_EXEC") && error.text.contains("--no-python"), "{}", error.text);
-    assert!(parse(["convoke", "--no-python", "x"].map(OsString::from).into_iter(), &env).is_ok());
+    let words = ["convoke", "--no-python", "x"].map(OsString::from).into_iter();
+    assert!(config_of(words, &env, &here).is_ok());
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! Rejected command lines and variables, with exit code and message. As in torchrun, exit code 2 stands for
 //! text that cannot be parsed, and 1 for values that make no sense.
 
-use super::{here, parse_line};
+use super::{config_of_line, here};
 
 #[rustfmt::skip]
 const MALFORMED: &[(&str, &str, u8, &str)] = &[
@@ -174,7 +174,7 @@ const MALFORMED: &[(&str, &str, u8, &str)] = &[
 fn each_malformed_command_line_is_refused_with_advice() {
     for (line, variable, code, message) in MALFORMED {
         let variables: Vec<(&str, &str)> = variable.split_once('=').into_iter().collect();
-        let error = parse_line(line, &variables, &here()).expect_err(line);
+        let error = config_of_line(line, &variables, &here()).expect_err(line);
         assert_eq!(error.text, format!("convoke: error: {message}\n"), "{line} [{variable}]");
         assert_eq!(error.code, *code, "{line} [{variable}]");
     }
@@ -189,7 +189,7 @@ fn flag_overrides_a_malformed_environment_variable() {
         ("--shutdown-timeout=1 x.py", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=x"),
     ] {
         let variables: Vec<(&str, &str)> = variable.split_once('=').into_iter().collect();
-        parse_line(line, &variables, &here()).expect(line);
+        config_of_line(line, &variables, &here()).expect(line);
     }
 }
 
@@ -205,10 +205,10 @@ fn launcher_without_etcd_refuses_etcd_backends_with_advice() {
         ("--rdzv-endpoint=h x.py", &[("PET_RDZV_BACKEND", "etcd")], "PET_RDZV_BACKEND=etcd"),
         ("--dry-run --rdzv-backend=etcd --rdzv-endpoint=h x.py", &[], "--rdzv-backend=etcd"),
     ] {
-        let error = parse_line(line, variables, &here()).expect_err(line);
+        let error = config_of_line(line, variables, &here()).expect_err(line);
         assert_eq!((error.text, error.code), (format!("convoke: error: {given}: {advice}\n"), 1), "{line}");
     }
-    parse_line("--standalone --rdzv-backend=etcd x.py", &[], &here()).expect("the backend is ignored");
+    config_of_line("--standalone --rdzv-backend=etcd x.py", &[], &here()).expect("the backend is ignored");
 }
 
 #[test]
@@ -216,7 +216,7 @@ fn empty_script_is_refused() {
     use std::ffi::OsStr;
     for words in [&[""][..], &["--nnodes=1", ""], &["--", ""], &["-m", ""], &["--no-python", "  "]] {
         let words: Vec<&OsStr> = words.iter().map(OsStr::new).collect();
-        let error = super::parse_args(&words, &[], &here()).expect_err("empty");
+        let error = super::config_of_words(&words, &[], &here()).expect_err("empty");
         let wanted = "convoke: error: SCRIPT is an empty word; is a variable of the shell not set, as in convoke \"$SCRIPT\"?\n";
         assert_eq!((error.text.as_str(), error.code), (wanted, 2), "{words:?}");
     }

@@ -12,7 +12,10 @@ use nix::sys::signal::Signal;
 use proptest::prelude::*;
 
 use super::*;
-use crate::config::{EventHandler, LogDir, NodeRange, Orphans, Rendezvous, StreamChoice, Streams};
+use crate::config::testing::config_of;
+use crate::config::{
+    Config, EventHandler, LogDir, Machine, NodeRange, Orphans, Rendezvous, StreamChoice, Streams, build,
+};
 
 /// A PATH with one `python` and one `tool`, and nothing else.
 fn bin() -> PathBuf {
@@ -29,31 +32,38 @@ fn here() -> Machine {
     }
 }
 
-fn parse_args(
-    words: &[&OsStr],
-    variables: &[(&str, &str)],
-    machine: &Machine,
-) -> Result<Invocation, CliError> {
-    let env = |name: &str| {
+/// The environment that has these variables, and [`bin`] as PATH.
+fn environment(variables: &[(&str, &str)]) -> impl Fn(&str) -> Option<OsString> {
+    |name| {
         let given =
             variables.iter().find(|(known, _)| *known == name).map(|(_, value)| OsString::from(value));
         given.or_else(|| (name == "PATH").then(|| bin().into()))
-    };
-    let words =
-        std::iter::once(OsStr::new("/usr/bin/convoke")).chain(words.iter().copied()).map(OsString::from);
-    parse_on(words, &env, machine)
+    }
 }
 
-fn parse_line(line: &str, variables: &[(&str, &str)], machine: &Machine) -> Result<Invocation, CliError> {
+fn with_program<'a>(words: impl IntoIterator<Item = &'a OsStr>) -> impl Iterator<Item = OsString> {
+    std::iter::once(OsStr::new("/usr/bin/convoke")).chain(words).map(OsString::from)
+}
+
+fn parse_line(line: &str, variables: &[(&str, &str)]) -> Result<Invocation, CliError> {
+    parse(with_program(line.split_whitespace().map(OsStr::new)), &environment(variables))
+}
+
+fn config_of_words(
+    words: &[&OsStr],
+    variables: &[(&str, &str)],
+    machine: &Machine,
+) -> Result<Config, CliError> {
+    config_of(with_program(words.iter().copied()), &environment(variables), machine)
+}
+
+fn config_of_line(line: &str, variables: &[(&str, &str)], machine: &Machine) -> Result<Config, CliError> {
     let words: Vec<&OsStr> = line.split_whitespace().map(OsStr::new).collect();
-    parse_args(&words, variables, machine)
+    config_of_words(&words, variables, machine)
 }
 
 fn config_with(line: &str, variables: &[(&str, &str)]) -> Config {
-    match parse_line(line, variables, &here()) {
-        Ok(Invocation::Run(config)) => *config,
-        other => panic!("{line}: {other:?}"),
-    }
+    config_of_line(line, variables, &here()).unwrap_or_else(|error| panic!("{line}: {error}"))
 }
 
 fn config(line: &str) -> Config {
@@ -118,7 +128,7 @@ fn all_spellings_of_a_flag_are_equal() {
 #[test]
 fn flag_prefixes_prefer_torchrun_flags() {
     // --orphans, --version, --use-env and --pass-local-rank are ours; they make nothing ambiguous.
-    assert!(parse_line("--print-c=zsh", &[], &here()).is_ok());
+    assert!(parse_line("--print-c=zsh", &[]).is_ok());
     assert_eq!(config("--o=keep x.py").orphans, Orphans::Keep);
     assert!(config("--pass x.py").program.local_rank_argument.is_some());
     let names: Vec<&str> = flags::all().filter(|flag| flag.torchrun).map(|flag| flag.name).collect();
@@ -145,7 +155,7 @@ fn flag_prefixes_prefer_torchrun_flags() {
 #[test]
 fn all_arguments_after_the_script_belong_to_it() {
     let words = ["x.py", "--", "-t", "3", "--help", "", "a b", "--nnodes=x", "é"].map(OsStr::new);
-    let Ok(Invocation::Run(config)) = parse_args(&words, &[], &here()) else { panic!() };
+    let Ok(config) = config_of_words(&words, &[], &here()) else { panic!() };
     assert_eq!(
         argv(&config),
         ["python", "-u", "x.py", "--", "-t", "3", "--help", "", "a b", "--nnodes=x", "é"]
@@ -159,15 +169,13 @@ fn all_arguments_after_the_script_belong_to_it() {
 fn non_utf8_arguments_are_passed_to_the_script() {
     let odd = OsString::from_vec(b"caf\xe9".to_vec());
     let words = [OsStr::new("x.py"), &odd];
-    let Ok(Invocation::Run(config)) = parse_args(&words, &[], &here()) else { panic!() };
+    let Ok(config) = config_of_words(&words, &[], &here()) else { panic!() };
     assert_eq!(config.program.argv.last(), Some(&odd));
     let flag = OsString::from_vec(b"--log-dir=caf\xe9".to_vec());
-    let Ok(Invocation::Run(config)) = parse_args(&[&flag, OsStr::new("x.py")], &[], &here()) else {
-        panic!()
-    };
+    let Ok(config) = config_of_words(&[&flag, OsStr::new("x.py")], &[], &here()) else { panic!() };
     assert_eq!(config.logs.dir, LogDir::Path(PathBuf::from(&odd)));
     let flag = OsString::from_vec(b"--role=caf\xe9".to_vec());
-    let error = parse_args(&[&flag, OsStr::new("x.py")], &[], &here()).expect_err("role");
+    let error = config_of_words(&[&flag, OsStr::new("x.py")], &[], &here()).expect_err("role");
     assert_eq!(
         (error.text.as_str(), error.code),
         ("convoke: error: --role=caf\u{fffd}: not valid UTF-8\n", 1)
@@ -178,9 +186,9 @@ fn non_utf8_arguments_are_passed_to_the_script() {
 fn unusual_values_are_accepted_unless_they_resemble_flags() {
     assert_eq!(config("--nnodes=2 --rdzv-id - x.py").run_id, "-");
     let words = ["--rdzv-id", "-a b", "--master-port=1", "x.py"].map(OsStr::new);
-    let Ok(Invocation::Run(config)) = parse_args(&words, &[], &here()) else { panic!() };
+    let Ok(config) = config_of_words(&words, &[], &here()) else { panic!() };
     assert_eq!(config.run_id, "-a b", "argparse takes words with a blank as values");
-    let error = parse_line("--max-restarts -1 x.py", &[], &here()).expect_err("negative");
+    let error = config_of_line("--max-restarts -1 x.py", &[], &here()).expect_err("negative");
     assert_eq!(error.code, 1, "-1 is a value, but a bad one");
 }
 
@@ -218,22 +226,22 @@ fn help_outranks_later_errors() {
     for line in
         ["--help", "-h", "--h", "--nnodes=7 -h --bogus", "-mh", "--unknown --help", "--max-restarts=x --help"]
     {
-        let parsed = parse_line(line, &[("PET_NO_PYTHON", "yes")], &here());
+        let parsed = parse_line(line, &[("PET_NO_PYTHON", "yes")]);
         assert!(matches!(parsed, Ok(Invocation::Help(_))), "{line}: {parsed:?}");
     }
-    assert!(matches!(parse_line("--version", &[], &here()), Ok(Invocation::Version(_))));
-    assert!(matches!(parse_line("x.py --help", &[], &here()), Ok(Invocation::Run(_))));
+    assert!(matches!(parse_line("--version", &[]), Ok(Invocation::Version(_))));
+    assert!(matches!(parse_line("x.py --help", &[]), Ok(Invocation::Run(_))));
 }
 
 #[test]
 fn version_output_states_whether_etcd_is_missing() {
-    let Ok(Invocation::Version(text)) = parse_line("--version", &[], &here()) else { panic!() };
+    let Ok(Invocation::Version(text)) = parse_line("--version", &[]) else { panic!() };
     assert_eq!(text.ends_with(", without etcd)\n"), !cfg!(feature = "etcd"), "{text}");
 }
 
 #[test]
 fn help_names_every_flag_default_and_variable() {
-    let Ok(Invocation::Help(text)) = parse_line("--help", &[], &here()) else { panic!() };
+    let Ok(Invocation::Help(text)) = parse_line("--help", &[]) else { panic!() };
     for flag in flags::all() {
         let line = text.lines().find(|line| {
             line.contains(&format!("{} ", flag.dashed())) || line.contains(&format!("{}[", flag.dashed()))
@@ -293,7 +301,7 @@ const FLAGS_OF_TORCHRUN: [&str; 33] = [
 
 #[test]
 fn help_has_every_flag_of_torchrun_and_no_flag_twice() {
-    let Ok(Invocation::Help(text)) = parse_line("--help", &[], &here()) else { panic!() };
+    let Ok(Invocation::Help(text)) = parse_line("--help", &[]) else { panic!() };
     let is_flag = |word: &&str| word.starts_with("--");
     let flags = text
         .lines()
@@ -307,7 +315,7 @@ fn help_has_every_flag_of_torchrun_and_no_flag_twice() {
 
 #[test]
 fn defaults_match_the_help_text() {
-    let Ok(Invocation::Help(text)) = parse_line("--help", &[], &here()) else { panic!() };
+    let Ok(Invocation::Help(text)) = parse_line("--help", &[]) else { panic!() };
     let (mut checked, mut different) = (0, Vec::new());
     for flag in flags::all().filter(|flag| matches!(flag.takes, flags::Takes::Value(_))) {
         let line = text.lines().find(|line| line.contains(&format!("{} ", flag.dashed()))).unwrap();
@@ -317,9 +325,9 @@ fn defaults_match_the_help_text() {
         let given = format!("{}={default}", flag.dashed());
         // With several nodes: on one, a port that is given is one to meet at.
         let others = if given.starts_with("--nnodes") { "" } else { "--nnodes=2" };
-        let with = |given: &str| match parse_line(&format!("{others} {given} x.py"), &[], &here()) {
-            Ok(Invocation::Run(config)) => Ok(Config { run_id: String::new(), ..*config }),
-            other => Err(format!("{other:?}")),
+        let with = |given: &str| match config_of_line(&format!("{others} {given} x.py"), &[], &here()) {
+            Ok(config) => Ok(Config { run_id: String::new(), ..config }),
+            Err(error) => Err(error.text),
         };
         if with(&given) != with("") {
             different.push(given);
@@ -342,15 +350,14 @@ fn defaults_match_the_help_text() {
 #[test]
 fn launcher_called_torchrun_prints_torchrun_help() {
     let words = ["/opt/bin/torchrun", "--help"].map(OsString::from);
-    let Ok(Invocation::Help(text)) = parse_on(words.into_iter(), &|_| None, &here()) else { panic!() };
+    let Ok(Invocation::Help(text)) = parse(words.into_iter(), &|_| None) else { panic!() };
     assert!(text.contains("Usage: torchrun [FLAGS] SCRIPT"), "{text}");
 }
 
 #[test]
 fn every_shell_has_completions() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
-        let Ok(Invocation::Printed(text)) = parse_line(&format!("--print-completion={shell}"), &[], &here())
-        else {
+        let Ok(Invocation::Printed(text)) = parse_line(&format!("--print-completion={shell}"), &[]) else {
             panic!("{shell}")
         };
         assert!(text.contains("nproc-per-node"), "{shell}");
@@ -384,7 +391,13 @@ proptest! {
     #[test]
     fn any_command_line_is_accepted_or_refused(words in proptest::collection::vec(any_word(), 0..6)) {
         let words: Vec<&OsStr> = words.iter().map(OsString::as_os_str).collect();
-        if let Err(error) = parse_args(&words, &[], &here()) {
+        let env = environment(&[]);
+        let refusal = match parse(with_program(words.iter().copied()), &env) {
+            Ok(Invocation::Run(args)) => build::config(&args, &env, &here()).err(),
+            Ok(_) => None,
+            Err(error) => Some(error),
+        };
+        if let Some(error) = refusal {
             prop_assert!(error.text.starts_with("convoke: error: ") && error.text.ends_with('\n'));
             prop_assert!(error.code == 1 || error.code == 2);
         }
@@ -395,7 +408,7 @@ proptest! {
     fn script_arguments_are_never_changed(arguments in proptest::collection::vec(any_word(), 0..6)) {
         let words: Vec<&OsStr> = ["--max-restarts=1", "-t", "3", "x.py"].map(OsStr::new).into_iter()
             .chain(arguments.iter().map(OsString::as_os_str)).collect();
-        let Ok(Invocation::Run(config)) = parse_args(&words, &[], &here()) else { panic!() };
+        let Ok(config) = config_of_words(&words, &[], &here()) else { panic!() };
         prop_assert_eq!(&config.program.argv[3..], &arguments[..]);
     }
 }

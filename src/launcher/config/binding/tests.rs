@@ -2,8 +2,8 @@
 
 use std::ffi::OsString;
 
+use super::super::testing::config_of;
 use super::super::topology::fake_sysfs::FakeSysfs;
-use crate::cli::{Invocation, parse_on};
 use crate::formatting::ranges;
 
 /// The CPUs of each worker as `taskset -c` writes them, or what is said instead.
@@ -14,9 +14,8 @@ fn cpus(
     workers: usize,
 ) -> Result<Vec<String>, String> {
     let words = ["convoke", flag, &format!("--nproc-per-node={workers}"), "--no-python", "x"];
-    match parse_on(words.map(OsString::from).into_iter(), &|_| None, &tree.machine(allowed)) {
-        Ok(Invocation::Run(config)) => Ok(config.cpus.iter().map(|cpus| ranges(cpus)).collect()),
-        Ok(other) => panic!("{other:?}"),
+    match config_of(words.map(OsString::from).into_iter(), &|_| None, &tree.machine(allowed)) {
+        Ok(config) => Ok(config.cpus.iter().map(|cpus| ranges(cpus)).collect()),
         Err(error) => Err(error.text),
     }
 }
