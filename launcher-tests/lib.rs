@@ -1,4 +1,4 @@
-//! Tests of convoke with real processes; see `e2e/`, `elastic/`, `faults/`, `conformance/` and `tidy.rs`.
+//! Tests of convoke with real processes; see `e2e/`, `elastic/`, `faults/`, `conformance/` and `tidy/`.
 
 pub mod fault_spec;
 pub mod harness;

@@ -1,0 +1,329 @@
+//! Layers inside a crate: its top modules use each other in one direction only.
+//!
+//! The test reads the paths that begin with `crate::` in the code that users get. A name that `lib.rs` imports
+//! or exports counts as its module.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+use super::{assert_none, is_test_file, with_extension};
+
+/// The folders of the crates to which the rule applies.
+const LAYERED_CRATES: [&str; 5] = ["src/comm", "src/env", "src/launcher", "src/store", "src/train"];
+
+/// The uses among the top modules of a crate: for each module those that it uses, and the files that do.
+struct ModuleGraph(BTreeMap<String, BTreeMap<String, BTreeSet<PathBuf>>>);
+
+impl ModuleGraph {
+    /// Builds the graph of a crate from its files: their paths from the crate's folder, and their text.
+    fn new(files: &BTreeMap<PathBuf, String>) -> Self {
+        let mut code = BTreeMap::new();
+        let mut test_modules = Vec::new();
+        for (path, text) in files {
+            let (kept, names) = production(&tokens(text));
+            test_modules.extend(names.into_iter().map(|name| folder_of_children(path).join(name)));
+            code.insert(path.as_path(), kept);
+        }
+        let in_tests = |path: &Path| {
+            is_test_file(path)
+                || test_modules.iter().any(|module| path.with_extension("").starts_with(module))
+        };
+        code.retain(|path, _| !in_tests(path));
+        let root = &code[Path::new("lib.rs")];
+        let mut uses: BTreeMap<_, BTreeMap<_, BTreeSet<_>>> =
+            modules(root).map(|module| (module.to_owned(), BTreeMap::new())).collect();
+        let exports = exports(root);
+        for (path, code) in &code {
+            let module = path.with_extension("");
+            let module = module.iter().next().unwrap().to_str().unwrap();
+            let heads = code.windows(2).enumerate().filter(|(_, pair)| *pair == ["crate", "::"]);
+            for name in heads.flat_map(|(at, _)| heads_of(&code[at + 2..])) {
+                let used = if uses.contains_key(name) { Some(name) } else { exports.get(name).copied() };
+                let Some(used) = used.filter(|used| *used != module && uses.contains_key(*used)) else {
+                    continue;
+                };
+                if let Some(of_module) = uses.get_mut(module) {
+                    of_module.entry(used.to_owned()).or_default().insert((*path).to_owned());
+                }
+            }
+        }
+        Self(uses)
+    }
+
+    /// Returns all modules that `module` uses, directly or through others.
+    fn reachable<'a>(&'a self, module: &'a str) -> BTreeSet<&'a str> {
+        let mut found = BTreeSet::new();
+        let mut queue = vec![module];
+        while let Some(module) = queue.pop() {
+            queue.extend(self.0[module].keys().map(String::as_str).filter(|used| found.insert(*used)));
+        }
+        found
+    }
+
+    /// Returns the circles: for each its modules, and a line for each use that belongs to it.
+    fn circles(&self) -> BTreeMap<String, Vec<String>> {
+        let reachable: BTreeMap<&str, BTreeSet<&str>> =
+            self.0.keys().map(|module| (module.as_str(), self.reachable(module))).collect();
+        let mut circles: BTreeMap<String, Vec<String>> = BTreeMap::new();
+        for (module, uses) in &self.0 {
+            let members =
+                reachable[module.as_str()].iter().filter(|used| reachable[*used].contains(module.as_str()));
+            let name = members.copied().collect::<Vec<_>>().join(", ");
+            for (used, files) in
+                uses.iter().filter(|(used, _)| reachable[used.as_str()].contains(module.as_str()))
+            {
+                let files: Vec<String> = files.iter().map(|file| file.display().to_string()).collect();
+                let line = format!("{module} -> {used}: {}", files.join(", "));
+                circles.entry(name.clone()).or_default().push(line);
+            }
+        }
+        circles
+    }
+}
+
+/// Returns the folder that contains the child modules of a file.
+fn folder_of_children(path: &Path) -> PathBuf {
+    let is_folder =
+        path.file_name().is_some_and(|name| name == "lib.rs" || name == "mod.rs" || name == "main.rs");
+    if is_folder { path.parent().unwrap().to_owned() } else { path.with_extension("") }
+}
+
+/// Returns the child modules that a file declares.
+fn modules<'a>(code: &[&'a str]) -> impl Iterator<Item = &'a str> {
+    code.windows(3).filter(|item| item[0] == "mod" && item[2] == ";").map(|item| item[1])
+}
+
+/// Returns the names that the imports of `lib.rs` bring to the root, each with the top module of its path.
+fn exports<'a>(root: &[&'a str]) -> BTreeMap<&'a str, &'a str> {
+    let mut exports = BTreeMap::new();
+    for statement in root.split(|token| *token == ";") {
+        let Some(start) = statement.iter().rposition(|token| *token == "use") else { continue };
+        let mut path = &statement[start + 1..];
+        if let ["crate" | "self", "::", rest @ ..] = path {
+            path = rest;
+        }
+        let Some((head, names)) = path.split_first() else { continue };
+        for (at, name) in names.iter().enumerate() {
+            if matches!(names.get(at + 1), None | Some(&("," | "}"))) && *name != "}" {
+                exports.insert(*name, *head);
+            }
+        }
+    }
+    exports
+}
+
+/// Returns the first names of the path or group of paths at the start of the code.
+fn heads_of<'a>(code: &[&'a str]) -> Vec<&'a str> {
+    match code.first() {
+        Some(&"{") => elements(code).iter().filter_map(|path| path.first().copied()).collect(),
+        first => first.copied().into_iter().collect(),
+    }
+}
+
+/// Splits a file into the code that users get, and the names of the child modules that only tests compile.
+fn production<'a>(mut code: &[&'a str]) -> (Vec<&'a str>, Vec<&'a str>) {
+    const ITEMS: [&str; 9] = ["const", "enum", "fn", "impl", "mod", "static", "struct", "trait", "use"];
+    let mut kept = Vec::new();
+    let mut test_modules = Vec::new();
+    while let Some(token) = code.first() {
+        if code.starts_with(&["#", "[", "cfg", "("]) && holds_only_in_tests(&code[2..]) {
+            code = &code[1 + group_length(&code[1..])..];
+            let item = &code[..item_length(code)];
+            // Other things, such as fields, stay; their end is harder to find.
+            if item.iter().any(|token| ITEMS.contains(token)) {
+                test_modules.extend(modules(item));
+                code = &code[item.len()..];
+            }
+        } else {
+            kept.push(*token);
+            code = &code[1..];
+        }
+    }
+    (kept, test_modules)
+}
+
+/// Returns whether the condition of a `cfg` holds in tests only. The code begins with the condition.
+fn holds_only_in_tests(code: &[&str]) -> bool {
+    match code.first() {
+        Some(&"test") => true,
+        Some(&("all" | "cfg")) => elements(&code[1..]).iter().any(|part| holds_only_in_tests(part)),
+        Some(&"any") => elements(&code[1..]).iter().all(|part| part.is_empty() || holds_only_in_tests(part)),
+        _ => false,
+    }
+}
+
+/// Returns the length of the item at the start of the code.
+fn item_length(code: &[&str]) -> usize {
+    let mut at = 0;
+    while at < code.len() {
+        match code[at] {
+            ";" => return at + 1,
+            "{" => return at + group_length(&code[at..]),
+            "(" | "[" => at += group_length(&code[at..]),
+            ")" | "]" | "}" => return at,
+            _ => at += 1,
+        }
+    }
+    at
+}
+
+/// Returns the length of the group in brackets at the start of the code, with its brackets.
+fn group_length(code: &[&str]) -> usize {
+    let mut depth = 0;
+    for (at, token) in code.iter().enumerate() {
+        match *token {
+            "(" | "[" | "{" => depth += 1,
+            ")" | "]" | "}" => depth -= 1,
+            _ => {}
+        }
+        if depth == 0 {
+            return at + 1;
+        }
+    }
+    panic!("no closing bracket: {code:?}");
+}
+
+/// Returns the parts between the commas of the group in brackets at the start of the code.
+fn elements<'a, 'b>(code: &'b [&'a str]) -> Vec<&'b [&'a str]> {
+    let end = group_length(code) - 1;
+    let (mut parts, mut start, mut at) = (Vec::new(), 1, 1);
+    while at < end {
+        match code[at] {
+            "," => {
+                parts.push(&code[start..at]);
+                at += 1;
+                start = at;
+            }
+            "(" | "[" | "{" => at += group_length(&code[at..]),
+            _ => at += 1,
+        }
+    }
+    parts.push(&code[start..end]);
+    parts
+}
+
+/// Returns names, `::` and single characters of a text, without comments, strings and characters.
+fn tokens(text: &str) -> Vec<&str> {
+    let mut out = Vec::new();
+    let mut rest = text;
+    while let Some(first) = rest.chars().next() {
+        let is_name = |c: char| c.is_alphanumeric() || c == '_';
+        let to = |end: &str| rest.find(end).map_or(rest.len(), |at| at + end.len());
+        let (length, is_token) = if first.is_whitespace() {
+            (first.len_utf8(), false)
+        } else if rest.starts_with("//") {
+            (to("\n"), false)
+        } else if rest.starts_with("/*") {
+            (to("*/"), false)
+        } else if let Some(length) = literal_length(rest) {
+            (length, false)
+        } else if is_name(first) {
+            (rest.find(|c| !is_name(c)).unwrap_or(rest.len()), true)
+        } else if rest.starts_with("::") {
+            (2, true)
+        } else {
+            (first.len_utf8(), true)
+        };
+        if is_token {
+            out.push(&rest[..length]);
+        }
+        rest = &rest[length..];
+    }
+    out
+}
+
+/// Returns the length of the string, character or lifetime's `'` at the start of the text, if one is there.
+fn literal_length(text: &str) -> Option<usize> {
+    let raw = text.trim_start_matches(['b', 'c']);
+    if let Some(raw) = raw.strip_prefix('r').filter(|_| text.len() - raw.len() < 2) {
+        let hashes = raw.len() - raw.trim_start_matches('#').len();
+        if let Some(content) = raw[hashes..].strip_prefix('"') {
+            let end = format!("\"{}", "#".repeat(hashes));
+            return Some(text.len() - content.len() + content.find(&end)? + end.len());
+        }
+    }
+    let mut chars = text.char_indices().skip(1);
+    match text.chars().next()? {
+        '"' => loop {
+            match chars.next()? {
+                (_, '\\') => _ = chars.next(),
+                (at, '"') => return Some(at + 1),
+                _ => {}
+            }
+        },
+        '\'' => match (chars.next()?, chars.next()?) {
+            ((_, '\\'), (at, escaped)) => {
+                let start = at + escaped.len_utf8();
+                Some(start + text[start..].find('\'')? + 1)
+            }
+            (_, (at, '\'')) => Some(at + 1),
+            _ => Some(1),
+        },
+        _ => None,
+    }
+}
+
+#[test]
+fn top_modules_form_no_circles() {
+    let mut found = Vec::new();
+    for folder in LAYERED_CRATES {
+        let in_crate =
+            |(path, text): (PathBuf, String)| Some((path.strip_prefix(folder).ok()?.to_owned(), text));
+        let graph = ModuleGraph::new(&with_extension("rs").filter_map(in_crate).collect());
+        let uses: usize = graph.0.values().map(BTreeMap::len).sum();
+        assert!(uses > 5, "{folder}: only {uses} uses among its modules: is the code still read right?");
+        for (modules, uses) in graph.circles() {
+            found.push(format!("{folder}: {modules}\n    {}", uses.join("\n    ")));
+        }
+    }
+    assert_none(&found, "the top modules of a crate form no circle; move what both need to a lower module");
+}
+
+#[test]
+fn planted_circles_between_modules_are_detected() {
+    let root = "mod engine; mod error; pub mod plan; #[cfg(all(test, not(x)))] mod models;
+        pub use error::{Failure, Reason as Why}; pub use plan::step::Step;";
+    let engine =
+        "use crate::plan::{Step, tuning}; use crate::{error::{self, Reason}, plan}; #[cfg(test)] mod checks;";
+    let error = "/// crate::engine\nconst TEXT: &str = \"{ crate::plan\"; const QUOTE: char = '\"'; // crate::plan
+        #[cfg(test)] pub(crate) mod tests { use crate::engine; } fn longest<'a>(text: &'a str) -> &'a str { text }";
+    let plain = [
+        ("lib.rs", root),
+        ("engine/mod.rs", engine),
+        ("engine/checks.rs", "use crate::models;"),
+        ("error.rs", error),
+        ("models/mod.rs", "use crate::engine;"),
+        (
+            "plan/mod.rs",
+            "#[cfg(test)] use crate::engine; mod step; const RAW: &str = r#\"\"crate::engine\"#;",
+        ),
+        ("plan/step.rs", "use crate::plan::Order;"),
+        ("plan/tests/mod.rs", "use crate::engine;"),
+    ];
+    let circles = |changes: &[(&str, &str)]| {
+        let files = plain.iter().chain(changes).map(|(path, text)| (PathBuf::from(path), (*text).to_owned()));
+        let circles = ModuleGraph::new(&files.collect()).circles();
+        circles.into_iter().map(|(modules, uses)| (modules, uses.join("; "))).collect::<Vec<_>>()
+    };
+    let circle = |modules: &str, uses: &str| vec![(modules.to_owned(), uses.to_owned())];
+    assert_eq!(circles(&[]), []);
+    assert_eq!(
+        circles(&[("plan/step.rs", "fn run(task: &crate::engine::Task) {}")]),
+        circle("engine, plan", "engine -> plan: engine/mod.rs; plan -> engine: plan/step.rs")
+    );
+    let through_root = [("error.rs", "use crate::{\n    Step,\n};"), ("plan/step.rs", "use crate::Why;")];
+    assert_eq!(
+        circles(&through_root),
+        circle("error, plan", "error -> plan: error.rs; plan -> error: plan/step.rs")
+    );
+    let long =
+        [("error.rs", "fn f() -> crate::Step { step }"), ("plan/mod.rs", "#[cfg(x)] use crate::engine;")];
+    assert_eq!(
+        circles(&long),
+        circle(
+            "engine, error, plan",
+            "engine -> error: engine/mod.rs; engine -> plan: engine/mod.rs; error -> plan: error.rs; \
+             plan -> engine: plan/mod.rs"
+        )
+    );
+}
