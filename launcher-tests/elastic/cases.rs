@@ -27,7 +27,7 @@ const NEW_ROUND_PHRASES: &[&str] = &["start a new round", "the rendezvous answer
 
 const RUNS_ON: &str = "runs on";
 const GOES_ON: &str = "goes on without it";
-const BEGINS_ANEW: &str = "begins anew";
+const NEW_ROUND: &str = "begins anew";
 const ENDS: &str = "ends, exit code 1";
 
 /// Runs `case` with each backend of `all`, or in the short form with each of `short`.
@@ -129,7 +129,7 @@ fn job_survives_a_killed_worker() {
         check_times(&times, DEATH_LIMIT);
         let message = find_line(&cluster.nodes[&1].stderr(), NEW_ROUND_PHRASES);
         cluster.finish();
-        Ok(Row { outcome: BEGINS_ANEW, times, message })
+        Ok(Row { outcome: NEW_ROUND, times, message })
     });
     for_each_backend("worker: SIGKILL, `--max-restarts=0`", &[C10d], ALL_BACKENDS, |backend| {
         let (cluster, round) = start_three(backend)?;
@@ -414,7 +414,7 @@ fn joining_nodes_enter_the_running_job() {
         assert!(after[&1].rank == round[&1].rank && after[&2].rank == round[&2].rank, "{after:?}");
         let message = find_line(&cluster.nodes[&1].stderr(), NEW_ROUND_PHRASES);
         cluster.finish();
-        Ok(Row { outcome: BEGINS_ANEW, times, message })
+        Ok(Row { outcome: NEW_ROUND, times, message })
     });
     for_each_backend(
         "a node comes too much, and takes the place of one that is lost",
@@ -439,7 +439,7 @@ fn joining_nodes_enter_the_running_job() {
             cluster.remove_node(2);
             let message = find_line(&cluster.nodes[&4].stderr(), &["waits as a standby node"]);
             cluster.finish();
-            Ok(Row { outcome: BEGINS_ANEW, times, message })
+            Ok(Row { outcome: NEW_ROUND, times, message })
         },
     );
     for_each_backend("a node that is killed and started again, three times", &[], ALL_BACKENDS, |backend| {
@@ -460,7 +460,7 @@ fn joining_nodes_enter_the_running_job() {
             (times, round) = (come, back);
         }
         cluster.finish();
-        Ok(Row { outcome: BEGINS_ANEW, times, message: String::new() })
+        Ok(Row { outcome: NEW_ROUND, times, message: String::new() })
     });
 }
 

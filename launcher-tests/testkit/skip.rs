@@ -26,7 +26,7 @@ mod tests {
 
     #[test]
     #[ignore = "a subprocess test of skips_are_collected_in_a_file"]
-    fn scene_that_skips_twice() {
+    fn subprocess_that_skips_twice() {
         skip("no hosts");
         skip(format_args!("no {}", "mounts"));
     }
@@ -34,14 +34,14 @@ mod tests {
     #[test]
     fn skips_are_collected_in_a_file() {
         let file = std::env::temp_dir().join(format!("convoke-skips-{}", std::process::id()));
-        let output = subprocess_test("skip::tests::scene_that_skips_twice")
+        let output = subprocess_test("skip::tests::subprocess_that_skips_twice")
             .env("CONVOKE_SKIPS", &file)
             .output()
             .unwrap();
         assert_one_passed(&output);
         let collected = fs::read_to_string(&file).unwrap();
         fs::remove_file(&file).unwrap();
-        let name = "skip::tests::scene_that_skips_twice";
+        let name = "skip::tests::subprocess_that_skips_twice";
         assert_eq!(collected, format!("SKIPPED {name}: no hosts\nSKIPPED {name}: no mounts\n"));
         assert!(String::from_utf8_lossy(&output.stderr).contains(&collected));
     }

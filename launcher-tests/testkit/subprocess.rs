@@ -30,15 +30,15 @@ mod tests {
 
     #[test]
     #[ignore = "a subprocess test of the tests below"]
-    fn body_of_the_scene() {
-        assert_eq!(subprocess_variable("TESTKIT_SCENE"), "well");
+    fn variable_is_set_in_the_subprocess() {
+        assert_eq!(subprocess_variable("TESTKIT_SUBPROCESS"), "well");
     }
 
     #[test]
-    fn scene_runs_in_its_own_process() {
+    fn subprocess_test_runs_in_its_own_process() {
         assert_one_passed(
-            &subprocess_test("subprocess::tests::body_of_the_scene")
-                .env("TESTKIT_SCENE", "well")
+            &subprocess_test("subprocess::tests::variable_is_set_in_the_subprocess")
+                .env("TESTKIT_SUBPROCESS", "well")
                 .output()
                 .unwrap(),
         );
@@ -46,10 +46,10 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "another test starts this one")]
-    fn scene_fails_if_no_test_starts_it() {
+    fn subprocess_test_fails_if_no_test_starts_it() {
         assert_one_passed(
-            &subprocess_test("subprocess::tests::body_of_the_scene")
-                .env_remove("TESTKIT_SCENE")
+            &subprocess_test("subprocess::tests::variable_is_set_in_the_subprocess")
+                .env_remove("TESTKIT_SUBPROCESS")
                 .output()
                 .unwrap(),
         );
@@ -57,7 +57,7 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "0 passed")]
-    fn missing_scene_fails() {
+    fn missing_subprocess_test_fails() {
         assert_one_passed(&subprocess_test("subprocess::tests::renamed").output().unwrap());
     }
 }

@@ -50,7 +50,7 @@ mod tests {
 
     #[test]
     #[ignore = "a subprocess test of ancestor_search_skips_processes_that_inherit_the_variable"]
-    fn scene_below_a_shell_that_inherits_the_variable() {
+    fn subprocess_below_a_shell_that_inherits_the_variable() {
         let above = convoke_testkit::subprocess_variable(ABOVE).parse().unwrap();
         assert_ne!(parent_id(), above);
         assert_eq!(nearest_ancestor_without(PASSED_ON), Some(above));
@@ -59,7 +59,7 @@ mod tests {
     #[test]
     fn ancestor_search_skips_processes_that_inherit_the_variable() {
         let command = convoke_testkit::subprocess_test(
-            "ancestor::tests::scene_below_a_shell_that_inherits_the_variable",
+            "ancestor::tests::subprocess_below_a_shell_that_inherits_the_variable",
         );
         // The shell does not exec the test process, because `exit` follows it.
         let mut shell = Command::new("sh");

@@ -4,7 +4,7 @@ use super::*;
 use convoke_testkit::fuzz;
 
 #[test]
-fn tickets_round_trip() {
+fn call_ids_round_trip() {
     let call_id =
         SpawnCallId { spawner: 7, token: "abc".to_owned(), call: 2, place: "a folder/x.rs:1:2".to_owned() };
     assert_eq!(call_id.to_string().parse(), Ok(call_id));
@@ -14,11 +14,11 @@ fn tickets_round_trip() {
 }
 
 #[test]
-fn damaged_tickets_are_refused_without_panic() {
+fn damaged_call_ids_are_refused_without_panic() {
     let good = ["7 abc 2 a folder/x.rs:1:2", "4294967295 t 18446744073709551615 p"];
     let read =
         |bytes: &[u8]| std::str::from_utf8(bytes).ok().and_then(|text| text.parse::<SpawnCallId>().ok());
-    fuzz("spawn::damaged_tickets_are_refused_without_panic", &good, 4096, read, |call_id| {
+    fuzz("spawn::damaged_call_ids_are_refused_without_panic", &good, 4096, read, |call_id| {
         call_id.to_string().into_bytes()
     });
 }

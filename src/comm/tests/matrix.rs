@@ -295,12 +295,12 @@ fn sockets() -> usize {
 
 #[test]
 fn large_groups_connect_lazily() {
-    assert_one_passed(&subprocess_test("scene_process_counts_connections").output().unwrap());
+    assert_one_passed(&subprocess_test("subprocess_counts_connections").output().unwrap());
 }
 
 #[test]
 #[ignore = "run by large_groups_connect_lazily, whose sockets it counts"]
-fn scene_process_counts_connections() {
+fn subprocess_counts_connections() {
     let gate = TimedBarrier::new(MANY);
     let hosts: Vec<usize> = (0..MANY).collect();
     let count = |group: &Group| {

@@ -53,7 +53,7 @@ enum Worker {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Phase {
     Running,
-    /// All failed workers origin others. This lasts until one fails by itself, or all blamed workers have
+    /// All failed workers blame others. This lasts until one fails by itself, or all blamed workers have
     /// ended.
     AwaitingRootCause {
         until: Instant,

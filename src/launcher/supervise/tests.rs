@@ -56,21 +56,22 @@ fn failure(local_rank: usize, cause: ExitCause, stopped: bool) -> Failure {
 }
 
 /// Exit with code 1 that blames another worker, which may be named.
-fn blames(local_rank: usize, other: Option<usize>) -> Event {
+fn peer_exit(local_rank: usize, other: Option<usize>) -> Event {
     Event::Exited { local_rank, cause: ExitCause::Code(1), origin: FailureOrigin::Peer(other) }
 }
 
-fn blaming(local_rank: usize, other: Option<usize>) -> Failure {
+fn peer_failure(local_rank: usize, other: Option<usize>) -> Failure {
     Failure { local_rank, cause: ExitCause::Code(1), stopped: false, origin: FailureOrigin::Peer(other) }
 }
 
 #[test]
 fn accused_worker_may_exit_with_its_own_error_first() {
     let mut simulation = Simulation::of(3, 0);
-    simulation.at(0, blames(0, Some(1)), &[]);
+    simulation.at(0, peer_exit(0, Some(1)), &[]);
     simulation.wakes_at(Some(5_000));
-    simulation.at(10, blames(2, Some(1)), &[]);
-    let failures = vec![blaming(0, Some(1)), blaming(2, Some(1)), failure(1, ExitCause::Code(7), false)];
+    simulation.at(10, peer_exit(2, Some(1)), &[]);
+    let failures =
+        vec![peer_failure(0, Some(1)), peer_failure(2, Some(1)), failure(1, ExitCause::Code(7), false)];
     simulation.at(900, exit(1, 7), &[round_failed(1, 7), Action::Finish(Outcome::Failed(failures))]);
 }
 
@@ -78,7 +79,7 @@ fn accused_worker_may_exit_with_its_own_error_first() {
 fn other_workers_are_stopped_when_the_accused_worker_exits() {
     for (code, cause) in [(7, round_failed(1, 7)), (0, round_failed(0, 1))] {
         let mut simulation = Simulation::of(3, 0);
-        simulation.at(0, blames(0, Some(1)), &[]);
+        simulation.at(0, peer_exit(0, Some(1)), &[]);
         simulation.at(20, exit(1, code), &[cause, signal(2, Signal::SIGTERM)]);
     }
 }
@@ -86,7 +87,7 @@ fn other_workers_are_stopped_when_the_accused_worker_exits() {
 #[test]
 fn accused_worker_that_continues_is_stopped_after_a_timeout() {
     let mut simulation = Simulation::of(3, 0);
-    simulation.at(0, blames(0, Some(1)), &[]);
+    simulation.at(0, peer_exit(0, Some(1)), &[]);
     simulation.at(4_999, Event::Tick, &[]);
     let stops = [round_failed(0, 1), signal(1, Signal::SIGTERM), signal(2, Signal::SIGTERM)];
     simulation.at(5_000, Event::Tick, &stops);
@@ -95,25 +96,28 @@ fn accused_worker_that_continues_is_stopped_after_a_timeout() {
 #[test]
 fn worker_accusing_another_node_waits_for_its_local_workers() {
     let mut simulation = Simulation::of(3, 0);
-    simulation.at(0, blames(0, None), &[]);
+    simulation.at(0, peer_exit(0, None), &[]);
     simulation.at(1, exit(2, 0), &[]);
     simulation.at(
         2,
         exit(1, 3),
         &[
             round_failed(1, 3),
-            Action::Finish(Outcome::Failed(vec![blaming(0, None), failure(1, ExitCause::Code(3), false)])),
+            Action::Finish(Outcome::Failed(vec![
+                peer_failure(0, None),
+                failure(1, ExitCause::Code(3), false),
+            ])),
         ],
     );
     let mut alone = Simulation::of(1, 0);
-    let failures = vec![blaming(0, None)];
-    alone.at(0, blames(0, None), &[round_failed(0, 1), Action::Finish(Outcome::Failed(failures))]);
+    let failures = vec![peer_failure(0, None)];
+    alone.at(0, peer_exit(0, None), &[round_failed(0, 1), Action::Finish(Outcome::Failed(failures))]);
 }
 
 #[test]
-fn job_end_on_other_nodes_stops_workers_awaiting_a_culprit() {
+fn job_end_on_other_nodes_stops_workers_awaiting_the_root_cause() {
     let mut simulation = Simulation::of(2, 0);
-    simulation.at(0, blames(0, None), &[]);
+    simulation.at(0, peer_exit(0, None), &[]);
     simulation.at(1, Event::Abort { signal: Signal::SIGTERM, grace: GRACE }, &[signal(1, Signal::SIGTERM)]);
     simulation.at(2, killed(1, Signal::SIGTERM), &[Action::Finish(Outcome::Aborted)]);
 }
@@ -121,7 +125,7 @@ fn job_end_on_other_nodes_stops_workers_awaiting_a_culprit() {
 #[test]
 fn settling_time_starts_with_the_first_independent_failure() {
     let mut simulation = Simulation::of(3, 2_000);
-    simulation.at(0, blames(0, Some(1)), &[]);
+    simulation.at(0, peer_exit(0, Some(1)), &[]);
     simulation.at(3_000, exit(1, 7), &[round_failed(1, 7)]);
     simulation.wakes_at(Some(5_000));
     simulation.at(5_000, Event::Tick, &[signal(2, Signal::SIGTERM)]);

@@ -183,13 +183,13 @@ fn floods_of_garbage_from_many_connections_disturb_nobody() {
 
 #[test]
 fn client_that_does_not_read_uses_little_memory_and_recovers() {
-    let process = another_process("scene_process_has_a_client_that_does_not_read", Stdio::null());
+    let process = another_process("subprocess_has_a_client_that_does_not_read", Stdio::null());
     assert_one_passed(&process.wait_with_output().unwrap());
 }
 
 #[test]
 #[ignore = "run by client_that_does_not_read_uses_little_memory_and_recovers, whose memory it measures"]
-fn scene_process_has_a_client_that_does_not_read() {
+fn subprocess_has_a_client_that_does_not_read() {
     const REQUESTS: usize = 300;
     let server = serve();
     let (other, thread) = (client(&server), server_thread());

@@ -166,13 +166,13 @@ fn more_threads_than_connections_share_them() {
 
 #[test]
 fn server_without_free_descriptors_serves_existing_connections() {
-    let process = another_process("scene_process_exhausts_descriptors", Stdio::null());
+    let process = another_process("subprocess_exhausts_descriptors", Stdio::null());
     assert_one_passed(&process.wait_with_output().unwrap());
 }
 
 #[test]
 #[ignore = "run by server_without_free_descriptors_serves_existing_connections, in a process of its own"]
-fn scene_process_exhausts_descriptors() {
+fn subprocess_exhausts_descriptors() {
     setrlimit(Resource::RLIMIT_NOFILE, 64, 64).unwrap();
     let server = serve();
     let other = client(&server);
@@ -206,7 +206,7 @@ fn ten_thousand_clients_wait_for_one_key() {
     if clients < CLIENTS {
         skip(format_args!("{clients} clients instead of {CLIENTS}: the hard limit of descriptors is {hard}"));
     }
-    let mut server = another_process("scene_process_runs_a_server", Stdio::piped());
+    let mut server = another_process("subprocess_runs_a_server", Stdio::piped());
     let (address, _output) = announced_address(&mut server);
     let other = TcpStore::connect(&address.to_string(), soon()).unwrap();
     let before = status_field(server.id(), "VmRSS");
@@ -247,7 +247,7 @@ fn announced_address(server: &mut Child) -> (SocketAddr, Lines<BufReader<ChildSt
 
 #[test]
 #[ignore = "run by ten_thousand_clients_wait_for_one_key, in a process of its own"]
-fn scene_process_runs_a_server() {
+fn subprocess_runs_a_server() {
     let server = serve();
     println!("\nlistening on {}", server.addresses()[0]);
     // The server runs until the parent closes the pipe or dies.
