@@ -6,7 +6,6 @@ use convoke_env::flight::names;
 use serde::{Deserialize, Serialize};
 
 use crate::dtype::{Dtype, ReduceOp};
-use crate::plan::Rounding;
 
 /// The operation of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -195,17 +194,6 @@ impl Call {
 
     pub(crate) fn bytes(&self) -> u64 {
         self.count().saturating_mul(self.dtype.size_bytes() as u64)
-    }
-
-    /// Returns when results are rounded: stepwise, or once at the end for 16-bit floating-point sums and
-    /// products.
-    pub(crate) fn rounding(&self) -> Rounding {
-        match self.op {
-            Some(op) if op.accumulates_in_f32(self.dtype) => {
-                Rounding::Once { wide_inputs: op == ReduceOp::PremulSum }
-            }
-            Some(_) | None => Rounding::Stepwise,
-        }
     }
 
     pub(crate) fn encode(&self) -> [u8; 16] {

@@ -437,14 +437,14 @@ impl Inner {
     /// Returns true if a call runs in the memory that all ranks share. All ranks decide alike.
     fn runs_in_shared_memory(&self, call: &Call) -> bool {
         // Inputs that are wider than elements need a copy of the buffer, which only plans over streams make.
-        let wide = matches!(call.rounding(), Rounding::Once { wide_inputs: true });
+        let wide = matches!(Rounding::of(call), Rounding::Once { wide_inputs: true });
         self.memory.is_some() && shm::is_supported(call.kind) && !wide && !self.tuning.has_override(call.kind)
     }
 
     /// Returns true if a reduce-scatter overwrites the blocks of other ranks, so that it needs a copy of
     /// the input. The ring and hierarchy algorithms do.
     fn needs_scratch_copy(&self, call: &Call) -> bool {
-        let (bytes, rounding) = (call.bytes() as usize, call.rounding());
+        let (bytes, rounding) = (call.bytes() as usize, Rounding::of(call));
         !self.runs_in_shared_memory(call)
             && self.tuning.reduce_scatter(bytes, &self.topology, rounding) != Algorithm::Direct
     }
@@ -457,7 +457,7 @@ impl Inner {
         let Self { rank, size: world, ref tuning, ref topology, .. } = *self;
         let (count, root) = (call.count() as usize, call.root as usize);
         let (bytes, element_bytes) = (call.bytes() as usize, call.dtype.size_bytes());
-        let rounding = call.rounding();
+        let rounding = Rounding::of(&call);
         let blocks = || Blocks::uniform(world, count);
         let plan = Arc::new(match call.kind {
             CallKind::AllReduce => {

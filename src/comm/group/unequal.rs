@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::blocks::{recv_around_own, reduce_scatter_buffers, split_around};
 use super::{BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, call, check_len};
-use crate::plan::{self, Algorithm, Blocks};
+use crate::plan::{self, Algorithm, Blocks, Rounding};
 
 impl Group {
     /// Fills `recv` with the `send` of all ranks, in rank order, on every rank; rank i has `lens[i]`
@@ -80,7 +80,7 @@ impl Group {
         check_len("recv", recv.len(), own.len())?;
         let kernel = op.kernel(self.size())?;
         let call = call::<T>(CallKind::ReduceScatterV, Some(op.op()), blocks.fingerprint(), blocks.end());
-        let (rank, rounding, topology) = (self.rank(), call.rounding(), &self.inner.topology);
+        let (rank, rounding, topology) = (self.rank(), Rounding::of(&call), &self.inner.topology);
         let algorithm = self.inner.tuning.reduce_scatter(size_of_val(send) / self.size(), topology, rounding);
         let bytes = size_of::<T>();
         let plan = || Arc::new(plan::reduce_scatter(algorithm, rounding, rank, topology, &blocks, bytes));

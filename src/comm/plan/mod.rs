@@ -28,6 +28,8 @@ pub(crate) mod tuning;
 
 use std::ops::Range;
 
+use crate::call::Call;
+use crate::dtype::ReduceOp;
 use crate::kernels::OrderedReduceStep;
 pub(crate) use blocks::{Blocks, fingerprint};
 pub(crate) use topology::Topology;
@@ -101,6 +103,19 @@ pub(crate) enum Rounding {
         /// The ranks scale their shares before they add them, so that even the shares are wide elements.
         wide_inputs: bool,
     },
+}
+
+impl Rounding {
+    /// Returns when the results of a call are rounded: once at the end for 16-bit floating-point sums and
+    /// products, else stepwise.
+    pub(crate) fn of(call: &Call) -> Self {
+        match call.op {
+            Some(op) if op.accumulates_in_f32(call.dtype) => {
+                Self::Once { wide_inputs: op == ReduceOp::PremulSum }
+            }
+            Some(_) | None => Self::Stepwise,
+        }
+    }
 }
 
 impl Rounding {

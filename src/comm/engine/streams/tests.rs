@@ -145,7 +145,7 @@ fn reduce_with<T: Element>(
             let op = Some(reduction.op());
             let call = Call { dtype: T::DTYPE, op, ..all_reduce_call(count) };
             let plan =
-                plan::all_reduce(algorithm, call.rounding(), rank, &hosts, count, T::DTYPE.size_bytes());
+                plan::all_reduce(algorithm, Rounding::of(&call), rank, &hosts, count, T::DTYPE.size_bytes());
             run_with(reduction.kernel(world).ok(), call, 0, plan, memory, rank)
         })
         .collect();

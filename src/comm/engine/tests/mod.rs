@@ -29,7 +29,7 @@ use crate::group::Group;
 use crate::links::hello::{ConnectionKind, Credentials, Hello, Role, SUITE_PLAIN, Welcome};
 use crate::links::tcp;
 use crate::options::GroupOptions;
-use crate::plan::{Topology, Tuning};
+use crate::plan::{Rounding, Topology, Tuning};
 
 const LONG: Duration = Duration::from_secs(60);
 /// The rank that the test plays: the highest, which connects to all others.
@@ -295,7 +295,7 @@ fn unauthenticated_peers_disturb_no_call() {
 /// Makes the call of the third rank.
 fn sum(shared: &super::Shared) -> i32 {
     let call = Call::new(CallKind::AllReduce, Dtype::I32, Some(ReduceOp::Sum), 0, 1);
-    let rounding = call.rounding();
+    let rounding = Rounding::of(&call);
     let topology = Topology::one_host(3);
     let algorithm = Tuning::default().all_reduce(4, &topology, rounding);
     let plan = Arc::new(crate::plan::all_reduce(algorithm, rounding, FAKE, &topology, 1, 4));
