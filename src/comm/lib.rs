@@ -38,6 +38,7 @@
 
 mod backend;
 mod bootstrap;
+mod buffer;
 mod call;
 mod cause;
 #[cfg(feature = "nccl")]

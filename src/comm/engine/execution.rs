@@ -1,8 +1,9 @@
 //! A collective in progress: by streams over connections, or through shared memory.
 
 use super::state::{CollectiveConnections, Peer};
-use super::streams::{self, Streams};
+use super::streams::Streams;
 use crate::call::Call;
+use crate::error::ExecutionError;
 use crate::plan::{Algorithm, Direction};
 use crate::shm::{self, HostMemory};
 
@@ -11,8 +12,6 @@ pub(super) enum Execution {
     Streams(Streams),
     Memory(shm::collective::ShmCollective),
 }
-
-pub(super) use streams::ExecutionError;
 
 impl Execution {
     /// Moves pending data. Returns whether anything moved.

@@ -10,7 +10,7 @@ use std::time::Instant;
 use convoke_env::flight::layout;
 
 use super::completion::{Completion, Outcome, TimeLimit};
-use super::execution::{Execution, ExecutionError};
+use super::execution::Execution;
 use super::messages::direct::{RecvProgress, SendProgress};
 use super::progress::Engine;
 use super::recording::{message_entry, small_entry};
@@ -19,6 +19,7 @@ use super::wait_policy::{Oversubscription, WaitAction, WaitPolicy};
 use super::{Operation, Transport};
 use crate::call::{Call, Envelope};
 use crate::dtype::ReduceOp;
+use crate::error::ExecutionError;
 use crate::fault::fault_point;
 use crate::flight::{self, now_ns};
 use crate::shm::small_call::SmallCall;

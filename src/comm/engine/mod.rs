@@ -4,7 +4,6 @@
 //! them if no thread waits for them.
 
 mod affinity;
-pub(crate) mod buffer;
 pub(crate) mod callbacks;
 mod completion;
 mod connect;
@@ -20,7 +19,6 @@ mod missing;
 #[cfg(all(test, loom))]
 mod models;
 mod monitored_barrier;
-pub(crate) mod plan_buffer;
 mod poller;
 mod probe;
 mod progress;
@@ -28,7 +26,7 @@ mod progress_lock;
 mod recording;
 mod shared_memory;
 mod state;
-pub(crate) mod streams;
+mod streams;
 mod submission;
 mod sync;
 mod teardown;
@@ -40,16 +38,15 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use crate::buffer::{BorrowedBuffer, PlanBuffer};
 use crate::call::Call;
 use crate::dtype::Dtype;
 use crate::error::CommError;
 use crate::kernels::Kernel;
 use crate::plan::Plan;
 pub(crate) use affinity::{CoreSharing, allowed_cores};
-use buffer::BorrowedBuffer;
 pub(crate) use completion::{Completion, Outcome, TimeLimit};
 use fast_path::FastPath;
-use plan_buffer::PlanBuffer;
 pub(crate) use progress::Engine;
 pub(crate) use state::Settings;
 pub(crate) use submission::SubmissionQueue;

@@ -28,11 +28,11 @@ use convoke_env::Generation;
 use convoke_store::{PrefixStore, Store};
 
 use crate::bootstrap::{self, BootstrapConfig, ConnectedGroup};
+use crate::buffer::BorrowedBuffer;
 use crate::call::{Call, CallKind, Envelope};
 #[cfg(feature = "nccl")]
 use crate::device::backend::DeviceBackend;
 use crate::dtype::{Dtype, Element, ReduceOp};
-use crate::engine::buffer::BorrowedBuffer;
 use crate::engine::{self, Completion, CoreSharing, Engine, Operation, Shared, TimeLimit, Transport};
 use crate::error::CommError;
 use crate::kernels::{self, Kernel};

@@ -231,7 +231,7 @@ fn complex<T: Multiply<N>, const N: usize, R: Arith<M>, const M: usize>(op: Redu
 }
 
 /// Truth values are the bytes 0 and 1. Bytes from a peer are not trusted to be one of them, neither here nor
-/// when they are stored (`engine/buffer.rs`).
+/// when they are stored (`buffer/borrowed.rs`).
 fn booleans(op: ReduceOp) -> KernelFunctions {
     integers::<u8, 1>(match op {
         ReduceOp::Sum | ReduceOp::Max => ReduceOp::Bor,

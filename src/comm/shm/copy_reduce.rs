@@ -6,8 +6,7 @@ use super::allocations::Direct;
 use super::schedule::CACHED_BYTES;
 use super::segment::View;
 use super::{HostMemory, write};
-use crate::engine::buffer::{BorrowedBuffer, BytesMut};
-use crate::engine::plan_buffer::PlanBuffer;
+use crate::buffer::{BorrowedBuffer, BytesMut, PlanBuffer};
 use crate::kernels::{Contributors, Kernel};
 
 /// The elements that a call works on, possibly in several pieces, and the kernel that adds them.

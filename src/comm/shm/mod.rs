@@ -43,7 +43,7 @@ use std::sync::atomic::Ordering;
 use smallvec::SmallVec;
 
 use crate::call::Call;
-use crate::engine::streams::ExecutionError;
+use crate::error::ExecutionError;
 use crate::kernels::Kernel;
 use allocations::{Allocations, PublishedLocation};
 use bootstrap::SharedResources;

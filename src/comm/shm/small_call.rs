@@ -4,9 +4,9 @@ use super::copy_reduce::{self, AreaAddress, Location, PlainElements};
 use super::layout::{INLINE_BYTES, SLOTS};
 use super::schedule::{Area, Peers, Schedule, ScheduleStep};
 use super::{AwaitedRanks, CallNumber, HostMemory};
+use crate::buffer::BorrowedBuffer;
 use crate::call::Call;
-use crate::engine::buffer::BorrowedBuffer;
-use crate::engine::streams::ExecutionError;
+use crate::error::ExecutionError;
 use crate::fault::fault_point;
 use crate::kernels::Kernel;
 

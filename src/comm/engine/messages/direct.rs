@@ -10,8 +10,8 @@ use super::{
     AnySourceQueue, EAGER_BYTES, Match, MessageError, OutgoingFrame, PeerMessages, PendingSend, ReadState,
     Stage, check, plain_frame,
 };
+use crate::buffer::BorrowedBuffer;
 use crate::call::Call;
-use crate::engine::buffer::BorrowedBuffer;
 use crate::engine::completion::Completion;
 use crate::fault::fault_point;
 use crate::frame::{Frame, HEADER_BYTES, Kind};

@@ -18,8 +18,8 @@ use std::io::IoSlice;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::buffer::BorrowedBuffer;
 use crate::call::{Call, Envelope};
-use crate::engine::buffer::BorrowedBuffer;
 use crate::engine::completion::Completion;
 use crate::engine::control::query_at;
 use crate::fault::fault_point;

@@ -5,8 +5,8 @@ use std::io;
 use std::sync::Arc;
 
 use super::{AnySourceQueue, MessageError, PeerMessages, PendingSend, Stage, UnexpectedMessage, check};
+use crate::buffer::BorrowedBuffer;
 use crate::call::Call;
-use crate::engine::buffer::BorrowedBuffer;
 use crate::engine::completion::Completion;
 use crate::error::CommError;
 use crate::frame::HEADER_BYTES;

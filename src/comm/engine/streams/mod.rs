@@ -3,9 +3,9 @@
 use std::io::IoSlice;
 use std::sync::Arc;
 
+use crate::buffer::{BorrowedBuffer, Fragment, PlanBuffer};
 use crate::call::Call;
-use crate::engine::buffer::BorrowedBuffer;
-use crate::engine::plan_buffer::{Fragment, PlanBuffer};
+use crate::error::ExecutionError;
 use crate::fault::fault_point;
 use crate::frame::{Frame, HEADER_BYTES, Kind};
 use crate::kernels::Kernel;
@@ -69,19 +69,6 @@ struct Flow {
     blocked: bool,
     /// The connection is gone; the engine finds out why.
     broken: bool,
-}
-
-/// The reasons why a run stops.
-#[derive(Debug)]
-pub(crate) enum ExecutionError {
-    /// The connection to `peer` is gone. The run can go on with the others.
-    Broken { peer: usize, why: ConnError },
-    /// `peer` made another call.
-    Mismatch { peer: usize, theirs: Call, seq: u64 },
-    /// `peer` sent data that violates the protocol.
-    Protocol { peer: usize, what: String },
-    /// The program's own reduction function failed.
-    Function(String),
 }
 
 impl Streams {

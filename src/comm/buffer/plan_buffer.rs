@@ -3,7 +3,7 @@
 
 use std::ops::Range;
 
-use crate::engine::buffer::{BorrowedBuffer, BytesMut};
+use super::{BorrowedBuffer, BytesMut};
 use crate::kernels::{ACCUMULATOR_BYTES, F32Conversion, Kernel, SourceBytes};
 use crate::links::conn::MAX_READ_AHEAD_BYTES;
 use crate::plan::{Apply, Plan};

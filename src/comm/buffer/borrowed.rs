@@ -9,14 +9,14 @@ use smallvec::SmallVec;
 use crate::dtype::{Dtype, Element};
 use crate::kernels::copy;
 
-/// Memory that a caller lends to the engine, seen as one range of bytes.
+/// Memory that a caller lends to an operation, seen as one range of bytes.
 ///
 /// A rank may hold only parts of the buffer: a window of the memory of all ranks, separate send and receive
 /// buffers, or a list of buffers. A part holds whole elements.
 ///
 /// While a value exists, its memory is valid, and only the thread that drives the engine accesses it. (Memory
 /// that is only read may be read by others.) The borrows for `'a` guarantee this. A caller that gives
-/// up the lifetime with [`Operation::erase_lifetime`](super::Operation::erase_lifetime) promises it.
+/// up the lifetime, as the engine does (`Operation::erase_lifetime`), promises it.
 #[derive(Debug, Default)]
 pub(crate) struct BorrowedBuffer<'a> {
     /// The parts in order; they do not overlap.
@@ -141,7 +141,7 @@ impl<'a> BorrowedBuffer<'a> {
 #[allow(unsafe_code)]
 impl BorrowedBuffer<'_> {
     /// # Safety
-    /// The caller keeps the promise of [`Operation::erase_lifetime`](super::Operation::erase_lifetime).
+    /// The caller keeps the promise that the type requires of a caller that gives up the lifetime.
     #[cfg(test)]
     pub(crate) unsafe fn erase_lifetime(self) -> BorrowedBuffer<'static> {
         let Self { parts, copies, scratch, bools, .. } = self;

@@ -1,5 +1,7 @@
 //! The errors of this crate: each names the rank, the cause and the progress of the call.
 
+mod execution;
+
 use std::fmt;
 use std::io;
 use std::time::Duration;
@@ -9,6 +11,7 @@ use convoke_store::StoreError;
 use serde::{Deserialize, Serialize};
 
 use crate::call::Call;
+pub(crate) use execution::ExecutionError;
 
 /// The reason why a call failed.
 ///
