@@ -1,5 +1,6 @@
 //! The device backend of a group on one rank: the communicator, and the operations under way.
 
+use std::any::Any;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
@@ -9,7 +10,6 @@ use std::time::{Duration, Instant};
 use cudarc::driver::{CudaContext, CudaSlice};
 
 use super::driver::bind;
-use super::error::DeviceError;
 use super::events::EventPool;
 use super::operation::{Backoff, DeviceOperation};
 use super::options::DeviceOptions;
@@ -19,13 +19,14 @@ use super::teardown::Failure;
 use crate::cause::{Cause, Report};
 use crate::engine::TimeLimit;
 use crate::engine::callbacks::CallbackQueue;
-use crate::error::{CommError, LossReason};
+use crate::error::{CommError, DeviceError, LossReason};
 use crate::flight::{FlightRecorder, GroupRecorder};
 use crate::group::Group;
+use crate::group::device::{AttachDevice, GroupDevice};
 use crate::nccl::{Communicator, Library};
 
 /// A group's device backend on this rank. Dropping its last handle shuts it down.
-pub(crate) struct DeviceBackend {
+pub(super) struct DeviceBackend {
     pub(super) core: Arc<Core>,
     watchdog: Option<JoinHandle<()>>,
 }
@@ -111,20 +112,36 @@ impl DeviceBackend {
         Ok(Self { core, watchdog: Some(watchdog) })
     }
 
-    /// Ends the group's device backend for `reason`, and aborts the operations under way.
-    pub(crate) fn abort(&self, reason: &str) {
+    /// Returns the device backend of a group's handle.
+    ///
+    /// # Errors
+    /// [`CommError::Device`] if the handle has none.
+    pub(super) fn of(group: &Group) -> Result<&Self, CommError> {
+        let backend: &dyn Any = &**group.device_backend()?;
+        match backend.downcast_ref() {
+            Some(backend) => Ok(backend),
+            None => unreachable!("no other type is a device backend"),
+        }
+    }
+}
+
+impl GroupDevice for DeviceBackend {
+    fn abort(&self, reason: &str) {
         self.core.fail(Failure::Own(Report::new(
             self.core.group.rank(),
             Cause::Aborted { reason: reason.to_owned() },
         )));
     }
 
-    /// Shuts down now, though handles exist. Operations under way are carried out.
-    pub(crate) fn destroy(&self) {
+    fn destroy(&self) {
         self.core.finish_all(TimeLimit::from(Duration::MAX).deadline());
         self.core.shut_down();
         let _ = self.core.failure.set(Failure::Group);
         self.core.wake_watchdog();
+    }
+
+    fn split(&self, ranks: &[usize], limit: TimeLimit) -> Result<Option<AttachDevice>, CommError> {
+        self.core.split(ranks, limit)
     }
 }
 

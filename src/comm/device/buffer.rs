@@ -8,8 +8,8 @@ use cudarc::driver::{
     CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, DriverError, SyncOnDrop, sys,
 };
 
-use super::error::DeviceError;
 use crate::dtype::Element;
+use crate::error::DeviceError;
 
 /// Elements on a device, also of types that cudarc's [`CudaSlice`] does not know, such as
 /// [`Complex`](crate::Complex).

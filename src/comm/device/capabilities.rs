@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::error::DeviceError;
+use crate::error::DeviceError;
 use crate::nccl::Version;
 
 /// The message of a rank about its device, sent before NCCL is called.

@@ -7,8 +7,7 @@ use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::{CudaContext, DriverError, sys};
 
-use super::error::DeviceError;
-use crate::error::CommError;
+use crate::error::{CommError, DeviceError};
 use crate::group::Group;
 
 /// The driver functions that we call, and that cudarc calls for contexts, streams, events, memory and

@@ -9,7 +9,6 @@ use super::backend::{Core, DeviceBackend, DeviceTransport};
 use super::call_wait::CallWait;
 use super::capabilities::{Capabilities, check_compatible};
 use super::driver::bind;
-use super::error::DeviceError;
 use super::operation::Backoff;
 use super::options::DeviceOptions;
 use super::staged::Staging;
@@ -17,8 +16,9 @@ use super::teardown::Failure;
 use crate::call::{Call, CallKind};
 use crate::dtype::Dtype;
 use crate::engine::TimeLimit;
-use crate::error::CommError;
+use crate::error::{CommError, DeviceError};
 use crate::group::Group;
+use crate::group::device::{AttachDevice, GroupDevice};
 use crate::nccl::{Communicator, Library, NcclError, Progress, SetDevice, UniqueId, Version};
 
 impl Group {
@@ -136,10 +136,14 @@ impl Group {
         context: &Arc<CudaContext>,
         options: DeviceOptions,
         transport: DeviceTransport,
-    ) -> Result<DeviceBackend, CommError> {
-        let backend = DeviceBackend::new(self.clone(), Arc::clone(context), options, transport);
-        backend
-            .inspect_err(|error| self.abort(&format!("the device of rank {} failed: {error}", self.rank())))
+    ) -> Result<Arc<dyn GroupDevice>, CommError> {
+        match DeviceBackend::new(self.clone(), Arc::clone(context), options, transport) {
+            Ok(backend) => Ok(Arc::new(backend)),
+            Err(error) => {
+                self.abort(&format!("the device of rank {} failed: {error}", self.rank()));
+                Err(error)
+            }
+        }
     }
 
     /// Ends the group, so that no rank waits for this one.
@@ -147,36 +151,41 @@ impl Group {
         self.abort(&format!("the device of rank {} failed: {error}", self.rank()));
         error.into()
     }
+}
 
-    /// The device backend of a subgroup of `ranks`, in this order; `None` if this rank is not among them. All
-    /// ranks of this group call it, each with the ranks of its own subgroup.
-    pub(crate) fn split_device(&self, ranks: &[usize]) -> Result<Option<SplitBackend>, CommError> {
-        let Ok(backend) = self.device_backend() else { return Ok(None) };
-        let core = &backend.core;
-        let (context, options) = (Arc::clone(&core.context), core.options.clone());
-        let place = ranks.iter().position(|&rank| rank == self.rank());
-        let transport = match &core.transport {
+impl Core {
+    /// Makes the device backend of a subgroup; see [`GroupDevice::split`].
+    pub(super) fn split(
+        self: &Arc<Self>,
+        ranks: &[usize],
+        limit: TimeLimit,
+    ) -> Result<Option<AttachDevice>, CommError> {
+        let (context, options) = (Arc::clone(&self.context), self.options.clone());
+        let place = ranks.iter().position(|&rank| rank == self.group.rank());
+        let transport = match &self.transport {
             DeviceTransport::Staged(_) => {
                 place.map(|_| DeviceTransport::Staged(Mutex::new(Staging::new(Arc::clone(&context)))))
             }
             DeviceTransport::Nccl { library, .. } => {
                 let color = place.and_then(|_| ranks.first().copied());
-                let child = core.split(color, place.unwrap_or_default(), self.limit());
+                let child = self.split_communicator(color, place.unwrap_or_default(), limit);
                 let child = child.inspect_err(|_| {
-                    core.fail(Failure::Group);
+                    self.fail(Failure::Group);
                     // NCCL may be in the middle of the call; `ensure_aborted` waits for it.
-                    core.ensure_aborted();
+                    self.ensure_aborted();
                 })?;
                 child.map(|child| DeviceTransport::Nccl { library, communicator: Mutex::new(Some(child)) })
             }
         };
-        Ok(transport.map(|transport| SplitBackend { context, options, transport }))
+        Ok(transport.map(|transport| -> AttachDevice {
+            Box::new(move |group| {
+                Ok(group.with_device_backend(group.new_device_backend(&context, options, transport)?))
+            })
+        }))
     }
-}
 
-impl Core {
     /// Splits the communicator: ranks with equal colors are together.
-    fn split(
+    fn split_communicator(
         &self,
         color: Option<usize>,
         key: usize,
@@ -213,21 +222,6 @@ impl Core {
         let aborted = || NcclError::empty_result("ncclCommSplit");
         let (_, communicator) = self.nccl().ok_or_else(aborted)?;
         communicator.as_ref().ok_or_else(aborted).and_then(call)
-    }
-}
-
-/// A device backend whose group does not exist yet.
-pub(crate) struct SplitBackend {
-    context: Arc<CudaContext>,
-    options: DeviceOptions,
-    transport: DeviceTransport,
-}
-
-impl SplitBackend {
-    /// The group with this device backend.
-    pub(crate) fn attach(self, group: &Group) -> Result<Group, CommError> {
-        let Self { context, options, transport } = self;
-        Ok(group.with_device_backend(group.new_device_backend(&context, options, transport)?))
     }
 }
 

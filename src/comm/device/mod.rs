@@ -16,7 +16,7 @@
 //! If the host side learns of a failure, such as the death of a rank, operations on GPUs end as well. A
 //! failure of the device also ends the host side. Both report one cause.
 
-pub(crate) mod backend;
+mod backend;
 mod batch;
 mod buffer;
 mod call_wait;
@@ -24,10 +24,9 @@ mod capabilities;
 mod driver;
 mod element;
 mod enqueue;
-mod error;
 mod events;
 mod join;
-pub(crate) mod operation;
+mod operation;
 mod options;
 mod pending;
 mod raw;
@@ -38,12 +37,12 @@ mod teardown;
 mod type_mapping;
 mod watchdog;
 
+pub use crate::error::DeviceError;
 pub use batch::DeviceBatch;
 pub use buffer::{DeviceBuffer, DevicePrefix};
 pub use cudarc;
 pub use driver::{count, open, open_for_rank};
 pub use element::{DeviceElement, F8E4M3, F8E5M2};
-pub use error::DeviceError;
 pub use options::DeviceOptions;
 pub use raw::RawBuffer;
 pub use registered::{Registration, Unregistered};

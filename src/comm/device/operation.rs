@@ -10,13 +10,14 @@ use cudarc::driver::CudaStream;
 use smallvec::SmallVec;
 
 use super::backend::Core;
-use super::error::DeviceError;
 use super::events::RecordedEvent;
 use crate::call::Call;
 use crate::engine::Completion;
+use crate::error::DeviceError;
+use crate::group::device::DeviceWork;
 
 /// An operation that was enqueued.
-pub(crate) struct DeviceOperation {
+pub(super) struct DeviceOperation {
     pub(super) completion: Arc<Completion>,
     pub(super) call: Call,
     pub(super) seq: u64,
@@ -27,18 +28,6 @@ pub(crate) struct DeviceOperation {
 }
 
 impl DeviceOperation {
-    /// Waits until the operation is done, or until `until`.
-    pub(crate) fn wait(&self, until: Option<Instant>) {
-        if let Some(core) = self.core() {
-            core.wait(self, until);
-        }
-    }
-
-    /// Returns whether the operation is done, successfully or not.
-    pub(crate) fn poll(&self) -> bool {
-        self.core().is_none_or(|core| core.poll_operation(self))
-    }
-
     /// Returns whether the operation needs a rank.
     pub(super) fn needs(&self, rank: usize) -> bool {
         self.peers.as_ref().is_none_or(|peers| peers.contains(&rank))
@@ -55,22 +44,33 @@ impl DeviceOperation {
             }
         }
     }
+}
 
-    /// Makes the watchdog poll often, so that a waiter for the completion learns soon that it is done.
-    pub(crate) fn request_fast_poll(&self) {
+impl DeviceWork for DeviceOperation {
+    fn completion(&self) -> &Arc<Completion> {
+        &self.completion
+    }
+
+    fn wait(&self, until: Option<Instant>) {
+        if let Some(core) = self.core() {
+            core.wait(self, until);
+        }
+    }
+
+    fn poll(&self) -> bool {
+        self.core().is_none_or(|core| core.poll_operation(self))
+    }
+
+    /// Makes the watchdog poll often.
+    fn request_fast_poll(&self) {
         if let Some(core) = self.core() {
             core.pending().request_fast_poll();
             core.wakeup.notify_all();
         }
     }
 
-    /// Makes `stream`, but not the host, wait until the operation is done.
-    pub(crate) fn block_stream(&self, stream: &CudaStream) -> Result<(), DeviceError> {
+    fn block_stream(&self, stream: &CudaStream) -> Result<(), DeviceError> {
         self.recorded.block_stream(stream).map_err(DeviceError::driver("cannot make a CUDA stream wait"))
-    }
-
-    pub(crate) fn completion(&self) -> &Arc<Completion> {
-        &self.completion
     }
 }
 

@@ -8,10 +8,9 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop, sys};
 
-use super::backend::Core;
+use super::backend::{Core, DeviceBackend};
 use super::driver::bind;
-use super::error::DeviceError;
-use crate::error::CommError;
+use crate::error::{CommError, DeviceError};
 use crate::group::Group;
 use crate::nccl::{NcclError, RegistrationHandle};
 
@@ -59,7 +58,7 @@ impl Group {
         &self,
         buffer: &CudaSlice<T>,
     ) -> Result<(RegistrationHandle, Weak<Core>), CommError> {
-        let core = &self.device_backend()?.core;
+        let core = &DeviceBackend::of(self)?.core;
         let unsupported =
             |what: &str| Err(CommError::Unsupported(format!("registered memory is not available {what}")));
         let busy = || {

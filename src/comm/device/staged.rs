@@ -9,11 +9,10 @@ use num_complex::Complex;
 
 use super::driver::bind;
 use super::element::ElementType;
-use super::error::DeviceError;
 use super::type_mapping::DeviceReduction;
 use crate::dtype::sealed::Factor;
 use crate::dtype::{Dtype, Element, ReduceOp};
-use crate::error::CommError;
+use crate::error::{CommError, DeviceError};
 use crate::group::Group;
 use crate::nccl::{Address, NcclCall};
 use crate::reduction::Reduction;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 
-use super::backend::Core;
+use super::backend::{Core, DeviceBackend};
 use super::batch::{DeviceBatch, check_context};
 use super::element::DeviceElement;
 use crate::error::CommError;
@@ -43,7 +43,7 @@ impl Group {
     /// [`CommError::Device`] if the group has no device ([`Self::with_device`]).
     /// [`CommError::InvalidArgument`] if the stream is of another context, or the default one of each thread.
     pub fn on<'a>(&'a self, stream: &'a Arc<CudaStream>) -> Result<OnStream<'a>, CommError> {
-        let core = Arc::clone(&self.device_backend()?.core);
+        let core = Arc::clone(&DeviceBackend::of(self)?.core);
         check_context("a stream", stream.context(), &core.context)?;
         // NCCL enqueues from its own threads, in which this handle means another stream.
         if stream.cu_stream() as usize == PER_THREAD {

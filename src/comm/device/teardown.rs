@@ -10,11 +10,10 @@ use cudarc::driver::{DriverError, sys};
 
 use super::backend::{Core, DeviceTransport, lock};
 use super::driver::bind;
-use super::error::DeviceError;
 use super::operation::Backoff;
 use crate::call::Call;
 use crate::cause::{Cause, Report};
-use crate::error::{CallContext, CommError, LossReason};
+use crate::error::{CallContext, CommError, DeviceError, LossReason};
 use crate::nccl::{Communicator, FREE_TIMEOUT, NcclError, Progress};
 
 /// The longest time that an orderly shutdown may take.

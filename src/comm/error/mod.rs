@@ -1,5 +1,7 @@
 //! The errors of this crate: each names the rank, the cause and the progress of the call.
 
+#[cfg(feature = "nccl")]
+mod device;
 mod execution;
 
 use std::fmt;
@@ -11,6 +13,8 @@ use convoke_store::StoreError;
 use serde::{Deserialize, Serialize};
 
 use crate::call::Call;
+#[cfg(feature = "nccl")]
+pub use device::DeviceError;
 pub(crate) use execution::ExecutionError;
 
 /// The reason why a call failed.
@@ -170,7 +174,7 @@ pub enum CommError {
     /// A device, its driver or NCCL is unusable or failed.
     #[cfg(feature = "nccl")]
     #[error(transparent)]
-    Device(#[from] crate::device::DeviceError),
+    Device(#[from] DeviceError),
     /// The operating system refused an operation.
     #[error("{what}: {source}")]
     System {

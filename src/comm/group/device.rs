@@ -1,12 +1,56 @@
-//! The device backend of a group, as the host side uses it.
+//! The device backend of a group, as the host side uses it. The module `device` implements the traits: it
+//! depends on groups, and groups do not depend on it.
 
+use std::any::Any;
 use std::sync::{Arc, PoisonError, Weak};
+use std::time::Instant;
+
+use cudarc::driver::CudaStream;
 
 use super::{CommError, Group};
 use crate::call::Call;
 use crate::cause::Cause;
-use crate::device::DeviceError;
-use crate::device::backend::DeviceBackend;
+use crate::engine::{Completion, TimeLimit};
+use crate::error::DeviceError;
+
+/// The device backend of a group's handle. Dropping the last reference shuts it down.
+pub(crate) trait GroupDevice: Any + Send + Sync {
+    /// Ends the device backend for `reason`, and aborts the operations in progress.
+    fn abort(&self, reason: &str);
+
+    /// Shuts down now, though handles exist. Operations in progress complete first.
+    fn destroy(&self);
+
+    /// Makes the device backend of a subgroup of `ranks`, in this order, within `limit`. `None` if this rank
+    /// is not among them. All ranks of the group call it, each with the ranks of its own subgroup.
+    ///
+    /// # Errors
+    /// [`CommError::Device`], or the error that ended the group.
+    fn split(&self, ranks: &[usize], limit: TimeLimit) -> Result<Option<AttachDevice>, CommError>;
+}
+
+/// Returns a handle of a new group with the device backend that was made for it.
+pub(crate) type AttachDevice = Box<dyn FnOnce(&Group) -> Result<Group, CommError>>;
+
+/// An operation on a device, as its [`Work`](super::work::Work) uses it.
+pub(crate) trait DeviceWork: Send + Sync {
+    fn completion(&self) -> &Arc<Completion>;
+
+    /// Waits until the operation is done, or until `until`.
+    fn wait(&self, until: Option<Instant>);
+
+    /// Returns whether the operation is done, successfully or not.
+    fn poll(&self) -> bool;
+
+    /// Requests frequent polls, so that a waiter for the completion learns soon that the operation is done.
+    fn request_fast_poll(&self);
+
+    /// Makes `stream`, but not the host, wait until the operation is done.
+    ///
+    /// # Errors
+    /// [`DeviceError::Driver`].
+    fn block_stream(&self, stream: &CudaStream) -> Result<(), DeviceError>;
+}
 
 impl Group {
     /// Returns true if this handle supports operations on device buffers; [`Self::with_device`] adds a
@@ -21,8 +65,7 @@ impl Group {
         Self { device: None, ..self.clone() }
     }
 
-    pub(crate) fn with_device_backend(&self, backend: DeviceBackend) -> Self {
-        let backend = Arc::new(backend);
+    pub(crate) fn with_device_backend(&self, backend: Arc<dyn GroupDevice>) -> Self {
         let mut device_backends = self.inner.device_backends.lock().unwrap_or_else(PoisonError::into_inner);
         device_backends.retain(|backend| backend.strong_count() > 0);
         device_backends.push(Arc::downgrade(&backend));
@@ -31,17 +74,25 @@ impl Group {
     }
 
     /// Returns the device backends of all handles of this group.
-    pub(super) fn device_backends(&self) -> Vec<Arc<DeviceBackend>> {
+    pub(super) fn device_backends(&self) -> Vec<Arc<dyn GroupDevice>> {
         let device_backends = self.inner.device_backends.lock().unwrap_or_else(PoisonError::into_inner);
         device_backends.iter().filter_map(Weak::upgrade).collect()
     }
 
     /// # Errors
     /// [`CommError::Device`] if this handle has no device backend.
-    pub(crate) fn device_backend(&self) -> Result<&Arc<DeviceBackend>, CommError> {
+    pub(crate) fn device_backend(&self) -> Result<&Arc<dyn GroupDevice>, CommError> {
         let without = || DeviceError::GroupWithoutDevice { group: self.name().to_owned() }.into();
         self.inner.check_caller()?;
         self.device.as_ref().ok_or_else(without)
+    }
+
+    /// Makes the device backend of a subgroup ([`GroupDevice::split`]); `None` if this handle has none.
+    pub(super) fn split_device(&self, ranks: &[usize]) -> Result<Option<AttachDevice>, CommError> {
+        match self.device_backend() {
+            Ok(backend) => backend.split(ranks, self.limit()),
+            Err(_) => Ok(None),
+        }
     }
 
     /// Returns the error for `call` if the group has ended.

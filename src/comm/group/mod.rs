@@ -6,7 +6,7 @@ pub(crate) mod buffers;
 mod coalesced;
 mod collectives;
 #[cfg(feature = "nccl")]
-mod device;
+pub(crate) mod device;
 pub(crate) mod messages;
 pub(crate) mod nonblocking;
 mod objects;
@@ -30,8 +30,6 @@ use convoke_store::{PrefixStore, Store};
 use crate::bootstrap::{self, BootstrapConfig, ConnectedGroup};
 use crate::buffer::BorrowedBuffer;
 use crate::call::{Call, CallKind, Envelope};
-#[cfg(feature = "nccl")]
-use crate::device::backend::DeviceBackend;
 use crate::dtype::{Dtype, Element, ReduceOp};
 use crate::engine::{self, Completion, CoreSharing, Engine, Operation, Shared, TimeLimit, Transport};
 use crate::error::CommError;
@@ -42,6 +40,8 @@ use crate::plan::{self, Algorithm, Blocks, Plan, Rounding, Topology, Tuning};
 use crate::reduction::Reduction;
 use crate::shm;
 use crate::shm::allocations::Allocations;
+#[cfg(feature = "nccl")]
+use device::GroupDevice;
 pub(crate) use subgroup::SubgroupAgreement;
 
 /// Number of cached plans; a plan serves later calls with an equal descriptor.
@@ -82,7 +82,7 @@ pub struct Group {
     tuning: Option<Arc<Tuning>>,
     /// The device backend of this handle; each handle has its own.
     #[cfg(feature = "nccl")]
-    device: Option<Arc<DeviceBackend>>,
+    device: Option<Arc<dyn GroupDevice>>,
 }
 
 /// Object that must outlive a group and its descendants, such as the store server of this process.
@@ -110,7 +110,7 @@ struct Inner {
     destroyed: AtomicBool,
     /// The device backends of all handles: a handle without one also ends those of others.
     #[cfg(feature = "nccl")]
-    device_backends: Mutex<Vec<Weak<DeviceBackend>>>,
+    device_backends: Mutex<Vec<Weak<dyn GroupDevice>>>,
     /// The store, which subgroups use too.
     store: Arc<dyn Store>,
     store_rank: Option<usize>,

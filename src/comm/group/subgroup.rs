@@ -184,7 +184,7 @@ impl Group {
             fingerprint(&[options.id as usize, number as usize, first, name_fingerprint(own) as usize]);
         // Ranks outside the groups take part too: NCCL splits a communicator with all of its ranks.
         #[cfg(feature = "nccl")]
-        let backend = self.split_device(ranks)?;
+        let attach_device = self.split_device(ranks)?;
         let rest = self.limit().deadline().saturating_duration_since(Instant::now());
         let config = self.bootstrap_config(ranks, options).map(|config| BootstrapConfig {
             is_successor: true,
@@ -214,8 +214,8 @@ impl Group {
         };
         let group = self.restore_init_timeout(group);
         #[cfg(feature = "nccl")]
-        if let Some(backend) = backend {
-            return backend.attach(&group).map(Some);
+        if let Some(attach_device) = attach_device {
+            return attach_device(&group).map(Some);
         }
         Ok(Some(group))
     }

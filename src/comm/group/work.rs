@@ -11,9 +11,9 @@ use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use super::buffers::OperationBuffers;
-use super::{CommError, Group};
 #[cfg(feature = "nccl")]
-use crate::device::operation::DeviceOperation;
+use super::device::DeviceWork;
+use super::{CommError, Group};
 use crate::engine::{Completion, Outcome};
 
 /// An operation in progress, and its buffers; a request in the terms of MPI.
@@ -35,7 +35,7 @@ struct State<M> {
     completion: Option<Arc<Completion>>,
     /// The operation on a device, if it is one.
     #[cfg(feature = "nccl")]
-    device_operation: Option<Arc<DeviceOperation>>,
+    device_operation: Option<Arc<dyn DeviceWork>>,
     group: Group,
     /// Always initialised. It is not a plain `M`: the engine writes through pointers into it, and moving a
     /// `Box` or `&mut` would assert exclusive access.
@@ -136,7 +136,7 @@ impl<M: OperationBuffers> Work<M> {
     }
 
     #[cfg(feature = "nccl")]
-    fn device_operation(&self) -> Option<&Arc<DeviceOperation>> {
+    fn device_operation(&self) -> Option<&Arc<dyn DeviceWork>> {
         self.state.as_ref()?.device_operation.as_ref()
     }
 
@@ -184,7 +184,7 @@ impl<M: OperationBuffers> Work<M> {
 #[cfg(feature = "nccl")]
 impl Work<()> {
     /// Makes the handle of a device operation; `device_operation` is `None` if there is nothing to wait for.
-    pub(crate) fn on_device(group: Group, device_operation: Option<Arc<DeviceOperation>>) -> Self {
+    pub(crate) fn on_device(group: Group, device_operation: Option<Arc<dyn DeviceWork>>) -> Self {
         let completion =
             device_operation.as_ref().map(|device_operation| Arc::clone(device_operation.completion()));
         Self { state: Some(State { completion, device_operation, group, memory: MaybeUninit::new(()) }) }

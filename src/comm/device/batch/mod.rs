@@ -227,7 +227,7 @@ impl<'a> DeviceBatch<'a> {
             self.core.enqueue(call, (&self.steps, self.guards.len()), self.stream, self.group.limit())
         }?;
         drop(self.guards);
-        Ok(Work::on_device(self.group.clone(), operation))
+        Ok(Work::on_device(self.group.clone(), operation.map(|operation| operation as _)))
     }
 
     pub(super) fn add<T: DeviceElement>(
