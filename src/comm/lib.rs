@@ -26,15 +26,19 @@
 //! The waiting thread does the work. The first nonblocking operation starts a background thread; nothing
 //! runs while no operation is in progress. `docs/internals/collectives.md` describes the internals.
 //!
-//! Each layer depends only on those before it:
+//! Each layer depends only on those before it. The modules of one layer do not depend on each other:
 //!
-//! - `kernels` (arithmetic), `plan` (schedules of transfers), `frame` and `links` (bytes), `flight` (flight
-//!   recorder)
-//! - `engine` (runs plans, detects failures), `bootstrap` (from a store to connections)
-//! - `group`, `mesh` and `session` (the public interface), `spawn`
+//! - `dtype` (element types), `frame` (message headers), `options`, `limits`, `fault`, `nccl` (the library)
+//! - `call` (descriptors of calls), `kernels` (arithmetic), `links` (bytes between two ranks)
+//! - `plan` (schedules of transfers), `error`
+//! - `buffer` (memory of an operation), `reduction`, `cause` (why a group ends), `logger` (log messages)
+//! - `shm` (memory that the ranks of a host share), `flight` (flight recorder)
+//! - `engine` (runs operations, detects failures)
+//! - `bootstrap` (from a store to connected ranks)
+//! - `group` (the operations of a group of ranks)
+//! - `device` (operations on GPUs), `backend`, `mesh`, `session` (joins a job), `spawn`
 //!
-//! Events are logged through the `log` crate (`logger`). `docs/reference/joining.md` describes `session`
-//! and `spawn`.
+//! `docs/reference/joining.md` describes `session` and `spawn`.
 
 mod backend;
 mod bootstrap;
