@@ -103,7 +103,8 @@ impl CallKind {
 
 impl fmt::Display for CallKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.template().split('(').next().unwrap_or_default())
+        let (name, _) = self.template().split_once('(').expect("each template has its arguments in brackets");
+        f.write_str(name)
     }
 }
 

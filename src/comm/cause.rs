@@ -8,6 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::call::Call;
 use crate::error::{CallContext, CommError, LossReason};
 use crate::frame::CONTROL_PAYLOAD_BYTES;
+use crate::json;
 
 /// Limit on the ranks that a report names.
 pub(crate) const MAX_REPORTED_RANKS: usize = 64;
@@ -79,7 +80,7 @@ impl Report {
     }
 
     pub(crate) fn encode(&self) -> Vec<u8> {
-        let bytes = serde_json::to_vec(self).unwrap_or_default();
+        let bytes = json::encode(self);
         debug_assert!(bytes.len() <= CONTROL_PAYLOAD_BYTES);
         bytes
     }

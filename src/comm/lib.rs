@@ -54,6 +54,7 @@ mod fault;
 mod flight;
 mod frame;
 mod group;
+mod json;
 mod kernels;
 mod limits;
 mod links;

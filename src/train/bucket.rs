@@ -108,7 +108,7 @@ impl Layout {
             hash.update((count as u64).to_le_bytes());
         }
         let digest: [u8; 32] = hash.finalize().into();
-        u64::from_le_bytes(*digest.first_chunk().unwrap_or(&[0; 8]))
+        u64::from_le_bytes(*digest.first_chunk().expect("SHA-256 has 32 bytes"))
     }
 
     /// Describes the first difference from `other`; `None` if the layouts are equal.

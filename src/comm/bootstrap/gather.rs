@@ -12,6 +12,7 @@ use super::record::{self, Record};
 use super::{Bootstrap, CLEANUP_TIMEOUT, MAX_LOOKUPS, POLL_INTERVAL, RoundOutcome, WARN_INTERVAL};
 use crate::error::{CommError, Ranks};
 use crate::fault::fault_point;
+use crate::json;
 
 /// Longest pause between two polls of the store.
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(2);
@@ -110,7 +111,7 @@ impl Bootstrap<'_> {
             // Invalid records are published too, so that the other ranks fail with this error instead of
             // waiting.
             let texts: Vec<_> = values.iter().map(|value| String::from_utf8_lossy(value)).collect();
-            let bytes = serde_json::to_vec(&texts).unwrap_or_default();
+            let bytes = json::encode(&texts);
             self.store().set(&key, &bytes, self.deadline)?;
             return table.map(Ok);
         }

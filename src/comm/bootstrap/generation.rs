@@ -12,6 +12,7 @@ use super::Bootstrap;
 use super::gather::PollDeadlines;
 use super::record::{Announcement, Record};
 use crate::error::CommError;
+use crate::json;
 
 impl Bootstrap<'_> {
     pub(super) fn announcement_key(&self) -> Vec<u8> {
@@ -31,7 +32,7 @@ impl Bootstrap<'_> {
                     .map_err(|error| CommError::system("cannot get random numbers", error))?,
             };
             let announcement = Announcement { generation: generation.to_string(), given: given.is_some() };
-            let bytes = serde_json::to_vec(&announcement).unwrap_or_default();
+            let bytes = json::encode(&announcement);
             self.store().set(&self.announcement_key(), &bytes, self.deadline)?;
             return Ok(generation);
         }

@@ -39,6 +39,7 @@ use crate::error::{CommError, LossReason, Ranks};
 use crate::fault::fault_point;
 use crate::flight::{FlightRecorder, GroupRecorder};
 use crate::frame::VERSION;
+use crate::json;
 use crate::limits;
 use crate::links::hello::{ConnectionKind, Credentials};
 use crate::links::tcp::{self, Listener};
@@ -212,7 +213,7 @@ fn publish_failure(config: &BootstrapConfig, error: CommError) -> CommError {
         let soon = Instant::now() + CLEANUP_TIMEOUT;
         let _ = store.set(format!("{name}/{generation}/rank/{rank}").as_bytes(), &record, soon);
         if rank == 0 {
-            let table = serde_json::to_vec(&[String::from_utf8_lossy(&record)]).unwrap_or_default();
+            let table = json::encode(&[String::from_utf8_lossy(&record)]);
             let _ = store.set(format!("{name}/{generation}/table").as_bytes(), &table, soon);
         }
     }
@@ -379,7 +380,7 @@ impl Bootstrap<'_> {
 
     /// Returns the encoded_record record of this rank.
     fn encoded_record(&self) -> Vec<u8> {
-        serde_json::to_vec(&self.record).unwrap_or_default()
+        json::encode(&self.record)
     }
 
     fn name(&self) -> &str {

@@ -11,6 +11,7 @@ use super::cores::CoreSet;
 use crate::cause::MAX_REPORTED_RANKS;
 use crate::error::Ranks;
 use crate::frame::VERSION;
+use crate::json;
 
 /// Longest failure text that is read from a rank's record, in characters.
 const FAILED_CHARS: usize = 512;
@@ -81,8 +82,7 @@ impl Record {
 
 /// Encodes the reason why the group cannot form, which replaces the table.
 pub(super) fn encode_refusal(what: &str, ranks: &[usize]) -> Vec<u8> {
-    serde_json::to_vec(&Refused { version: VERSION, refused: what.to_owned(), ranks: ranks.to_vec() })
-        .unwrap_or_default()
+    json::encode(&Refused { version: VERSION, refused: what.to_owned(), ranks: ranks.to_vec() })
 }
 
 #[derive(Serialize, Deserialize)]

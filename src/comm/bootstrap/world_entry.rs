@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Bootstrap, CLEANUP_TIMEOUT};
 use crate::error::CommError;
+use crate::json;
 
 /// Time limit for removing the entry. If removal fails, a later process may only get a misleading error.
 const REMOVAL_TIMEOUT: Duration = Duration::from_millis(500);
@@ -82,7 +83,7 @@ impl Bootstrap<'_> {
             pid: self.record.pid,
             address: self.record.address.ip().to_string(),
         };
-        let text = serde_json::to_vec(&entry).unwrap_or_default();
+        let text = json::encode(&entry);
         if self.store().set(&key, &text, Instant::now() + CLEANUP_TIMEOUT).is_ok()
             && let Some(entry_guard) = &self.config.entry_guard
         {

@@ -81,9 +81,8 @@ impl<'a> BorrowedBuffer<'a> {
     /// Adds owned memory for all elements except `hole`. The part of `memory` inside `hole` is not used.
     pub(crate) fn with_scratch_around<T: Element>(self, hole: Range<usize>, mut memory: Vec<T>) -> Self {
         let start = memory.as_mut_ptr();
-        let (before, behind) = (memory.get(..hole.start), memory.get(hole.end..));
-        let mut buffer = self.part(0, start.cast(), before.unwrap_or_default(), true);
-        let behind = behind.unwrap_or_default();
+        let (before, behind) = (&memory[..hole.start], &memory[hole.end..]);
+        let mut buffer = self.part(0, start.cast(), before, true);
         buffer = buffer.part(hole.end, start.wrapping_add(hole.end).cast(), behind, true);
         buffer.scratch = Some(Box::new(memory));
         buffer

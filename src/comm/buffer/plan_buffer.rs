@@ -150,7 +150,7 @@ impl<'m> PlanBuffer<'m> {
     pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
         match &self.copy {
             None => self.buffer.bytes(range),
-            Some(copy) => copy.get(range).unwrap_or_default(),
+            Some(copy) => &copy[range],
         }
     }
 
@@ -185,6 +185,6 @@ fn bytes_mut<'a>(
 ) -> BytesMut<'a> {
     match copy {
         None => buffer.bytes_mut(range),
-        Some(copy) => copy.get_mut(range).unwrap_or_default().into(),
+        Some(copy) => copy[range].as_mut().into(),
     }
 }

@@ -25,14 +25,13 @@ pub(super) fn check_compatible(all: &[Capabilities]) -> Result<(), DeviceError> 
     {
         return Err(DeviceError::PeerUnavailable { rank, what });
     }
-    if all.iter().any(|capabilities| capabilities.version.is_none() != all[0].version.is_none()) {
-        let other =
-            all.iter().position(|capabilities| capabilities.version.is_none() != all[0].version.is_none());
+    let differs = |capabilities: &Capabilities| capabilities.version.is_none() != all[0].version.is_none();
+    if let Some(rank) = all.iter().position(differs) {
         let what =
             "its data are staged through host memory and those of other ranks are not, or the reverse: set \
              DeviceOptions::staged equally on all ranks"
                 .to_owned();
-        return Err(DeviceError::PeerUnavailable { rank: other.unwrap_or_default(), what });
+        return Err(DeviceError::PeerUnavailable { rank, what });
     }
     let mut versions = BTreeMap::new();
     for (rank, capabilities) in all.iter().enumerate() {

@@ -74,7 +74,7 @@ pub fn open(ordinal: usize) -> Result<Arc<CudaContext>, DeviceError> {
 pub fn count() -> Result<usize, DeviceError> {
     check()?;
     match CudaContext::device_count() {
-        Ok(count) => Ok(usize::try_from(count).unwrap_or_default()),
+        Ok(count) => Ok(usize::try_from(count).expect("CUDA counts devices from 0")),
         Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NO_DEVICE => Ok(0),
         Err(error) => Err(DeviceError::driver("CUDA's devices could not be counted")(error)),
     }

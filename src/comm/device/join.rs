@@ -41,20 +41,23 @@ impl Group {
     /// # Cost
     /// An all-gather, a broadcast, and what NCCL needs: a few hundred milliseconds as a rule.
     pub fn with_device(&self, context: &Arc<CudaContext>, options: DeviceOptions) -> Result<Self, CommError> {
-        let library = if options.staged { Ok(None) } else { Library::load().map(Some) };
-        let uuid =
-            context.uuid().map(|uuid| uuid.bytes.iter().map(|&byte| format!("{:02x}", byte as u8)).collect());
-        let capabilities = Capabilities {
-            version: library.as_ref().ok().copied().flatten().map(|library| {
-                let Version { major, minor, patch } = library.version();
-                (major, minor, patch)
-            }),
-            device: uuid.unwrap_or_default(),
-            error: library.as_ref().err().map(ToString::to_string),
+        let prepared = prepare(context, &options);
+        let capabilities = match &prepared {
+            Ok((library, device)) => Capabilities {
+                version: library.map(|library| {
+                    let Version { major, minor, patch } = library.version();
+                    (major, minor, patch)
+                }),
+                device: device.clone(),
+                error: None,
+            },
+            Err(error) => {
+                Capabilities { version: None, device: String::new(), error: Some(error.to_string()) }
+            }
         };
         let host = self.without_device();
         let all = host.all_gather_object(&capabilities)?;
-        let library = library.map_err(DeviceError::from)?;
+        let (library, _) = prepared?;
         check_compatible(&all)?;
         let failed = |error| host.abort_with(DeviceError::driver("the device failed")(error));
         bind(context).map_err(failed)?;
@@ -167,8 +170,7 @@ impl Core {
                 place.map(|_| DeviceTransport::Staged(Mutex::new(Staging::new(Arc::clone(&context)))))
             }
             DeviceTransport::Nccl { library, .. } => {
-                let color = place.and_then(|_| ranks.first().copied());
-                let child = self.split_communicator(color, place.unwrap_or_default(), limit);
+                let child = self.split_communicator(place.map(|place| (ranks[0], place)), limit);
                 let child = child.inspect_err(|_| {
                     self.fail(Failure::Group);
                     // NCCL may be in the middle of the call; `ensure_aborted` waits for it.
@@ -184,11 +186,11 @@ impl Core {
         }))
     }
 
-    /// Splits the communicator: ranks with equal colors are together.
+    /// Splits the communicator: ranks with equal colors are together, in the order of their keys. A rank
+    /// without color and key gets no communicator.
     fn split_communicator(
         &self,
-        color: Option<usize>,
-        key: usize,
+        color_and_key: Option<(usize, usize)>,
         limit: TimeLimit,
     ) -> Result<Option<Communicator>, CommError> {
         let group = &self.group;
@@ -203,7 +205,7 @@ impl Core {
             self.pending().is_empty().then_some(())
         })?;
         let time = self.options.init_timeout.min(call_wait.remaining());
-        let split = self.with_communicator(|parent| parent.begin_split(color, key));
+        let split = self.with_communicator(|parent| parent.begin_split(color_and_key));
         let splitting = split.map_err(|error| group.abort_with(error.into()))?;
         group.wait_for_nccl(|| self.with_communicator(Communicator::progress), time)?;
         let child = splitting.into_communicator();

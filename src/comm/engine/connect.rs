@@ -3,7 +3,6 @@
 use std::sync::PoisonError;
 use std::time::Instant;
 
-use super::failure::Failure;
 use super::handshake::Handshakes;
 use super::poller::Source;
 use super::progress::Engine;
@@ -76,8 +75,8 @@ impl Engine {
 
     /// Ends the group before it is complete, and tells the ranks that are connected.
     pub(crate) fn abort_bootstrap(&mut self, report: Report) -> CommError {
-        self.fail(report.clone());
-        let failure = self.failure.clone().unwrap_or(Failure::new(report));
+        self.fail(report);
+        let failure = self.failure.clone().expect("`fail` has set it");
         self.error(&failure, None, 0, (0, 0))
     }
 

@@ -233,10 +233,11 @@ impl Engine {
     /// Returns the ranks for which an overdue call waits, and its timeout.
     fn overdue(&self, now: Instant) -> Option<(Vec<usize>, Duration)> {
         let late = |completion: &Completion| now >= self.times_out_at(completion);
-        if let Some(collective) = self.collectives.iter().find(|collective| late(&collective.completion)) {
-            let awaited =
-                self.collectives.front().map(|first| first.awaited(self.settings.me, &self.peers).collect());
-            return Some((awaited.unwrap_or_default(), collective.completion.timeout));
+        if let Some(first) = self.collectives.front()
+            && let Some(overdue) = self.collectives.iter().find(|collective| late(&collective.completion))
+        {
+            let awaited = first.awaited(self.settings.me, &self.peers).collect();
+            return Some((awaited, overdue.completion.timeout));
         }
         // The bound of all messages is checked first, because there may be many.
         if self.deadline_bounds().is_none_or(|bounds| now < bounds.query_at) || !self.completions().any(late)

@@ -77,12 +77,12 @@ impl Engine {
         if self.completions().next().is_some() && self.peers.iter().any(closed) {
             self.check_lost_peers(now);
         }
-        let unexplained = self.peers.iter().position(|peer| {
-            let late = peer.suspect.as_ref().is_some_and(|(until, _)| now >= *until);
-            late && !peer.left && peer.control_closed.is_none()
+        let unexplained = self.peers.iter_mut().enumerate().find_map(|(rank, peer)| {
+            let may_live = !peer.left && peer.control_closed.is_none();
+            let (_, what) = peer.suspect.take_if(|(until, _)| may_live && now >= *until)?;
+            Some((rank, what))
         });
-        if let Some(rank) = unexplained {
-            let what = self.peers[rank].suspect.take().map(|(_, what)| what).unwrap_or_default();
+        if let Some((rank, what)) = unexplained {
             self.declare_lost(rank, LossReason::Unreachable { what }, now - CONTROL_EVIDENCE_TIMEOUT);
         }
         for peer in &mut self.peers {

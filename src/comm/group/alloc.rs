@@ -97,8 +97,8 @@ impl Group {
         }
         self.broadcast(&mut announcement, 0)?;
         let (id, socket_info) = announcement[1..].split_at(8);
-        let id = id.try_into().map_or(0, u64::from_le_bytes);
-        let socket_info = socket_info.try_into().unwrap_or([0; 32]);
+        let id = u64::from_le_bytes(id.try_into().expect("the id takes 8 bytes"));
+        let socket_info = socket_info.try_into().expect("the rest are the 32 bytes of the socket");
         if announcement[0] == 0 {
             return Ok(None);
         }
@@ -112,7 +112,7 @@ impl Group {
         let memory = match (sender, receiver) {
             (Some(sender), _) => Ok(sender.into_memory()),
             (None, Some(receiver)) => receiver.receive(),
-            (None, None) => Err(io::ErrorKind::Other.into()),
+            (None, None) => unreachable!("rank 0 has announced its sender, and other ranks are receivers"),
         };
         let made = memory.and_then(|memory| {
             segment::commit(&memory, regions[rank].clone())?;

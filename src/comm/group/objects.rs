@@ -134,7 +134,12 @@ impl Group {
             check_size(root, size, failed)?;
         }
         let lens: Vec<usize> = sizes.iter().map(|&size| size as usize).collect();
-        let send: Vec<u8> = serialized.into_iter().flat_map(Result::unwrap_or_default).collect();
+        let send: Vec<u8> = serialized
+            .into_iter()
+            .flat_map(|written| {
+                written.expect("the check of the sizes refuses an object that cannot be written")
+            })
+            .collect();
         let mut bytes = buffer(lens[self.rank()])?;
         group.scatter_v(&send, &mut bytes, &lens, root)?;
         deserialize(root, &bytes)
@@ -145,7 +150,7 @@ impl Group {
         for (rank, &size) in sizes.iter().enumerate() {
             check_size(rank, size, Some(&mine).filter(|_| rank == self.rank()))?;
         }
-        let mine = mine.unwrap_or_default();
+        let mine = mine.expect("the check of the sizes refuses an object that cannot be written");
         Ok((sizes.iter().map(|&size| size as usize).collect(), mine))
     }
 }
@@ -198,7 +203,7 @@ fn deserialize<T: DeserializeOwned>(rank: usize, bytes: &[u8]) -> Result<T, Comm
 fn deserialize_all<T: DeserializeOwned>(bytes: &[u8], lens: &[usize]) -> Result<Vec<T>, CommError> {
     let mut rest = bytes;
     let one = |(rank, &len): (usize, &usize)| {
-        let (object, others) = rest.split_at_checked(len).unwrap_or((rest, &[]));
+        let (object, others) = rest.split_at(len);
         rest = others;
         deserialize(rank, object)
     };

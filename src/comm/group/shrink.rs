@@ -18,6 +18,7 @@ use convoke_store::StoreError;
 use serde::{Deserialize, Serialize};
 
 use super::{CommError, Group};
+use crate::json;
 
 /// Time limit of one store request.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -149,7 +150,7 @@ impl Group {
                     let generation = Generation::random()
                         .map_err(|error| CommError::system("cannot get random numbers", error))?;
                     let decision = Decision { generation: generation.to_string(), ranks: here };
-                    let decision = serde_json::to_vec(&decision).unwrap_or_default();
+                    let decision = json::encode(&decision);
                     return read(&store.compare_set(&decided, b"", &decision, soon())?);
                 }
                 if late {

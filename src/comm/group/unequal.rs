@@ -225,6 +225,6 @@ impl Group {
     fn own_block_only(&self, len: usize) -> Blocks {
         let mut lens = vec![0; self.size()];
         lens[self.rank()] = len;
-        Blocks::new(&lens).unwrap_or_else(|| Blocks::uniform(self.size(), 0))
+        Blocks::new(&lens).expect("the sum of one length is that length")
     }
 }

@@ -176,7 +176,12 @@ impl<M: OperationBuffers> Work<M> {
         // SAFETY: initialised from the start, and read once: `state` has been taken.
         #[allow(unsafe_code)]
         let memory = unsafe { memory.assume_init() };
-        let outcome: Outcome = completion.and_then(|completion| completion.take()).unwrap_or(Ok(None));
+        let outcome: Outcome = match completion {
+            Some(completion) => {
+                completion.take().expect("while the handle exists, only it takes the outcome")
+            }
+            None => Ok(None),
+        };
         Some(outcome.map(|envelope| memory.into_output(envelope)))
     }
 }

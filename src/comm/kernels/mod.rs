@@ -101,7 +101,7 @@ impl Kernel {
         };
         let (reduce, divide) = functions?;
         let f32_conversion = if op.accumulates_in_f32(dtype) { F32Conversion::of(dtype) } else { None };
-        let world = u32::try_from(world).unwrap_or(u32::MAX);
+        let world = u32::try_from(world).expect("a group has fewer than 2^32 ranks");
         Some(Self { reduce: ReduceImpl::Builtin(reduce), divide, world, scale: None, f32_conversion })
     }
 

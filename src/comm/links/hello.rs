@@ -159,8 +159,7 @@ impl Credentials {
 
     /// Returns the proof of `role` about `hello` and the acceptor's answer to it.
     pub(crate) fn prove(&self, role: Role, hello: &Hello, capabilities: u32, nonce: &Nonce) -> Mac32 {
-        self.mac(role, hello, capabilities, nonce)
-            .map_or([0; 32], |mac| <[u8; 32]>::from(mac.finalize().into_bytes()))
+        self.mac(role, hello, capabilities, nonce).finalize().into_bytes().into()
     }
 
     /// Returns whether `proof` is that of `role`. The time does not depend on which bytes are wrong.
@@ -172,12 +171,12 @@ impl Credentials {
         nonce: &Nonce,
         proof: &[u8],
     ) -> bool {
-        self.mac(role, hello, capabilities, nonce).is_some_and(|mac| mac.verify_slice(proof).is_ok())
+        self.mac(role, hello, capabilities, nonce).verify_slice(proof).is_ok()
     }
 
-    /// `None` never happens: HMAC takes keys of any length.
-    fn mac(&self, role: Role, hello: &Hello, capabilities: u32, nonce: &Nonce) -> Option<Hmac<Sha256>> {
-        let mut mac = <Hmac<Sha256> as KeyInit>::new_from_slice(&self.key).ok()?;
+    fn mac(&self, role: Role, hello: &Hello, capabilities: u32, nonce: &Nonce) -> Hmac<Sha256> {
+        let mut mac: Hmac<Sha256> =
+            KeyInit::new_from_slice(&self.key).expect("HMAC takes keys of any length");
         mac.update(match role {
             Role::Connector => b"convoke connector",
             Role::Acceptor => b"convoke acceptor\0",
@@ -188,7 +187,7 @@ impl Credentials {
         mac.update(&hello.encode());
         mac.update(&capabilities.to_le_bytes());
         mac.update(nonce);
-        Some(mac)
+        mac
     }
 }
 

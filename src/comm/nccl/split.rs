@@ -35,20 +35,22 @@ impl Default for SplitResult {
 
 #[allow(unsafe_code)]
 impl Communicator {
-    /// Begins to split this communicator: ranks with the same color are together, in the order of `key`. All
-    /// ranks call it. When [`Self::progress`] of this communicator reports that it is done,
-    /// [`PendingSplit::into_communicator`] has the new one.
+    /// Begins to split this communicator: ranks with the same color are together, in the order of their
+    /// keys. All ranks call it, those that want no communicator with `None`. When [`Self::progress`] of this
+    /// communicator reports that it is done, [`PendingSplit::into_communicator`] has the new one.
     ///
     /// The result of the call itself does not tell that: only `progress` does.
-    pub(crate) fn begin_split(&self, color: Option<usize>, key: usize) -> Result<PendingSplit, NcclError> {
+    pub(crate) fn begin_split(
+        &self,
+        color_and_key: Option<(usize, usize)>,
+    ) -> Result<PendingSplit, NcclError> {
         let mut into = Box::<SplitResult>::default();
         let mut config = Config::nonblocking();
-        let color = color.map_or(NO_COLOR, |color| color as c_int);
+        let (color, key) = color_and_key.map_or((NO_COLOR, 0), |(color, key)| (color as c_int, key as c_int));
         // SAFETY: NCCL copies `config`, and writes to `into` until it reports that it is done. `PendingSplit`
         // keeps `into` until then (see its `drop`).
-        let result = unsafe {
-            (self.functions.comm_split)(self.raw(), color, key as c_int, &raw mut into.0, &raw mut config)
-        };
+        let result =
+            unsafe { (self.functions.comm_split)(self.raw(), color, key, &raw mut into.0, &raw mut config) };
         self.check("ncclCommSplit", result)?;
         Ok(PendingSplit {
             functions: self.functions,

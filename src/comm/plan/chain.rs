@@ -41,7 +41,7 @@ fn neighbours(rank: usize, topology: &Topology, root: usize) -> (Option<usize>, 
     chain.extend(&hosts[root_host][..root_place]);
     let others = hosts.iter().cycle().skip(root_host + 1).take(hosts.len() - 1);
     chain.extend(others.flatten());
-    let place = chain.iter().position(|&member| member == rank).unwrap_or(0);
+    let place = chain.iter().position(|&member| member == rank).expect("the chain has all ranks");
     (place.checked_sub(1).map(|place| chain[place]), chain.get(place + 1).copied())
 }
 

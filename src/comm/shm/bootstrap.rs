@@ -223,7 +223,8 @@ impl Leader {
 
     fn admit(&mut self, conn: OwnedFd, bytes: &[u8], descriptors: Vec<OwnedFd>) {
         let Some((secret, local_rank)) = bytes.split_first_chunk::<SECRET_BYTES>() else { return };
-        let local_rank = local_rank.try_into().map(u32::from_le_bytes).unwrap_or(u32::MAX) as usize;
+        let Ok(local_rank) = local_rank.try_into().map(u32::from_le_bytes) else { return };
+        let local_rank = local_rank as usize;
         let mut descriptors = descriptors.into_iter();
         let known = *secret == self.secret && local_rank != self.local_group.me;
         let Some(slot) = self.members.get_mut(local_rank).filter(|slot| known && slot.is_none()) else {

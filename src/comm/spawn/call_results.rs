@@ -40,20 +40,19 @@ pub(super) fn next_call() -> u64 {
 pub(super) fn record_error(call: u64, outcome: &Result<(), SpawnError>) {
     let Err(error) = outcome else { return };
     let copy = serde_json::to_vec(error).and_then(|bytes| serde_json::from_slice(&bytes));
-    if let Ok(error) = copy {
-        RESULTS.with_borrow_mut(|results| {
-            results.errors.insert(call, error);
-            if results.errors.len() > MAX_ERRORS {
-                results.errors.pop_first();
-            }
-        });
-    }
+    let error = copy.expect("an error is plain data, and is read as it was written");
+    RESULTS.with_borrow_mut(|results| {
+        results.errors.insert(call, error);
+        if results.errors.len() > MAX_ERRORS {
+            results.errors.pop_first();
+        }
+    });
 }
 
 /// Returns the JSON text of [`VARIABLE`] for the ranks.
 pub(super) fn encode_errors() -> String {
     RESULTS.with_borrow_mut(|results| {
-        let encode = |errors: &Errors| serde_json::to_string(errors).unwrap_or_default();
+        let encode = |errors: &Errors| serde_json::to_string(errors).expect("errors are plain data");
         let mut text = encode(&results.errors);
         for call in results.errors.keys().copied().collect::<Vec<_>>() {
             if text.len() <= MAX_VARIABLE_BYTES {
@@ -74,6 +73,32 @@ pub(super) fn encode_errors() -> String {
 /// Returns, in a rank, the result that `call` had in the spawner.
 pub(super) fn result_of(call: u64) -> Result<(), SpawnError> {
     let text = std::env::var(VARIABLE).unwrap_or_default();
-    let mut errors = serde_json::from_str::<Errors>(&text).unwrap_or_default();
-    errors.remove(&call).map_or(Ok(()), Err)
+    decode_errors(&text)?.remove(&call).map_or(Ok(()), Err)
+}
+
+/// Decodes the text of [`VARIABLE`]. It is empty if all calls have succeeded.
+fn decode_errors(text: &str) -> Result<Errors, SpawnError> {
+    if text.is_empty() {
+        return Ok(Errors::new());
+    }
+    serde_json::from_str(text).map_err(|error| {
+        SpawnError::Unusable(format!(
+            "{VARIABLE} is not what the spawner has set ({error}): does the program change its environment?"
+        ))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn damaged_results_of_earlier_calls_are_an_error_and_no_success() {
+        let errors = Errors::from([(3, SpawnError::Unusable("a test".to_owned()))]);
+        let text = serde_json::to_string(&errors).unwrap();
+        assert_eq!(decode_errors(&text).unwrap()[&3].to_string(), errors[&3].to_string());
+        assert!(decode_errors("").unwrap().is_empty());
+        let error = decode_errors(&text[1..]).unwrap_err();
+        assert!(error.to_string().contains(VARIABLE), "{error}");
+    }
 }

@@ -216,7 +216,10 @@ impl Ranks {
                 }
             }
             let running = || (0..self.all.len()).filter(|&rank| !self.all[rank].has_ended).collect();
-            let late = || SpawnError::Timeout { ranks: running(), after: spec.timeout.unwrap_or_default() };
+            let late = || SpawnError::Timeout {
+                ranks: running(),
+                after: spec.timeout.expect("without a time limit there is no deadline"),
+            };
             let action = self.supervisor.tick(Instant::now(), late);
             self.signal_running(action);
         }
@@ -315,7 +318,8 @@ impl Rank {
 fn exit_cause(status: ExitStatus) -> ExitCause {
     match (status.code(), status.signal()) {
         (Some(code), _) => ExitCause::Code(code),
-        (None, signal) => ExitCause::Signal(signal.unwrap_or_default()),
+        (None, Some(signal)) => ExitCause::Signal(signal),
+        (None, None) => unreachable!("a process that was reaped has exited or was killed by a signal"),
     }
 }
 

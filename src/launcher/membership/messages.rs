@@ -178,6 +178,8 @@ pub(crate) enum RestartCause {
     Joined { host: String },
     /// A signal stopped a node.
     Stopped { node: usize, host: String, signal: i32 },
+    /// A new coordinator knows nothing of the round, because nobody could hand its record over.
+    UnknownRound,
 }
 
 impl fmt::Display for RestartCause {
@@ -194,6 +196,9 @@ impl fmt::Display for RestartCause {
             Self::Joined { host } => write!(f, "a node has joined: {host}"),
             Self::Stopped { node, host, signal } => {
                 write!(f, "node {node} ({host}) was stopped by {}", formatting::signal(*signal))
+            }
+            Self::UnknownRound => {
+                f.write_str("the coordinator was replaced, and the new one does not know this round")
             }
         }
     }

@@ -44,9 +44,8 @@ pub(crate) fn encode(value: &impl Serialize) -> String {
     }
     let mut out = Vec::new();
     let mut serializer = serde_json::Serializer::with_formatter(&mut out, Python);
-    // Serialising plain data into memory cannot fail.
-    let _ = value.serialize(&mut serializer);
-    String::from_utf8(out).unwrap_or_default()
+    value.serialize(&mut serializer).expect("the value is plain data");
+    String::from_utf8(out).expect("JSON is text")
 }
 
 #[cfg(test)]

@@ -133,7 +133,7 @@ struct SizeLimits {
 impl Report {
     /// The whole report for people and programs, with a newline at its end.
     pub(crate) fn to_pretty_json(&self) -> String {
-        serde_json::to_string_pretty(self).unwrap_or_default() + "\n"
+        serde_json::to_string_pretty(self).expect("a report is plain data") + "\n"
     }
 
     /// Serializes the report in at most [`MESSAGE_MAX_BYTES`]. Cuts long texts and many failures; cuts the
@@ -141,7 +141,7 @@ impl Report {
     pub(crate) fn to_json(&self) -> String {
         let mut limits = SizeLimits { failures: 256, root_bytes: MESSAGE_MAX_BYTES, other_bytes: 16 << 10 };
         loop {
-            let json = serde_json::to_string(&self.cut(limits)).unwrap_or_default();
+            let json = serde_json::to_string(&self.cut(limits)).expect("a report is plain data");
             if json.len() <= MESSAGE_MAX_BYTES {
                 return json;
             }

@@ -14,7 +14,7 @@ pub(super) fn json(view: &View) -> String {
         .groups
         .iter()
         .map(|group| {
-            let mut value = serde_json::to_value(group).unwrap_or_default();
+            let mut value = serde_json::to_value(group).expect("a group is plain data");
             value["line"] = group.to_string().into();
             value
         })
@@ -24,7 +24,7 @@ pub(super) fn json(view: &View) -> String {
         .map(|(path, why)| json!({ "path": path.display().to_string(), "why": why }))
         .collect();
     let all = json!({ "version": VERSION, "groups": groups, "recordings": workers, "skipped": skipped });
-    serde_json::to_string_pretty(&all).unwrap_or_default() + "\n"
+    format!("{all:#}\n")
 }
 
 fn worker(worker: &Worker, last: usize) -> Value {

@@ -225,8 +225,7 @@ fn host_ranks(world: &World) -> Result<HostRanks, PerfError> {
     let own = nix::unistd::gethostname().map(|name| name.to_string_lossy().into_owned());
     let names = world.all_gather_object(&own.unwrap_or_else(|_| "?".to_owned()))?;
     let ranks = world.hosts().to_vec();
-    let of_host =
-        |host: &Vec<usize>| host.first().and_then(|&rank| names.get(rank)).cloned().unwrap_or_default();
+    let of_host = |host: &Vec<usize>| names[*host.first().expect("each host has a rank")].clone();
     let hosts: Vec<String> = ranks.iter().map(of_host).collect();
     let twice = |name: &String| hosts.iter().filter(|other| *other == name).count() > 1;
     let numbered = |(number, name): (usize, &String)| {

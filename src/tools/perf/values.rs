@@ -143,8 +143,8 @@ impl TestPattern {
     pub(crate) fn reduced<T: Value>(&self, ranks: Range<usize>, index: usize) -> T {
         let numbers = ranks.clone().map(|rank| self.number(rank, index));
         let result = match self.op {
-            Some(ReduceOp::Min) => numbers.min().unwrap_or_default(),
-            Some(ReduceOp::Max) => numbers.max().unwrap_or_default(),
+            Some(ReduceOp::Min) => numbers.min().expect("a reduction has at least one rank"),
+            Some(ReduceOp::Max) => numbers.max().expect("a reduction has at least one rank"),
             Some(ReduceOp::Product) => numbers.product(),
             Some(ReduceOp::Avg) => numbers.sum::<i64>() / ranks.len().max(1) as i64,
             Some(ReduceOp::Band) => numbers.fold(-1, |a, b| a & b),

@@ -60,11 +60,15 @@ pub struct Ddp<T: Gradient = f32> {
     options: DdpOptions,
 }
 
+/// The reason why memory of a bucket is missing: a pass that ends takes it back, and so does one that is
+/// dropped.
+const LEAKED: &str = "a pass that was leaked (mem::forget) has never returned these gradients";
+
 /// Gradients that are reduced together.
 #[derive(Debug)]
 struct Bucket<T: Element> {
-    /// Empty while the bucket's operation is in flight. Ranks of one host reduce this memory without a copy.
-    memory: SharedBuffer<T>,
+    /// `None` while the bucket's operation is in flight. Ranks of one host reduce this memory without a copy.
+    memory: Option<SharedBuffer<T>>,
     /// Number of parameters whose gradients are not ready in this pass.
     missing: usize,
     work: Option<Work<SharedBuffer<T>>>,
@@ -121,7 +125,7 @@ impl<T: Gradient> Ddp<T> {
         }
         let buckets = layout.buckets().iter().enumerate().map(|(index, parameters)| {
             let memory = group.alloc(layout.bucket_len(index))?;
-            Ok(Bucket { memory, missing: parameters.len(), work: None })
+            Ok(Bucket { memory: Some(memory), missing: parameters.len(), work: None })
         });
         Ok(Self {
             group: group.clone(),
@@ -153,20 +157,21 @@ impl<T: Gradient> Ddp<T> {
     /// after a pass without sending, the sum of this rank. After an error the content is unspecified.
     ///
     /// # Panics
-    /// If there is no such parameter.
+    /// If there is no such parameter, or if the last pass was leaked (`mem::forget`) and its averages never
+    /// arrived.
     #[must_use]
     pub fn average(&self, parameter: usize) -> &[T] {
         let Location { bucket, range } = self.layout.location(parameter);
-        self.buckets[*bucket].memory.get(range.clone()).unwrap_or_default()
+        &self.buckets[*bucket].memory.as_ref().expect(LEAKED)[range.clone()]
     }
 
     /// Mutable access to [`Self::average`], for example to clip it. All ranks must make equal changes.
     ///
     /// # Panics
-    /// If there is no such parameter.
+    /// As [`Self::average`].
     pub fn average_mut(&mut self, parameter: usize) -> &mut [T] {
         let Location { bucket, range } = self.layout.location(parameter);
-        self.buckets[*bucket].memory.get_mut(range.clone()).unwrap_or_default()
+        &mut self.buckets[*bucket].memory.as_mut().expect(LEAKED)[range.clone()]
     }
 
     /// Discards the sums of passes without sending on this rank, to skip a step.
@@ -218,13 +223,10 @@ impl<T: Gradient> Ddp<T> {
 pub(crate) fn compare(group: &Group, layout: &Layout) -> Result<(), TrainError> {
     let mut fingerprints = vec![0; group.size()];
     group.all_gather(&[layout.fingerprint()], &mut fingerprints)?;
-    if fingerprints.iter().all(|&other| other == fingerprints[0]) {
-        return Ok(());
-    }
+    let Some(rank) = fingerprints.iter().position(|&other| other != fingerprints[0]) else { return Ok(()) };
     // All ranks have compared the same fingerprints, so all of them reach this call.
     let layouts = group.all_gather_object(layout)?;
-    let differs =
-        layouts.iter().enumerate().find_map(|(rank, other)| Some((rank, other.difference(&layouts[0])?)));
-    let (rank, difference) = differs.unwrap_or_else(|| (0, "their fingerprints differ".to_owned()));
+    let difference = layouts[rank].difference(&layouts[0]);
+    let difference = difference.unwrap_or_else(|| "their fingerprints differ".to_owned());
     Err(TrainError::Layout { rank, with: 0, difference })
 }

@@ -2,7 +2,7 @@
 
 use convoke_comm::ReduceOp;
 
-use super::{Ddp, Gradient, GradientState, MAX_NAMES, TrainError};
+use super::{Ddp, Gradient, GradientState, LEAKED, MAX_NAMES, TrainError};
 use crate::bucket::Location;
 
 /// A backward pass: the program hands over gradients, and complete buckets are sent.
@@ -53,6 +53,9 @@ impl<'a, T: Gradient> Pass<'a, T> {
     ///
     /// # Errors
     /// [`TrainError::InvalidArgument`] if there is no such parameter, or if it is ready.
+    ///
+    /// # Panics
+    /// If an earlier pass was leaked (`mem::forget`) and its gradients were [discarded](Ddp::discard).
     pub fn gradient(&mut self, parameter: usize) -> Result<&mut [T], TrainError> {
         let (gradient, state) = self.gradient_and_state(parameter)?;
         if *state == GradientState::Average {
@@ -70,12 +73,11 @@ impl<'a, T: Gradient> Pass<'a, T> {
             return Err(TrainError::InvalidArgument(what));
         };
         let Location { bucket, range } = layout.location(parameter).clone();
-        let gradient = buckets[bucket].memory.get_mut(range).unwrap_or_default();
         if *state == GradientState::Ready {
             let what = format!("{} already has its gradient in this pass", layout.name(parameter));
             return Err(TrainError::InvalidArgument(what));
         }
-        Ok((gradient, state))
+        Ok((&mut buckets[bucket].memory.as_mut().expect(LEAKED)[range], state))
     }
 
     /// Declares that this pass adds nothing more to the gradient of this parameter. Its bucket is sent once
@@ -150,9 +152,16 @@ impl<'a, T: Gradient> Pass<'a, T> {
             let reduction = self.ddp.reduction();
             let Ddp { group, layout, buckets, options, .. } = &mut *self.ddp;
             let bucket = &mut buckets[self.sent];
-            let memory = std::mem::take(&mut bucket.memory);
+            let memory = bucket.memory.take().expect(LEAKED);
             let bytes = size_of_val(&memory[..]);
-            let work = group.nonblocking().all_reduce(memory, reduction)?;
+            let work = match group.nonblocking().all_reduce(memory, reduction) {
+                Ok(work) => work,
+                Err(error) => {
+                    // The operation has not returned its memory, and the program may go on with the pass.
+                    bucket.memory = Some(vec![T::ZERO; layout.bucket_len(self.sent)].into());
+                    return Err(error.into());
+                }
+            };
             if let Some(trace) = &options.trace {
                 let names = layout.buckets()[self.sent].iter().map(|&parameter| layout.name(parameter));
                 let done = trace.bucket(self.sent, bytes, names);
@@ -167,7 +176,7 @@ impl<'a, T: Gradient> Pass<'a, T> {
     fn receive(&mut self) -> Result<(), TrainError> {
         for bucket in &mut self.ddp.buckets {
             if let Some(work) = bucket.work.take() {
-                bucket.memory = work.wait()?;
+                bucket.memory = Some(work.wait()?);
             }
         }
         self.ddp.reset();
@@ -195,11 +204,10 @@ impl<T: Gradient> Pass<'_, T> {
             let len = self.ddp.layout.bucket_len(index);
             let bucket = &mut self.ddp.buckets[index];
             if let Some(work) = bucket.work.take() {
-                bucket.memory = work.wait().unwrap_or_default();
+                // After an error the operation has not returned its memory.
+                bucket.memory = work.wait().ok();
             }
-            if bucket.memory.len() < len {
-                bucket.memory = vec![T::ZERO; len].into();
-            }
+            bucket.memory.get_or_insert_with(|| vec![T::ZERO; len].into());
         }
         self.ddp.reset();
     }

@@ -268,6 +268,11 @@ fn abandoned_pass_blocks_no_other_rank() {
         let again = again.and_then(|()| pass.finish()).unwrap_err();
         assert!(matches!(again, TrainError::Comm(CommError::Aborted { by: 2, .. })), "{again}");
         assert_eq!(ddp.average(0).len(), 100_000);
+        // So does a pass whose errors are ignored.
+        let mut pass = ddp.pass();
+        (0..2).for_each(|parameter| drop(pass.add(parameter, &vec![1.0; 100_000])));
+        let again = pass.finish().unwrap_err();
+        assert!(matches!(again, TrainError::Comm(CommError::Aborted { by: 2, .. })), "{again}");
         error
     });
     assert!(matches!(errors[2], TrainError::InvalidArgument(_)), "{}", errors[2]);
@@ -276,6 +281,23 @@ fn abandoned_pass_blocks_no_other_rank() {
         assert!(error.to_string().contains("rank 2 gave up in the middle of a backward pass"), "{error}");
     }
     assert!(begin.elapsed() < LONG / 2, "{:?}", begin.elapsed());
+}
+
+#[test]
+fn gradients_that_a_leaked_pass_has_kept_are_no_empty_slices() {
+    ranks(1, |group| {
+        let mut ddp = Ddp::with_options(&group, [("a", 2)], small().overlap(true)).unwrap();
+        let mut pass = ddp.pass();
+        pass.add(0, &[1.0_f32, 2.0]).unwrap();
+        std::mem::forget(pass);
+        let average = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| ddp.average(0).len()));
+        assert!(average.is_err(), "{average:?}");
+        // A later pass refuses gradients. When it is dropped, the memory is there again.
+        let mut pass = ddp.pass();
+        assert!(matches!(pass.add(0, &[1.0, 2.0]), Err(TrainError::InvalidArgument(_))));
+        drop(pass);
+        assert_eq!(ddp.average(0).len(), 2);
+    });
 }
 
 #[test]

@@ -147,7 +147,7 @@ impl Connector {
         if let Some(fd) = conn.pollable() {
             let _ = poller.change(fd, Source::Handshake, false);
         }
-        let word = |rank: usize| u32::try_from(rank).unwrap_or(u32::MAX);
+        let word = |rank: usize| u32::try_from(rank).expect("a group has fewer than 2^32 ranks");
         let sent = nonce().and_then(|nonce| {
             let (source, destination) = (word(me), word(self.peer));
             let conn_kind = self.conn_kind;

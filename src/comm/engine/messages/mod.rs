@@ -88,11 +88,20 @@ struct UnexpectedMessage {
     /// Its index among all unexpected messages of the group.
     arrival_index: u64,
     call: Call,
-    /// `None` for the announcement of a large message.
-    bytes: Option<Vec<u8>>,
-    complete: bool,
+    content: UnexpectedContent,
     /// The receive that takes the message when it is complete.
     claimed_by: Option<u64>,
+}
+
+/// What an unexpected message has brought so far.
+#[derive(Debug)]
+enum UnexpectedContent {
+    /// The announcement of a large message, whose elements the sender keeps until it is asked.
+    Announcement,
+    /// The first bytes of a small message that is being read.
+    Partial(Vec<u8>),
+    /// All bytes of a small message.
+    Complete(Vec<u8>),
 }
 
 /// A frame that is being sent.
@@ -323,26 +332,30 @@ impl PeerMessages {
                 self.recvs.push_back(recv);
                 return Err(error);
             }
-            if unexpected.bytes.is_none() {
-                recv.matched = Some(Match::Large(unexpected.seq));
-                let seq = unexpected.seq;
-                self.unexpected.remove(index);
-                self.unexpected_announcements -= 1;
-                self.push(ours, plain_frame(ours, Kind::Cts, seq), None);
-            } else if unexpected.complete {
-                let bytes =
-                    self.unexpected.remove(index).and_then(|unexpected| unexpected.bytes).unwrap_or_default();
-                self.unexpected_bytes -= bytes.len() + HEADER_BYTES;
-                SourceBytes::from(&*bytes).copy_to(&mut recv.buffer.bytes_mut(0..bytes.len()));
-                // This rank owes no credit to itself, nor to a peer that is gone.
-                if self.conn.is_some() {
-                    self.return_credit(ours, bytes.len());
+            match &mut unexpected.content {
+                UnexpectedContent::Announcement => {
+                    let seq = unexpected.seq;
+                    recv.matched = Some(Match::Large(seq));
+                    self.unexpected.remove(index);
+                    self.unexpected_announcements -= 1;
+                    self.push(ours, plain_frame(ours, Kind::Cts, seq), None);
                 }
-                recv.completion.complete(Ok(Some(self.envelope_of(call))));
-                return Ok(());
-            } else {
-                unexpected.claimed_by = Some(id);
-                recv.matched = Some(Match::Eager);
+                UnexpectedContent::Complete(bytes) => {
+                    let bytes = std::mem::take(bytes);
+                    self.unexpected.remove(index);
+                    self.unexpected_bytes -= bytes.len() + HEADER_BYTES;
+                    SourceBytes::from(&*bytes).copy_to(&mut recv.buffer.bytes_mut(0..bytes.len()));
+                    // This rank owes no credit to itself, nor to a peer that is gone.
+                    if self.conn.is_some() {
+                        self.return_credit(ours, bytes.len());
+                    }
+                    recv.completion.complete(Ok(Some(self.envelope_of(call))));
+                    return Ok(());
+                }
+                UnexpectedContent::Partial(_) => {
+                    unexpected.claimed_by = Some(id);
+                    recv.matched = Some(Match::Eager);
+                }
             }
         }
         self.recvs.push_back(recv);
@@ -407,7 +420,9 @@ impl PeerMessages {
         let mut any = false;
         self.write_blocked = false;
         while let Some(out) = self.outgoing.front_mut() {
-            let body = out.body.and_then(|seq| send_index(&self.sends, seq));
+            let body = out.body.map(|seq| {
+                send_index(&self.sends, seq).expect("a send stays until its frame has been written")
+            });
             let buffer = body.map(|index| &self.sends[index].buffer);
             let total = HEADER_BYTES + buffer.map_or(0, BorrowedBuffer::len);
             let from = out.sent.saturating_sub(HEADER_BYTES);

@@ -2,7 +2,7 @@
 
 use super::{
     AnySourceQueue, CREDIT_BYTES, EAGER_BYTES, MAX_ANNOUNCEMENTS, Match, MessageError, PeerMessages,
-    PendingRecv, ReadState, Stage, UnexpectedMessage, check, plain_frame, send_index,
+    PendingRecv, ReadState, Stage, UnexpectedContent, UnexpectedMessage, check, plain_frame, send_index,
 };
 use crate::call::Call;
 use crate::fault::fault_point;
@@ -72,32 +72,28 @@ impl PeerMessages {
                 Ok(true)
             }
             ReadState::Unexpected { total, id } => {
-                let Some(unexpected) = self.unexpected.iter_mut().find(|unexpected| unexpected.id == id)
-                else {
-                    return Err(MessageError::Protocol(
-                        "it sent data for a message that is not buffered here".to_owned(),
-                    ));
+                let unexpected = self.unexpected.iter_mut().find(|unexpected| unexpected.id == id);
+                let unexpected = unexpected.expect("a message stays queued while it is read");
+                let UnexpectedContent::Partial(bytes) = &mut unexpected.content else {
+                    unreachable!("only small messages are read into the queue, until they are complete");
                 };
-                let bytes = unexpected.bytes.get_or_insert_default();
                 let take = conn.unread().len().min(total - bytes.len());
                 bytes.extend_from_slice(&conn.unread()[..take]);
                 conn.consume(take);
                 if bytes.len() < total {
                     return Ok(take > 0);
                 }
-                unexpected.complete = true;
+                let bytes = std::mem::take(bytes);
                 self.reading = ReadState::Header;
-                if let Some(claimed) = unexpected.claimed_by {
-                    self.deliver_claimed(ours, id, claimed);
+                match unexpected.claimed_by {
+                    Some(claimed) => self.deliver_claimed(ours, id, &bytes, claimed),
+                    None => unexpected.content = UnexpectedContent::Complete(bytes),
                 }
                 Ok(true)
             }
             ReadState::Posted { id, eager } => {
-                let Some(index) = self.recvs.iter().position(|recv| recv.id == id) else {
-                    return Err(MessageError::Protocol(
-                        "it sent data for a receive that does not exist".to_owned(),
-                    ));
-                };
+                let index = self.recvs.iter().position(|recv| recv.id == id);
+                let index = index.expect("a receive stays posted while its message is read");
                 let recv = &mut self.recvs[index];
                 let take = conn.unread().len().min(recv.buffer.len() - recv.done);
                 let range = recv.done..recv.done + take;
@@ -108,7 +104,7 @@ impl PeerMessages {
                 if recv.done < recv.buffer.len() {
                     return Ok(take > 0);
                 }
-                let Some(recv) = self.recvs.remove(index) else { return Ok(true) };
+                let recv = self.recvs.remove(index).expect("it was found there");
                 self.reading = ReadState::Header;
                 if eager {
                     self.return_credit(ours, recv.buffer.len());
@@ -120,19 +116,15 @@ impl PeerMessages {
     }
 
     /// Gives an unexpected message to the receive that claimed it while it was read.
-    fn deliver_claimed(&mut self, ours: &Credentials, unexpected: u64, recv: u64) {
-        let unexpected = self.unexpected.iter().position(|message| message.id == unexpected);
-        let bytes = unexpected
-            .and_then(|index| self.unexpected.remove(index))
-            .and_then(|unexpected| unexpected.bytes);
+    fn deliver_claimed(&mut self, ours: &Credentials, unexpected: u64, bytes: &[u8], recv: u64) {
+        self.unexpected.retain(|message| message.id != unexpected);
         let recv = self.recvs.iter().position(|waiting| waiting.id == recv);
         let recv = recv.and_then(|index| self.recvs.remove(index));
-        if let (Some(bytes), Some(mut recv)) = (bytes, recv) {
-            self.unexpected_bytes -= bytes.len() + HEADER_BYTES;
-            SourceBytes::from(&*bytes).copy_to(&mut recv.buffer.bytes_mut(0..bytes.len()));
-            self.return_credit(ours, bytes.len());
-            recv.completion.complete(Ok(Some(self.envelope_of(recv.call))));
-        }
+        let mut recv = recv.expect("a receive that has claimed a message is not cancelled");
+        self.unexpected_bytes -= bytes.len() + HEADER_BYTES;
+        SourceBytes::from(bytes).copy_to(&mut recv.buffer.bytes_mut(0..bytes.len()));
+        self.return_credit(ours, bytes.len());
+        recv.completion.complete(Ok(Some(self.envelope_of(recv.call))));
     }
 
     fn handle_header(
@@ -238,15 +230,17 @@ impl PeerMessages {
         }
         let (id, arrival_index) = (self.next_id, any_source.unexpected_count);
         (self.next_id, any_source.unexpected_count) = (id + 1, arrival_index + 1);
-        let bytes = eager.then(|| Vec::with_capacity(total));
-        let complete = !eager || total == 0;
+        let content = match (eager, total) {
+            (false, _) => UnexpectedContent::Announcement,
+            (true, 0) => UnexpectedContent::Complete(Vec::new()),
+            (true, _) => UnexpectedContent::Partial(Vec::with_capacity(total)),
+        };
         self.unexpected.push_back(UnexpectedMessage {
             id,
             seq,
             arrival_index,
             call,
-            bytes,
-            complete,
+            content,
             claimed_by: None,
         });
         if eager && total > 0 {

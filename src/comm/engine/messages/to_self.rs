@@ -4,7 +4,10 @@
 use std::io;
 use std::sync::Arc;
 
-use super::{AnySourceQueue, MessageError, PeerMessages, PendingSend, Stage, UnexpectedMessage, check};
+use super::{
+    AnySourceQueue, MessageError, PeerMessages, PendingSend, Stage, UnexpectedContent, UnexpectedMessage,
+    check,
+};
 use crate::buffer::BorrowedBuffer;
 use crate::call::Call;
 use crate::engine::completion::Completion;
@@ -32,11 +35,9 @@ impl PeerMessages {
             self.sends.push_back(PendingSend { seq, call, completion, buffer, stage: Stage::Sent });
             return Err(error);
         }
-        if let Some(mut recv) = self.recvs.remove(index) {
-            SourceBytes::from(buffer.bytes(0..buffer.len()))
-                .copy_to(&mut recv.buffer.bytes_mut(0..buffer.len()));
-            recv.completion.complete(Ok(Some(self.envelope_of(call))));
-        }
+        let mut recv = self.recvs.remove(index).expect("`match_recv` has found it there");
+        SourceBytes::from(buffer.bytes(0..buffer.len())).copy_to(&mut recv.buffer.bytes_mut(0..buffer.len()));
+        recv.completion.complete(Ok(Some(self.envelope_of(call))));
         completion.complete(Ok(None));
         Ok(())
     }
@@ -58,16 +59,8 @@ impl PeerMessages {
         let (id, arrival_index) = (self.next_id, any_source.unexpected_count);
         (self.next_id, any_source.unexpected_count) = (id + 1, arrival_index + 1);
         self.unexpected_bytes += bytes.len() + HEADER_BYTES;
-        let (bytes, complete, claimed_by) = (Some(bytes), true, None);
-        self.unexpected.push_back(UnexpectedMessage {
-            id,
-            seq,
-            arrival_index,
-            call,
-            bytes,
-            complete,
-            claimed_by,
-        });
+        let (content, claimed_by) = (UnexpectedContent::Complete(bytes), None);
+        self.unexpected.push_back(UnexpectedMessage { id, seq, arrival_index, call, content, claimed_by });
         Ok(())
     }
 }

@@ -109,8 +109,7 @@ impl Coordinator {
             Stage::Forming(forming) => {
                 // The round is one that this coordinator has ended or does not know.
                 forming.stopping.insert(agent);
-                let cause =
-                    forming.cause.clone().unwrap_or_else(|| RestartCause::Joined { host: String::new() });
+                let cause = forming.cause.clone().unwrap_or(RestartCause::UnknownRound);
                 self.order(agent, Order::Stop { round: number.max(self.round), cause }, actions);
             }
             Stage::Finished(result) => {

@@ -86,6 +86,7 @@ impl Simulation {
             RestartCause::Lost { host, .. } | RestartCause::Stopped { host, .. } => {
                 !self.is_lossless || agent(host).is_some_and(|agent| agent.was_disturbed)
             }
+            RestartCause::UnknownRound => self.has_changed_coordinator() || !self.is_lossless,
             RestartCause::Joined { .. } => {
                 !self.is_lossless || self.late || self.agents.iter().any(|agent| agent.was_disturbed)
             }

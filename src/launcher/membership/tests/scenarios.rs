@@ -316,6 +316,15 @@ fn heartbeat_timeout_grows_with_nodes_per_host() {
 }
 
 #[test]
+fn coordinator_without_record_blames_no_node_for_the_end_of_an_unknown_round() {
+    let mut job = Job::new(None);
+    job.join_from("one", 1, (2, 2));
+    job.send_running(1, 4);
+    let Order::Stop { round: 4, cause } = &job.orders[&1] else { panic!("{:?}", job.orders[&1]) };
+    assert_eq!(cause.to_string(), "the coordinator was replaced, and the new one does not know this round");
+}
+
+#[test]
 fn member_does_not_wait_for_a_round_that_ended() {
     let mut member = Member::new(Phase::Running { round: 2 }, 3 * SECOND);
     let order = Some(Order::Stop { round: 3, cause: RestartCause::Joined { host: "h2".to_owned() } });

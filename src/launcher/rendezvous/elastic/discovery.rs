@@ -259,8 +259,8 @@ impl RegistryDiscovery {
     ) -> Result<EntrySnapshot, RegistryError> {
         let transient = |error: String| RegistryError::Transient(error);
         let listeners = host_addresses::listen_anywhere().map_err(|error| transient(error.to_string()))?;
-        let port =
-            listeners.first().and_then(|listener| listener.local_addr().ok()).map_or(0, |at| at.port());
+        let first = listeners.first().expect("`listen_anywhere` returns at least one listener");
+        let port = first.local_addr().map_err(|error| transient(error.to_string()))?.port();
         let addresses =
             host_addresses::own_addresses().into_iter().map(|ip| SocketAddr::new(ip, port)).collect();
         let (entry, record) = match predecessor {

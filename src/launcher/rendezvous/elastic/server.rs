@@ -102,8 +102,13 @@ impl RendezvousServer {
             server.jobs.borrow_mut().insert(run_id, Job::start(coordinator, Some(record_writer)));
         }
         let listeners = listeners.into_iter().filter_map(|listener| {
-            listener.set_nonblocking(true).ok()?;
-            TcpListener::from_std(listener).ok()
+            let address = listener.local_addr();
+            let watched = listener.set_nonblocking(true).and_then(|()| TcpListener::from_std(listener));
+            let warn = |error: &std::io::Error| {
+                let at = address.map_or_else(|_| String::new(), |address| format!(" at {address}"));
+                print_message(&format!("warning: no node can reach the rendezvous{at}: {error}"));
+            };
+            watched.inspect_err(warn).ok()
         });
         for listener in listeners {
             let server = Rc::clone(&server);

@@ -95,9 +95,8 @@ struct Version {
     version: u32,
 }
 
-/// Serialises plain data into memory, which cannot fail.
 fn to_json(what: &impl Serialize) -> Vec<u8> {
-    serde_json::to_vec(what).unwrap_or_default()
+    serde_json::to_vec(what).expect("entries and records are plain data")
 }
 
 /// Parses an entry that was read at `at`.

@@ -150,8 +150,7 @@ impl EtcdRegistry {
                 Ok::<_, Error>((lease, client.lease_grant(kept, None).await?))
             })
             .await?;
-        let ttl = Duration::from_secs(u64::try_from(lease.ttl()).unwrap_or_default());
-        Ok(Lease { ids: (lease.id(), entry.id()), ttl, granted })
+        Ok(Lease { ids: (lease.id(), entry.id()), ttl: granted_ttl(lease.ttl())?, granted })
     }
 
     pub(super) async fn keep(&self, lease: &Lease) -> Result<bool, RegistryError> {
@@ -177,6 +176,17 @@ impl EtcdRegistry {
     }
 }
 
+/// Returns the time to live of a lease that etcd has granted. A lease of no time would be lost at once, and
+/// with it the leadership.
+fn granted_ttl(seconds: i64) -> Result<Duration, RegistryError> {
+    match u64::try_from(seconds) {
+        Ok(seconds @ 1..) => Ok(Duration::from_secs(seconds)),
+        Ok(0) | Err(_) => {
+            Err(RegistryError::Transient(format!("etcd has granted a lease of {seconds} s: is it healthy?")))
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -196,5 +206,17 @@ mod tests {
         let bytes = wire::encode(&record);
         assert!(bytes.len() < MOST, "{} bytes", bytes.len());
         assert_eq!(wire::decode::<Record>(&bytes).unwrap(), record);
+    }
+
+    #[test]
+    fn lease_without_time_to_live_is_refused() {
+        assert_eq!(granted_ttl(7).unwrap(), Duration::from_secs(7));
+        for seconds in [0, -1, i64::MIN] {
+            let error = granted_ttl(seconds).unwrap_err();
+            assert!(
+                matches!(&error, RegistryError::Transient(what) if what.contains(&seconds.to_string())),
+                "{error}"
+            );
+        }
     }
 }
