@@ -137,8 +137,10 @@ impl Shared {
     /// Takes an operation, runs it and waits for it.
     pub(crate) fn call(&self, operation: &mut Option<Operation<'_>>, limit: TimeLimit) -> Outcome {
         // SAFETY: the borrows last until this function returns, and it returns only with the outcome. It does
-        // not unwind before. Callbacks and reductions of the user may panic. They are caught, or they run
-        // with the lock held, whose poison makes the next driver forget all tasks.
+        // not unwind before, except by a panic with the lock held: callbacks and reductions of the user are
+        // caught. After such a panic this thread makes the engine forget all tasks before it unwinds further
+        // (`DriverGuard::run`). That also takes the pages of `Group::alloc` out of the memory that other
+        // ranks can write (`make_private`).
         #[allow(unsafe_code)]
         let operation = unsafe { Operation::erase_lifetime(operation) };
         match self.try_with_engine(|engine| engine.try_inline(operation, limit)).flatten() {
@@ -231,8 +233,8 @@ impl Shared {
     /// Begins an operation that ends when `completion` is done.
     ///
     /// A completion is done only when the engine has released the memory of its operation: the thread that
-    /// took the task out of the engine completes it. If a thread panics while it drives, it poisons the lock.
-    /// The next thread that takes the lock first forgets all tasks.
+    /// took the task out of the engine completes it. If a thread panics while it drives, the engine forgets
+    /// all tasks, and completes them, before the thread unwinds further (`DriverGuard::run`).
     ///
     /// # Safety
     /// The borrows of `operation` last until `completion` is done.

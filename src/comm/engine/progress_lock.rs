@@ -40,7 +40,7 @@ pub(crate) trait Drive: Debug + Send + 'static {
     /// Takes all requests from the submission queue, and moves data that can move at once.
     fn poll_once(&mut self);
 
-    /// Handles a panic of the driving thread: no task may be touched again.
+    /// Handles a panic of the driving thread: no task may be touched again. It may be called more than once.
     fn on_panic(&mut self);
 }
 
@@ -190,7 +190,7 @@ impl<E: Drive> Inner<E> {
 
     pub(super) fn poll_once(&self, wake_background: impl FnOnce()) {
         if let Some(mut driver) = self.try_drive() {
-            driver.engine.poll_once();
+            driver.run(E::poll_once);
         }
         self.run_callbacks();
         if self.callback_queue.pending_operations() > 0 && self.idle.swap(false, Ordering::SeqCst) {
@@ -216,7 +216,7 @@ impl<E: Drive> Inner<E> {
             match driver {
                 Some(mut driver) => {
                     queued = None;
-                    driver.engine.drive(&self.goal(completions, until));
+                    driver.run(|engine| engine.drive(&self.goal(completions, until)));
                 }
                 // The thread that has the lock wakes this one when its task is done or the lock is free.
                 None if completions.iter().all(|completion| completion.register_thread()) => {
@@ -230,7 +230,7 @@ impl<E: Drive> Inner<E> {
     pub(super) fn abort(&self, reason: String) {
         self.submissions.post(|entries| entries.abort = Some(reason));
         if let Some(mut driver) = self.try_drive() {
-            driver.engine.collect();
+            driver.run(E::collect);
         }
         self.run_callbacks();
     }
@@ -264,8 +264,9 @@ impl<E: Drive> Inner<E> {
             if self.callers.load(Ordering::SeqCst) > 0 {
                 park();
             } else if let Some(mut driver) = self.try_lock_engine() {
-                // A panic poisons the lock, and the next thread that takes it ends everything.
-                let _ = catch_unwind(AssertUnwindSafe(move || driver.engine.drive(&self.goal(&[], None))));
+                // After a panic there is nothing left to drive.
+                let drive = move || driver.run(|engine| engine.drive(&self.goal(&[], None)));
+                let _ = catch_unwind(AssertUnwindSafe(drive));
                 continue;
             } else {
                 park();
@@ -278,13 +279,13 @@ impl<E: Drive> Inner<E> {
 
     /// Calls `function` with the engine. The caller is the only thread that uses it.
     pub(super) fn with_engine<R>(&self, function: impl FnOnce(&mut E) -> R) -> R {
-        function(&mut self.progress_lock.lock().unwrap_or_else(PoisonError::into_inner))
+        function(&mut self.progress_lock.lock().unwrap_or_else(after_panic))
     }
 
     /// Calls `function` with the engine if no other thread has it.
     pub(super) fn try_with_engine<R>(&self, function: impl FnOnce(&mut E) -> R) -> Option<R> {
         let mut driver = self.try_drive()?;
-        Some(function(&mut driver.engine))
+        Some(driver.run(function))
     }
 
     fn goal<'a>(&'a self, completions: &'a [Arc<Completion>], until: Option<Instant>) -> Goal<'a> {
@@ -311,9 +312,7 @@ impl<E: Drive> Inner<E> {
         match self.progress_lock.try_lock() {
             Ok(engine) => Some(DriverGuard { engine, _wake_next: WakeNext(self) }),
             Err(TryLockError::Poisoned(poisoned)) => {
-                let mut engine = poisoned.into_inner();
-                engine.on_panic();
-                Some(DriverGuard { engine, _wake_next: WakeNext(self) })
+                Some(DriverGuard { engine: after_panic(poisoned), _wake_next: WakeNext(self) })
             }
             Err(TryLockError::WouldBlock) => None,
         }
@@ -329,7 +328,7 @@ impl<E: Drive> Inner<E> {
         if !self.callback_queue.run() {
             self.submissions.post(|entries| entries.abort = Some(PANICKED.to_owned()));
             if let Some(mut driver) = self.try_drive() {
-                driver.engine.collect();
+                driver.run(E::collect);
             }
         }
     }
@@ -363,6 +362,27 @@ struct DriverGuard<'a, E: Drive> {
     _wake_next: WakeNext<'a, E>,
 }
 
+impl<E: Drive> DriverGuard<'_, E> {
+    /// Calls `function` with the engine. If it panics, the engine forgets all tasks before the unwinding
+    /// frees their memory. The poison of the lock would come too late for that, and does not come at all if
+    /// the thread unwound already when it took the lock.
+    fn run<R>(&mut self, function: impl FnOnce(&mut E) -> R) -> R {
+        let on_unwind = ForgetTasks(&mut *self.engine);
+        let result = function(&mut *on_unwind.0);
+        std::mem::forget(on_unwind);
+        result
+    }
+}
+
+/// Makes the engine forget all tasks when it is dropped.
+struct ForgetTasks<'a, E: Drive>(&'a mut E);
+
+impl<E: Drive> Drop for ForgetTasks<'_, E> {
+    fn drop(&mut self) {
+        self.0.on_panic();
+    }
+}
+
 struct WakeNext<'a, E: Drive>(&'a Inner<E>);
 
 impl<E: Drive> Drop for WakeNext<'_, E> {
@@ -372,7 +392,14 @@ impl<E: Drive> Drop for WakeNext<'_, E> {
         if self.0.submissions.lock_released()
             && let Some(mut driver) = self.0.try_lock_engine()
         {
-            driver.engine.collect();
+            driver.run(E::collect);
         }
     }
+}
+
+/// Takes the engine from a lock that a panic has poisoned. No task may be touched again.
+fn after_panic<E: Drive>(poisoned: PoisonError<ProgressLockGuard<'_, E>>) -> ProgressLockGuard<'_, E> {
+    let mut engine = poisoned.into_inner();
+    engine.on_panic();
+    engine
 }

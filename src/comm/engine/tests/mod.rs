@@ -6,6 +6,7 @@ mod byzantine;
 mod departed_peer;
 mod faulty_link;
 mod memory_unavailable;
+mod panicked_driver;
 mod scripted_acceptor;
 
 use std::io::{Read, Write};
