@@ -1,6 +1,5 @@
 //! The outcome of an operation, and the threads and tasks that are notified of it.
 
-use std::any::Any;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, OnceLock};
 use std::task::Waker;
@@ -81,7 +80,7 @@ struct State {
     waker: Option<Waker>,
     callbacks: Vec<Callback>,
     /// Memory that nobody waits for any more, but that the engine still uses.
-    keep_alive: Option<Box<dyn Any + Send>>,
+    keep_alive: Option<Box<dyn Send>>,
     /// The handle was dropped: any other owner of the completion may take the outcome.
     detached: bool,
 }
@@ -205,7 +204,7 @@ impl Completion {
     }
 
     /// Keeps the memory of the operation until it is done. Returns it if the operation is done already.
-    pub(crate) fn keep_alive(&self, what: Box<dyn Any + Send>) -> Result<(), Box<dyn Any + Send>> {
+    pub(crate) fn keep_alive(&self, what: Box<dyn Send>) -> Result<(), Box<dyn Send>> {
         let mut state = self.state();
         if self.is_done() {
             return Err(what);

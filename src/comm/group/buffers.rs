@@ -1,6 +1,5 @@
 //! Buffers of nonblocking operations.
 
-use std::any::Any;
 use std::sync::Arc;
 
 use crate::call::Envelope;
@@ -15,17 +14,12 @@ mod sealed {
 /// in a scope also `&[T]`.
 ///
 /// The trait is sealed: moving the owner must not move the elements, which holds for these types.
-pub trait Buffer: sealed::Sealed + Sized {
+pub trait Buffer: sealed::Sealed + Sized + Send {
     /// Type of the elements.
     type Element: Element;
 
     /// The elements.
     fn elements(&self) -> &[Self::Element];
-
-    /// Returns the owner, which must live while an operation without a handle uses the elements. Returns
-    /// `None` for a borrow, whose owner is elsewhere.
-    #[doc(hidden)]
-    fn owned(self) -> Option<Box<dyn Any + Send>>;
 }
 
 /// Elements that an operation fills or changes: `Vec<T>`, `Box<[T]>`, [`SharedBuffer<T>`]; in a scope also
@@ -35,7 +29,7 @@ pub trait BufferMut: Buffer {
     fn elements_mut(&mut self) -> &mut [Self::Element];
 }
 
-macro_rules! owned {
+macro_rules! buffers {
     ($($buffer:ty),*) => {$(
         impl<T: Element> sealed::Sealed for $buffer {}
 
@@ -44,28 +38,6 @@ macro_rules! owned {
 
             fn elements(&self) -> &[T] {
                 self
-            }
-
-            fn owned(self) -> Option<Box<dyn Any + Send>> {
-                Some(Box::new(self))
-            }
-        }
-    )*};
-}
-
-macro_rules! borrowed {
-    ($($buffer:ty),*) => {$(
-        impl<T: Element> sealed::Sealed for $buffer {}
-
-        impl<T: Element> Buffer for $buffer {
-            type Element = T;
-
-            fn elements(&self) -> &[T] {
-                self
-            }
-
-            fn owned(self) -> Option<Box<dyn Any + Send>> {
-                None
             }
         }
     )*};
@@ -81,22 +53,19 @@ macro_rules! mutable {
     )*};
 }
 
-owned!(Vec<T>, Box<[T]>, Arc<[T]>, Arc<Vec<T>>, SharedBuffer<T>);
-borrowed!(&[T], &mut [T]);
+buffers!(Vec<T>, Box<[T]>, Arc<[T]>, Arc<Vec<T>>, SharedBuffer<T>, &[T], &mut [T]);
 mutable!(Vec<T>, Box<[T]>, SharedBuffer<T>, &mut [T]);
 
 /// All buffers of one operation, and the value that their owner gets back.
 ///
-/// Sealed: one buffer, a pair of send and receive buffers, a list of buffers, [`AnySource`], or nothing.
-pub trait OperationBuffers: sealed::Sealed + Sized {
+/// Sealed: one buffer, a pair of send and receive buffers, a list of buffers, [`AnySource`], or nothing. So
+/// dropping a value touches no borrowed elements, and moving it moves no elements.
+pub trait OperationBuffers: sealed::Sealed + Sized + Send {
     /// The value that is returned when the operation is done.
     type Output;
 
     #[doc(hidden)]
     fn into_output(self, envelope: Option<Envelope>) -> Self::Output;
-
-    #[doc(hidden)]
-    fn into_owned(self) -> Option<Box<dyn Any + Send>>;
 }
 
 impl<B: Buffer> OperationBuffers for B {
@@ -105,14 +74,10 @@ impl<B: Buffer> OperationBuffers for B {
     fn into_output(self, _: Option<Envelope>) -> B {
         self
     }
-
-    fn into_owned(self) -> Option<Box<dyn Any + Send>> {
-        self.owned()
-    }
 }
 
 macro_rules! compound {
-    ($([$($parameter:ident),*] $memory:ty, |$value:ident| $owned:expr;)*) => {$(
+    ($([$($parameter:ident),*] $memory:ty;)*) => {$(
         impl<$($parameter: Buffer),*> sealed::Sealed for $memory {}
 
         impl<$($parameter: Buffer),*> OperationBuffers for $memory {
@@ -121,24 +86,15 @@ macro_rules! compound {
             fn into_output(self, _: Option<Envelope>) -> Self {
                 self
             }
-
-            fn into_owned(self) -> Option<Box<dyn Any + Send>> {
-                let $value = self;
-                $owned
-            }
         }
     )*};
 }
 
 compound! {
-    [] (), |nothing| Some(Box::new(nothing));
-    [S, R] (S, R), |both| Some(Box::new((both.0.owned(), both.1.owned())));
-    [B] List<B>, |list| Some(all_owned(list.0));
-    [S, R] (List<S>, List<R>), |both| Some(Box::new((all_owned(both.0.0), all_owned(both.1.0))));
-}
-
-fn all_owned<B: Buffer>(buffers: Vec<B>) -> Box<dyn Any + Send> {
-    Box::new(buffers.into_iter().map(Buffer::owned).collect::<Vec<_>>())
+    [] ();
+    [S, R] (S, R);
+    [B] List<B>;
+    [S, R] (List<S>, List<R>);
 }
 
 /// Buffers of one coalesced operation.
@@ -158,11 +114,6 @@ impl<B: Buffer> OperationBuffers for AnySource<B> {
     type Output = (B, usize);
 
     fn into_output(self, envelope: Option<Envelope>) -> (B, usize) {
-        // A successful receive always has an envelope.
-        (self.0, envelope.map_or(usize::MAX, |envelope| envelope.source))
-    }
-
-    fn into_owned(self) -> Option<Box<dyn Any + Send>> {
-        self.0.owned()
+        (self.0, envelope.expect("a successful receive has an envelope").source)
     }
 }

@@ -58,7 +58,7 @@ impl Group {
     /// The errors of [`Self::recv`].
     pub fn recv_any<T: Element>(&self, buf: &mut [T], tag: u32) -> Result<usize, CommError> {
         let envelope = self.carry_out(self.prepare_recv_any(buf, tag))?;
-        Ok(envelope.map_or(usize::MAX, |envelope| envelope.source))
+        Ok(envelope.expect("a successful receive has an envelope").source)
     }
 
     pub(super) fn prepare_recv_any<'a, T: Element>(&self, buf: &'a mut [T], tag: u32) -> Prepared<'a> {

@@ -173,7 +173,8 @@ impl<M: OperationBuffers> Work<M> {
             return None;
         }
         let State { completion, memory, .. } = self.state.take()?;
-        // SAFETY: initialised from the start, and read once: `state` has been taken.
+        // SAFETY: initialised from the start, and read once: `state` has been taken. The operation is done,
+        // so the engine writes no more through pointers into it.
         #[allow(unsafe_code)]
         let memory = unsafe { memory.assume_init() };
         let outcome: Outcome = match completion {
@@ -235,22 +236,38 @@ impl<M: OperationBuffers> Drop for Work<M> {
     fn drop(&mut self) {
         let is_on_device = self.is_on_device();
         let Some(State { completion, group, memory, .. }) = self.state.take() else { return };
-        // SAFETY: initialised from the start, and read once: `state` has been taken. If the engine still
-        // uses the memory, it is kept alive below, or it is borrowed and the scope waits.
-        #[allow(unsafe_code)]
-        let memory = unsafe { memory.assume_init() };
+        let buffers = KeptBuffers(memory);
         let Some(completion) = completion else { return };
         completion.detach();
-        if completion.is_done() {
-            return;
-        }
-        match memory.into_owned() {
+        let kept: Box<dyn Send + '_> = if is_on_device {
             // The group is kept too, since its device backend must not end while the operation is in
             // progress.
-            Some(owned) if is_on_device => drop(completion.keep_alive(Box::new((owned, group)))),
+            Box::new((buffers, group))
+        } else {
             // The group is not kept: dropping its last handle waits for this operation.
-            Some(owned) => drop(completion.keep_alive(Box::new(owned))),
-            None => {}
+            Box::new(buffers)
+        };
+        // SAFETY: types that differ only in a lifetime have one layout. `kept` may outlive what `M` borrows,
+        // but until then nothing except its drop uses it, and that touches no borrowed elements: see
+        // `OperationBuffers`.
+        #[allow(unsafe_code)]
+        let kept = unsafe { std::mem::transmute::<Box<dyn Send + '_>, Box<dyn Send>>(kept) };
+        // If the operation is done already, the buffers come back and are dropped here.
+        drop(completion.keep_alive(kept));
+    }
+}
+
+/// The buffers of an operation whose handle was dropped. They are dropped with this value, which lives until
+/// the operation is done. Until then they are only moved as bytes, never as an `M`.
+struct KeptBuffers<M: OperationBuffers>(MaybeUninit<M>);
+
+impl<M: OperationBuffers> Drop for KeptBuffers<M> {
+    fn drop(&mut self) {
+        // SAFETY: initialised from the start, and `State` handed it over only to this value. The engine uses
+        // the elements no more: the operation is done, or there was none.
+        #[allow(unsafe_code)]
+        unsafe {
+            self.0.assume_init_drop();
         }
     }
 }

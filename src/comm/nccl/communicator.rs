@@ -248,6 +248,8 @@ impl Communicator {
         }
     }
 
+    /// Returns the handle for a call of NCCL. It is valid: only `free_with` takes it, and that is called by
+    /// functions that consume the communicator, and by `drop`.
     pub(super) fn raw(&self) -> *mut Comm {
         self.handle.map_or(ptr::null_mut(), NonNull::as_ptr)
     }

@@ -77,7 +77,12 @@ impl Library {
         if version < Version::MINIMUM {
             return Err(NcclError::TooOld { path: path.to_owned(), version });
         }
-        // SAFETY: its version says that it is new enough.
+        if version.major != Version::MINIMUM.major {
+            let known = Version::MINIMUM.major;
+            return Err(unusable(format!("it is NCCL {version}, and only NCCL {known} is known here")));
+        }
+        // SAFETY: the library is NCCL 2, whose versions only add functions to `nccl.h`: those that it has are
+        // of the types that `Functions` declares.
         #[allow(unsafe_code)]
         let functions = unsafe { Functions::load(&handle) };
         let functions = functions.map_err(|absent| unusable(format!("it has no {absent}")))?;

@@ -29,18 +29,22 @@ const HUGE_PAGE_BYTES: usize = 2 << 20;
 #[derive(Debug)]
 pub(crate) struct Segment {
     start: NonNull<u8>,
+    /// A multiple of 8.
     bytes: usize,
 }
 
-// SAFETY: it is an address and a length; all access is by atomics, or by copies whose order its users agree
-// on.
+// SAFETY: it is an address and a length. All access is by atomics, or by copies through a `View`. The module
+// `shm` is the boundary of that proof: the order of its schedules keeps two ranks from copying to the same
+// bytes at once, and from reading bytes that are being written. No safe function outside of `shm` makes a
+// view.
 #[allow(unsafe_code)]
 unsafe impl Send for Segment {}
 // SAFETY: as for `Send`.
 #[allow(unsafe_code)]
 unsafe impl Sync for Segment {}
 
-/// Some of the bytes of a segment.
+/// Some of the bytes of a segment. Its methods are safe to call only within the module `shm`, which orders
+/// all accesses (see [`Segment`]).
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct View<'a> {
     pub(super) start: *mut u8,
@@ -143,6 +147,9 @@ impl Segment {
         if !sealed || usize::try_from(size) != Ok(bytes) {
             return Err(io::Error::other(format!("not sealed memory of {bytes} bytes")));
         }
+        if !bytes.is_multiple_of(size_of::<u64>()) {
+            return Err(io::Error::other(format!("memory of {bytes} bytes, which are no whole words")));
+        }
         let start = map_shared(memory, 0, bytes)?;
         let segment = Self { start, bytes };
         // SAFETY: the range is the mapping just made. A forked child does not inherit it, since its writes
@@ -178,8 +185,9 @@ impl Segment {
     #[inline(always)]
     pub(crate) fn word(&self, at: usize) -> &AtomicU64 {
         assert!(at.is_multiple_of(size_of::<u64>()) && at < self.bytes);
-        // SAFETY: in bounds and aligned, as the start is to a page; mapped as long as `self` lives. Any bits
-        // are a value, and all access to words is atomic, also that of other processes.
+        // SAFETY: in bounds to the end of the word, since `at` and `bytes` (see `map`) are multiples of 8.
+        // Aligned, as the start is to a page; mapped as long as `self` lives. Any bits are a value, and all
+        // access to words is atomic, also that of other processes.
         unsafe { &*self.start.as_ptr().add(at).cast::<AtomicU64>() }
     }
 
@@ -305,6 +313,7 @@ mod tests {
     #[test]
     fn unsealed_or_wrongly_sized_memory_is_refused() {
         assert!(Segment::map(create(4096).unwrap(), 8192).is_err());
+        assert!(Segment::map(create(4100).unwrap(), 4100).is_err(), "a word would end behind the memory");
         let loose = rustix::fs::memfd_create(c"loose", MemfdFlags::CLOEXEC).unwrap();
         rustix::fs::ftruncate(&loose, 4096).unwrap();
         assert!(Segment::map(&loose, 4096).is_err());

@@ -540,3 +540,45 @@ fn threads_may_wait_while_others_call() {
         assert_eq!(standing.wait().unwrap(), [1]);
     });
 }
+
+#[test]
+fn buffer_of_a_dropped_handle_is_freed_once_its_operation_is_done() {
+    // Longer than a message that is sent before it is received.
+    const LEN: usize = 1 << 20;
+    run_ranks(2, |group| {
+        if group.rank() == 1 {
+            group.recv(&mut [0_u8], 0, 9).unwrap();
+            let mut received = vec![0_u8; LEN];
+            (0..4).for_each(|tag| group.recv(&mut received, 0, tag).unwrap());
+            return;
+        }
+        let start = |tag| {
+            let buffer: Arc<[u8]> = vec![1; LEN].into();
+            (Arc::downgrade(&buffer), group.isend(buffer, 1, tag).unwrap())
+        };
+        let [(dropped, drops), (forgotten, forgets), (done, is_done), (waited, waits)] =
+            [0, 1, 2, 3].map(start);
+        drop(drops);
+        std::mem::forget(forgets);
+        assert_eq!(
+            [&dropped, &forgotten].map(|buffer| buffer.strong_count()),
+            [1, 1],
+            "rank 1 has not received"
+        );
+        group.send(&[0_u8], 1, 9).unwrap();
+        let buffer = waits.wait().unwrap();
+        assert_eq!((waited.strong_count(), buffer.len()), (1, LEN));
+        drop(buffer);
+        assert_eq!(waited.strong_count(), 0);
+        assert!(is_done.is_completed(), "an earlier message");
+        assert_eq!(done.strong_count(), 1);
+        drop(is_done);
+        assert_eq!((done.strong_count(), forgotten.strong_count()), (0, 1));
+        // The thread that completes an operation frees its buffer a little later.
+        let begin = Instant::now();
+        while dropped.strong_count() > 0 {
+            assert!(begin.elapsed() < LONG);
+            std::thread::yield_now();
+        }
+    });
+}

@@ -48,15 +48,18 @@ impl Nvml {
         // SAFETY: opening a library runs what it has to run first; that it is NVML is what its name says.
         let library = unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL) }.ok()?;
         let nvml = Self { library };
-        let init: unsafe extern "C" fn() -> c_int = nvml.function(c"nvmlInit_v2")?;
-        // SAFETY: has no arguments.
+        // SAFETY: the type is that of `nvml.h`.
+        let init: unsafe extern "C" fn() -> c_int = unsafe { nvml.function(c"nvmlInit_v2") }?;
+        // SAFETY: any thread may call it at any time; each call that succeeds has its `nvmlShutdown`
+        // (`drop`).
         (unsafe { init() } == SUCCESS).then_some(nvml)
     }
 
     /// The GPUs of this node that this process may use.
     pub(crate) fn gpus(&self) -> Option<Vec<Gpu>> {
         type Count = unsafe extern "C" fn(*mut c_uint) -> c_int;
-        let count: Count = self.function(c"nvmlDeviceGetCount_v2")?;
+        // SAFETY: the type is that of `nvml.h`.
+        let count: Count = unsafe { self.function(c"nvmlDeviceGetCount_v2") }?;
         let mut gpus = 0;
         // SAFETY: writes one number.
         if unsafe { count(&raw mut gpus) } != SUCCESS {
@@ -70,8 +73,10 @@ impl Nvml {
     pub(crate) fn uncorrected_errors(&self, uuid: &str) -> Option<u64> {
         type Total = unsafe extern "C" fn(Device, c_int, c_int, *mut c_ulonglong) -> c_int;
         type ByUuid = unsafe extern "C" fn(*const c_char, *mut Device) -> c_int;
-        let (by_uuid, total): (ByUuid, Total) =
-            (self.function(c"nvmlDeviceGetHandleByUUID")?, self.function(c"nvmlDeviceGetTotalEccErrors")?);
+        // SAFETY: the type is that of `nvml.h`.
+        let by_uuid: ByUuid = unsafe { self.function(c"nvmlDeviceGetHandleByUUID") }?;
+        // SAFETY: the type is that of `nvml.h`.
+        let total: Total = unsafe { self.function(c"nvmlDeviceGetTotalEccErrors") }?;
         let uuid = std::ffi::CString::new(uuid).ok()?;
         let (mut device, mut errors) = (std::ptr::null_mut(), 0);
         // SAFETY: reads a text that ends with a zero, writes one pointer.
@@ -85,7 +90,8 @@ impl Nvml {
 
     fn device(&self, index: c_uint) -> Option<Device> {
         type ByIndex = unsafe extern "C" fn(c_uint, *mut Device) -> c_int;
-        let by_index: ByIndex = self.function(c"nvmlDeviceGetHandleByIndex_v2")?;
+        // SAFETY: the type is that of `nvml.h`.
+        let by_index: ByIndex = unsafe { self.function(c"nvmlDeviceGetHandleByIndex_v2") }?;
         let mut device = std::ptr::null_mut();
         // SAFETY: writes one pointer.
         (unsafe { by_index(index, &raw mut device) } == SUCCESS).then_some(device)
@@ -93,7 +99,8 @@ impl Nvml {
 
     fn gpu(&self, device: Device) -> Option<Gpu> {
         type Pci = unsafe extern "C" fn(Device, *mut PciInfo) -> c_int;
-        let pci: Pci = self.function(c"nvmlDeviceGetPciInfo_v3")?;
+        // SAFETY: the type is that of `nvml.h`.
+        let pci: Pci = unsafe { self.function(c"nvmlDeviceGetPciInfo_v3") }?;
         // SAFETY: numbers and bytes, of which zeros are some.
         let mut info: PciInfo = unsafe { std::mem::zeroed() };
         // SAFETY: writes as much as the layout has.
@@ -112,9 +119,12 @@ impl Nvml {
         type Mode = unsafe extern "C" fn(Device, *mut c_uint, *mut c_uint) -> c_int;
         type Most = unsafe extern "C" fn(Device, *mut c_uint) -> c_int;
         type Instance = unsafe extern "C" fn(Device, c_uint, *mut Device) -> c_int;
-        let mode: Mode = self.function(c"nvmlDeviceGetMigMode")?;
-        let most: Most = self.function(c"nvmlDeviceGetMaxMigDeviceCount")?;
-        let instance: Instance = self.function(c"nvmlDeviceGetMigDeviceHandleByIndex")?;
+        // SAFETY: the type is that of `nvml.h`.
+        let mode: Mode = unsafe { self.function(c"nvmlDeviceGetMigMode") }?;
+        // SAFETY: the type is that of `nvml.h`.
+        let most: Most = unsafe { self.function(c"nvmlDeviceGetMaxMigDeviceCount") }?;
+        // SAFETY: the type is that of `nvml.h`.
+        let instance: Instance = unsafe { self.function(c"nvmlDeviceGetMigDeviceHandleByIndex") }?;
         let (mut now, mut pending, mut count) = (0, 0, 0);
         // SAFETY: writes two numbers.
         if unsafe { mode(device, &raw mut now, &raw mut pending) } != SUCCESS || now != 1 {
@@ -135,16 +145,21 @@ impl Nvml {
 
     fn uuid(&self, device: Device) -> Option<String> {
         type Uuid = unsafe extern "C" fn(Device, *mut c_char, c_uint) -> c_int;
-        let uuid: Uuid = self.function(c"nvmlDeviceGetUUID")?;
+        // SAFETY: the type is that of `nvml.h`.
+        let uuid: Uuid = unsafe { self.function(c"nvmlDeviceGetUUID") }?;
         let mut bytes = [0; UUID_BYTES];
         // SAFETY: writes at most as many bytes.
         let result = unsafe { uuid(device, bytes.as_mut_ptr(), UUID_BYTES as c_uint) };
         if result == SUCCESS { text(&bytes) } else { None }
     }
 
-    /// A function by its name; its type is that of the header.
-    fn function<F: Copy>(&self, name: &CStr) -> Option<F> {
-        // SAFETY: the callers name types of functions as `nvml.h` has them.
+    /// A function by its name.
+    ///
+    /// # Safety
+    /// `F` is the type of the pointer to that function, as `nvml.h` declares it.
+    unsafe fn function<F: Copy>(&self, name: &CStr) -> Option<F> {
+        // SAFETY: the caller guarantees the type. The pointer is used only while the library is open: it does
+        // not outlive the call of a method.
         unsafe { self.library.get::<F>(name.to_bytes_with_nul()) }.ok().map(|symbol| *symbol)
     }
 }
@@ -152,8 +167,10 @@ impl Nvml {
 impl Drop for Nvml {
     #[allow(unsafe_code)]
     fn drop(&mut self) {
-        if let Some(shutdown) = self.function::<unsafe extern "C" fn() -> c_int>(c"nvmlShutdown") {
-            // SAFETY: has no arguments.
+        // SAFETY: the type is that of `nvml.h`.
+        let shutdown = unsafe { self.function::<unsafe extern "C" fn() -> c_int>(c"nvmlShutdown") };
+        if let Some(shutdown) = shutdown {
+            // SAFETY: it ends what `nvmlInit_v2` began; nothing of NVML is used after it.
             let _ = unsafe { shutdown() };
         }
     }

@@ -25,6 +25,10 @@ use crate::reduction::Reduction;
 /// Each method has the meaning and arguments of the method of that name of [`Group`]; buffers are on the
 /// group's device. A buffer that the operation ignores on this rank, such as `recv` of a gather on other
 /// ranks than the root, may have any length.
+///
+/// A program that implements cudarc's `DevicePtr` or `DevicePtrMut` for its own type must return the address
+/// of `len` elements that live until the stream has executed the batch. The compiler does not check this.
+/// [`RawBuffer`](super::RawBuffer) states the same in its `unsafe` constructor; prefer it.
 #[must_use = "without `enqueue` nothing happens"]
 pub struct DeviceBatch<'a> {
     group: &'a Group,
@@ -219,9 +223,11 @@ impl<'a> DeviceBatch<'a> {
         if self.core.options.checked && !self.messages {
             self.group.compare_on_host(call, self.core.calls())?;
         }
-        // SAFETY: the stream is of this device (`OnStream`), and so is the memory (`input`, `output`). The
-        // memory is as long as its count. cudarc's buffers live long enough: they are freed behind the events
-        // that their guards, dropped below, record. The maker of a `RawBuffer` promises it.
+        // SAFETY: the stream is of this device (`OnStream`), and so is the memory (`input`, `output`). For
+        // cudarc's buffers and `RawBuffer` the memory is as long as its count. cudarc's buffers live long
+        // enough: they are freed behind the events that their guards, dropped below, record. The maker of a
+        // `RawBuffer` promises it. `DevicePtr` is a safe trait of cudarc, so another implementation can give
+        // any address; then it breaks this proof as it breaks cudarc's own (see `DeviceBatch`).
         #[allow(unsafe_code)]
         let operation = unsafe {
             self.core.enqueue(call, (&self.steps, self.guards.len()), self.stream, self.group.limit())

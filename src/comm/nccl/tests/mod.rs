@@ -90,6 +90,10 @@ fn broken_nccl_library_error_states_the_defect() {
         "it reports the invalid version 23007"
     );
     assert_eq!(what(stubs.stub("zero.so", &["-DVERSION=0"])), "it reports the invalid version 0");
+    assert_eq!(
+        what(stubs.stub("later.so", &["-DVERSION=30000"])),
+        "it is NCCL 3.0.0, and only NCCL 2 is known here"
+    );
     assert_eq!(what(chosen("libm.so.6".into())), "it has no ncclGetVersion");
     let text = stubs.0.join("text.so");
     std::fs::write(&text, "no library").unwrap();

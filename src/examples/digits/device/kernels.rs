@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use convoke_comm::device::cudarc::driver::{
-    CudaFunction, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DriverError, LaunchArgs, LaunchConfig,
-    PushKernelArg,
+    CudaFunction, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, DriverError, LaunchArgs,
+    LaunchConfig, PushKernelArg,
 };
 use convoke_comm::device::cudarc::nvrtc::Ptx;
 
@@ -52,7 +52,10 @@ impl Kernels {
     }
 
     /// Copies the pixels of the chosen examples to `rows`.
-    pub(crate) fn gather(
+    ///
+    /// # Safety
+    /// The first `count` elements of `chosen` are numbers of examples in `all`.
+    pub(crate) unsafe fn gather(
         &self,
         rows: &mut CudaSlice<f32>,
         all: &CudaSlice<f32>,
@@ -61,10 +64,11 @@ impl Kernels {
         count: u32,
     ) -> Result<(), DriverError> {
         let values = pixels * count;
+        check_lens([(rows.len(), values), (chosen.len(), count)]);
         let mut launch = self.stream.launch_builder(&self.gather);
         launch.arg(rows).arg(all).arg(chosen).arg(&pixels).arg(&values);
-        // SAFETY: these are the kernel's arguments. `rows` has `values` elements, and `chosen` holds valid
-        // indices of images in `all`.
+        // SAFETY: these are the kernel's arguments. `rows` has `values` elements, and the caller guarantees
+        // the indices in `chosen`.
         unsafe { start(launch, values) }
     }
 
@@ -78,6 +82,12 @@ impl Kernels {
         is_rectified: bool,
     ) -> Result<(), DriverError> {
         let (values, rectified) = (units * rows, u32::from(is_rectified));
+        check_lens([
+            (given.len(), values),
+            (from.len(), inputs * rows),
+            (weights.len(), inputs * units),
+            (bias.len(), units),
+        ]);
         let mut launch = self.stream.launch_builder(&self.forward);
         launch
             .arg(given)
@@ -88,12 +98,15 @@ impl Kernels {
             .arg(&units)
             .arg(&values)
             .arg(&rectified);
-        // SAFETY: these are the kernel's arguments, whose lengths match the layer.
+        // SAFETY: these are the kernel's arguments, whose lengths were checked.
         unsafe { start(launch, values) }
     }
 
     /// Replaces scores by their errors, times `weight`, and computes the loss of each row.
-    pub(crate) fn softmax(
+    ///
+    /// # Safety
+    /// The first `rows` elements of `chosen` are indices of `labels`, and all labels are below `classes`.
+    pub(crate) unsafe fn softmax(
         &self,
         (scores, losses): (&mut CudaSlice<f32>, &mut CudaSlice<f32>),
         labels: &CudaSlice<u32>,
@@ -102,10 +115,11 @@ impl Kernels {
         weight: f32,
         rows: u32,
     ) -> Result<(), DriverError> {
+        check_lens([(scores.len(), classes * rows), (losses.len(), rows), (chosen.len(), rows)]);
         let mut launch = self.stream.launch_builder(&self.softmax);
         launch.arg(scores).arg(losses).arg(labels).arg(chosen).arg(&classes).arg(&weight).arg(&rows);
-        // SAFETY: these are the kernel's arguments. All `labels` are below `classes`, and `chosen` holds
-        // valid indices of `labels`.
+        // SAFETY: these are the kernel's arguments, whose lengths were checked. The caller guarantees the
+        // labels, and the indices in `chosen`.
         unsafe { start(launch, rows) }
     }
 
@@ -117,10 +131,11 @@ impl Kernels {
         weight: f32,
         count: u32,
     ) -> Result<(), DriverError> {
+        check_lens([(into.len(), 1), (of.len(), count)]);
         let (into, _written) = into.device_ptr_mut(&self.stream);
         let mut launch = self.stream.launch_builder(&self.sum);
         launch.arg(&into).arg(of).arg(&weight).arg(&count);
-        // SAFETY: these are the kernel's arguments; it writes one value.
+        // SAFETY: these are the kernel's arguments, whose lengths were checked; it writes one value.
         unsafe { start(launch, 1) }
     }
 
@@ -131,10 +146,15 @@ impl Kernels {
         from: &CudaSlice<f32>,
         Layer { inputs, units, rows }: Layer,
     ) -> Result<(), DriverError> {
+        check_lens([
+            (gradient.len(), inputs * units),
+            (errors.len(), units * rows),
+            (from.len(), inputs * rows),
+        ]);
         let (gradient, _written) = gradient.device_ptr_mut(&self.stream);
         let mut launch = self.stream.launch_builder(&self.weights_gradient);
         launch.arg(&gradient).arg(errors).arg(from).arg(&inputs).arg(&units).arg(&rows);
-        // SAFETY: these are the kernel's arguments, whose lengths match the layer.
+        // SAFETY: these are the kernel's arguments, whose lengths were checked.
         unsafe { start(launch, inputs * units) }
     }
 
@@ -144,10 +164,11 @@ impl Kernels {
         errors: &CudaSlice<f32>,
         Layer { units, rows, .. }: Layer,
     ) -> Result<(), DriverError> {
+        check_lens([(gradient.len(), units), (errors.len(), units * rows)]);
         let (gradient, _written) = gradient.device_ptr_mut(&self.stream);
         let mut launch = self.stream.launch_builder(&self.bias_gradient);
         launch.arg(&gradient).arg(errors).arg(&units).arg(&rows);
-        // SAFETY: these are the kernel's arguments, whose lengths match the layer.
+        // SAFETY: these are the kernel's arguments, whose lengths were checked.
         unsafe { start(launch, units) }
     }
 
@@ -161,9 +182,15 @@ impl Kernels {
         Layer { inputs, units, rows }: Layer,
     ) -> Result<(), DriverError> {
         let values = inputs * rows;
+        check_lens([
+            (before.len(), values),
+            (errors.len(), units * rows),
+            (weights.len(), inputs * units),
+            (from.len(), values),
+        ]);
         let mut launch = self.stream.launch_builder(&self.errors_before);
         launch.arg(before).arg(errors).arg(weights).arg(from).arg(&inputs).arg(&units).arg(&values);
-        // SAFETY: these are the kernel's arguments, whose lengths match the layer.
+        // SAFETY: these are the kernel's arguments, whose lengths were checked.
         unsafe { start(launch, values) }
     }
 
@@ -174,10 +201,11 @@ impl Kernels {
         (rate, momentum): (f32, f32),
     ) -> Result<(), DriverError> {
         let count = values.len() as u32;
+        check_lens([(velocity.len(), count), (gradient.len(), count)]);
         let (gradient, _read) = gradient.device_ptr(&self.stream);
         let mut launch = self.stream.launch_builder(&self.descend);
         launch.arg(values).arg(velocity).arg(&gradient).arg(&rate).arg(&momentum).arg(&count);
-        // SAFETY: these are the kernel's arguments; all three belong to one parameter.
+        // SAFETY: these are the kernel's arguments; all three have `count` elements.
         unsafe { start(launch, count) }
     }
 
@@ -187,6 +215,7 @@ impl Kernels {
         loss: &impl DevicePtr<f32>,
         weight: f64,
     ) -> Result<(), DriverError> {
+        check_lens([(total.len(), 1), (loss.len(), 1)]);
         let (loss, _read) = loss.device_ptr(&self.stream);
         let mut launch = self.stream.launch_builder(&self.add_loss);
         launch.arg(total).arg(&loss).arg(&weight);
@@ -195,10 +224,18 @@ impl Kernels {
     }
 }
 
+/// Panics unless each buffer has at least as many elements as the kernel uses: (has, uses). A kernel that
+/// leaves a buffer would change other memory of the device.
+fn check_lens<const N: usize>(buffers: [(usize, u32); N]) {
+    for (has, uses) in buffers {
+        assert!(has >= uses as usize, "a buffer of {has} elements, of which the kernel uses {uses}");
+    }
+}
+
 /// Launches a kernel with at least `threads` threads.
 ///
 /// # Safety
-/// The arguments must match the kernel's signature.
+/// The arguments match the kernel's signature, and the kernel stays within its buffers.
 #[allow(unsafe_code)]
 unsafe fn start(mut launch: LaunchArgs<'_>, threads: u32) -> Result<(), DriverError> {
     if threads == 0 {
@@ -210,6 +247,6 @@ unsafe fn start(mut launch: LaunchArgs<'_>, threads: u32) -> Result<(), DriverEr
         block_dim: (THREADS, 1, 1),
         shared_mem_bytes: 0,
     };
-    // SAFETY: the caller guarantees that the arguments match the kernel.
+    // SAFETY: the caller guarantees that the arguments match the kernel, and that it stays within them.
     unsafe { launch.launch(shape) }.map(drop)
 }

@@ -114,7 +114,9 @@ impl DeviceTraining {
 
     fn forward(&mut self, count: u32) -> Result<(), DriverError> {
         let Self { kernels, rows, .. } = self;
-        kernels.gather(&mut rows[0], &self.pixels, &self.chosen, PIXELS as u32, count)?;
+        // SAFETY: the host has written the first `count` of `chosen`, which are numbers of examples.
+        #[allow(unsafe_code)]
+        unsafe { kernels.gather(&mut rows[0], &self.pixels, &self.chosen, PIXELS as u32, count) }?;
         let last = self.units.len() - 2;
         for layer in 0..=last {
             let (before, after) = rows.split_at_mut(layer + 1);
@@ -133,8 +135,12 @@ impl DeviceTraining {
         let mut pass = ddp.pass(&self.stream);
         let (inputs, scores) = rows.split_at_mut(last);
         let scores = &mut scores[0];
-        kernels
-            .softmax((&mut *scores, losses), &self.labels, &self.chosen, CLASSES as u32, weight, count)
+        // SAFETY: as in `forward`; and labels are digits, below `CLASSES`.
+        #[allow(unsafe_code)]
+        let errors_of_scores = unsafe {
+            kernels.softmax((&mut *scores, losses), &self.labels, &self.chosen, CLASSES as u32, weight, count)
+        };
+        errors_of_scores
             .and_then(|()| self.stream.memcpy_dtod(scores, &mut errors.slice_mut(..scores.len())))
             .map_err(failed)?;
         let loss = parameters.len();
