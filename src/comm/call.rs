@@ -128,6 +128,17 @@ pub struct Call {
     pub(crate) lens: u8,
 }
 
+/// The reason why bytes are not a valid call descriptor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum CallError {
+    #[error("unknown operation {0} in a call descriptor")]
+    Operation(u8),
+    #[error("unknown element type {0} in a call descriptor")]
+    ElementType(u8),
+    #[error("unknown reduction {0} in a call descriptor")]
+    Reduction(u8),
+}
+
 /// Number of bits of the element count.
 const COUNT_BITS: u32 = 48;
 
@@ -208,17 +219,15 @@ impl Call {
         out
     }
 
-    /// Decodes a descriptor. The error names the unknown field and its value.
-    pub(crate) fn decode(bytes: [u8; 16]) -> Result<Self, String> {
+    pub(crate) fn decode(bytes: [u8; 16]) -> Result<Self, CallError> {
         let [kind, dtype, op, lens, r0, r1, r2, r3, ..] = bytes;
         let [.., c0, c1, c2, c3, c4, c5, c6, c7] = bytes;
-        let unknown = |what: &str, byte: u8| format!("unknown {what} {byte} in a call descriptor");
         Ok(Self {
-            kind: *CallKind::ALL.get(usize::from(kind)).ok_or_else(|| unknown("operation", kind))?,
-            dtype: Dtype::from_wire(dtype).ok_or_else(|| unknown("element type", dtype))?,
+            kind: *CallKind::ALL.get(usize::from(kind)).ok_or(CallError::Operation(kind))?,
+            dtype: Dtype::from_wire(dtype).ok_or(CallError::ElementType(dtype))?,
             op: match op {
                 NO_OP => None,
-                op => Some(ReduceOp::from_wire(op).ok_or_else(|| unknown("reduction", op))?),
+                op => Some(ReduceOp::from_wire(op).ok_or(CallError::Reduction(op))?),
             },
             root: u32::from_le_bytes([r0, r1, r2, r3]),
             count_and_lens: u64::from_le_bytes([c0, c1, c2, c3, c4, c5, c6, c7]),
@@ -237,7 +246,7 @@ impl TryFrom<[u8; 16]> for Call {
     type Error = String;
 
     fn try_from(bytes: [u8; 16]) -> Result<Self, String> {
-        Self::decode(bytes)
+        Self::decode(bytes).map_err(|error| error.to_string())
     }
 }
 
@@ -370,7 +379,7 @@ mod tests {
             let mut bytes = good;
             bytes[index] = 77;
             let error = Call::decode(bytes).unwrap_err();
-            assert!(error.contains(what), "{error}");
+            assert!(error.to_string().contains(what), "{error}");
         }
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::call::Call;
-use crate::error::{CallContext, CommError, LossReason};
+use crate::error::{CallContext, CommError, LossReason, ReportError};
 use crate::frame::CONTROL_PAYLOAD_BYTES;
 use crate::json;
 
@@ -85,10 +85,8 @@ impl Report {
         bytes
     }
 
-    /// Decodes a report. The error says how it is malformed.
-    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, String> {
-        let report: Self =
-            serde_json::from_slice(bytes).map_err(|error| format!("malformed report: {error}"))?;
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, ReportError> {
+        let report: Self = serde_json::from_slice(bytes)?;
         Ok(Self::new(report.by, report.cause))
     }
 
@@ -145,7 +143,7 @@ mod tests {
             let report = Report::new(2, cause);
             let bytes = report.encode();
             assert!(bytes.len() <= CONTROL_PAYLOAD_BYTES, "{}", bytes.len());
-            assert_eq!(Report::decode(&bytes), Ok(report));
+            assert_eq!(Report::decode(&bytes).unwrap(), report);
         }
     }
 

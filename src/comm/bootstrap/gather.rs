@@ -143,7 +143,7 @@ impl Bootstrap<'_> {
         records: Result<Vec<Record>, record::RecordError>,
     ) -> Result<Vec<Record>, CommError> {
         let compared = records.and_then(|records| record::compare(&records).map(|()| records));
-        compared.map_err(|(what, ranks)| self.bootstrap_error(what, ranks))
+        compared.map_err(|error| self.bootstrap_error(error.to_string(), error.ranks()))
     }
 
     fn gather(&self, generation: Generation) -> Result<Vec<Vec<u8>>, CommError> {
@@ -159,8 +159,8 @@ impl Bootstrap<'_> {
             }
             self.check_world_entry()?;
             let refusal = self.store().try_get(&self.key(generation, "table"), self.deadline)?;
-            if let Some(Err((what, ranks))) = refusal.map(|bytes| record::decode_table(&bytes)) {
-                return Err(self.bootstrap_error(what, ranks));
+            if let Some(Err(error)) = refusal.map(|bytes| record::decode_table(&bytes)) {
+                return Err(self.bootstrap_error(error.to_string(), error.ranks()));
             }
             if Instant::now() >= notice {
                 notice = Instant::now() + WARN_INTERVAL;

@@ -58,8 +58,55 @@ impl Announcement {
     }
 }
 
-/// An error in the records: a description, and the ranks that it concerns.
-pub(super) type RecordError = (String, Vec<usize>);
+/// What is wrong with the records of the ranks.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(super) enum RecordError {
+    /// The rank could not listen.
+    #[error("rank {rank} {why}")]
+    Failed { rank: usize, why: String },
+    #[error("rank {rank} uses version {version} of the bootstrap protocol, this rank {VERSION}")]
+    Version { rank: usize, version: u64 },
+    #[error("rank {rank} published an invalid record in the store")]
+    NoRecord { rank: usize },
+    #[error("the record of rank {rank} names rank {claimed}")]
+    WrongRank { rank: usize, claimed: usize },
+    #[error("rank {rank} published a malformed record in the store: {error}")]
+    Malformed { rank: usize, error: String },
+    /// The table that rank 0 has published.
+    #[error("rank 0 published a malformed table of ranks in the store: {0}")]
+    MalformedTable(String),
+    /// The reason why rank 0 has given up.
+    #[error("{what}")]
+    Refused { what: String, ranks: Vec<usize> },
+    /// A setting that all ranks must share; with two of its values, and the ranks that have them.
+    #[error(
+        "{what} differs: {:?} on rank(s) {}, {:?} on rank(s) {}",
+        here.0, Ranks(&here.1), there.0, Ranks(&there.1)
+    )]
+    Differs { what: &'static str, here: (String, Vec<usize>), there: (String, Vec<usize>) },
+    #[error(
+        "ranks {} and {} are on different hosts, and both listen at {address}, where they do not reach each other: set \
+         CONVOKE_SOCKET_IFNAME to the network interface that leads to the other hosts", ranks[0], ranks[1]
+    )]
+    SameAddress { ranks: [usize; 2], address: IpAddr },
+}
+
+impl RecordError {
+    /// Returns the ranks whose records are wrong.
+    pub(super) fn ranks(&self) -> Vec<usize> {
+        match self {
+            Self::Failed { rank, .. }
+            | Self::Version { rank, .. }
+            | Self::NoRecord { rank }
+            | Self::WrongRank { rank, .. }
+            | Self::Malformed { rank, .. } => vec![*rank],
+            Self::MalformedTable(_) => vec![0],
+            Self::Refused { ranks, .. } => ranks.clone(),
+            Self::Differs { there, .. } => there.1.clone(),
+            Self::SameAddress { ranks, .. } => ranks.to_vec(),
+        }
+    }
+}
 
 impl Record {
     /// Returns `None` if the bytes are no record, or a record of another version.
@@ -104,25 +151,18 @@ pub(super) fn decode_all(values: &[impl AsRef<[u8]>]) -> Result<Vec<Record>, Rec
         // The version is read first, since another version may have other fields.
         let fields = serde_json::from_slice::<serde_json::Value>(value.as_ref()).ok();
         let version = fields.as_ref().and_then(|fields| fields.get("version")?.as_u64());
-        let wrong = |what: String| Err((what, vec![rank]));
         if let Some(why) = fields.as_ref().and_then(|fields| fields.get("failed")?.as_str()) {
-            return wrong(format!("rank {rank} {}", why.chars().take(FAILED_CHARS).collect::<String>()));
+            return Err(RecordError::Failed { rank, why: why.chars().take(FAILED_CHARS).collect() });
         }
         match version {
             Some(version) if version == u64::from(VERSION) => {}
-            Some(version) => {
-                return wrong(format!(
-                    "rank {rank} uses version {version} of the bootstrap protocol, this rank {VERSION}"
-                ));
-            }
-            None => return wrong(format!("rank {rank} published an invalid record in the store")),
+            Some(version) => return Err(RecordError::Version { rank, version }),
+            None => return Err(RecordError::NoRecord { rank }),
         }
         match serde_json::from_slice::<Record>(value.as_ref()) {
             Ok(record) if record.rank == rank => records.push(record),
-            Ok(record) => return wrong(format!("the record of rank {rank} names rank {}", record.rank)),
-            Err(error) => {
-                return wrong(format!("rank {rank} published a malformed record in the store: {error}"));
-            }
+            Ok(record) => return Err(RecordError::WrongRank { rank, claimed: record.rank }),
+            Err(error) => return Err(RecordError::Malformed { rank, error: error.to_string() }),
         }
     }
     Ok(records)
@@ -133,11 +173,10 @@ pub(super) fn decode_all(values: &[impl AsRef<[u8]>]) -> Result<Vec<Record>, Rec
 pub(super) fn decode_table(bytes: &[u8]) -> Result<Vec<Record>, RecordError> {
     if let Ok(Refused { refused, mut ranks, .. }) = serde_json::from_slice(bytes) {
         ranks.truncate(MAX_REPORTED_RANKS);
-        return Err((refused.chars().take(REFUSED_CHARS).collect(), ranks));
+        return Err(RecordError::Refused { what: refused.chars().take(REFUSED_CHARS).collect(), ranks });
     }
-    let texts: Vec<String> = serde_json::from_slice(bytes).map_err(|error| {
-        (format!("rank 0 published a malformed table of ranks in the store: {error}"), vec![0])
-    })?;
+    let texts: Vec<String> =
+        serde_json::from_slice(bytes).map_err(|error| RecordError::MalformedTable(error.to_string()))?;
     decode_all(&texts)
 }
 
@@ -157,20 +196,18 @@ fn check_networks(records: &[Record]) -> Result<(), RecordError> {
         let owner = *owners.entry(record.address.ip()).or_insert(record);
         let networks = owner.network().zip(record.network());
         if networks.is_some_and(|(one, other)| one != other) {
-            let text = format!(
-                "ranks {} and {} are on different hosts, and both listen at {}, where they do not reach each other: set \
-                 CONVOKE_SOCKET_IFNAME to the network interface that leads to the other hosts",
-                owner.rank,
-                record.rank,
-                record.address.ip()
-            );
-            return Err((text, vec![owner.rank, record.rank]));
+            let ranks = [owner.rank, record.rank];
+            return Err(RecordError::SameAddress { ranks, address: record.address.ip() });
         }
     }
     Ok(())
 }
 
-fn check_equal(records: &[Record], what: &str, value: impl Fn(&Record) -> String) -> Result<(), RecordError> {
+fn check_equal(
+    records: &[Record],
+    what: &'static str,
+    value: impl Fn(&Record) -> String,
+) -> Result<(), RecordError> {
     let Some(first) = records.first().map(&value) else { return Ok(()) };
     let Some(other) = records.iter().map(&value).find(|other| *other != first) else { return Ok(()) };
     let with = |wanted: &String| -> Vec<usize> {
@@ -178,12 +215,7 @@ fn check_equal(records: &[Record], what: &str, value: impl Fn(&Record) -> String
         ranks.take(MAX_REPORTED_RANKS).collect()
     };
     let (here, there) = (with(&first), with(&other));
-    let text = format!(
-        "{what} differs: {first:?} on rank(s) {}, {other:?} on rank(s) {}",
-        Ranks(&here),
-        Ranks(&there)
-    );
-    Err((text, there))
+    Err(RecordError::Differs { what, here: (first, here), there: (other, there) })
 }
 
 /// Returns a key of this host that is equal in two processes only if they could share memory. It consists
@@ -244,15 +276,19 @@ mod tests {
         convoke_testkit::fuzz(test, &[&announced], 8 * announced.len(), Announcement::decode, encode);
     }
 
+    fn text_and_ranks(error: &RecordError) -> (String, Vec<usize>) {
+        (error.to_string(), error.ranks())
+    }
+
     #[test]
     fn differences_name_setting_and_ranks() {
         let mut records: Vec<_> = (0..3).map(record).collect();
         records[2].tuning = "ring".to_owned();
-        let (text, ranks) = compare(&records).unwrap_err();
+        let (text, ranks) = text_and_ranks(&compare(&records).unwrap_err());
         assert_eq!(ranks, [2]);
         assert!(text.contains("CONVOKE_ALGO") && text.contains("\"ring\" on rank(s) 2"), "{text}");
         records[2] = Record { size: 4, ..record(2) };
-        assert!(compare(&records).unwrap_err().0.contains("WORLD_SIZE"));
+        assert!(compare(&records).unwrap_err().to_string().contains("WORLD_SIZE"));
     }
 
     #[test]
@@ -260,7 +296,7 @@ mod tests {
         let mut records: Vec<_> = (0..3).map(record).collect();
         let elsewhere = records[2].host.replace("net:", "net:9");
         records[2].host = elsewhere;
-        let (text, ranks) = compare(&records).unwrap_err();
+        let (text, ranks) = text_and_ranks(&compare(&records).unwrap_err());
         assert_eq!(ranks, [0, 2]);
         assert!(text.contains("127.0.0.1") && text.contains("CONVOKE_SOCKET_IFNAME"), "{text}");
         // Records that differ only in their PID or user namespace belong to one network.
@@ -270,8 +306,8 @@ mod tests {
 
     #[test]
     fn refusal_is_read_instead_of_the_rank_table() {
-        let refused = decode_table(&encode_refusal("two processes have rank 1", &[1]));
-        assert_eq!(refused, Err(("two processes have rank 1".to_owned(), vec![1])));
+        let refused = decode_table(&encode_refusal("rank 1 is there twice", &[1])).unwrap_err();
+        assert_eq!(text_and_ranks(&refused), ("rank 1 is there twice".to_owned(), vec![1]));
     }
 
     #[test]
@@ -285,10 +321,10 @@ mod tests {
             good[0].clone(),
         ];
         for bytes in bad {
-            let (text, ranks) = decode_all(&[good[0].clone(), bytes]).unwrap_err();
+            let (text, ranks) = text_and_ranks(&decode_all(&[good[0].clone(), bytes]).unwrap_err());
             assert_eq!(ranks, [1], "{text}");
         }
-        let gone = decode_all(&[good[0].clone(), encode_failure("has no file descriptor left")]);
-        assert_eq!(gone, Err(("rank 1 has no file descriptor left".to_owned(), vec![1])));
+        let gone = decode_all(&[good[0].clone(), encode_failure("has no descriptor left")]).unwrap_err();
+        assert_eq!(text_and_ranks(&gone), ("rank 1 has no descriptor left".to_owned(), vec![1]));
     }
 }

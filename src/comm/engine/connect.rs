@@ -69,7 +69,10 @@ impl Engine {
     pub(crate) fn abort_with_report(&mut self, report: &[u8]) -> CommError {
         match Report::decode(report) {
             Ok(report) => self.abort_bootstrap(report),
-            Err(reason) => self.abort_bootstrap(Report::new(self.settings.me, Cause::Aborted { reason })),
+            Err(error) => {
+                let cause = Cause::Aborted { reason: error.to_string() };
+                self.abort_bootstrap(Report::new(self.settings.me, cause))
+            }
         }
     }
 

@@ -13,7 +13,7 @@ use super::state::{Peer, Wait, WaitReport};
 use super::teardown::Finishing;
 use crate::call::{Call, CallKind};
 use crate::cause::{Cause, MAX_REPORTED_RANKS, Report};
-use crate::error::LossReason;
+use crate::error::{LossReason, PeerMisbehaved};
 use crate::frame::{CONTROL_PAYLOAD_BYTES, Frame, HEADER_BYTES, Kind};
 use crate::links::conn::{Conn, ConnError};
 use crate::links::hello::ConnectionKind;
@@ -80,7 +80,7 @@ impl Engine {
             };
             let frame = match control.unread().first_chunk::<HEADER_BYTES>().map(Frame::decode) {
                 Some(Ok(frame)) => Some(frame),
-                Some(Err(error)) => return self.protocol_error(peer, error.to_string()),
+                Some(Err(error)) => return self.protocol_error(peer, error),
                 None => None,
             };
             let end = HEADER_BYTES + frame.map_or(0, |frame| frame.len as usize);
@@ -115,15 +115,15 @@ impl Engine {
         self.control_activity = true;
     }
 
-    fn protocol_error(&mut self, peer: usize, what: String) {
+    fn protocol_error(&mut self, peer: usize, error: impl Into<PeerMisbehaved>) {
+        let what = error.into().to_string();
         self.fail(Report::new(self.settings.me, Cause::Protocol { peer, what }));
     }
 
     fn handle_control(&mut self, peer: usize, frame: &Frame, payload: &[u8]) {
         let ours = &self.settings.credentials;
         if (frame.generation, frame.group) != (ours.generation, ours.group) {
-            let what = format!("it sent a {:?} frame of another generation or group", frame.kind);
-            return self.protocol_error(peer, what);
+            return self.protocol_error(peer, PeerMisbehaved::ForeignControl { kind: frame.kind });
         }
         match frame.kind {
             Kind::Abort => match Report::decode(payload) {
@@ -133,10 +133,7 @@ impl Engine {
             Kind::Goodbye => self.peers[peer].left = true,
             Kind::Open => match u8::try_from(frame.seq).ok().and_then(ConnectionKind::from_wire) {
                 Some(conn_kind) if self.settings.me > peer => self.ensure_connected(peer, conn_kind),
-                _ => self.protocol_error(
-                    peer,
-                    format!("it asks for connection kind {}, which this rank does not open to it", frame.seq),
-                ),
+                _ => self.protocol_error(peer, PeerMisbehaved::ConnectionKind { number: frame.seq }),
             },
             Kind::State => match Call::decode(frame.call) {
                 Ok(call) => {
@@ -162,7 +159,7 @@ impl Engine {
             }
             kind @ (Kind::Hello | Kind::Welcome | Kind::Proof | Kind::Refuse | Kind::Data | Kind::Eager)
             | kind @ (Kind::Rts | Kind::Cts | Kind::Message | Kind::Credit) => {
-                self.protocol_error(peer, format!("it sent a {kind:?} frame on the control connection"));
+                self.protocol_error(peer, PeerMisbehaved::NoControlFrame { kind });
             }
         }
     }

@@ -45,8 +45,9 @@ impl Engine {
                 HandshakeEvent::Opened { peer, conn_kind, conn } => {
                     self.connection_opened(peer, conn_kind, conn)
                 }
-                HandshakeEvent::Unauthorized { from, what } => {
-                    self.fail(Report::new(self.settings.me, Cause::Unauthorized { from, what }));
+                HandshakeEvent::Unauthorized { from, error } => {
+                    let cause = Cause::Unauthorized { from, what: error.to_string() };
+                    self.fail(Report::new(self.settings.me, cause));
                 }
                 // An unauthenticated peer that cannot be accepted does no harm if no rank is expected.
                 HandshakeEvent::Exhausted { outgoing, source } if outgoing || self.expects_connection() => {

@@ -341,7 +341,8 @@ impl Engine {
                 self.fail(Report::new(self.settings.me, cause));
             }
             ExecutionError::Protocol { peer, what } => {
-                self.fail(Report::new(self.settings.me, Cause::Protocol { peer, what }));
+                let cause = Cause::Protocol { peer, what: what.to_string() };
+                self.fail(Report::new(self.settings.me, cause));
             }
             ExecutionError::Function(reason) => {
                 self.fail(Report::new(self.settings.me, Cause::Aborted { reason }));
@@ -359,7 +360,7 @@ impl Engine {
             MessageError::Mismatch { theirs, ours, seq } => {
                 Cause::Mismatch { rank: peer, theirs, theirs_seq: seq, ours, ours_seq: seq }
             }
-            MessageError::Protocol(what) => Cause::Protocol { peer, what },
+            MessageError::Protocol(what) => Cause::Protocol { peer, what: what.to_string() },
         };
         self.fail(Report::new(self.settings.me, cause));
     }

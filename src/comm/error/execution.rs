@@ -1,5 +1,6 @@
 //! The error of a collective while it runs, before it ends the group.
 
+use super::PeerMisbehaved;
 use crate::call::Call;
 use crate::links::conn::ConnError;
 
@@ -11,7 +12,7 @@ pub(crate) enum ExecutionError {
     /// `peer` made another call.
     Mismatch { peer: usize, theirs: Call, seq: u64 },
     /// `peer` sent data that violates the protocol.
-    Protocol { peer: usize, what: String },
+    Protocol { peer: usize, what: PeerMisbehaved },
     /// The program's own reduction function failed.
     Function(String),
 }

@@ -3,6 +3,7 @@
 #[cfg(feature = "nccl")]
 mod device;
 mod execution;
+mod peer_misbehaved;
 
 use std::fmt;
 use std::io;
@@ -16,6 +17,7 @@ use crate::call::Call;
 #[cfg(feature = "nccl")]
 pub use device::DeviceError;
 pub(crate) use execution::ExecutionError;
+pub(crate) use peer_misbehaved::{PeerMisbehaved, ReportError};
 
 /// The reason why a call failed.
 ///

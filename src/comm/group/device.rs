@@ -142,7 +142,7 @@ impl Group {
         let ours = call.encode();
         let (all, _) = all.as_chunks::<16>();
         let Some(rank) = all.iter().position(|theirs| *theirs != ours) else { return Ok(()) };
-        let theirs = Call::decode(all[rank]).map_err(CommError::InvalidArgument)?;
+        let theirs = Call::try_from(all[rank]).map_err(CommError::InvalidArgument)?;
         self.end(Cause::Mismatch { rank, theirs, theirs_seq: seq, ours: call, ours_seq: seq });
         match self.check(Some(call)) {
             Err(error) => Err(error),

@@ -16,7 +16,7 @@ use convoke_env::{Generation, Token};
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
-use crate::frame::VERSION;
+use crate::frame::{FrameError, Kind, VERSION};
 
 /// HMAC-SHA256 proofs, plain bytes after them.
 pub(crate) const SUITE_PLAIN: u8 = 0;
@@ -77,20 +77,18 @@ impl Hello {
         out
     }
 
-    /// Reads a payload; the error says what is wrong.
-    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, String> {
-        let bytes: &[u8; HELLO_BYTES] =
-            bytes.try_into().map_err(|_| format!("a hello has {HELLO_BYTES} bytes, not {}", bytes.len()))?;
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, HandshakeError> {
+        let wrong_len = |_| HandshakeError::HelloLength(bytes.len());
+        let bytes: &[u8; HELLO_BYTES] = bytes.try_into().map_err(wrong_len)?;
         let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         if bytes[0] != SUITE_PLAIN {
-            return Err(format!("unknown security suite {}", bytes[0]));
+            return Err(HandshakeError::Suite(bytes[0]));
         }
         let mut nonce = [0; 32];
         nonce.copy_from_slice(&bytes[16..48]);
         Ok(Self {
             suite: bytes[0],
-            conn_kind: ConnectionKind::from_wire(bytes[1])
-                .ok_or_else(|| format!("unknown connection kind {}", bytes[1]))?,
+            conn_kind: ConnectionKind::from_wire(bytes[1]).ok_or(HandshakeError::ConnectionKind(bytes[1]))?,
             capabilities: word(4),
             source: word(8),
             destination: word(12),
@@ -118,13 +116,11 @@ impl Welcome {
         out
     }
 
-    /// Reads a payload; the error says what is wrong.
-    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, String> {
-        let bytes: &[u8; WELCOME_BYTES] = bytes
-            .try_into()
-            .map_err(|_| format!("a welcome has {WELCOME_BYTES} bytes, not {}", bytes.len()))?;
+    pub(crate) fn decode(bytes: &[u8]) -> Result<Self, HandshakeError> {
+        let wrong_len = |_| HandshakeError::WelcomeLength(bytes.len());
+        let bytes: &[u8; WELCOME_BYTES] = bytes.try_into().map_err(wrong_len)?;
         if bytes[0] != SUITE_PLAIN {
-            return Err(format!("unknown security suite {}", bytes[0]));
+            return Err(HandshakeError::Suite(bytes[0]));
         }
         let (mut nonce, mut proof) = ([0; 32], [0; 32]);
         nonce.copy_from_slice(&bytes[8..40]);
@@ -132,6 +128,44 @@ impl Welcome {
         let capabilities = u32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]);
         Ok(Self { suite: bytes[0], capabilities, nonce, proof })
     }
+}
+
+/// The reason why a handshake fails, as the rank that ends it sees it.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum HandshakeError {
+    #[error(transparent)]
+    Frame(#[from] FrameError),
+    #[error("generation {}, group {} is not generation {}, group {} of this rank", theirs.0, theirs.1, ours.0, ours.1)]
+    ForeignGroup { theirs: (Generation, u64), ours: (Generation, u64) },
+    #[error("a hello has {HELLO_BYTES} bytes, not {0}")]
+    HelloLength(usize),
+    #[error("a welcome has {WELCOME_BYTES} bytes, not {0}")]
+    WelcomeLength(usize),
+    #[error("unknown security suite {0}")]
+    Suite(u8),
+    #[error("unknown connection kind {0}")]
+    ConnectionKind(u8),
+    #[error("this is rank {me}, not rank {destination}")]
+    WrongDestination { me: usize, destination: usize },
+    #[error("there is no rank {source_rank} in a group of {size}")]
+    UnknownSource { source_rank: usize, size: usize },
+    #[error("rank {source_rank} must not connect to rank {me}: the higher rank opens the connection")]
+    WrongDirection { source_rank: usize, me: usize },
+    #[error("it sent a {0:?} frame before the proof")]
+    BeforeProof(Kind),
+    #[error("rank {source_rank} has another token")]
+    WrongToken { source_rank: u32 },
+    #[error(
+        "rank {source_rank} closed the connection after the answer of this rank: does it have another token?"
+    )]
+    ClosedAfterWelcome { source_rank: u32 },
+    #[error("it answered a hello with a {0:?} frame")]
+    NoWelcome(Kind),
+    /// The proof of the acceptor.
+    #[error("its proof of the token is wrong: does it have another token?")]
+    WrongProof,
+    #[error("{0}")]
+    NoRandomNumbers(String),
 }
 
 /// The role of the sender in the handshake.

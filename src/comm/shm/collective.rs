@@ -9,7 +9,7 @@ use super::small_call::SmallCall;
 use super::{AwaitedRanks, CallNumber, HostMemory};
 use crate::buffer::{BorrowedBuffer, PlanBuffer};
 use crate::call::Call;
-use crate::error::ExecutionError;
+use crate::error::{ExecutionError, PeerMisbehaved};
 use crate::fault::fault_point;
 use crate::kernels::Kernel;
 use crate::plan::Plan;
@@ -248,7 +248,7 @@ impl ShmCollective {
             .collect();
         self.direct = exposure.into_direct(&locations).map_err(|local_rank| ExecutionError::Protocol {
             peer: memory.ranks[local_rank],
-            what: "it offers memory that it does not have".to_owned(),
+            what: PeerMisbehaved::ForeignMemory,
         })?;
         if self.direct.is_some() {
             self.schedule.make_direct();

@@ -342,7 +342,7 @@ impl HostMemory {
                 let seq = seq & !u64::from(u32::MAX) | u64::from(theirs.seq);
                 ExecutionError::Mismatch { peer, theirs: call, seq }
             }
-            Err(what) => ExecutionError::Protocol { peer, what },
+            Err(error) => ExecutionError::Protocol { peer, what: error.into() },
         }
     }
 

@@ -11,7 +11,9 @@ use crate::frame::{Frame, HEADER_BYTES, Kind};
 use crate::limits;
 use crate::links::Link;
 use crate::links::conn::Conn;
-use crate::links::hello::{CAPABILITIES, ConnectionKind, Credentials, Hello, Role, SUITE_PLAIN, Welcome};
+use crate::links::hello::{
+    CAPABILITIES, ConnectionKind, Credentials, HandshakeError, Hello, Role, SUITE_PLAIN, Welcome,
+};
 use crate::links::tcp::Tcp;
 
 /// First and longest pause between two attempts to connect.
@@ -179,9 +181,9 @@ impl Connector {
         ours: &Credentials,
         now: Instant,
     ) -> Option<HandshakeEvent> {
-        let unauthorized = |what: String| {
+        let unauthorized = |error: HandshakeError| {
             let from = format!("rank {} at {}", self.peer, self.address);
-            Some(HandshakeEvent::Unauthorized { from, what })
+            Some(HandshakeEvent::Unauthorized { from, error })
         };
         let welcome = match frame.kind {
             Kind::Welcome => Welcome::decode(payload),
@@ -190,15 +192,15 @@ impl Connector {
                 self.retry(format!("it refused: {text}"), now);
                 return None;
             }
-            kind => Err(format!("it answered a hello with a {kind:?} frame")),
+            kind => Err(HandshakeError::NoWelcome(kind)),
         };
         let welcome = match welcome {
             Ok(welcome) => welcome,
-            Err(what) => return unauthorized(what),
+            Err(error) => return unauthorized(error),
         };
         let (caps, nonce) = (welcome.capabilities, &welcome.nonce);
         if !ours.verify(Role::Acceptor, hello, caps, nonce, &welcome.proof) {
-            return unauthorized("its proof of the token is wrong: does it have another token?".to_owned());
+            return unauthorized(HandshakeError::WrongProof);
         }
         fault_point("proving", 0, 0);
         let proof = ours.prove(Role::Connector, hello, caps, nonce);

@@ -22,7 +22,7 @@ use crate::frame::{Frame, FrameError, HEADER_BYTES, Kind};
 use crate::limits;
 use crate::links::conn::Conn;
 use crate::links::hello::{
-    CAPABILITIES, ConnectionKind, Credentials, HELLO_BYTES, Hello, Role, SUITE_PLAIN, Welcome,
+    CAPABILITIES, ConnectionKind, Credentials, HELLO_BYTES, HandshakeError, Hello, Role, SUITE_PLAIN, Welcome,
 };
 use crate::links::tcp::Listener;
 use connector::Connector;
@@ -49,7 +49,7 @@ pub(crate) enum HandshakeEvent {
     /// The peer has authenticated. Its connection is still registered as [`Source::Handshake`].
     Opened { peer: usize, conn_kind: ConnectionKind, conn: Conn },
     /// The peer at a published address does not know the secret.
-    Unauthorized { from: String, what: String },
+    Unauthorized { from: String, error: HandshakeError },
     /// No descriptor is left for a connection that this rank makes (`outgoing`) or one that waits at the
     /// listener.
     Exhausted { outgoing: bool, source: io::Error },
@@ -230,17 +230,11 @@ impl Handshakes {
         &mut self,
         index: usize,
         now: Instant,
-    ) -> Result<Option<HandshakeEvent>, Option<String>> {
+    ) -> Result<Option<HandshakeEvent>, Option<HandshakeError>> {
         let inbound = &mut self.inbound[index];
         if inbound.conn.fill(HANDSHAKE_BYTES).is_err() {
-            let reason = inbound.hello.map(|(hello, _)| {
-                format!(
-                    "rank {} closed the connection after the answer of this rank: does it have another \
-                     token?",
-                    hello.source
-                )
-            });
-            return Err(reason);
+            let hello = inbound.hello.map(|(hello, _)| hello);
+            return Err(hello.map(|hello| HandshakeError::ClosedAfterWelcome { source_rank: hello.source }));
         }
         if now >= inbound.expires() {
             return Err(None);
@@ -250,15 +244,12 @@ impl Handshakes {
             Ok(None) => return Ok(None),
             Ok(Some(frame)) => frame,
             Err(FrameError::Magic(_)) => return Err(None),
-            Err(error) => return Err(Some(refuse(&mut inbound.conn, generation, group, error.to_string()))),
+            Err(error) => return Err(Some(refuse(&mut inbound.conn, generation, group, error.into()))),
         };
-        let no = |conn: &mut Conn, why: String| Err(Some(refuse(conn, generation, group, why)));
-        if (frame.generation, frame.group) != (generation, group) {
-            let why = format!(
-                "generation {}, group {} is not generation {generation}, group {group} of this rank",
-                frame.generation, frame.group
-            );
-            return no(&mut inbound.conn, why);
+        let no = |conn: &mut Conn, why| Err(Some(refuse(conn, generation, group, why)));
+        let (theirs, ours) = ((frame.generation, frame.group), (generation, group));
+        if theirs != ours {
+            return no(&mut inbound.conn, HandshakeError::ForeignGroup { theirs, ours });
         }
         inbound.conn.consume(HEADER_BYTES + payload.len());
         match (frame.kind, inbound.hello) {
@@ -270,7 +261,7 @@ impl Handshakes {
                 if let Err(why) = check(&hello, self.me, self.size) {
                     return no(&mut inbound.conn, why);
                 }
-                let nonce = nonce().map_err(|error| Some(error.to_string()))?;
+                let nonce = nonce().map_err(|error| HandshakeError::NoRandomNumbers(error.to_string()))?;
                 let proof = self.credentials.prove(Role::Acceptor, &hello, CAPABILITIES, &nonce);
                 let welcome = Welcome { suite: SUITE_PLAIN, capabilities: CAPABILITIES, nonce, proof };
                 send(&mut inbound.conn, Kind::Welcome, generation, group, &welcome.encode())
@@ -281,7 +272,7 @@ impl Handshakes {
             }
             (Kind::Proof, Some((hello, nonce))) => {
                 if !self.credentials.verify(Role::Connector, &hello, CAPABILITIES, &nonce, &payload) {
-                    return no(&mut inbound.conn, format!("rank {} has another token", hello.source));
+                    return no(&mut inbound.conn, HandshakeError::WrongToken { source_rank: hello.source });
                 }
                 let conn = std::mem::replace(&mut inbound.conn, Conn::closed());
                 Ok(Some(HandshakeEvent::Opened {
@@ -290,7 +281,7 @@ impl Handshakes {
                     conn,
                 }))
             }
-            (kind, _) => no(&mut inbound.conn, format!("it sent a {kind:?} frame before the proof")),
+            (kind, _) => no(&mut inbound.conn, HandshakeError::BeforeProof(kind)),
         }
     }
 }
@@ -301,14 +292,12 @@ impl Inbound {
     }
 }
 
-fn check(hello: &Hello, me: usize, size: usize) -> Result<(), String> {
-    let (source, destination) = (hello.source as usize, hello.destination as usize);
-    match (source, destination) {
-        _ if destination != me => Err(format!("this is rank {me}, not rank {destination}")),
-        _ if source >= size => Err(format!("there is no rank {source} in a group of {size}")),
-        _ if source <= me => {
-            Err(format!("rank {source} must not connect to rank {me}: the higher rank opens the connection"))
-        }
+fn check(hello: &Hello, me: usize, size: usize) -> Result<(), HandshakeError> {
+    let (source_rank, destination) = (hello.source as usize, hello.destination as usize);
+    match (source_rank, destination) {
+        _ if destination != me => Err(HandshakeError::WrongDestination { me, destination }),
+        _ if source_rank >= size => Err(HandshakeError::UnknownSource { source_rank, size }),
+        _ if source_rank <= me => Err(HandshakeError::WrongDirection { source_rank, me }),
         _ => Ok(()),
     }
 }
@@ -344,8 +333,8 @@ fn send(conn: &mut Conn, kind: Kind, generation: Generation, group: u64, payload
 }
 
 /// Tells a convoke process why it is refused, and returns that reason.
-fn refuse(conn: &mut Conn, generation: Generation, group: u64, why: String) -> String {
-    let text: String = why.chars().take(150).collect();
+fn refuse(conn: &mut Conn, generation: Generation, group: u64, why: HandshakeError) -> HandshakeError {
+    let text: String = why.to_string().chars().take(150).collect();
     let _ = send(conn, Kind::Refuse, generation, group, &text.as_bytes()[..text.len().min(200)]);
     conn.close_write();
     conn.discard();

@@ -116,7 +116,7 @@ impl PeerMessages {
         let Some(bytes) = conn.unread().first_chunk::<HEADER_BYTES>() else {
             return Ok(RecvProgress::Nothing);
         };
-        let frame = Frame::decode(bytes).map_err(|error| MessageError::Protocol(error.to_string()))?;
+        let frame = Frame::decode(bytes)?;
         let theirs = Call::decode(frame.call).ok().filter(|theirs| theirs.root == call.root);
         let is_ours =
             frame.kind == Kind::Eager && (frame.generation, frame.group) == (ours.generation, ours.group);

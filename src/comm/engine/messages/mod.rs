@@ -19,11 +19,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::buffer::BorrowedBuffer;
-use crate::call::{Call, Envelope};
+use crate::call::{Call, CallError, Envelope};
 use crate::engine::completion::Completion;
 use crate::engine::control::query_at;
+use crate::error::PeerMisbehaved;
 use crate::fault::fault_point;
-use crate::frame::{Frame, HEADER_BYTES, Kind};
+use crate::frame::{Frame, FrameError, HEADER_BYTES, Kind};
 use crate::kernels::SourceBytes;
 use crate::links::conn::{Conn, ConnError, MAX_READ_AHEAD_BYTES};
 use crate::links::hello::Credentials;
@@ -134,7 +135,7 @@ enum ReadState {
 pub(crate) enum MessageError {
     Broken(ConnError),
     Mismatch { theirs: Call, ours: Call, seq: u64 },
-    Protocol(String),
+    Protocol(PeerMisbehaved),
 }
 
 /// State shared by all peers: receives from any source, and the counters that order them.
@@ -154,6 +155,24 @@ pub(crate) struct AnySourceRecv {
     pub(crate) call: Call,
     pub(crate) completion: Arc<Completion>,
     buffer: BorrowedBuffer<'static>,
+}
+
+impl From<PeerMisbehaved> for MessageError {
+    fn from(error: PeerMisbehaved) -> Self {
+        Self::Protocol(error)
+    }
+}
+
+impl From<FrameError> for MessageError {
+    fn from(error: FrameError) -> Self {
+        Self::Protocol(error.into())
+    }
+}
+
+impl From<CallError> for MessageError {
+    fn from(error: CallError) -> Self {
+        Self::Protocol(error.into())
+    }
 }
 
 impl AnySourceQueue {

@@ -5,6 +5,7 @@ use super::{
     PendingRecv, ReadState, Stage, UnexpectedContent, UnexpectedMessage, check, plain_frame, send_index,
 };
 use crate::call::Call;
+use crate::error::PeerMisbehaved;
 use crate::fault::fault_point;
 use crate::frame::{Frame, HEADER_BYTES, Kind};
 use crate::kernels::SourceBytes;
@@ -65,8 +66,7 @@ impl PeerMessages {
         match self.reading {
             ReadState::Header => {
                 let Some(bytes) = conn.unread().first_chunk::<HEADER_BYTES>() else { return Ok(false) };
-                let frame =
-                    Frame::decode(bytes).map_err(|error| MessageError::Protocol(error.to_string()))?;
+                let frame = Frame::decode(bytes)?;
                 conn.consume(HEADER_BYTES);
                 self.handle_header(ours, any_source, &frame)?;
                 Ok(true)
@@ -133,12 +133,9 @@ impl PeerMessages {
         any_source: &mut AnySourceQueue,
         frame: &Frame,
     ) -> Result<(), MessageError> {
-        let protocol = |what: String| Err(MessageError::Protocol(what));
-        if (frame.generation, frame.group) != (ours.generation, ours.group) {
-            return protocol(format!(
-                "it sent a message of generation {}, group {}",
-                frame.generation, frame.group
-            ));
+        let (generation, group) = (frame.generation, frame.group);
+        if (generation, group) != (ours.generation, ours.group) {
+            return Err(PeerMisbehaved::ForeignMessage { generation, group }.into());
         }
         match frame.kind {
             Kind::Eager | Kind::Rts => self.handle_message(ours, any_source, frame),
@@ -146,14 +143,11 @@ impl PeerMessages {
                 let waiting = send_index(&self.sends, frame.seq)
                     .filter(|&index| self.sends[index].stage != Stage::Held);
                 let Some(index) = waiting else {
-                    return protocol(format!(
-                        "it asks for message {}, which is not waiting to be sent",
-                        frame.seq
-                    ));
+                    return Err(PeerMisbehaved::NotAnnounced { seq: frame.seq }.into());
                 };
                 let send = &mut self.sends[index];
                 if std::mem::replace(&mut send.stage, Stage::Sent) == Stage::Sent {
-                    return protocol(format!("it asks twice for message {}", frame.seq));
+                    return Err(PeerMisbehaved::AskedTwice { seq: frame.seq }.into());
                 }
                 let (len, call) = (send.buffer.len() as u64, send.call.encode());
                 let header = Frame { len, call, ..plain_frame(ours, Kind::Message, frame.seq) };
@@ -165,13 +159,10 @@ impl PeerMessages {
             Kind::Message => {
                 let asked = |recv: &&PendingRecv| recv.matched == Some(Match::Large(frame.seq));
                 let Some(recv) = self.recvs.iter().find(asked) else {
-                    return protocol(format!("it sent message {}, which was not asked for", frame.seq));
+                    return Err(PeerMisbehaved::NotAskedFor { seq: frame.seq }.into());
                 };
                 if frame.len != recv.buffer.len() as u64 {
-                    return protocol(format!(
-                        "it sent message {} with a wrong length of {} bytes",
-                        frame.seq, frame.len
-                    ));
+                    return Err(PeerMisbehaved::MessageLength { seq: frame.seq, len: frame.len }.into());
                 }
                 self.reading = ReadState::Posted { id: recv.id, eager: false };
                 Ok(())
@@ -179,10 +170,7 @@ impl PeerMessages {
             Kind::Credit => {
                 let credit = usize::try_from(frame.seq).unwrap_or(usize::MAX).saturating_add(self.credit);
                 if credit > CREDIT_BYTES {
-                    return protocol(format!(
-                        "it returned credit for {} bytes that it never received",
-                        frame.seq
-                    ));
+                    return Err(PeerMisbehaved::CreditTooLarge { bytes: frame.seq }.into());
                 }
                 self.credit = credit;
                 self.send_held(ours);
@@ -190,7 +178,7 @@ impl PeerMessages {
             }
             kind @ (Kind::Hello | Kind::Welcome | Kind::Proof | Kind::Refuse | Kind::Data | Kind::Open)
             | kind @ (Kind::State | Kind::StateQuery | Kind::Abort | Kind::Goodbye | Kind::Share) => {
-                protocol(format!("it sent a {kind:?} frame on the connection for messages"))
+                Err(PeerMisbehaved::NoMessageFrame { kind }.into())
             }
         }
     }
@@ -202,11 +190,11 @@ impl PeerMessages {
         any_source: &mut AnySourceQueue,
         frame: &Frame,
     ) -> Result<(), MessageError> {
-        let call = Call::decode(frame.call).map_err(MessageError::Protocol)?;
+        let call = Call::decode(frame.call)?;
         let (seq, eager) = (frame.seq, frame.kind == Kind::Eager);
         let expected = if eager { call.bytes() } else { 0 };
         if frame.len != expected || eager && call.bytes() > EAGER_BYTES as u64 {
-            return Err(MessageError::Protocol(format!("it sent {} bytes for {call}", frame.len)));
+            return Err(PeerMisbehaved::EagerLength { len: frame.len, call }.into());
         }
         if let Some(index) = self.match_recv(any_source, call.root) {
             let recv = &mut self.recvs[index];
@@ -226,7 +214,7 @@ impl PeerMessages {
             self.unexpected_announcements += 1;
         }
         if self.unexpected_bytes > CREDIT_BYTES || self.unexpected_announcements > MAX_ANNOUNCEMENTS {
-            return Err(MessageError::Protocol("it sends more than it has credit for".to_owned()));
+            return Err(PeerMisbehaved::CreditExceeded.into());
         }
         let (id, arrival_index) = (self.next_id, any_source.unexpected_count);
         (self.next_id, any_source.unexpected_count) = (id + 1, arrival_index + 1);

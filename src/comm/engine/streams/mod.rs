@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::buffer::{BorrowedBuffer, Fragment, PlanBuffer};
 use crate::call::Call;
-use crate::error::ExecutionError;
+use crate::error::{ExecutionError, PeerMisbehaved};
 use crate::fault::fault_point;
 use crate::frame::{Frame, HEADER_BYTES, Kind};
 use crate::kernels::Kernel;
@@ -375,7 +375,7 @@ impl Streams {
             self.flows[index].blocked = !any;
         }
         let Some(bytes) = conn.unread().first_chunk::<HEADER_BYTES>() else { return Ok(any) };
-        let frame = Frame::decode(bytes).map_err(|error| FlowError::Protocol(error.to_string()))?;
+        let frame = Frame::decode(bytes).map_err(|error| FlowError::Protocol(error.into()))?;
         self.check(&frame, total)?;
         conn.consume(HEADER_BYTES);
         self.flows[index].header = HEADER_BYTES;
@@ -383,22 +383,21 @@ impl Streams {
     }
 
     fn check(&self, frame: &Frame, total: usize) -> Result<(), FlowError> {
-        let protocol = |what: String| Err(FlowError::Protocol(what));
+        let protocol = |error| Err(FlowError::Protocol(error));
         if frame.kind != Kind::Data {
-            return protocol(format!("it sent a {:?} frame on the connection for collectives", frame.kind));
+            return protocol(PeerMisbehaved::NoDataFrame { kind: frame.kind });
         }
-        if (frame.generation, frame.group) != (self.header.generation, self.header.group) {
-            return protocol(format!(
-                "it sent data of generation {}, group {} in generation {}, group {}",
-                frame.generation, frame.group, self.header.generation, self.header.group
-            ));
+        let theirs = (frame.generation, frame.group);
+        let ours = (self.header.generation, self.header.group);
+        if theirs != ours {
+            return protocol(PeerMisbehaved::ForeignData { theirs, ours });
         }
-        let call = Call::decode(frame.call).map_err(FlowError::Protocol)?;
+        let call = Call::decode(frame.call).map_err(|error| FlowError::Protocol(error.into()))?;
         if call != self.call || frame.seq != self.seq {
             return Err(FlowError::Mismatch(call, frame.seq));
         }
         if frame.len != total as u64 {
-            return protocol(format!("it sent {} bytes for {}, expected {total}", frame.len, self.call));
+            return protocol(PeerMisbehaved::DataLength { len: frame.len, call: self.call, expected: total });
         }
         Ok(())
     }
@@ -408,7 +407,7 @@ impl Streams {
 enum FlowError {
     Broken(ConnError),
     Mismatch(Call, u64),
-    Protocol(String),
+    Protocol(PeerMisbehaved),
     Function(String),
 }
 

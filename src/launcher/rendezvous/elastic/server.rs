@@ -222,25 +222,15 @@ impl RendezvousServer {
             return Err(FramingError::NotRendezvous);
         }
         if magic != MAGIC {
-            let (mine, theirs) = (MAGIC[7], magic[7]);
-            let refusal = format!(
-                "the joining node uses version {theirs} of the rendezvous protocol, the coordinator {mine}: use one version of convoke on all nodes"
-            );
-            return refuse(stream, refusal).await;
+            return refuse(stream, Refusal::Version { theirs: magic[7] }).await;
         }
         let (body, _) = framing::read_frame(stream, UNAUTHENTICATED_FRAME_LIMIT, false).await?;
         let hello: Hello = wire::decode(&body)?;
         if !hello.is_supported() {
-            return refuse(
-                stream,
-                "the joining node asks for a cipher suite that the coordinator does not support".to_owned(),
-            )
-            .await;
+            return refuse(stream, Refusal::Suite).await;
         }
         if self.is_closed.get() && self.would_start_job(&hello.run_id) {
-            let refusal = "the job of the launcher that serves it has ended, and it now serves only jobs that \
-                           already run: use another port";
-            return refuse(stream, refusal.to_owned()).await;
+            return refuse(stream, Refusal::JobEnded).await;
         }
         let nonce: Nonce = super::random()?;
         let (mut theirs, mut ours) = wire::seals(self.token.as_ref(), &hello, &nonce);
@@ -302,7 +292,26 @@ fn entropy() -> Option<u128> {
     bytes.ok().map(u128::from_le_bytes)
 }
 
-async fn refuse<T>(stream: &mut TcpStream, why: String) -> Result<T, FramingError> {
+/// The reason why a node is refused before it has authenticated itself.
+#[derive(Debug, Clone, Copy, thiserror::Error)]
+enum Refusal {
+    #[error(
+        "the joining node uses version {theirs} of the rendezvous protocol, the coordinator {}: use one \
+         version of convoke on all nodes",
+        MAGIC[7]
+    )]
+    Version { theirs: u8 },
+    #[error("the joining node asks for a cipher suite that the coordinator does not support")]
+    Suite,
+    #[error(
+        "the job of the launcher that serves it has ended, and it now serves only jobs that already run: \
+         use another port"
+    )]
+    JobEnded,
+}
+
+async fn refuse<T>(stream: &mut TcpStream, why: Refusal) -> Result<T, FramingError> {
+    let why = why.to_string();
     let refusal = wire::frame(&wire::encode(&Welcome::Refused(why.clone())));
     framing::write_raw(stream, &refusal).await?;
     Err(FramingError::Refused(why))
