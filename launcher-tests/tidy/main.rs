@@ -66,6 +66,101 @@ const UNSAFE_FILES: &[&str] = &[
     "src/launcher/os.rs",
 ];
 
+/// Reasons for which production code calls `unwrap_or_default`, with the number of calls in each file. A
+/// state that cannot be is no reason: make it unrepresentable, or write `expect("why it cannot be")`. A state
+/// that input, a peer or the system can cause is a typed error.
+const DEFAULTS: &[(&str, &[(&str, usize)])] = &[
+    (
+        "a file of /proc, /sys or /etc that is absent or unreadable has nothing to say",
+        &[
+            ("src/comm/bootstrap/address.rs", 1),
+            ("src/comm/bootstrap/record.rs", 1),
+            ("src/comm/limits.rs", 2),
+            ("src/launcher/config/topology/mod.rs", 3),
+            ("src/launcher/gpus/evidence.rs", 1),
+            ("src/launcher/guard/procfs.rs", 2),
+            ("src/launcher/logs/tail.rs", 1),
+            ("src/launcher/rendezvous/port_owner.rs", 3),
+            ("src/launcher/report/host.rs", 1),
+            ("src/tools/perf/memory.rs", 1),
+        ],
+    ),
+    (
+        "a variable, flag or setting that was not given is empty or zero",
+        &[
+            ("src/comm/group/subgroup.rs", 2),
+            ("src/comm/session/mod.rs", 2),
+            ("src/comm/spawn/call_results.rs", 1),
+            ("src/env/worker_env.rs", 1),
+            ("src/launcher/agent/start.rs", 2),
+            ("src/launcher/cli/parsed_args.rs", 1),
+            ("src/launcher/config/accelerators/mod.rs", 1),
+            ("src/launcher/config/file.rs", 1),
+            ("src/launcher/config/rendezvous_flags.rs", 1),
+            ("src/launcher/fault.rs", 1),
+            ("src/launcher/logs/mod.rs", 1),
+            ("src/tools/perf/error.rs", 1),
+            ("src/tools/perf/plot.rs", 2),
+            ("src/tools/perf/run.rs", 1),
+        ],
+    ),
+    (
+        "an absent key, entry or list is an empty one",
+        &[
+            ("src/comm/group/objects.rs", 1),
+            ("src/comm/group/shrink.rs", 1),
+            ("src/comm/shm/bootstrap.rs", 1),
+            ("src/env/flight/layout.rs", 1),
+            ("src/env/flight/names.rs", 1),
+            ("src/launcher/agent/reporting.rs", 1),
+            ("src/launcher/config/accelerators/mod.rs", 1),
+            ("src/launcher/gpus/visible.rs", 1),
+            ("src/launcher/rendezvous/elastic/registry/file.rs", 1),
+            ("src/launcher/rendezvous/mod.rs", 1),
+            ("src/launcher/report/short.rs", 2),
+            ("src/store/answer.rs", 1),
+            ("src/store/file/mod.rs", 2),
+            ("src/store/state/waits.rs", 2),
+        ],
+    ),
+    (
+        "an empty list or text has no first word and no largest number",
+        &[
+            ("src/comm/group/subgroup.rs", 2),
+            ("src/comm/links/tcp.rs", 1),
+            ("src/launcher/agent/start_failure.rs", 1),
+            ("src/launcher/cli/grammar.rs", 1),
+            ("src/launcher/config/endpoint.rs", 1),
+            ("src/launcher/config/file.rs", 2),
+            ("src/launcher/config/machine.rs", 1),
+            ("src/launcher/membership/record.rs", 1),
+            ("src/launcher/report/short.rs", 1),
+            ("src/tools/perf/pairs.rs", 1),
+            ("src/tools/perf/run.rs", 1),
+            ("src/tools/perf/stats.rs", 1),
+            ("src/train/trace.rs", 1),
+        ],
+    ),
+    (
+        "a host without a name, or a name that does not resolve, is told from no other",
+        &[
+            ("src/comm/flight/mod.rs", 1),
+            ("src/comm/session/rendezvous.rs", 1),
+            ("src/launcher/rendezvous/elastic/thread.rs", 1),
+        ],
+    ),
+    (
+        "a clock before its beginning counts as at its beginning",
+        &[
+            ("src/launcher/flight.rs", 1),
+            ("src/launcher/gpus/evidence.rs", 1),
+            ("src/launcher/rendezvous/elastic/session.rs", 2),
+            ("src/tools/flight/main.rs", 1),
+            ("src/train/trace.rs", 1),
+        ],
+    ),
+];
+
 /// Crates that a worker links. They must stay small and must not touch the worker's runtime or signals.
 const WORKER_CRATES: &[&str] =
     &["convoke-env", "convoke-store", "convoke-comm", "convoke-train", "convoke-examples"];
@@ -340,6 +435,31 @@ fn unsafe_code_appears_only_in_allowed_files() {
     assert_none(&outside, "`unsafe` outside the fence (UNSAFE_FILES in tidy/main.rs)");
     let needless: Vec<String> = fence.difference(&with_unsafe).cloned().collect();
     assert_none(&needless, "entries of UNSAFE_FILES without `unsafe`");
+}
+
+/// Returns true for code that users run: neither tests nor examples.
+fn is_production(path: &Path) -> bool {
+    let folders = ["src/examples", "src/frameworks", "src/comm/programs"];
+    path.starts_with("src") && !is_test_file(path) && !folders.iter().any(|folder| path.starts_with(folder))
+}
+
+#[test]
+fn each_silent_default_has_a_reason() {
+    let mut allowed: BTreeMap<&str, usize> = BTreeMap::new();
+    for (path, count) in DEFAULTS.iter().flat_map(|(_, files)| *files) {
+        *allowed.entry(path).or_default() += count;
+    }
+    let mut found = Vec::new();
+    for (path, text) in with_extension("rs").filter(|(path, _)| is_production(path)) {
+        let count = without_tests(&text).filter(|line| code(line).contains(".unwrap_or_default()")).count();
+        let path = path.display().to_string();
+        let expected = allowed.remove(path.as_str()).unwrap_or(0);
+        if count != expected {
+            found.push(format!("{path}: {count} calls, DEFAULTS in tidy.rs lists {expected}"));
+        }
+    }
+    found.extend(allowed.keys().map(|path| format!("{path}: in DEFAULTS, but there is no such file")));
+    assert_none(&found, "`unwrap_or_default` without a reason (DEFAULTS in tidy.rs)");
 }
 
 #[test]

@@ -270,7 +270,7 @@ fn failure(
     Failure {
         rank: worker.rank,
         local_rank: worker.local_rank,
-        node: job.node.unwrap_or(0),
+        node: job.node.expect("workers belong to a round, which gives their node its rank"),
         host: host.to_owned(),
         pid: worker.pid.unwrap_or(0),
         exitcode,
