@@ -156,6 +156,16 @@ impl Group {
     }
 }
 
+/// Loads NCCL, unless the group is staged through the host, and returns the UUID of the device.
+fn prepare(
+    context: &CudaContext,
+    options: &DeviceOptions,
+) -> Result<(Option<&'static Library>, String), DeviceError> {
+    let library = if options.staged { None } else { Some(Library::load()?) };
+    let uuid = context.uuid().map_err(DeviceError::driver("the UUID of the device could not be read"))?;
+    Ok((library, uuid.bytes.iter().map(|&byte| format!("{:02x}", byte as u8)).collect()))
+}
+
 impl Core {
     /// Makes the device backend of a subgroup; see [`GroupDevice::split`].
     pub(super) fn split(

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use convoke_comm::device::cudarc::driver::{
-    CudaFunction, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, DriverError, LaunchArgs,
-    LaunchConfig, PushKernelArg,
+    CudaFunction, CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DriverError, LaunchArgs, LaunchConfig,
+    PushKernelArg,
 };
 use convoke_comm::device::cudarc::nvrtc::Ptx;
 
