@@ -1,5 +1,7 @@
 //! Suggests the flag that a misspelt flag, or a flag of another launcher, probably meant. Pure.
 
+use strsim::osa_distance;
+
 use super::flags;
 
 /// Flags of other launchers, and their names in convoke.
@@ -38,8 +40,9 @@ pub(crate) fn flag(name: &str) -> Option<String> {
         let underscored = flag.underscored().map_or(String::new(), |name| format!(" (or --{name})"));
         return Some(format!("write {}{underscored}", flag.dashed()));
     }
-    let (distance, flag) =
-        flags::all().map(|flag| (distance(wanted, flag.name), flag)).min_by_key(|(distance, _)| *distance)?;
+    let (distance, flag) = flags::all()
+        .map(|flag| (osa_distance(wanted, flag.name), flag))
+        .min_by_key(|(distance, _)| *distance)?;
     // A longer name may differ in more letters. If one name is a prefix of the other, up to 4 letters may
     // differ.
     let continued = wanted.starts_with(flag.name) || flag.name.starts_with(wanted);
@@ -68,28 +71,7 @@ pub(crate) fn choice<'a>(text: &str, choices: &[&'a str]) -> Option<&'a str> {
     let text = text.trim().to_lowercase().replace('_', "-");
     let (distance, choice) = choices
         .iter()
-        .map(|choice| (distance(&text, choice), *choice))
+        .map(|choice| (osa_distance(&text, choice), *choice))
         .min_by_key(|(distance, _)| *distance)?;
     (distance <= (choice.len() / 3).max(1)).then_some(choice)
-}
-
-/// Fewest insertions, deletions, replacements and swaps of neighbours that turn `a` into `b`.
-fn distance(a: &str, b: &str) -> usize {
-    let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
-    let mut rows = vec![vec![0; b.len() + 1]; a.len() + 1];
-    for i in 0..=a.len() {
-        for j in 0..=b.len() {
-            rows[i][j] = if i == 0 || j == 0 {
-                i + j
-            } else {
-                let replaced = rows[i - 1][j - 1] + usize::from(a[i - 1] != b[j - 1]);
-                let mut best = replaced.min(rows[i - 1][j] + 1).min(rows[i][j - 1] + 1);
-                if i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] {
-                    best = best.min(rows[i - 2][j - 2] + 1);
-                }
-                best
-            };
-        }
-    }
-    rows[a.len()][b.len()]
 }
