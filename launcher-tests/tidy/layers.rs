@@ -1,7 +1,7 @@
 //! Layers inside a crate: its top modules use each other in one direction only.
 //!
-//! The test reads the paths that begin with `crate::` in the code that users get. A name that `lib.rs` imports
-//! or exports counts as its module.
+//! The test reads the paths that begin with `crate::` in the code that users get. A name that `lib.rs`
+//! imports or exports counts as its module.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};

@@ -58,7 +58,7 @@ impl Announcement {
     }
 }
 
-/// What is wrong with the records of the ranks.
+/// An error in the records of the ranks.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum RecordError {
     /// The rank could not listen.

@@ -51,7 +51,7 @@ impl Core {
         let carried_out = unsafe { self.carry_out(steps, stream, &mut call_wait) };
         // The lock is held until this operation is registered, so no other call uses NCCL before.
         let recorded = carried_out.and_then(|nccl_guard| {
-            // EventPool that are captured in a graph belong to the graph, which has not been launched.
+            // Events that are captured in a graph belong to the graph, which has not been launched.
             let failed = |error| self.driver_failed(error, call, seq);
             if is_captured(stream).map_err(failed)? {
                 return Ok(None);

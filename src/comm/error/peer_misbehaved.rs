@@ -10,7 +10,7 @@ use crate::frame::{FrameError, Kind};
 #[error("malformed report: {0}")]
 pub(crate) struct ReportError(#[from] serde_json::Error);
 
-/// What a peer has done that the protocol forbids.
+/// An action of a peer that the protocol forbids.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PeerMisbehaved {
     #[error(transparent)]

@@ -61,8 +61,8 @@ pub(crate) struct Flags {
     root: Option<usize>,
 
     /// Algorithms to compare, with commas, or `all` that a collective has: ring, direct, doubling, hierarchy,
-    /// binomial, chain, and `table` for the default choice. Collectives with none of them are measured as they
-    /// are
+    /// binomial, chain, and `table` for the default choice. Collectives with none of them are measured as
+    /// they are
     #[arg(long, value_name = "NAMES", value_delimiter = ',', help_heading = "Calls")]
     pub(crate) algorithms: Vec<String>,
 

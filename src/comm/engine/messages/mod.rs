@@ -94,7 +94,7 @@ struct UnexpectedMessage {
     claimed_by: Option<u64>,
 }
 
-/// What an unexpected message has brought so far.
+/// The part of an unexpected message that has arrived so far.
 #[derive(Debug)]
 enum UnexpectedContent {
     /// The announcement of a large message, whose elements the sender keeps until it is asked.
