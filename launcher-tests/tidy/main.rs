@@ -347,6 +347,18 @@ fn launcher_and_runtime_do_not_depend_on_each_other() {
 }
 
 #[test]
+fn rules_for_slow_tests_name_existing_tests() {
+    let rules = fs::read_to_string(root().join(".config/nextest.toml")).unwrap();
+    let modules: Vec<&str> =
+        rules.split("test(/^").skip(1).map(|rest| rest.split("::").next().unwrap()).collect();
+    assert!(!modules.is_empty(), "no rule of .config/nextest.toml begins with test(/^MODULE::");
+    for module in modules {
+        let has_module = with_extension("rs").any(|(path, _)| path.ends_with(format!("{module}.rs")));
+        assert!(has_module, ".config/nextest.toml has a rule for {module}::, and no file is {module}.rs");
+    }
+}
+
+#[test]
 fn launcher_without_etcd_builds_without_protoc() {
     let builders = |features: &[&str]| {
         let output = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
