@@ -28,7 +28,8 @@
 //!
 //! Each layer depends only on those before it. The modules of one layer do not depend on each other:
 //!
-//! - `dtype` (element types), `frame` (message headers), `options`, `limits`, `fault`, `nccl` (the library)
+//! - `dtype` (element types), `json`, `frame` (message headers), `options`, `limits`, `fault`, `nccl` (the
+//!   library)
 //! - `call` (descriptors of calls), `kernels` (arithmetic), `links` (bytes between two ranks)
 //! - `plan` (schedules of transfers), `error`
 //! - `buffer` (memory of an operation), `reduction`, `cause` (why a group ends), `logger` (log messages)

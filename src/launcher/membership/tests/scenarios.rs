@@ -316,7 +316,7 @@ fn heartbeat_timeout_grows_with_nodes_per_host() {
 }
 
 #[test]
-fn coordinator_without_record_blames_no_node_for_the_end_of_an_unknown_round() {
+fn end_of_an_unknown_round_names_no_node_as_its_cause() {
     let mut job = Job::new(None);
     job.join_from("one", 1, (2, 2));
     job.send_running(1, 4);
