@@ -116,7 +116,10 @@ fn every_rank_names_an_unjoined_rank_with_host_and_advice() {
     for said in those.outcomes() {
         assert!(said.contains("rank(s) 1 of 3 did not join within 1500 ms"), "{said}");
         assert!(said.contains(&format!("at {place}, where rank 0 serves the store")), "{said}");
-        assert!(said.contains(&format!("start every rank with tcp://{place} and 3 as the number of ranks")), "{said}");
+        assert!(
+            said.contains(&format!("start every rank with tcp://{place} and 3 as the number of ranks")),
+            "{said}"
+        );
     }
 }
 

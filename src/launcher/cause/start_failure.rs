@@ -342,7 +342,12 @@ mod tests {
                 NotExecutable,
                 ["a program for", "build it for this host"],
             ),
-            (Errno::ENOEXEC, &file(starting("\u{7f}ELF")), NotExecutable, ["not a complete program", "file ./x"]),
+            (
+                Errno::ENOEXEC,
+                &file(starting("\u{7f}ELF")),
+                NotExecutable,
+                ["not a complete program", "file ./x"],
+            ),
             (Errno::ETXTBSY, &file(FileKind::Other), NotExecutable, ["being written", "start again"]),
         ] {
             let (found, text) = of(StartStep::Exec, errno, context);
@@ -379,7 +384,12 @@ mod tests {
                 &context,
                 ["arguments have 1 KiB", "variables 3072 KiB, of which BIG has 200", "unset BIG"],
             ),
-            (StartStep::Exec, Errno::E2BIG, &many, ["arguments have 1 KiB", "of which PATH has 9", "ulimit -s"]),
+            (
+                StartStep::Exec,
+                Errno::E2BIG,
+                &many,
+                ["arguments have 1 KiB", "of which PATH has 9", "ulimit -s"],
+            ),
         ] {
             let (class, text) = of(step, errno, context);
             assert_eq!(class, Class::ResourceLimit, "{text}");
