@@ -343,6 +343,9 @@ impl EventLoop {
                 let round = self.round.as_mut()?;
                 round.no_process_left = last;
                 round.workers.record_exit(local_rank, SystemTime::now(), cause, evidence);
+                if cause == ExitCause::Code(0) {
+                    self.run_dir.worker_succeeded(self.restarts, local_rank);
+                }
                 let origin = self.failure_origin(local_rank, cause);
                 self.supervise(supervise::Event::Exited { local_rank, cause, origin })
             }

@@ -292,7 +292,7 @@ pub(crate) enum FlightDir {
 /// `--log-dir`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum LogDir {
-    /// A new `torchelastic_<random>` in the temporary directory.
+    /// A new `torchelastic_<run id>_<random>` in the temporary directory.
     Temporary,
     /// This directory, created with its parents.
     Path(PathBuf),

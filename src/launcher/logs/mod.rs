@@ -146,8 +146,7 @@ impl RunDir {
             LogDir::Disabled => return Self { settings, path: None },
             LogDir::Temporary => {
                 let base = std::env::temp_dir();
-                let made =
-                    make_random(&base, "torchelastic").and_then(|directory| make_random(&directory, run_id));
+                let made = make_random(&base, &format!("torchelastic_{run_id}"));
                 (base, made)
             }
             LogDir::Path(base) => {
@@ -164,12 +163,26 @@ impl RunDir {
         self.path.as_deref()
     }
 
-    /// Called when the job has ended. Removes empty directories, unless the user named the folder.
+    /// Returns the directory if it is in TMPDIR and disappears when it stays empty.
+    fn temporary(&self) -> Option<&Path> {
+        self.path().filter(|_| matches!(self.settings.config.dir, LogDir::Temporary))
+    }
+
+    /// Called when a worker has succeeded. Removes its directory if that is empty and in TMPDIR. Some file
+    /// systems take 0.1 ms for it, in which the other workers end.
+    pub(crate) fn worker_succeeded(&self, restarts: u32, local_rank: usize) {
+        if let Some(path) = self.temporary() {
+            let _ = fs::remove_dir(path.join(attempt_name(restarts)).join(local_rank.to_string()));
+        }
+    }
+
+    /// Called when the job has ended. Removes empty directories in TMPDIR.
     pub(crate) fn remove_empty(&self) {
-        let (Some(path), LogDir::Temporary) = (&self.path, &self.settings.config.dir) else { return };
-        remove_empty(path);
-        if let Some(base) = path.parent() {
-            let _ = fs::remove_dir(base);
+        let Some(path) = self.temporary() else { return };
+        // This suffices if all workers of the first attempt succeeded and wrote no files.
+        let removed = fs::remove_dir(path.join(attempt_name(0))).and_then(|()| fs::remove_dir(path));
+        if removed.is_err() {
+            remove_empty(path);
         }
     }
 
@@ -202,7 +215,7 @@ impl RunDir {
             filtered: [None, None],
         };
         let Some(run) = &self.path else { return Ok(attempt) };
-        let path = run.join(format!("attempt_{restarts}"));
+        let path = run.join(attempt_name(restarts));
         match create_attempt_dir(&path, nproc, &self.settings.config) {
             Ok(filtered) => {
                 attempt.path = Some(path);
@@ -229,6 +242,10 @@ fn clarify_error(error: io::Error, base: &Path) -> io::Error {
         return io::Error::from_raw_os_error(nix::libc::ENOTDIR);
     }
     error
+}
+
+fn attempt_name(restarts: u32) -> String {
+    format!("attempt_{restarts}")
 }
 
 /// Removes `directory` if it contains only empty directories. Entries that cannot be removed stay.
