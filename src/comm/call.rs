@@ -1,4 +1,5 @@
-//! The descriptor of a call, on which all ranks must agree before data moves.
+//! The descriptor of a collective or message call. The ranks of a call must have equal descriptors before
+//! data moves.
 
 use std::fmt;
 
@@ -7,7 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::dtype::{Dtype, ReduceOp};
 
-/// The operation of a call.
+/// The kind of a collective or message call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CallKind {
@@ -52,7 +53,7 @@ pub enum CallKind {
 }
 
 impl CallKind {
-    /// All operations, in the order of their wire numbers.
+    /// All kinds of calls, in the order of their wire numbers.
     pub(crate) const ALL: [Self; 19] = [
         Self::Barrier,
         Self::AllReduce,
@@ -75,7 +76,8 @@ impl CallKind {
         Self::Subgroup,
     ];
 
-    /// Returns the text template of the call; see [`convoke_env::flight::names`].
+    /// Returns the template of the text that describes a call of this kind; see
+    /// [`convoke_env::flight::names`].
     pub(crate) const fn template(self) -> &'static str {
         match self {
             Self::Barrier => "barrier()",
@@ -108,23 +110,23 @@ impl fmt::Display for CallKind {
     }
 }
 
-/// The call of one rank, as its peers see it.
+/// A collective or message call of one rank, described for comparison with the calls of its peers.
 ///
-/// It is sent in the header of every transfer, and compared before any data is written. It takes 16 bytes
-/// in memory as well: a larger one made a message of 4 bytes in shared memory 9 % slower.
+/// It is sent in the header of every transfer, and compared before any data is written. It takes 16 bytes in
+/// memory as well: a larger descriptor made a message of 4 bytes in shared memory 9 % slower.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "[u8; 16]", into = "[u8; 16]")]
 pub struct Call {
     pub(crate) kind: CallKind,
     pub(crate) dtype: Dtype,
     pub(crate) op: Option<ReduceOp>,
-    /// Root of a collective, tag of a point-to-point message, or fingerprint of lengths that all ranks
+    /// Root of a collective, tag of a point-to-point message, or fingerprint of buffer lengths that all ranks
     /// know; else 0.
     pub(crate) root: u32,
     /// Number of elements in the low 48 bits, which exceed the memory of any machine. The high 16 bits hold
-    /// the upper bits of [`Self::lens`].
+    /// the upper bits of the fingerprint that [`Self::lens`] returns.
     pub(crate) count_and_lens: u64,
-    /// The low 8 bits of [`Self::lens`].
+    /// The low 8 bits of the fingerprint that [`Self::lens`] returns.
     pub(crate) lens: u8,
 }
 
@@ -146,7 +148,7 @@ const COUNT_BITS: u32 = 48;
 const NO_OP: u8 = 0xFF;
 
 impl Call {
-    /// Makes the descriptor of a call without a list of buffers; `count` is below 2^48.
+    /// Makes the descriptor of a call that has no list of buffers; `count` is below 2^48.
     pub(crate) const fn new(
         kind: CallKind,
         dtype: Dtype,
@@ -157,7 +159,7 @@ impl Call {
         Self { kind, dtype, op, root, count_and_lens: count, lens: 0 }
     }
 
-    /// Returns this call with a 24-bit fingerprint of the buffer lengths of a list.
+    /// Returns this call with a 24-bit fingerprint of the lengths of the buffers in a list.
     pub(crate) const fn with_lens(self, lens: u32) -> Self {
         let count_and_lens = self.count() | (lens as u64 >> 8) << COUNT_BITS;
         Self { count_and_lens, lens: lens as u8, ..self }
@@ -169,13 +171,13 @@ impl Call {
         Self { count_and_lens: count, ..self }.with_lens(self.lens())
     }
 
-    /// Returns the fingerprint of the buffer lengths of a list, for a collective with a root; else 0. For a
-    /// message, 1 means that the reporting rank waits in a send.
+    /// Returns the fingerprint of the lengths of the buffers in a list, for a collective with a root; else 0.
+    /// For a message, 1 means that the reporting rank waits in a send.
     pub(crate) const fn lens(&self) -> u32 {
         (self.count_and_lens >> COUNT_BITS << 8) as u32 | self.lens as u32
     }
 
-    /// Returns the operation.
+    /// Returns the kind of the call.
     #[must_use]
     pub const fn kind(&self) -> CallKind {
         self.kind
@@ -187,19 +189,21 @@ impl Call {
         self.dtype
     }
 
-    /// Returns the reduction, if the operation reduces.
+    /// Returns the reduction operator; `None` if the call does not reduce.
     #[must_use]
     pub const fn op(&self) -> Option<ReduceOp> {
         self.op
     }
 
-    /// Returns the number of elements; in operations with one block for each rank, the number in one block.
+    /// Returns the number of elements; for kinds of calls with one block for each rank, the number in one
+    /// block.
     #[must_use]
     pub const fn count(&self) -> u64 {
         self.count_and_lens & ((1 << COUNT_BITS) - 1)
     }
 
-    /// Marks the call of a message as that of its sender, for a report of what the rank waits in.
+    /// Marks the call of a message as a send, so that the report of what this rank waits in says that it
+    /// sends.
     pub(crate) fn as_send(self) -> Self {
         self.with_lens(1)
     }

@@ -1,4 +1,5 @@
-//! The cause for which a group ends, as ranks send it to each other and keep it in the store.
+//! The cause for which a group ends, in the form in which ranks send it to each other and write it to the
+//! store.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -10,20 +11,21 @@ use crate::error::{CallContext, CommError, LossReason, ReportError};
 use crate::frame::CONTROL_PAYLOAD_BYTES;
 use crate::json;
 
-/// Limit on the ranks that a report names.
+/// Most ranks that a failure report names.
 pub(crate) const MAX_REPORTED_RANKS: usize = 64;
-/// Limit on the characters of a text from the program or the operating system.
+/// Most characters that a failure report keeps of a text from the program or the operating system.
 const TEXT_CHARS: usize = 256;
 
-/// True if the last failed group of this process ended because of another rank's own failure.
+/// True if the last group of this process that failed did so because another rank failed first.
 static IS_CONSEQUENCE: AtomicBool = AtomicBool::new(false);
 
-/// Returns true if a failure of this process now is most likely the consequence of another rank's failure.
+/// Returns true if a failure that this process reports now is most likely the consequence of another rank's
+/// failure.
 pub(crate) fn is_consequence() -> bool {
     IS_CONSEQUENCE.load(Ordering::SeqCst)
 }
 
-/// Clears the mark, since a new group has formed after the failure.
+/// Forgets that a failure of another rank ended a group, since a new group has formed after it.
 pub(crate) fn clear_consequence() {
     IS_CONSEQUENCE.store(false, Ordering::SeqCst);
 }
@@ -65,12 +67,13 @@ impl Report {
         Self { by, cause }
     }
 
-    /// Records that a group in which this process is rank `me` ended for this cause.
+    /// Notes, for [`is_consequence`], that a group in which this process is rank `me` ended for this cause.
     pub(crate) fn record(&self, me: usize) {
         let by_another = match self.cause {
             Cause::PeerLost { rank, .. } => rank != me,
             Cause::Aborted { .. } | Cause::Exhausted { .. } => self.by != me,
-            // These causes may arise on any rank, and the error of another rank says no more.
+            // Any rank may detect these causes, so the error of another rank says no more than that of this
+            // rank.
             Cause::Timeout { .. }
             | Cause::Mismatch { .. }
             | Cause::Protocol { .. }
@@ -90,7 +93,7 @@ impl Report {
         Ok(Self::new(report.by, report.cause))
     }
 
-    /// Returns the error for a call at `context`; `address` maps a rank to its address.
+    /// Returns the error for the call that `context` describes; `address` maps a rank to its address.
     pub(crate) fn error(&self, context: CallContext, address: impl Fn(usize) -> String) -> CommError {
         let context = Box::new(context);
         match self.cause.clone() {

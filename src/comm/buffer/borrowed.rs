@@ -1,4 +1,4 @@
-//! The caller's buffers while an operation uses them. Only this module turns borrowed memory into slices.
+//! The caller's buffers while an operation uses them. Only this module makes slices from the borrowed memory.
 
 use std::any::Any;
 use std::marker::PhantomData;
@@ -11,19 +11,20 @@ use crate::kernels::copy;
 
 /// Memory that a caller lends to an operation, seen as one range of bytes.
 ///
-/// A rank may hold only parts of the buffer: a window of the memory of all ranks, separate send and receive
-/// buffers, or a list of buffers. A part holds whole elements.
+/// A rank may hold only parts of the byte range: a window of the elements of all ranks, separate send and
+/// receive buffers, or a list of buffers. A part holds whole elements.
 ///
-/// While a value exists, its memory is valid, and only the thread that drives the engine accesses it. (Memory
-/// that is only read may be read by others.) The borrows for `'a` guarantee this. A caller that gives
-/// up the lifetime, as the engine does (`Operation::erase_lifetime`), promises it.
+/// While a `BorrowedBuffer` exists, its memory is valid, and only the thread that drives the engine accesses
+/// it. (Other threads may read memory that the operation only reads.) The borrows for `'a` guarantee this. A
+/// caller that removes the lifetime, as the engine does (`Operation::erase_lifetime`), must guarantee it
+/// instead.
 #[derive(Debug, Default)]
 pub(crate) struct BorrowedBuffer<'a> {
     /// The parts in order; they do not overlap.
     parts: SmallVec<[Part; 2]>,
-    /// Copies between borrowed buffers that are not part of the buffer.
+    /// Copies that are still to be made between slices outside `parts`.
     copies: Vec<PendingCopy>,
-    /// Owned memory that backs one part.
+    /// Owned memory to which one or two of the parts point.
     scratch: Option<Box<dyn Any + Send>>,
     /// The elements are `bool`, for which not every byte is valid.
     bools: bool,
@@ -51,7 +52,7 @@ struct Part {
     start: *mut u8,
     len: usize,
     writable: bool,
-    /// The offset in the buffer at which the part begins, in bytes.
+    /// The offset in the whole buffer at which the part begins, in bytes.
     at: usize,
 }
 
@@ -88,7 +89,8 @@ impl<'a> BorrowedBuffer<'a> {
         buffer
     }
 
-    /// Requests a later copy of `from` into `into`, which has the same length and is outside the buffer.
+    /// Requests that the operation copies `from` into `into`, which has the same length and is outside the
+    /// buffer.
     pub(crate) fn with_copy<T: Element>(mut self, from: &'a [T], into: &'a mut [T]) -> Self {
         debug_assert_eq!(from.len(), into.len());
         let len = size_of_val(from).min(size_of_val(into));
@@ -113,7 +115,8 @@ impl<'a> BorrowedBuffer<'a> {
         self.parts.iter().map(|part| part.len).sum()
     }
 
-    /// Returns address and length of the buffer, if it is one part in which others may write any bytes.
+    /// Returns address and length of the buffer, if it is one writable part at offset 0 that may hold any
+    /// bytes: not elements of type `bool`.
     pub(crate) fn single_range(&self) -> Option<(usize, usize)> {
         match &self.parts[..] {
             [Part { start, len, writable: true, at: 0 }] if !self.bools => Some((*start as usize, *len)),
@@ -127,7 +130,8 @@ impl<'a> BorrowedBuffer<'a> {
         ranges.collect::<SmallVec<[_; 2]>>().into_iter()
     }
 
-    /// Returns the part in which `range` begins (else an empty one), the offset in it, and the length.
+    /// Returns the part in which `range` begins (an empty one if there is none), and the offset and length of
+    /// `range` within that part.
     fn clip(&self, range: &Range<usize>) -> (&Part, usize, usize) {
         let index = self.parts.partition_point(|part| part.at <= range.start);
         let part = index.checked_sub(1).map_or(&Part::NONE, |index| &self.parts[index]);
@@ -140,14 +144,15 @@ impl<'a> BorrowedBuffer<'a> {
 #[allow(unsafe_code)]
 impl BorrowedBuffer<'_> {
     /// # Safety
-    /// The caller keeps the promise that the type requires of a caller that gives up the lifetime.
+    /// The caller guarantees what [`BorrowedBuffer`] requires of a caller that removes the lifetime.
     #[cfg(test)]
     pub(crate) unsafe fn erase_lifetime(self) -> BorrowedBuffer<'static> {
         let Self { parts, copies, scratch, bools, .. } = self;
         BorrowedBuffer { parts, copies, scratch, bools, borrowed: PhantomData }
     }
 
-    /// Copies at most `most` bytes of the copies that [`Self::with_copy`] requested. Returns how many.
+    /// Makes at most `most` bytes of the copies that [`Self::with_copy`] requested. Returns how many bytes it
+    /// copied.
     pub(crate) fn copy_some(&mut self, most: usize) -> usize {
         let mut done = 0;
         while done < most {
@@ -168,7 +173,7 @@ impl BorrowedBuffer<'_> {
         done
     }
 
-    /// Returns the bytes in `range`, cut to the part in which it begins.
+    /// Returns the bytes in `range`, up to the end of the part in which it begins.
     pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
         let (part, start, len) = self.clip(&range);
         // SAFETY:
@@ -178,8 +183,8 @@ impl BorrowedBuffer<'_> {
         unsafe { std::slice::from_raw_parts(part.start.add(start), len) }
     }
 
-    /// Returns the bytes in `range`, cut to the part in which it begins; none if that part was borrowed to be
-    /// read only.
+    /// Returns the bytes in `range`, up to the end of the part in which it begins; none if that part was
+    /// borrowed for reading only.
     pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> BytesMut<'_> {
         let (part, start, len) = self.clip(&range);
         let (start, len) = if part.writable { (start, len) } else { (0, 0) };

@@ -1,7 +1,7 @@
 //! The elements of an operation while it runs, seen as bytes.
 //!
 //! [`BorrowedBuffer`] is the memory of the caller. [`PlanBuffer`] is what a plan works on: that memory, or a
-//! copy of it with wider elements. Both ways to run a collective use them: streams and shared memory.
+//! copy of it with wider elements. Collectives use both types, over connections and in shared memory.
 
 mod borrowed;
 mod plan_buffer;

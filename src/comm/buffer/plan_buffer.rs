@@ -1,5 +1,5 @@
 //! The buffer of elements that a plan works on: the caller's memory, or a copy of it with wider elements. It
-//! also applies elements that arrive.
+//! also copies or reduces arriving elements into that buffer.
 
 use std::ops::Range;
 
@@ -12,30 +12,32 @@ use crate::plan::{Apply, Plan};
 pub(crate) struct PlanBuffer<'m> {
     buffer: BorrowedBuffer<'m>,
     kernel: Option<Kernel>,
-    /// The conversion from elements of the memory to those of the plan, if these are wider.
+    /// The conversion between the half-precision elements of the caller's memory and the f32 elements of the
+    /// plan, if the plan uses these.
     wide: Option<&'static F32Conversion>,
-    /// The copy that replaces the memory, if the plan's elements are wider or read-only memory must be
-    /// changed.
+    /// The copy on which the plan works instead of the caller's memory, if the plan's elements are wider or
+    /// read-only memory must be changed.
     copy: Option<Vec<u8>>,
-    /// Partial sums of an ordered reduction, outside the buffer. The buffer holds a window of elements and is
-    /// used again from its front.
+    /// Partial sums of a reduction in rank order, for `window` elements of a stream. Further elements use the
+    /// array again from its start.
     sums: Vec<u8>,
     window: usize,
     started: bool,
-    /// Size of the plan's elements.
+    /// Size of the plan's elements in bytes.
     pub(crate) element_bytes: usize,
 }
 
-/// Elements that have arrived, and the place where they belong.
+/// Elements that have arrived from a peer, and where and how to apply them.
 #[derive(Debug)]
 pub(crate) struct Fragment<'a> {
     pub(crate) bytes: &'a [u8],
     pub(crate) apply: Apply,
     /// The offset of the elements in the buffer, in bytes.
     pub(crate) at: usize,
-    /// Number of elements of the stream before these.
+    /// Number of elements that came before these on the same stream.
     pub(crate) before: usize,
-    /// The elements come from a lower rank. So both ends of an exchange use the operands in one order.
+    /// The elements come from a lower rank and are the first operand. So both ranks of an exchange reduce
+    /// their operands in the same order.
     pub(crate) is_first: bool,
 }
 
@@ -53,8 +55,8 @@ impl<'m> PlanBuffer<'m> {
         Self { buffer, kernel, wide, copy, sums, window, started: false, element_bytes }
     }
 
-    /// Converts and scales this rank's share for the kernel. This happens when the plan starts, so that
-    /// queued operations take no memory.
+    /// Converts this rank's elements to wider ones and scales them, if plan and kernel require it. This
+    /// happens when the collective starts, so that queued collectives need no memory for copies.
     pub(crate) fn begin(&mut self) {
         let Some(kernel) = self.kernel.as_ref().filter(|_| !self.started) else { return };
         self.started = true;
@@ -78,17 +80,19 @@ impl<'m> PlanBuffer<'m> {
         self.copy = Some(copy);
     }
 
-    /// Returns address and length of the buffer, if it is one piece of memory that may be changed.
+    /// Returns address and length of the caller's memory, if it is one writable part and the plan works
+    /// directly on it.
     pub(crate) fn single_range(&self) -> Option<(usize, usize)> {
         self.buffer.single_range().filter(|_| self.copy.is_none())
     }
 
-    /// Does some copies outside the buffer, if there is nothing else to do. Returns whether it copied.
+    /// Makes a bounded part of the copies that [`BorrowedBuffer::with_copy`] requested. Returns whether it
+    /// copied. It is called when no data moves.
     pub(crate) fn copy_some(&mut self) -> bool {
         self.buffer.copy_some(MAX_READ_AHEAD_BYTES) > 0
     }
 
-    /// Finishes the operation: writes the results to the caller's memory.
+    /// Finishes the operation: writes the results from the copy to the caller's memory, if there is a copy.
     pub(crate) fn finish(&mut self) {
         self.buffer.copy_some(usize::MAX);
         let Some(copy) = self.copy.take() else { return };
@@ -101,15 +105,16 @@ impl<'m> PlanBuffer<'m> {
         }
     }
 
-    /// Applies as many of the arrived elements as possible. Returns the number of bytes used.
+    /// Copies or reduces as many of the arrived elements as possible into the buffer. Returns the number of
+    /// bytes used.
     ///
-    /// The error says how a function of the program failed.
+    /// The error is the text with which a reduction function of the program failed.
     pub(crate) fn apply(&mut self, fragment: &Fragment<'_>) -> Result<usize, String> {
         let Fragment { bytes, apply, at, before, is_first } = *fragment;
         let sum_bytes = self.sum_bytes();
-        // This does not go through `self`, which would also borrow the sums and the kernel.
+        // This uses the free function, because the method would also borrow the sums and the kernel.
         let mut into = bytes_mut(&mut self.buffer, self.copy.as_mut(), at..at + bytes.len());
-        // The range is cut at the end of a part of the buffer.
+        // The slice `into` ends with the part of the buffer in which the range begins.
         let mut used = into.len();
         if apply != Apply::Copy {
             used -= used % self.element_bytes;
@@ -132,13 +137,14 @@ impl<'m> PlanBuffer<'m> {
         Ok(used)
     }
 
-    /// Returns the operand bytes in `range`, up to the end of their part, if they may be changed; and the
-    /// kernel.
+    /// Returns the bytes in `range`, up to the end of the part in which it begins (none if they may not be
+    /// changed), and the kernel.
     pub(crate) fn operands(&mut self, range: Range<usize>) -> (BytesMut<'_>, Option<&Kernel>) {
         (bytes_mut(&mut self.buffer, self.copy.as_mut(), range), self.kernel.as_ref())
     }
 
-    /// Returns the most bytes that can be used at once after `before` elements of their stream.
+    /// Returns how many bytes [`Self::apply`] can use at once after `before` elements of a stream. A
+    /// reduction in rank order stops at the end of the array of sums.
     pub(crate) fn max_bytes(&self, apply: Apply, before: usize) -> usize {
         match apply {
             Apply::Copy | Apply::Reduce | Apply::ReduceLast => usize::MAX,
@@ -146,7 +152,7 @@ impl<'m> PlanBuffer<'m> {
         }
     }
 
-    /// Returns the bytes in `range`, up to the end of their part.
+    /// Returns the bytes in `range`, up to the end of the part in which it begins.
     pub(crate) fn bytes(&self, range: Range<usize>) -> &[u8] {
         match &self.copy {
             None => self.buffer.bytes(range),
@@ -154,12 +160,13 @@ impl<'m> PlanBuffer<'m> {
         }
     }
 
-    /// Returns the bytes in `range`, up to the end of their part; none if they may not be changed.
+    /// Returns the bytes in `range`, up to the end of the part in which it begins; none if they may not be
+    /// changed.
     pub(crate) fn bytes_mut(&mut self, range: Range<usize>) -> BytesMut<'_> {
         bytes_mut(&mut self.buffer, self.copy.as_mut(), range)
     }
 
-    /// Returns the element size of an ordered reduction's sums.
+    /// Returns the size in bytes of a partial sum of a reduction in rank order.
     fn sum_bytes(&self) -> usize {
         self.kernel
             .as_ref()
@@ -167,7 +174,7 @@ impl<'m> PlanBuffer<'m> {
             .map_or(self.element_bytes, |_| ACCUMULATOR_BYTES)
     }
 
-    /// Returns the bytes of the copy for each byte of the memory.
+    /// Returns the number of bytes of the copy for each byte of the caller's memory.
     fn widening_factor(&self) -> usize {
         self.wide.map_or(1, |_| ACCUMULATOR_BYTES / F32Conversion::HALF_BYTES)
     }
@@ -177,7 +184,8 @@ impl<'m> PlanBuffer<'m> {
     }
 }
 
-/// Returns the bytes in `range`, up to the end of their part; none if they may not be changed.
+/// Returns the bytes in `range`, up to the end of the part in which it begins; none if they may not be
+/// changed.
 fn bytes_mut<'a>(
     buffer: &'a mut BorrowedBuffer<'_>,
     copy: Option<&'a mut Vec<u8>>,

@@ -5,7 +5,7 @@
 //! Linux wakes a thread that sleeps in a receive on the core of the sender. This puts two ranks that wait for
 //! each other on one core, and Linux may leave them there if all cores share a cache. A message then takes 3
 //! to 5 times as long. Linux does not migrate a thread that has just run, so ranks with short run times stay
-//! where they began.
+//! on the core on which they began.
 
 use std::time::{Duration, Instant};
 
@@ -16,26 +16,29 @@ use super::progress::Engine;
 use super::wait_policy::Oversubscription;
 use crate::links::conn::Conn;
 
-/// Least time between two moves. A rank that a move has not helped sleeps.
+/// Least time between two moves of a thread to another core. If the data still has not come, the thread
+/// sleeps instead.
 const MOVE_INTERVAL: Duration = Duration::from_millis(1);
-/// Least time between two moves if there are more ranks than cores.
+/// Least time between two moves of a thread to another core, if there are more ranks than cores.
 const OVERSUBSCRIBED_MOVE_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Describes how a rank shares the cores of its host with others.
+/// Describes how a rank shares the cores of its host with other ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CoreSharing {
     pub(crate) oversubscription: Oversubscription,
-    /// The index of this rank among the ranks that share too few cores evenly.
+    /// The index by which this rank chooses its core, if there are more ranks than cores and each rank may
+    /// use all cores. Else `None`: no core is assigned.
     pub(crate) core_index: Option<usize>,
 }
 
 impl Engine {
-    /// Returns the core sharing of this group, for the groups that are made from it.
+    /// Returns how this rank shares cores with other ranks, for groups that are made from this group.
     pub(crate) fn sharing(&self) -> CoreSharing {
         self.settings.sharing
     }
 
-    /// Leaves this core if an awaited rank last sent from it. Returns whether the thread moved.
+    /// Moves this thread to another core if a rank that it waits for last sent data from the same core.
+    /// Returns whether the thread moved.
     pub(super) fn leave_shared_core(&mut self) -> bool {
         let core = sched_getcpu().ok().filter(|_| {
             self.settings.sharing.oversubscription == Oversubscription::No && self.may_migrate(MOVE_INTERVAL)
@@ -48,8 +51,8 @@ impl Engine {
         left
     }
 
-    /// Moves this thread to the core that belongs to its index, if ranks share the cores evenly. This is the
-    /// case if there are more ranks than cores and all ranks may use all cores.
+    /// Moves this thread to the core of [`CoreSharing::core_index`], if this rank has one and has not moved
+    /// just before.
     pub(super) fn move_to_assigned_core(&mut self) {
         if let Some(index) =
             self.settings.sharing.core_index.filter(|_| self.may_migrate(OVERSUBSCRIBED_MOVE_INTERVAL))
@@ -72,7 +75,8 @@ impl Engine {
     }
 }
 
-/// Moves this thread to a core other than `core`. Returns whether there is one.
+/// Moves this thread to a core other than `core`. Returns `false` if it may use no other core or the system
+/// refuses.
 fn move_off(core: usize) -> bool {
     let Ok(allowed) = sched_getaffinity(Pid::from_raw(0)) else { return false };
     let mut others = allowed;
@@ -90,7 +94,7 @@ fn move_to(index: usize) {
     }
 }
 
-/// Returns the cores that this thread may use; none if the system does not tell.
+/// Returns the cores that this thread may use; an empty list if the system does not tell.
 pub(crate) fn allowed_cores() -> Vec<usize> {
     sched_getaffinity(Pid::from_raw(0)).as_ref().map_or_else(|_| Vec::new(), cores)
 }
@@ -99,7 +103,8 @@ fn cores(set: &CpuSet) -> Vec<usize> {
     (0..CpuSet::count()).filter(|&core| set.is_set(core) == Ok(true)).collect()
 }
 
-/// Moves this thread to a core of `target`, then restores its mask. Returns whether that worked.
+/// Moves this thread to a core of `target`, then restores its affinity mask, `allowed`. Returns whether both
+/// worked.
 fn migrate(target: CpuSet, allowed: &CpuSet) -> bool {
     let this = Pid::from_raw(0);
     sched_setaffinity(this, &target).is_ok() && sched_setaffinity(this, allowed).is_ok()

@@ -1,11 +1,11 @@
-//! Callbacks: work for the owners of nonblocking operations that must run outside the engine's lock.
+//! Callbacks of nonblocking operations, such as waking a future. They must run outside the engine's lock.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::sync::{AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError};
 
-/// Code of the user: it calls a callback, wakes a task or drops a buffer.
+/// Code of the user: it calls a callback, wakes an async task or drops a buffer.
 pub(crate) type Callback = Box<dyn FnOnce() + Send>;
 
 /// The callbacks of one group, and the number of its nonblocking operations that are pending.
@@ -22,7 +22,7 @@ impl CallbackQueue {
         self.pending_operations.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// Counts one pending operation less, and queues its callbacks.
+    /// Counts one pending nonblocking operation less, and queues its callbacks.
     pub(super) fn finish_operation(&self, callbacks: impl Iterator<Item = Callback>) {
         let mut list = self.list();
         list.extend(callbacks);
@@ -39,12 +39,14 @@ impl CallbackQueue {
         self.pending_operations.load(Ordering::SeqCst)
     }
 
-    /// Returns whether callbacks are queued, so that a thread should leave the engine and run them.
+    /// Returns whether callbacks are queued, so that the thread that drives the engine should stop and run
+    /// them.
     pub(crate) fn has_queued(&self) -> bool {
         self.has_queued.load(Ordering::Relaxed)
     }
 
-    /// Runs the queued callbacks. Returns whether none panicked. The others run even if one panics.
+    /// Runs the queued callbacks. Returns whether none panicked. If one panics, the remaining callbacks still
+    /// run.
     pub(crate) fn run(&self) -> bool {
         if !self.has_queued() || !self.has_queued.swap(false, Ordering::SeqCst) {
             return true;

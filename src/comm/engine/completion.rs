@@ -1,4 +1,4 @@
-//! The outcome of an operation, and the threads and tasks that are notified of it.
+//! The outcome of an operation, and the threads, futures and callbacks that are notified when it is set.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, OnceLock};
@@ -14,11 +14,11 @@ use crate::call::Envelope;
 use crate::error::CommError;
 use crate::flight::CallRecord;
 
-/// The result of an operation; a message also returns its envelope.
+/// The result of an operation; a receive or a probe also returns the envelope of its message.
 pub(crate) type Outcome = Result<Option<Envelope>, CommError>;
 
-/// The timeout of an operation, and its start if that is known yet. An operation that need not wait does not
-/// read the clock.
+/// The timeout of an operation, and its start time if the clock has been read. An operation that need not
+/// wait does not read the clock.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TimeLimit {
     timeout: Duration,
@@ -32,12 +32,12 @@ impl From<Duration> for TimeLimit {
 }
 
 impl TimeLimit {
-    /// Returns the limit with its start set: now, if it has not begun.
+    /// Returns the limit with a start time: now, if it has none.
     pub(crate) fn started(self) -> Self {
         Self { since: Some(self.started_at()), ..self }
     }
 
-    /// Returns the start: now, if it has not begun.
+    /// Returns the start time: now, if none is set.
     fn started_at(self) -> Instant {
         self.since.unwrap_or_else(Instant::now)
     }
@@ -55,7 +55,8 @@ impl TimeLimit {
     }
 }
 
-/// The completion state of an operation: the driver sets it once, the caller takes it once.
+/// The completion state of an operation: the thread that drives the engine sets the outcome once, the caller
+/// takes it once.
 #[derive(Debug)]
 pub(crate) struct Completion {
     pub(crate) timeout: Duration,
@@ -66,22 +67,24 @@ pub(crate) struct Completion {
     /// A descriptor that becomes readable when the operation is done; it is made when a caller first asks for
     /// it.
     descriptor: OnceLock<EventFd>,
-    /// The callback queue of a nonblocking operation: its callbacks run outside the engine's lock.
+    /// The callback queue of a nonblocking operation, `None` for a blocking one. Callbacks run outside the
+    /// engine's lock.
     callback_queue: Option<Arc<CallbackQueue>>,
-    /// The flight recorder's entry of the operation, once the engine has it.
+    /// The flight recorder's entry of the operation; it is set when the engine has recorded the operation.
     pub(crate) step: OnceLock<CallRecord>,
 }
 
 #[derive(Default)]
 struct State {
     outcome: Option<Outcome>,
-    /// Threads that wait. There may be two if the handle was moved out of its scope.
+    /// Threads that wait for the operation. There may be two if its handle was moved out of the
+    /// `Group::scope` that began it.
     waiters: SmallVec<[Thread; 1]>,
     waker: Option<Waker>,
     callbacks: Vec<Callback>,
-    /// Memory that nobody waits for any more, but that the engine still uses.
+    /// Buffers of an operation whose handle was dropped, kept because the engine still uses them.
     keep_alive: Option<Box<dyn Send>>,
-    /// The handle was dropped: any other owner of the completion may take the outcome.
+    /// The operation's handle was dropped: any other owner of the completion may take the outcome.
     detached: bool,
 }
 
@@ -97,7 +100,7 @@ impl Completion {
         Self::of(limit.into(), None)
     }
 
-    /// Makes a completion for an operation that no caller need wait for.
+    /// Makes a completion for a nonblocking operation, for which no caller need wait.
     pub(crate) fn nonblocking(limit: impl Into<TimeLimit>, callback_queue: Arc<CallbackQueue>) -> Self {
         callback_queue.add_operation();
         Self::of(limit.into(), Some(callback_queue))
@@ -115,7 +118,8 @@ impl Completion {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets the outcome; later ones are ignored. The engine must have let go of the operation's memory.
+    /// Sets the outcome and notifies all waiters; later calls do nothing. The engine must no longer use the
+    /// operation's memory.
     pub(crate) fn complete(&self, outcome: Outcome) {
         let mut state = self.state();
         if self.is_done() {
@@ -151,7 +155,8 @@ impl Completion {
         self.is_done() && self.state().outcome.is_none()
     }
 
-    /// Takes the outcome; later calls return `None`.
+    /// Takes the outcome of the operation; `None` if the operation is not done or its outcome was taken
+    /// before.
     pub(crate) fn take(&self) -> Option<Outcome> {
         if self.is_done() { self.state().outcome.take() } else { None }
     }
@@ -165,7 +170,7 @@ impl Completion {
         !self.is_done()
     }
 
-    /// Returns whether a thread sleeps for the operation, or a future was polled.
+    /// Returns whether a thread has waited for the operation, or a future for it was polled.
     pub(super) fn is_awaited(&self) -> bool {
         let state = self.state();
         !state.waiters.is_empty() || state.waker.is_some()
@@ -183,7 +188,8 @@ impl Completion {
         waits
     }
 
-    /// Registers `callback` to be called on completion. Returns it if the operation is done already.
+    /// Registers `callback` to be called on completion. Returns the callback if the operation is done
+    /// already.
     pub(crate) fn on_complete(&self, callback: Callback) -> Result<(), Callback> {
         let mut state = self.state();
         if self.is_done() {
@@ -193,17 +199,19 @@ impl Completion {
         Ok(())
     }
 
-    /// Notes that the handle was dropped.
+    /// Records that the operation's handle was dropped.
     pub(crate) fn detach(&self) {
         self.state().detached = true;
     }
 
-    /// Takes the outcome if the handle was dropped, so that nobody else will ask for it.
+    /// Takes the outcome if the operation's handle was dropped, because then no owner of the handle will take
+    /// it.
     pub(crate) fn take_if_detached(&self) -> Option<Outcome> {
         if self.state().detached { self.take() } else { None }
     }
 
-    /// Keeps the memory of the operation until it is done. Returns it if the operation is done already.
+    /// Keeps `what`, the memory of the operation, until the operation is done. Returns `what` if that is the
+    /// case already.
     pub(crate) fn keep_alive(&self, what: Box<dyn Send>) -> Result<(), Box<dyn Send>> {
         let mut state = self.state();
         if self.is_done() {

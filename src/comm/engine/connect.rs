@@ -1,4 +1,4 @@
-//! Connecting to all ranks before the group is complete, or giving up.
+//! Opens the connections that a group needs before it is complete, or gives up.
 
 use std::sync::PoisonError;
 use std::time::Instant;
@@ -11,8 +11,8 @@ use crate::error::CommError;
 use crate::links::hello::ConnectionKind;
 
 impl Engine {
-    /// Opens control connections to all ranks, and `connections`. Returns whether all are open by
-    /// `until`. The bootstrap calls this before any other thread uses the engine.
+    /// Opens `connections`, given as rank and kind. Returns whether all of them are open by `until`. The
+    /// bootstrap calls this before any other thread uses the engine.
     pub(crate) fn connect(
         &mut self,
         connections: &[(usize, ConnectionKind)],
@@ -46,7 +46,7 @@ impl Engine {
         }
     }
 
-    /// Returns the ranks to which not all of `connections` are open.
+    /// Returns the rank of each of `connections` that is not open.
     pub(crate) fn unconnected(&self, connections: &[(usize, ConnectionKind)]) -> impl Iterator<Item = usize> {
         connections
             .iter()
@@ -54,18 +54,19 @@ impl Engine {
             .map(|&(peer, _)| peer)
     }
 
-    /// Returns whether `conn_kind` to `peer` is missing. A rank that has said goodbye had all the
-    /// connections it needed.
+    /// Returns whether the connection of `conn_kind` to `peer` is needed and not open. A peer that has said
+    /// goodbye needs no more connections.
     fn is_missing(&self, peer: usize, conn_kind: ConnectionKind) -> bool {
         !self.peers[peer].is_open(conn_kind) && !self.peers[peer].left
     }
 
-    /// Returns whether `peer` has authenticated.
+    /// Returns whether the control connection to `peer` is open, which means that `peer` has authenticated.
     pub(crate) fn is_connected(&self, peer: usize) -> bool {
         self.peers[peer].control.is_some()
     }
 
-    /// Ends the group for the failure report that another rank left in the store.
+    /// Ends the group before it is complete, for the reason in `report`, a failure report that another rank
+    /// wrote to the store.
     pub(crate) fn abort_with_report(&mut self, report: &[u8]) -> CommError {
         match Report::decode(report) {
             Ok(report) => self.abort_bootstrap(report),
@@ -76,7 +77,7 @@ impl Engine {
         }
     }
 
-    /// Ends the group before it is complete, and tells the ranks that are connected.
+    /// Ends the group before it is complete: sends `report` to the connected ranks, and returns the error.
     pub(crate) fn abort_bootstrap(&mut self, report: Report) -> CommError {
         self.fail(report);
         let failure = self.failure.clone().expect("`fail` has set it");
@@ -95,7 +96,8 @@ impl Engine {
         }
     }
 
-    /// Watches the agent channel, and reads data that came together with its first message.
+    /// Registers the channel to the launcher's agent for polling. Also reads data that was received together
+    /// with the agent's first message.
     pub(super) fn register_agent(&mut self) {
         if let Some((agent, _)) = &self.settings.agent {
             let agent = agent.lock().unwrap_or_else(PoisonError::into_inner);

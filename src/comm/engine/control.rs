@@ -1,4 +1,4 @@
-//! Control messages between ranks: aborts, farewells, and the calls in which ranks wait.
+//! Control frames between ranks: aborts, goodbyes, and reports of the calls in which ranks wait.
 
 use std::collections::BTreeSet;
 use std::io::IoSlice;
@@ -18,17 +18,17 @@ use crate::frame::{CONTROL_PAYLOAD_BYTES, Frame, HEADER_BYTES, Kind};
 use crate::links::conn::{Conn, ConnError};
 use crate::links::hello::ConnectionKind;
 
-/// Time without progress after which a rank tells the others which call it waits in. It is a quarter of the
-/// timeout if that is less.
+/// Time without progress after which a rank reports to the other ranks which call it waits in. It is a
+/// quarter of the call's timeout if that is less.
 const REPORT_DELAY: Duration = Duration::from_millis(100);
-/// Time before a deadline at which the others are asked what they wait in. It is a quarter of the timeout if
-/// that is less.
+/// Time before a call's deadline at which this rank asks the other ranks which calls they wait in. It is a
+/// quarter of the call's timeout if that is less.
 const QUERY_LEAD_TIME: Duration = Duration::from_millis(500);
 /// Most control bytes queued for one peer; further frames are dropped.
 const CONTROL_QUEUE_BYTES: usize = 64 << 10;
-/// Most reads of one peer's control connection before the others have their turn.
+/// Most reads of one peer's control connection before other connections are read.
 const CONTROL_FILLS: u32 = 16;
-/// Longest sleep. Correctness does not depend on it.
+/// Longest sleep of the thread that drives the engine. Correctness does not depend on it.
 const LONGEST_SLEEP: Duration = Duration::from_secs(30);
 
 impl Engine {
@@ -37,8 +37,8 @@ impl Engine {
         Frame { kind, generation: ours.generation, group: ours.group, seq, call: [0; 16], len: 0 }
     }
 
-    /// Sends a control frame as soon as there is a connection with room. Frames to a peer that is gone are
-    /// dropped.
+    /// Queues a control frame, and sends what the control connection takes now. Frames to a peer that is gone
+    /// or whose queue is full are dropped.
     pub(super) fn send_control(&mut self, peer: usize, frame: &Frame, payload: &[u8]) {
         let Peer { control_out: out, control_closed, .. } = &mut self.peers[peer];
         if control_closed.is_none() && out.len() < CONTROL_QUEUE_BYTES {
@@ -62,7 +62,7 @@ impl Engine {
             return;
         }
         if let Some(control) = &mut peer.control {
-            // A broken connection is detected when reading.
+            // A send error is ignored here: a broken connection is detected when it is read.
             let sent = control.send(&[IoSlice::new(&peer.control_out)]).unwrap_or(0);
             peer.control_out.drain(..sent);
         }
@@ -92,7 +92,7 @@ impl Engine {
                 continue;
             }
             if fills == CONTROL_FILLS {
-                // The rest stays ready for the next turn.
+                // The connection stays readable, so the next poll reads the rest.
                 return;
             }
             match control.fill(HEADER_BYTES + CONTROL_PAYLOAD_BYTES) {
@@ -103,14 +103,15 @@ impl Engine {
         }
     }
 
-    /// Notes that nothing more comes from a peer.
+    /// Records that the control connection of `peer` has ended; `how` says whether it was closed or failed.
     pub(super) fn on_control_closed(&mut self, peer: usize, how: ConnError) {
         let place = &mut self.peers[peer];
         if let Some(fd) = place.control.as_ref().and_then(Conn::pollable) {
             self.poller.remove(fd);
         }
         place.control_closed = Some((Instant::now(), how));
-        // The peer will never read these bytes. A caller that waits until they are sent would wait in vain.
+        // The peer will never read these bytes. A caller that waits until its frames are sent would wait in
+        // vain.
         place.control_out.clear();
         self.control_activity = true;
     }
@@ -164,8 +165,9 @@ impl Engine {
         }
     }
 
-    /// Compares the calls in which others say they wait with the calls of this rank. This finds different
-    /// calls even if no data flows between the ranks that differ.
+    /// Compares the calls that other ranks report to wait in with this rank's calls of the same sequence
+    /// numbers, and fails the group if two differ. This finds different calls even if the two ranks exchange
+    /// no data.
     pub(super) fn compare_with_reports(&mut self) {
         let differs = |seq: u64, call: &Call| {
             self.history
@@ -186,7 +188,8 @@ impl Engine {
         }
     }
 
-    /// Returns what this rank waits in: its first collective, else its messages.
+    /// Returns the call that this rank waits in, and for which ranks: its first collective, else its
+    /// messages. `None` if nothing is pending.
     fn current_wait(&self) -> Option<Wait> {
         if let Some(first) = self.collectives.front() {
             let awaits = first.awaited(self.settings.me, &self.peers).take(MAX_REPORTED_RANKS).collect();
@@ -197,9 +200,12 @@ impl Engine {
         Some((0, call, awaits.into_iter().take(MAX_REPORTED_RANKS).collect()))
     }
 
-    /// Returns what this rank tells others that wait in a collective or for messages. If no caller waits for
-    /// a pending operation, the program computes, and others may wait for its next call. A collective is told
-    /// anyway to ranks that wait in one.
+    /// Returns the wait that this rank reports to another rank, which waits in a collective (`in_collective`)
+    /// or for messages.
+    ///
+    /// If no caller waits for a pending operation, the program computes, and the other rank may wait for its
+    /// next call: nothing is reported. But a pending collective is always reported to a rank that waits in a
+    /// collective.
     fn reportable_wait(&self, in_collective: bool) -> Option<Wait> {
         let has_waiter =
             || self.has_waiter || self.message_waits().any(|(completion, ..)| completion.is_awaited());
@@ -212,7 +218,8 @@ impl Engine {
         (Frame { call: call.encode(), ..self.frame(Kind::State, *seq) }, payload)
     }
 
-    /// Tells all ranks what this one waits in, if it has waited long enough and they do not know yet.
+    /// Reports to all ranks which call this rank waits in, if it has waited for [`REPORT_DELAY`] and has not
+    /// reported the same wait before.
     fn report_wait(&mut self, now: Instant) {
         if self.report_wait_at().is_none_or(|at| now < at) {
             return;
@@ -224,13 +231,14 @@ impl Engine {
         self.broadcast_control(&frame, &payload);
     }
 
-    /// Returns the time at which the others are told what this rank waits in.
+    /// Returns the time at which this rank reports its wait to the other ranks; `None` if data moves or
+    /// nothing is pending.
     fn report_wait_at(&self) -> Option<Instant> {
         Some(self.stalled_since? + REPORT_DELAY.min(self.deadline_bounds()?.shortest / 4))
     }
 
-    /// Asks all ranks shortly before a deadline what they wait in. Their earlier answers may be out of date,
-    /// and a rank that cannot answer waits for nobody.
+    /// Shortly before the deadline of a call, asks all ranks which calls they wait in. Their earlier reports
+    /// may be out of date, and a rank that does not answer waits for no other rank.
     fn query_waits(&mut self, now: Instant) {
         if self.deadline_bounds().is_none_or(|bounds| now < bounds.query_at) {
             return;
@@ -245,24 +253,25 @@ impl Engine {
         }
     }
 
-    /// Returns the frame that asks a rank what it waits in.
+    /// Returns the frame that asks a rank which call it waits in.
     pub(super) fn wait_query(&self) -> Frame {
         self.frame(Kind::StateQuery, u64::from(self.collectives.is_empty()))
     }
 
-    /// Returns when a call times out: at its deadline, or later if this rank was late to ask the others.
+    /// Returns when a call times out: at its deadline, or later if this rank asked the other ranks late, so
+    /// that they have time to answer.
     pub(super) fn times_out_at(&self, completion: &Completion) -> Instant {
         let answered =
             self.queried_at.map_or(completion.deadline, |asked| asked + query_lead_time(completion));
         answered.clamp(completion.deadline, completion.deadline + QUERY_LEAD_TIME)
     }
 
-    /// Reads the launcher's reports about the deaths of other ranks.
+    /// Reads the launcher's reports of ranks that died, and fails the group if one of its ranks did.
     pub(super) fn poll_agent(&mut self) {
         let Some((agent, generation)) = self.settings.agent.clone() else { return };
         let mut agent = agent.lock().unwrap_or_else(PoisonError::into_inner);
         let mut deaths = Vec::new();
-        // The loop is bounded: a launcher that sends without end must not stop the data.
+        // The loop is bounded: a launcher that sends without end must not keep this thread from moving data.
         for _ in 0..64 {
             match agent.receive(Duration::ZERO) {
                 Ok(ToWorker::PeerExit { generation: g, rank, cause }) if g == generation => {
@@ -286,8 +295,8 @@ impl Engine {
             if rank >= self.settings.size || rank == self.settings.me || self.peers[rank].left {
                 continue;
             }
-            // If the rank reported a failure before it died, that is the cause, and its death is a
-            // consequence.
+            // The control connections are read first: if the rank reported a failure before it died, that
+            // failure is the cause, and its death is a consequence.
             self.read_all_controls();
             if !self.peers[rank].left {
                 self.fail(Report::new(self.settings.me, Cause::PeerLost { rank, how }));
@@ -301,10 +310,10 @@ impl Engine {
         }
     }
 
-    /// Returns when to look at the clock again even if no descriptor is ready.
+    /// Returns the time at which the timers must be checked again, even if no descriptor is ready.
     pub(super) fn wake_at(&self, now: Instant) -> Instant {
         let tell = self.report_wait_at().filter(|&at| at > now);
-        // The completions are scanned one by one only when the earliest time has come.
+        // The completions are scanned one by one only after the earliest time to ask other ranks.
         let bounds = self.deadline_bounds().map(|bounds| bounds.query_at);
         let late = || bounds.is_some_and(|at| now >= at).then(|| self.completions()).into_iter().flatten();
         let asks = late().map(query_at).filter(|&at| self.queried_at.is_none_or(|asked| asked < at));
@@ -328,7 +337,7 @@ fn query_lead_time(completion: &Completion) -> Duration {
     QUERY_LEAD_TIME.min(completion.timeout / 4)
 }
 
-/// Returns when to ask the others what they wait in.
+/// Returns when to ask the other ranks which calls they wait in, if this call is still pending then.
 pub(super) fn query_at(completion: &Completion) -> Instant {
     completion.deadline - query_lead_time(completion)
 }

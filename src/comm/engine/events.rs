@@ -1,4 +1,4 @@
-//! Polling for all events but the data in progress, and sleeping until something happens.
+//! Polls for all events except the data of the current collective, and sleeps until there is something to do.
 
 use std::time::Instant;
 
@@ -16,7 +16,8 @@ use crate::links::hello::ConnectionKind;
 use crate::plan::Direction;
 
 impl Engine {
-    /// Polls for all events but the data in progress: registered descriptors, acceptor, clock.
+    /// Handles all events except the data of the current collective: ready descriptors, handshakes, expired
+    /// timers.
     pub(super) fn poll_events(&mut self, now: Instant) {
         self.poll_ready();
         self.poll_handshakes(now);
@@ -49,7 +50,8 @@ impl Engine {
                     let cause = Cause::Unauthorized { from, what: error.to_string() };
                     self.fail(Report::new(self.settings.me, cause));
                 }
-                // An unauthenticated peer that cannot be accepted does no harm if no rank is expected.
+                // Without a descriptor no incoming connection can be accepted. This does no harm if no rank
+                // is expected to connect.
                 HandshakeEvent::Exhausted { outgoing, source } if outgoing || self.expects_connection() => {
                     let what = limits::descriptor_limit_message(
                         &source,
@@ -63,7 +65,7 @@ impl Engine {
         }
     }
 
-    /// Returns whether another rank may be about to connect.
+    /// Returns whether this rank waits for another rank to open a connection.
     fn expects_connection(&self) -> bool {
         let asked = |peer: &Peer| {
             ConnectionKind::ALL
@@ -95,7 +97,8 @@ impl Engine {
                 let _ = conn.enable_keepalive(self.settings.peer_timeout);
                 self.peers[peer].control = Some(conn);
                 self.flush_control(peer);
-                // The peer may have sent frames right after its proof, for which no event comes.
+                // Frames that the peer sent right after its proof may have been read already. No event
+                // announces them.
                 self.read_control(peer);
             }
             ConnectionKind::Collective => self.peers[peer].collective = Some(conn),
@@ -106,7 +109,8 @@ impl Engine {
         }
     }
 
-    /// Sleeps until data can move, a time has come or `goal` has changed. Then polls once.
+    /// Sleeps until data can move, a timer expires, another thread has a request, or `goal` no longer lets
+    /// this thread drive. Then polls once.
     pub(super) fn sleep(&mut self, goal: &Goal<'_>) {
         let now = Instant::now();
         self.stalled_since.get_or_insert(now);
@@ -144,7 +148,8 @@ impl Engine {
             self.flush_control(peer);
         }
         let now = Instant::now();
-        // As a rule data has woken the thread, and then no other source needs a poll.
+        // As a rule data of the current collective has woken the thread. Then the registered descriptors need
+        // no poll.
         if registered || self.handshakes.wake_at().is_some_and(|at| now >= at) {
             self.poll_events(now);
         } else {

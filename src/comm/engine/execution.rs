@@ -14,7 +14,7 @@ pub(super) enum Execution {
 }
 
 impl Execution {
-    /// Moves pending data. Returns whether anything moved.
+    /// Sends and receives what can move without waiting. Returns whether anything moved.
     pub(super) fn progress(
         &mut self,
         peers: &mut [Peer],
@@ -49,7 +49,7 @@ impl Execution {
         }
     }
 
-    /// Returns bytes received, and bytes to receive in total.
+    /// Returns the bytes that this rank has received in this collective, and the bytes to receive in total.
     pub(super) fn received(&self) -> (u64, u64) {
         match self {
             Self::Streams(streams) => streams.received(),
@@ -57,7 +57,7 @@ impl Execution {
         }
     }
 
-    /// Returns bytes sent, and bytes to send in total.
+    /// Returns the bytes that this rank has sent in this collective, and the bytes to send in total.
     pub(super) fn sent(&self) -> (u64, u64) {
         match self {
             Self::Streams(streams) => streams.sent(),
@@ -65,7 +65,7 @@ impl Execution {
         }
     }
 
-    /// Returns the algorithm, if the collective has several.
+    /// Returns the algorithm; `None` if there is only one for this collective.
     pub(super) fn algorithm(&self) -> Option<Algorithm> {
         match self {
             Self::Streams(streams) => streams.algorithm(),
@@ -81,7 +81,8 @@ impl Execution {
         }
     }
 
-    /// Returns the peers whose connection blocks the collective, and the direction.
+    /// Returns the peers whose connection blocks the collective, and whether it blocks sending or receiving.
+    /// There are none in shared memory.
     pub(super) fn blocked(&self) -> impl Iterator<Item = (usize, Direction)> + '_ {
         let streams = match self {
             Self::Streams(streams) => Some(streams),

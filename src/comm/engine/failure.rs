@@ -1,4 +1,5 @@
-//! The end of a group by failure: one cause, told to every rank, agreed through the store.
+//! The failure of a group: a rank that detects a failure sends its cause to every rank, and all ranks agree
+//! on one cause through the store.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,16 +16,18 @@ use crate::error::{CallContext, CommError};
 use crate::fault::fault_point;
 use crate::frame::Kind;
 
-/// Longest time for the store to confirm the cause.
+/// Longest wait for the store to answer with the cause that holds for all ranks.
 const CONFIRM_TIMEOUT: Duration = Duration::from_millis(100);
-/// Most rounds in which calls may use data that has already arrived when the group fails.
+/// Most attempts to move data after the group has failed, so that calls whose data has already arrived
+/// succeed.
 const FINAL_ROUNDS: u32 = 64;
 
 /// A call that was taken out of the engine: the call, its number, bytes received and expected, and its
 /// completion.
 pub(super) type TakenOperation = (Call, u64, (u64, u64), Arc<Completion>);
 
-/// The reason why the group has ended.
+/// The reason why the group has failed, and whether the ranks have agreed on it through the store
+/// (`confirmed`).
 #[derive(Debug, Clone)]
 pub(super) struct Failure {
     report: Report,
@@ -38,13 +41,14 @@ impl Failure {
 }
 
 impl Engine {
-    /// Ends the group: tells the others, agrees on the cause, and completes every waiting call.
+    /// Ends the group with `report`: sends it to the other ranks, agrees with them on one cause, and
+    /// completes every pending call with an error.
     pub(super) fn fail(&mut self, report: Report) {
         if self.failure.is_some() {
             return;
         }
-        // The others are told first, so that they learn the cause even if this process dies at once. The
-        // placeholder keeps incoming frames from failing the group again.
+        // The other ranks are told first, so that they learn the cause even if this process dies at once.
+        // `failure` is set before that, so that incoming frames do not fail the group again.
         self.failure = Some(Failure { report: report.clone(), confirmed: false });
         fault_point("failing", 0, 0);
         self.announce_failure(&report);
@@ -53,13 +57,15 @@ impl Engine {
         failure.report.record(self.settings.me);
         log::error!("{}", self.error(&failure, None, 0, (0, 0)));
         self.failure = Some(failure);
-        // A call whose data has all arrived succeeds, even if the report of a later failure came first.
+        // A call whose data has all arrived succeeds, even if this rank handled the report of a later failure
+        // first.
         let _ = (0..FINAL_ROUNDS).find(|_| !self.progress());
         self.fail_pending();
         self.settings.flight.save();
     }
 
-    /// Tells the other ranks, the shared memory and the flight recorder.
+    /// Sends `report` to the other ranks, marks the shared memory as failed, and records the failure in the
+    /// flight recorder.
     fn announce_failure(&mut self, report: &Report) {
         let abort = self.frame(Kind::Abort, 0);
         self.broadcast_control(&abort, &report.encode());
@@ -69,7 +75,7 @@ impl Engine {
         self.record_failure(report);
     }
 
-    /// Ends all calls if the group has failed.
+    /// Completes all pending calls with an error if the group has failed.
     pub(super) fn fail_pending(&mut self) {
         let Some(failure) = self.failure.clone() else { return };
         for (call, seq, received, completion) in self.take_all_operations() {
@@ -77,7 +83,8 @@ impl Engine {
         }
     }
 
-    /// Confirms the cause through the store. The first cause that any rank writes there holds for all ranks.
+    /// Agrees with the other ranks on the cause: the first cause that any rank writes to the store holds for
+    /// all ranks. The cause is unconfirmed if the store does not answer.
     fn confirm(&self, report: Report) -> Failure {
         let served_by = self.settings.store_rank;
         if matches!(report.cause, Cause::PeerLost { rank, .. } if Some(rank) == served_by) {
@@ -92,8 +99,8 @@ impl Engine {
         }
     }
 
-    /// Handles a panic of the driving thread: the memory of its tasks may be gone, so no task may be touched
-    /// again.
+    /// Handles a panic of the thread that drove the engine: ends all tasks with an error. Their memory may be
+    /// freed next, so no task may be touched again.
     pub(super) fn fail_after_panic(&mut self) {
         let me = self.settings.me;
         let cause = Cause::Aborted { reason: format!("a thread of rank {me} panicked inside a call") };
@@ -121,7 +128,7 @@ impl Engine {
         LiveRanks { live: (0..self.peers.len()).filter(is_live).collect(), lost }
     }
 
-    /// Returns `Ok` if the group still works, else the error for `call`.
+    /// Returns `Ok` if the group still works, else the error that `call` returns in the failed group.
     #[cfg(feature = "nccl")]
     pub(super) fn check(&mut self, call: Option<Call>) -> Result<(), CommError> {
         if self.left {
@@ -135,13 +142,13 @@ impl Engine {
         }
     }
 
-    /// Ends the group, unless it has ended already.
+    /// Ends the group with `cause`, unless it has ended already.
     #[cfg(feature = "nccl")]
     pub(super) fn end(&mut self, cause: Cause) {
         self.fail(Report::new(self.settings.me, cause));
     }
 
-    /// Takes all tasks out of the engine and closes the data connections.
+    /// Takes all pending operations out of the engine and closes the connections for messages.
     pub(super) fn take_all_operations(&mut self) -> Vec<TakenOperation> {
         let mut ended = Vec::new();
         for collective in self.collectives.drain(..) {
@@ -163,7 +170,8 @@ impl Engine {
         ended
     }
 
-    /// Returns the error of a call after `failure`.
+    /// Returns the error that `call`, with number `seq`, returns because of `failure`. `received` holds the
+    /// bytes that the call has received and expects.
     pub(super) fn error(
         &self,
         failure: &Failure,
@@ -196,8 +204,8 @@ impl Engine {
         collectives.chain(messages).chain(self.any_source_completions())
     }
 
-    /// Returns a bound for all pending calls: at most the shortest timeout, and at most the earliest time to
-    /// ask.
+    /// Returns lower bounds for all pending calls: of their timeouts, and of the times to ask other ranks
+    /// what they wait in. `None` if no call is pending.
     pub(super) fn deadline_bounds(&self) -> Option<DeadlineBounds> {
         let few = self
             .collectives
@@ -221,7 +229,7 @@ impl Engine {
         recvs.chain(self.probes.iter().map(|probe| &*probe.completion))
     }
 
-    /// Fails the group if a call is overdue or a peer has been silent for too long.
+    /// Fails the group if a call is overdue or a peer whose connection has ended counts as lost.
     pub(super) fn check_deadlines(&mut self, now: Instant) {
         self.check_closed_peers(now);
         if let Some((awaited, timeout)) = self.overdue(now) {
@@ -230,7 +238,7 @@ impl Engine {
         }
     }
 
-    /// Returns the ranks for which an overdue call waits, and its timeout.
+    /// Returns the ranks that an overdue call waits for, and its timeout; `None` if no call is overdue.
     fn overdue(&self, now: Instant) -> Option<(Vec<usize>, Duration)> {
         let late = |completion: &Completion| now >= self.times_out_at(completion);
         if let Some(first) = self.collectives.front()
@@ -239,7 +247,7 @@ impl Engine {
             let awaited = first.awaited(self.settings.me, &self.peers).collect();
             return Some((awaited, overdue.completion.timeout));
         }
-        // The bound of all messages is checked first, because there may be many.
+        // The common bound of all messages is checked first, because checking each message may take long.
         if self.deadline_bounds().is_none_or(|bounds| now < bounds.query_at) || !self.completions().any(late)
         {
             return None;
@@ -249,8 +257,8 @@ impl Engine {
             .find_map(|(completion, _, awaited)| late(completion).then_some((awaited, completion.timeout)))
     }
 
-    /// Returns all sends, receives and probes, and the ranks for which they wait. Calls of sends are
-    /// [marked](Call::as_send).
+    /// Returns the completion and the call of each pending send, receive and probe, and the ranks that it
+    /// waits for. Calls of sends are [marked](Call::as_send).
     pub(super) fn message_waits(&self) -> impl Iterator<Item = (&Arc<Completion>, Call, Vec<usize>)> {
         let single = self.settings.size == 1;
         let candidate = move |&rank: &usize| single || rank != self.settings.me && !self.peers[rank].left;
@@ -268,9 +276,10 @@ impl Engine {
         with.chain(open).chain(probes)
     }
 
-    /// Returns the ranks at which the wait chains from `awaited` end.
+    /// Follows the waits that ranks have reported, from the ranks `awaited` on, and returns the ranks that do
+    /// not answer: they hold up this rank.
     fn missing(&self, awaited: &[usize]) -> Vec<usize> {
-        // Answers from before the question may be out of date.
+        // A report that came before this rank last asked may be out of date.
         let answer = |rank: usize| {
             self.peers[rank].wait_report.as_ref().filter(|report| Some(report.received_at) >= self.queried_at)
         };

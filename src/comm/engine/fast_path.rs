@@ -1,8 +1,8 @@
-//! Runs collectives and messages in shared memory on the calling thread, as long as they need not wait.
+//! Runs collectives and messages in shared memory inline: on the calling thread, while they need not wait.
 //!
-//! If no operation is queued, the calling thread runs the call inline, without a task for the progress
-//! thread. A collective needs no completion either. If the other ranks do not arrive soon, the call becomes a
-//! queued operation.
+//! A call is run inline if no operation is queued. It then needs no task in the submission queue; a
+//! collective needs no completion either. If the other ranks do not arrive soon, the call becomes a queued
+//! operation.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -25,21 +25,21 @@ use crate::flight::{self, now_ns};
 use crate::shm::small_call::SmallCall;
 use crate::shm::{self, HostMemory};
 
-/// Retries between two pauses. One pause takes about as long as the awaited data.
+/// Attempts between two `pause` instructions, each of which takes about as long as the awaited data.
 const SPINS_PER_PAUSE: u32 = 8;
-/// Calls between two polls for aborts, farewells and unexpected messages.
+/// Inline calls between two polls for aborts, goodbyes and unexpected messages.
 const CALLS_BETWEEN_POLLS: u32 = 256;
-/// Collectives between two checks of the core assignment, if there are more ranks than cores. Messages are
-/// checked less often: long ones gain nothing from it.
+/// Inline collectives between two checks whether this thread is on its assigned core, if there are more ranks
+/// than cores. Messages are checked less often, because the move does not make long messages faster.
 const CALLS_BETWEEN_CORE_CHECKS: u32 = 16;
-/// Most rounds of one inline call. An operation that moves much data must poll other events too.
+/// Most times that one inline call moves data. Then it is queued, so that other events are polled too.
 const MAX_ROUNDS: u32 = 32;
 
 /// The result of an attempt to run an operation inline.
 #[derive(Debug)]
 pub(super) enum FastPath {
     Done(Outcome),
-    /// The operation is queued in the engine.
+    /// The operation was started and is queued in the engine.
     Pending(Arc<Completion>),
 }
 
@@ -47,7 +47,7 @@ pub(super) enum FastPath {
 #[derive(Debug)]
 enum SmallCallResult {
     Done,
-    /// The call is not small.
+    /// The call is not small; nothing was started.
     NotSmall,
     Pending(Box<PendingSmall>),
 }
@@ -61,7 +61,7 @@ struct PendingSmall {
 }
 
 impl Engine {
-    /// Runs `operation` inline if it goes through memory and no operation is queued.
+    /// Runs `operation` inline if it uses shared memory and nothing is queued; else returns `None`.
     pub(super) fn try_inline(
         &mut self,
         operation: &mut Option<Operation<'static>>,
@@ -74,7 +74,7 @@ impl Engine {
         let is_collective = matches!(operation, Some(Operation::Collective { .. }));
         let between = if is_collective { CALLS_BETWEEN_CORE_CHECKS } else { CALLS_BETWEEN_POLLS };
         if self.rounds.is_multiple_of(between) {
-            // The system would not move a rank that yields and never sleeps.
+            // Linux would not move a thread that yields and never sleeps to another core.
             self.move_to_assigned_core();
         }
         let idle = self.failure.is_none()
@@ -163,7 +163,7 @@ impl Engine {
         if let Ok(RecvProgress::Complete) = received {
             step.map_or_else(|| self.settings.flight.done(&entry()), |step| budget.end(&step));
             if self.peers[from].messages.is_busy() {
-                // The peer may be owed credit.
+                // The receive may have queued a frame that returns credit to the peer.
                 self.progress_messages(from);
             }
             return Some(FastPath::Done(Ok(Some(Envelope { source: from, call }))));
@@ -184,7 +184,8 @@ impl Engine {
         Some(self.progress_message(from, completion))
     }
 
-    /// Moves messages with a peer until an operation is done or would have to wait.
+    /// Moves messages with `peer` until `completion` is done; returns `Pending` if that requires a longer
+    /// wait.
     fn progress_message(&mut self, peer: usize, completion: Arc<Completion>) -> FastPath {
         let mut budget = RetryBudget::new(self);
         loop {
@@ -227,13 +228,13 @@ impl Engine {
         Some(self.enqueue(Execution::Memory(run), limit, step, error))
     }
 
-    /// Runs a small call as far as it can without waiting.
+    /// Runs a small collective as far as possible with short waits only.
     #[inline]
     fn try_small_inline(&mut self, operation: &mut Operation<'_>) -> SmallCallResult {
         let Operation::Collective { call, buffer, kernel, .. } = operation else {
             return SmallCallResult::NotSmall;
         };
-        // Scaled shares may need a buffer of their own.
+        // A scaling kernel may need a copy of this rank's elements, which a small call does not make.
         let scaled = kernel.as_ref().is_some_and(|kernel| kernel.scale().is_some());
         let schedule = |node: &mut HostMemory| node.small_schedule(call).filter(|_| !scaled);
         let Some(schedule) = self.node.as_mut().and_then(schedule) else { return SmallCallResult::NotSmall };
@@ -249,8 +250,8 @@ impl Engine {
             node.wake_sleepers();
             flight.begin(&entry(small))
         };
-        // While this rank waits, it wakes sleeping ranks and records the call. A call that need not wait does
-        // both at the end.
+        // A call that must wait uses that time to wake sleeping ranks and to make its flight recorder entry.
+        // A call that need not wait does both at the end.
         let mut step = runs_function(*call).then(|| begin(node, &small));
         let error = loop {
             match node.match_small(&mut small) {
@@ -297,7 +298,7 @@ impl Engine {
         self.enqueue(run, limit, step, error)
     }
 
-    /// Turns a call that was begun inline into a queued operation.
+    /// Queues a collective that was begun inline, and handles the `error` that stopped it, if any.
     #[cold]
     fn enqueue(
         &mut self,
@@ -321,13 +322,13 @@ impl Engine {
     }
 }
 
-/// Returns whether a call runs a function of the program. Such a function may take any time, so the call is
-/// begun and recorded before.
+/// Returns whether a call reduces with a function of the program. The function may take any time, so the
+/// call's flight recorder entry is made before it runs.
 fn runs_function(call: Call) -> bool {
     call.op == Some(ReduceOp::Custom)
 }
 
-/// Returns whether one of `ranks` shares this rank's core.
+/// Returns whether one of `ranks` runs on the core of this rank.
 fn shares_core(node: &mut Option<HostMemory>, ranks: impl IntoIterator<Item = usize>) -> bool {
     node.as_mut().is_some_and(|node| node.shares_core_with_any(ranks))
 }
@@ -337,11 +338,11 @@ struct RetryBudget {
     wait_policy: WaitPolicy,
     rounds: u32,
     failed_spins: u32,
-    /// There are more ranks than cores. `check_core` says that it must be found out (again, after each yield)
-    /// whether an awaited rank shares this core.
+    /// There are more ranks than cores.
     oversubscribed: bool,
+    /// Find out before the next pause whether an awaited rank runs on this core; each yield can change that.
     check_core: bool,
-    /// The attempt has only spun so far.
+    /// So far the operation has only spun: no retry moved data, and it has not yielded.
     only_spun: bool,
 }
 
@@ -359,8 +360,8 @@ impl RetryBudget {
         }
     }
 
-    /// Pauses if nothing `moved`. Returns whether to try again. `on_this_core` says whether an awaited
-    /// rank shares this rank's core.
+    /// Pauses if the last attempt has not `moved` data. Returns whether to try again. `on_this_core` says
+    /// whether an awaited rank runs on the core of this rank.
     #[inline]
     fn may_retry(&mut self, moved: bool, on_this_core: impl FnOnce() -> bool) -> bool {
         if moved {
@@ -391,7 +392,7 @@ impl RetryBudget {
         true
     }
 
-    /// Records that the operation is done.
+    /// Records in the flight recorder that the operation is done, and whether it ended without a real wait.
     #[inline]
     fn end(&self, step: &flight::CallRecord) {
         if self.only_spun { step.end_immediately() } else { step.end(true) }

@@ -1,4 +1,5 @@
-//! Detection of lost peers: which connections have ended, and what that proves.
+//! Detection of lost peers: finds connections that have ended, and decides whether the peer or this rank is
+//! lost.
 
 use std::time::{Duration, Instant};
 
@@ -8,29 +9,33 @@ use crate::cause::{Cause, Report};
 use crate::error::LossReason;
 use crate::links::conn::{Conn, ConnError};
 
-/// Longest time for the launcher to say how a rank died whose connections have closed.
+/// Longest wait for the launcher's report of how a rank ended, after the rank's control connection has
+/// closed.
 const EXIT_REPORT_TIMEOUT: Duration = Duration::from_millis(60);
-/// Longest time for a control connection to explain why a data connection ended.
+/// Longest wait for the control connection of a peer to show why a data connection to that peer ended.
 const CONTROL_EVIDENCE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Longest time for which data that has already arrived may delay the detection of a dead peer.
 const MAX_DETECTION_DELAY: Duration = Duration::from_millis(50);
-/// Longest time for the kernels of other hosts to show that they are alive.
+/// Longest wait for an acknowledgement from the kernel of another host, which proves that this rank is not
+/// cut off.
 const LIVENESS_TIMEOUT: Duration = Duration::from_millis(500);
-/// If a connection ends after this long a silence, the other end may have given it up.
+/// If a connection ends this long after the peer's last acknowledgement, the peer may have closed it because
+/// it received nothing from this rank.
 const STALE_AFTER: Duration = Duration::from_millis(500);
 
 impl Engine {
-    /// Handles the end of a data connection. This alone proves nothing: the control connection of that peer
-    /// must show whether it died, left, or closed because of another rank.
+    /// Handles the end of a data connection. The end alone does not prove that the peer is lost: its control
+    /// connection must show whether it died, left, or closed because of another rank.
     pub(super) fn suspect(&mut self, peer: usize, why: &ConnError) {
         self.read_control(peer);
         let until = Instant::now() + CONTROL_EVIDENCE_TIMEOUT;
         self.peers[peer].suspect.get_or_insert((until, why.to_string()));
     }
 
-    /// Checks, when nothing moves, whether a peer is gone.
+    /// Fails the group if a peer is lost: its control connection ended without a goodbye, or it has left
+    /// although a call of this rank needs it. This is checked when nothing moves.
     pub(super) fn check_lost_peers(&mut self, now: Instant) {
-        // A peer that is gone may have written the needed data before: shared memory keeps it.
+        // A peer that is gone may have written the awaited data before. Shared memory still holds the data.
         if self.collectives.front().is_some_and(|first| first.execution.is_in_memory()) && self.progress() {
             return;
         }
@@ -45,7 +50,7 @@ impl Engine {
             self.declare_lost(rank, how, since);
             return;
         }
-        // Awaited peers that have left in good order.
+        // Next come peers that have left with a goodbye although a call of this rank waits for them.
         let first = self.collectives.front();
         let awaited = first.into_iter().flat_map(|first| first.execution.awaited());
         let in_memory = first.is_some_and(|first| first.execution.is_in_memory());
@@ -67,7 +72,8 @@ impl Engine {
         }
     }
 
-    /// Checks whether a peer has been silent for too long though data keeps moving.
+    /// Checks for peers whose connections have ended, also while data keeps moving. If a data connection
+    /// ended and the control connection does not show why in time, the peer counts as lost.
     pub(super) fn check_closed_peers(&mut self, now: Instant) {
         let closed = |peer: &Peer| {
             peer.control_closed
@@ -90,7 +96,7 @@ impl Engine {
         }
     }
 
-    /// Waits until the launcher or a peer reports how `rank` ended.
+    /// Waits, at most until `until`, for a report of the launcher or of a peer on how `rank` ended.
     fn wait_for_exit_report(&mut self, rank: usize, until: Instant) {
         self.read_all_controls();
         self.poll_agent();
@@ -105,8 +111,9 @@ impl Engine {
         }
     }
 
-    /// Fails the group because `rank` was given up at `since`, or because this rank is cut off. Without this
-    /// check, a rank that hears nobody, or that nobody hears, would accuse others.
+    /// Fails the group because `rank` is lost since `since` (`how` says in which way), or because this rank
+    /// is cut off. Without this check, a rank that is cut off from the network would report other ranks as
+    /// lost.
     fn declare_lost(&mut self, rank: usize, how: LossReason, since: Instant) {
         let time_since_ack = self.peers[rank].control.as_ref().and_then(Conn::time_since_ack);
         let doubtful = how != LossReason::Disconnected
@@ -122,8 +129,8 @@ impl Engine {
         self.fail(Report::new(self.settings.me, Cause::PeerLost { rank, how }));
     }
 
-    /// Returns whether no other host is heard, though there are some besides that of `lost`. With only that
-    /// host the question cannot be decided.
+    /// Returns whether this rank is cut off: no host acknowledges its frames, apart from its own and that of
+    /// `lost`. If there is no further host, the question cannot be decided, and the result is `false`.
     fn is_partitioned(&mut self, lost: usize, since: Instant) -> bool {
         let host = |rank: usize| self.settings.addresses[rank].ip();
         let (ours, theirs) = (host(self.settings.me), host(lost));
@@ -132,7 +139,7 @@ impl Engine {
             ours != theirs && ![ours, theirs].contains(&host(rank)) && peer.control.is_some() && !peer.left
         };
         let others: Vec<usize> = (0..self.peers.len()).filter(elsewhere).collect();
-        // The kernels of the others acknowledge the question even if no process reads it.
+        // The kernels of the other hosts acknowledge the query even if no process reads it.
         let query = self.wait_query();
         others.iter().for_each(|&rank| self.send_control(rank, &query, &[]));
         let until = Instant::now() + LIVENESS_TIMEOUT;
@@ -147,9 +154,9 @@ impl Engine {
         !others.is_empty()
     }
 
-    /// Returns whether the host of `rank` has acknowledged all that this rank sent it. Incoming data proves
-    /// only that the host is heard, not that it hears. A connection that has ended counts if its end came
-    /// after `since`.
+    /// Returns whether the host of `rank` has acknowledged all that this rank sent to it. Incoming data would
+    /// prove only one direction: that this rank receives from the host. If the connection has ended, an
+    /// acknowledgement after `since` suffices.
     fn has_acknowledged(&self, rank: usize, since: Instant) -> bool {
         let peer = &self.peers[rank];
         let Some(control) = &peer.control else { return false };

@@ -1,12 +1,12 @@
-//! Finds the ranks on which a blocked call waits in the end. Pure: it maps reported waits to ranks without a
-//! report.
+//! Finds the ranks that hold up a blocked call. Pure: it follows reported waits from rank to rank, up to
+//! ranks that have not reported one.
 
 use std::collections::BTreeSet;
 
-/// Returns the ranks at which the wait chains of rank `me` end, in order. `me` itself waits for `awaited`.
+/// Returns, in ascending order, the ranks that hold up rank `me`, which itself waits for `awaited`.
 ///
-/// The search follows the waits that ranks reported when asked (`waits`). A rank that has not answered ends a
-/// chain: it is missing. If all ranks wait for each other, the result is `awaited`.
+/// `waits` returns the ranks that a rank reported to wait for, or `None` if it has not answered. A rank that
+/// has not answered is missing. If all have answered, ranks wait for each other, and the result is `awaited`.
 pub(super) fn missing<'a>(
     me: usize,
     awaited: &[usize],
@@ -33,7 +33,8 @@ pub(super) fn missing<'a>(
 mod tests {
     use super::*;
 
-    /// Returns what rank 0 finds when it waits for `awaited`. `said` holds the reported waits by rank.
+    /// Returns the ranks that rank 0 finds missing when it waits for `awaited`. `said` holds the reported
+    /// waits by rank; `None` for a rank that did not answer.
     fn found(awaited: &[usize], said: &[Option<&[usize]>]) -> Vec<usize> {
         missing(0, awaited, |rank| said[rank]).into_iter().collect()
     }

@@ -1,7 +1,8 @@
-//! Runs operations: one engine for each group, driven by whichever thread waits ([`progress_lock`]).
+//! Runs the operations of groups. Each group has one engine, driven by a thread that waits for an operation
+//! of the group ([`progress_lock`]).
 //!
-//! Without a call in progress nothing happens, except for nonblocking operations. A background thread runs
-//! them if no thread waits for them.
+//! Between blocking calls no data moves, except that of nonblocking operations: a background thread drives
+//! the engine if no thread waits for them.
 
 mod affinity;
 pub(crate) mod callbacks;
@@ -55,13 +56,13 @@ pub(crate) use wait_policy::Oversubscription;
 /// The transport of a collective.
 #[derive(Debug)]
 pub(crate) enum Transport {
-    /// Streams over connections.
+    /// The streams of the plan, sent over connections between ranks.
     Connections(Arc<Plan>),
-    /// The memory that all ranks share.
+    /// Memory that all ranks of the group share.
     SharedMemory,
 }
 
-/// An operation with its memory.
+/// An operation with the buffers that it reads and writes.
 #[derive(Debug)]
 pub(crate) enum Operation<'a> {
     Collective {
@@ -81,19 +82,20 @@ pub(crate) enum Operation<'a> {
         call: Call,
         buffer: BorrowedBuffer<'a>,
     },
-    /// A probe for a message that could be received; only the tag of its `call` counts.
+    /// A probe for a message from rank `from` (`None`: any rank) that no receive has matched. If `wait` is
+    /// set, it waits for one. Of `call` only the tag counts.
     Probe {
         from: Option<usize>,
         call: Call,
         wait: bool,
     },
-    /// A function that the engine runs at once, also after the group has ended.
+    /// A function that the driving thread calls with the engine, also after the group has ended.
     OnEngine(EngineFn),
-    /// Says goodbye to the others when all earlier operations are done.
+    /// Leaves the group when all earlier operations are done: sends a Goodbye frame to every other rank.
     Leave,
 }
 
-/// A function that the next driver calls with the engine.
+/// A function that the next thread that drives the engine calls with it.
 pub(crate) struct EngineFn(Box<dyn FnOnce(&mut Engine) -> Outcome + Send>);
 
 impl fmt::Debug for EngineFn {
@@ -102,30 +104,32 @@ impl fmt::Debug for EngineFn {
     }
 }
 
-/// The ranks that will still make calls of a group, as far as this rank knows.
+/// The ranks of a group that have neither left it nor died, as far as this rank knows.
 #[derive(Debug, Default)]
 pub(crate) struct LiveRanks {
-    /// Ranks whose processes still have the group.
+    /// Ranks that have not left the group and whose control connection has not ended; this rank is one of
+    /// them.
     pub(crate) live: Vec<usize>,
-    /// The lost rank for which the group ended, if there is one.
+    /// The rank whose loss ended the group; `None` if the group works or ended for another cause.
     pub(crate) lost: Option<usize>,
 }
 
-/// An operation and its completion, which knows the waiters and the deadline.
+/// An operation, and its completion, which holds the deadline and the waiting threads.
 #[derive(Debug)]
 pub(crate) struct Task {
     operation: Operation<'static>,
     completion: Arc<Completion>,
 }
 
-/// Runs the collective of a group of one without an engine: only the rank's own share is changed.
+/// Runs a collective of a group of one rank, without an engine: scales this rank's elements if `kernel`
+/// scales, and makes the copies that the call needs.
 pub(crate) fn run_single_rank(buffer: BorrowedBuffer<'_>, kernel: Option<Kernel>, dtype: Dtype, plan: &Plan) {
     let mut buffer = PlanBuffer::new(buffer, kernel, dtype.size_bytes(), plan);
     buffer.begin();
     buffer.finish();
 }
 
-/// An engine that several threads use.
+/// The engine of a group, shared by the threads that make calls of the group.
 pub(crate) type Shared = progress_lock::Shared<Engine>;
 
 impl Shared {
@@ -134,13 +138,13 @@ impl Shared {
         Self::of(engine, submissions)
     }
 
-    /// Takes an operation, runs it and waits for it.
+    /// Takes `operation`, runs it, and waits until it is done.
     pub(crate) fn call(&self, operation: &mut Option<Operation<'_>>, limit: TimeLimit) -> Outcome {
         // SAFETY: the borrows last until this function returns, and it returns only with the outcome. It does
-        // not unwind before, except by a panic with the lock held: callbacks and reductions of the user are
-        // caught. After such a panic this thread makes the engine forget all tasks before it unwinds further
-        // (`DriverGuard::run`). That also takes the pages of `Group::alloc` out of the memory that other
-        // ranks can write (`make_private`).
+        // not unwind before, except by a panic with the progress lock held: callbacks and reductions of the
+        // user are caught. After such a panic this thread makes the engine forget all tasks before it unwinds
+        // further (`DriverGuard::run`). That also takes the pages of `Group::alloc` out of the memory that
+        // other ranks can write (`make_private`).
         #[allow(unsafe_code)]
         let operation = unsafe { Operation::erase_lifetime(operation) };
         match self.try_with_engine(|engine| engine.try_inline(operation, limit)).flatten() {
@@ -174,8 +178,8 @@ impl Shared {
         outcomes.into_iter().try_for_each(|outcome| outcome.map(drop))
     }
 
-    /// Finishes pending operations that no caller waits for, each within its timeout, and leaves. It runs
-    /// before the last handle is dropped.
+    /// Finishes pending operations that no caller waits for, each within its timeout, and leaves the group.
+    /// It runs before the last handle of the group is dropped.
     pub(crate) fn finish(&self) {
         if self.callback_queue().pending_operations() == 0 {
             return;
@@ -187,7 +191,7 @@ impl Shared {
         let _ = self.call(&mut Some(Operation::Leave), TimeLimit::from(Duration::MAX));
     }
 
-    /// Returns which ranks still have the group.
+    /// Returns the ranks that have neither left the group nor died, and the rank whose loss ended the group.
     pub(crate) fn live_ranks(&self) -> LiveRanks {
         let live_ranks = Arc::new(Mutex::default());
         let into = Arc::clone(&live_ranks);
@@ -198,13 +202,13 @@ impl Shared {
         std::mem::take(&mut *live_ranks.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Returns `Ok` if the group still works, else the error for `call`.
+    /// Returns `Ok` if the group still works, else the error that `call` returns in the failed group.
     #[cfg(feature = "nccl")]
     pub(crate) fn check(&self, call: Option<Call>) -> Result<(), CommError> {
         self.on_engine(move |engine| engine.check(call).map(|()| None)).map(drop)
     }
 
-    /// Ends the group, unless it has ended.
+    /// Ends the group with `cause`, unless it has ended already.
     #[cfg(feature = "nccl")]
     pub(crate) fn end(&self, cause: crate::cause::Cause) {
         let _ = self.on_engine(move |engine| {
@@ -220,7 +224,7 @@ impl Shared {
         )
     }
 
-    /// Waits until a completion that only this thread has is done.
+    /// Waits until `completion` is done, and takes its outcome, which no other thread may take.
     fn outcome(&self, completion: &Arc<Completion>) -> Outcome {
         loop {
             self.wait(std::slice::from_ref(completion), None);
@@ -230,11 +234,11 @@ impl Shared {
         }
     }
 
-    /// Begins an operation that ends when `completion` is done.
+    /// Queues `operation` without waiting. The operation has ended when `completion` is done.
     ///
     /// A completion is done only when the engine has released the memory of its operation: the thread that
-    /// took the task out of the engine completes it. If a thread panics while it drives, the engine forgets
-    /// all tasks, and completes them, before the thread unwinds further (`DriverGuard::run`).
+    /// took the task out of the engine completes it. If a thread panics while it drives the engine, the
+    /// engine forgets all tasks, and completes them, before the thread unwinds further (`DriverGuard::run`).
     ///
     /// # Safety
     /// The borrows of `operation` last until `completion` is done.
@@ -249,12 +253,12 @@ impl Shared {
 }
 
 impl Operation<'_> {
-    /// Returns the operation with its lifetime removed.
+    /// Returns `operation` as if its borrows were `'static`, so that the engine can keep it in its queues.
     ///
     /// # Safety
-    /// Until every value that is taken from the result is dropped, the memory stays valid as it was borrowed.
-    /// Mutably borrowed memory is not accessed, memory that is borrowed for reading is not written. The
-    /// caller puts no other operation into the place.
+    /// Until every value that is taken from the result is dropped, the borrowed memory stays valid. The
+    /// caller neither accesses memory that the operation borrows mutably nor writes memory that it borrows
+    /// for reading. The caller stores no other operation through the returned reference.
     #[allow(unsafe_code)]
     unsafe fn erase_lifetime(operation: &mut Option<Self>) -> &mut Option<Operation<'static>> {
         // SAFETY: types that differ only in a lifetime have one layout. The caller guarantees the rest.

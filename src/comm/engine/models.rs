@@ -1,6 +1,6 @@
-//! Model tests of the state that threads share, over all interleavings that a processor allows.
-//! `scripts/check` builds the tests with `--cfg loom` and runs these. A thread that sleeps for ever fails the
-//! model, and so does a model that does not end.
+//! Model tests of the state that threads share: loom runs them in all interleavings that a processor allows.
+//! `scripts/check` builds the tests with `--cfg loom` and runs the model tests. A model test fails if a
+//! thread sleeps for ever or the test does not end.
 
 use std::sync::Arc;
 use std::task::Wake;
@@ -42,7 +42,8 @@ impl FakeDoorbell {
     }
 }
 
-/// An engine that completes one queued task on each turn of `drive`; `poll_once` only collects.
+/// A stand-in for the engine, which completes one queued task on each turn of `drive`; `poll_once` only
+/// collects tasks.
 #[derive(Debug)]
 struct Fake {
     submissions: Arc<SubmissionQueue<Arc<Completion>, Arc<FakeDoorbell>>>,
@@ -96,8 +97,8 @@ fn inner() -> Inner<Fake> {
     )
 }
 
-/// Runs `body` in all interleavings with at most `interruptions` preemptions of a thread that could have gone
-/// on.
+/// Runs `body` in all interleavings with at most `interruptions` preemptions of a thread that was able to
+/// continue.
 fn model(interruptions: usize, body: impl Fn() + Send + Sync + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(interruptions);
@@ -266,7 +267,7 @@ fn resources_of_an_operation_are_dropped_once_after_completion() {
             engine.complete(Ok(None));
             queue.run();
         });
-        // This models a handle that is dropped.
+        // This is what happens when the handle of an operation is dropped.
         let memory = Count(Arc::clone(&dropped));
         if completion.is_done() {
             drop(memory);

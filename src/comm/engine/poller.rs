@@ -1,8 +1,8 @@
-//! Sleeping until an event comes on one of many descriptors.
+//! Sleeps until one of many descriptors is ready.
 //!
 //! Descriptors with rare events (control, messages, the listener, the launcher, the doorbell) stay registered
 //! in an epoll set. The few connections that a collective waits for change with every call. They are polled
-//! beside that set, so that a call registers nothing.
+//! together with the epoll set, so that a collective need not register and remove them.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -14,10 +14,10 @@ use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 
-/// Most events taken at once.
+/// Most events that one call of epoll_wait returns.
 const EVENTS: usize = 64;
 
-/// The owner of a registered descriptor.
+/// The owner of a descriptor that is registered in the epoll set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Source {
     Doorbell,
@@ -99,11 +99,11 @@ impl Poller {
     }
 
     /// Sleeps until a registered descriptor or one of `others` is ready, at most `timeout`. Returns whether a
-    /// registered one is ready.
+    /// registered descriptor is ready.
     pub(crate) fn sleep(&self, others: &[(BorrowedFd<'_>, PollFlags)], timeout: Duration) -> bool {
         #[cfg(test)]
         if self.chance.next().is_some_and(|mut random| random.below(8) == 0) {
-            // This simulates a signal.
+            // This simulates a signal that interrupts the sleep.
             return false;
         }
         let mut fds = Vec::with_capacity(others.len() + 1);

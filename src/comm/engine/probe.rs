@@ -1,4 +1,4 @@
-//! Probes for messages that have come and that no receive has matched yet.
+//! Probes for messages that have arrived and that no receive has matched yet.
 
 use std::sync::Arc;
 
@@ -28,7 +28,7 @@ impl Engine {
         }
     }
 
-    /// Ends the probes that have found a message. Returns whether there were any.
+    /// Completes the waiting probes for which a message has arrived. Returns whether there were any.
     pub(super) fn complete_probes(&mut self) -> bool {
         let waiting = self.probes.len();
         let mut probes = std::mem::take(&mut self.probes);

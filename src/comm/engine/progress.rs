@@ -1,4 +1,5 @@
-//! The engine and its progress loop: it moves data, polls other events now and then, and sleeps.
+//! The engine and its progress loop, which moves data, polls for other events now and then, and sleeps if
+//! nothing moves.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -29,9 +30,10 @@ use crate::links::tcp::Listener;
 use crate::plan::Plan;
 use crate::shm::{self, HostMemory};
 
-/// Rounds between two polls of control connections and clock while data keeps moving.
+/// Passes of the progress loop between two polls of control connections and clock while data keeps moving.
 const ROUNDS_BETWEEN_POLLS: u32 = 64;
-/// Calls that are remembered for comparison with the calls in which others say they wait.
+/// Number of past collectives that are kept, to compare them with the calls that other ranks report to wait
+/// in.
 const HISTORY: usize = 64;
 
 #[derive(Debug)]
@@ -44,41 +46,46 @@ pub(crate) struct Engine {
     /// Collectives in the order of their calls; the first is in progress.
     pub(super) collectives: VecDeque<Collective>,
     pub(super) next_seq: u64,
-    /// Receives from any source, and probes that wait.
+    /// Receives from any source that no message has matched.
     pub(super) any_source: AnySourceQueue,
+    /// Probes that wait for a message.
     pub(super) probes: Vec<Probe>,
-    /// The shared memory of this rank with the others of its host, and the numbers of those ranks.
+    /// The memory that this rank shares with other ranks of its host; `None` if they share none.
     pub(super) node: Option<HostMemory>,
+    /// The other ranks that share the memory in `node`.
     pub(super) local_peers: Vec<usize>,
     pub(super) history: VecDeque<(u64, Call)>,
     pub(super) failure: Option<Failure>,
-    /// The time since which nothing moved.
+    /// The time since which no data has moved; `None` while data moves.
     pub(super) stalled_since: Option<Instant>,
-    /// The wait that this rank last told the others.
+    /// The call that this rank last reported to the other ranks as the one that it waits in.
     pub(super) reported_wait: Option<Wait>,
-    /// The time at which the others were last asked what they wait in.
+    /// The time at which this rank last asked the other ranks which calls they wait in.
     pub(super) queried_at: Option<Instant>,
-    /// A caller waits for the operations that are being driven.
+    /// True while a caller drives the engine and waits for an operation; false while the background thread
+    /// drives.
     pub(super) has_waiter: bool,
     pub(super) agent_registered: bool,
     pub(super) left: bool,
-    /// The group is not complete yet.
+    /// True while the group forms: other ranks may still connect.
     pub(super) connecting: bool,
-    /// This rank makes no more calls, and leaves as soon as its pending operations are done.
+    /// Set when this rank makes no more calls: it leaves the group as soon as its pending operations are
+    /// done.
     pub(super) finishing: Option<Finishing>,
     wait_policy: WaitPolicy,
-    /// A control frame has arrived, or a control connection has ended.
+    /// A control frame has arrived, or a control connection has ended, since this flag was last cleared.
     pub(super) control_activity: bool,
-    /// The time at which this rank last moved to another core.
+    /// The time at which the driving thread was last moved to another core.
     pub(super) migrated_at: Option<Instant>,
-    /// Completions of callers that wait until nothing is pending and this rank has left.
+    /// Completions of callers that wait until nothing is pending and this rank has left the group.
     leaving: Vec<Arc<Completion>>,
-    /// Rounds so far. They are counted across calls, so that polling does not wait for a long call.
+    /// Passes of the progress loop, and inline calls, so far. The count goes on from call to call, so that
+    /// many short calls also lead to polls.
     pub(super) rounds: u32,
 }
 
 impl Engine {
-    /// Makes an engine. The others connect to `listener`, if there are any.
+    /// Makes an engine. Other ranks connect to `listener`; it is `None` if no other rank is to connect.
     pub(crate) fn new(settings: Settings, listener: Option<Listener>) -> Result<Self, CommError> {
         let system = |what: &'static str| move |error| CommError::system(what, error);
         let poller = Poller::new().map_err(system("cannot make an epoll set"))?;
@@ -199,7 +206,7 @@ impl Engine {
         }
     }
 
-    /// Starts the next collective: numbers it and opens the connections that it needs.
+    /// Starts the next collective: gives it a sequence number and opens the connections that it needs.
     pub(super) fn start_collective(
         &mut self,
         call: Call,
@@ -221,7 +228,7 @@ impl Engine {
         }
     }
 
-    /// Returns the number of the next collective.
+    /// Returns the sequence number of the next collective, `call`, and keeps both in `history`.
     pub(super) fn next_number(&mut self, call: Call) -> u64 {
         let seq = self.next_seq;
         self.next_seq += 1;
@@ -264,7 +271,8 @@ impl Engine {
         }
     }
 
-    /// Opens a connection if it is not open: connects to the peer or asks it to connect.
+    /// Opens a connection to `peer` if it is not open. The higher rank of a pair connects, so a lower rank
+    /// asks the peer to connect.
     pub(super) fn ensure_connected(&mut self, peer: usize, conn_kind: ConnectionKind) {
         if self.peers[peer].is_open(conn_kind) || peer == self.settings.me {
             return;
@@ -279,7 +287,8 @@ impl Engine {
         }
     }
 
-    /// Moves what can be moved now in the first collective and all messages.
+    /// Moves data of the first collective and of all messages, as far as possible without waiting. Returns
+    /// whether anything moved.
     pub(super) fn progress(&mut self) -> bool {
         let mut moved = false;
         if let Some(first) = self.collectives.front_mut() {
@@ -302,7 +311,7 @@ impl Engine {
             }
         }
         if !self.any_source.recvs.is_empty() || !self.probes.is_empty() {
-            // Only the connections know which peers have sent something.
+            // The awaited message may come from any peer, so all connections that have data are read.
             self.poll_ready();
             moved |= self.complete_probes();
         }
@@ -388,7 +397,8 @@ impl Drive for Engine {
         if let Some(reason) = abort {
             self.fail(Report::new(self.settings.me, Cause::Aborted { reason }));
         }
-        // Starting one operation may have ended the group before the next was queued.
+        // Starting a task may fail the group before the task is in its queue. Then the failure has not ended
+        // the task.
         self.fail_pending();
     }
 
@@ -411,7 +421,7 @@ impl Engine {
                 return;
             }
             if let Some(failure) = self.failure.as_ref().filter(|_| !goal.is_background()) {
-                // After a failure the engine has no tasks, so nobody else would set these completions.
+                // After a failure the engine has no tasks, so no other code would complete these.
                 for completion in goal.completions {
                     completion.complete(Err(self.error(failure, None, 0, (0, 0))));
                 }

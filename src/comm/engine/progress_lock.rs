@@ -1,8 +1,8 @@
-//! Progress: the thread that waits drives the engine, and a background thread drives operations nobody waits
-//! for.
+//! The progress lock. Only the thread that holds it drives the engine: it runs tasks, moves data and sleeps.
+//! That is a thread that waits for an operation, or else a background thread.
 //!
 //! A call queues its task and tries to take the progress lock. The thread that has the lock drives all tasks
-//! until its own is done. The others sleep until their task is done or the lock is free. The background
+//! until its own is done. Other callers sleep until their task is done or the lock is free. The background
 //! thread exists from the first nonblocking operation on. It never spins, releases the lock when a caller
 //! asks for it, and takes it again when no caller has taken it for a while.
 
@@ -21,12 +21,12 @@ use super::sync::{
     TryLockError, park, park_timeout,
 };
 
-/// Time for which the lock must have been free before the background thread takes it. A thread that begins an
-/// operation often waits for it next, and a handover of the lock costs two wake-ups.
+/// Time during which no caller may have taken the progress lock before the background thread takes it. A
+/// thread that begins an operation often waits for it next, and a handover of the lock costs two wake-ups.
 const BACKGROUND_DELAY: Duration = Duration::from_micros(300);
 const PANICKED: &str = "a callback panicked";
 
-/// The engine, as the progress lock sees it.
+/// What the progress lock needs of an engine. Model tests use a simple engine instead of the real one.
 pub(crate) trait Drive: Debug + Send + 'static {
     type Task: Debug + Send;
     type Doorbell: Debug + Doorbell + Send + Sync;
@@ -34,24 +34,27 @@ pub(crate) trait Drive: Debug + Send + 'static {
     /// Runs tasks until `goal` is reached.
     fn drive(&mut self, goal: &Goal<'_>);
 
-    /// Takes all requests from the submission queue.
+    /// Takes all tasks and abort requests from the submission queue, and starts the tasks.
     fn collect(&mut self);
 
-    /// Takes all requests from the submission queue, and moves data that can move at once.
+    /// Takes all tasks and abort requests from the submission queue, and moves data that can move without
+    /// waiting.
     fn poll_once(&mut self);
 
-    /// Handles a panic of the driving thread: no task may be touched again. It may be called more than once.
+    /// Handles a panic of the thread that drove the engine: ends all tasks, whose memory must not be touched
+    /// again. It may be called more than once.
     fn on_panic(&mut self);
 }
 
-/// The condition that ends a drive.
+/// The condition at which a thread stops driving the engine.
 #[derive(Debug)]
 pub(crate) struct Goal<'a> {
-    /// The drive ends when one of these is done, or, if there are none, when nothing is pending.
+    /// The thread stops driving when one of these is done. The list of the background thread is empty: it
+    /// stops when no nonblocking operation is pending.
     pub(super) completions: &'a [Arc<Completion>],
     pub(super) until: Option<Instant>,
     callback_queue: &'a CallbackQueue,
-    /// Number of callers that wait for the lock.
+    /// Number of callers that wait for the progress lock.
     callers: &'a AtomicUsize,
     closing: &'a AtomicBool,
 }
@@ -63,13 +66,15 @@ impl Goal<'_> {
             || self.callback_queue.has_queued()
     }
 
-    /// Returns whether the background thread has no reason to drive.
+    /// Returns whether the background thread is driving and must release the lock: no operation is pending, a
+    /// caller waits for the lock, or the group is being closed.
     pub(super) fn should_release(&self) -> bool {
         let requested = || self.callers.load(Ordering::SeqCst) > 0 || self.closing.load(Ordering::SeqCst);
         self.is_background() && (self.callback_queue.pending_operations() == 0 || requested())
     }
 
-    /// Returns whether no caller waits for the tasks, so that spinning would only take a core from others.
+    /// Returns whether the background thread is driving. Then no caller waits for the tasks, and spinning
+    /// would only take a core from other threads.
     pub(super) fn is_background(&self) -> bool {
         self.completions.is_empty()
     }
@@ -91,7 +96,7 @@ impl<E: Drive> Shared<E> {
         self.inner.callback_queue()
     }
 
-    /// Queues a task for the driver, without waiting.
+    /// Queues a task for the thread that drives the engine, without waiting.
     pub(crate) fn post(&self, task: E::Task) {
         self.inner.post(task);
     }
@@ -108,7 +113,8 @@ impl<E: Drive> Shared<E> {
         Ok(())
     }
 
-    /// Begins queued tasks at once, and leaves the rest to the background thread.
+    /// Starts the queued tasks and moves data that can move without waiting, unless another thread drives.
+    /// Leaves the rest to the background thread.
     pub(crate) fn poll_once(&self) {
         self.inner.poll_once(|| {
             if let Some(background) = &*self.background() {
@@ -117,12 +123,12 @@ impl<E: Drive> Shared<E> {
         });
     }
 
-    /// Waits until one of `completions` (at least one) is done, at most until `until`.
+    /// Waits until one of `completions` (at least one) is done, at most until `until` if that is given.
     pub(crate) fn wait(&self, completions: &[Arc<Completion>], until: Option<Instant>) {
         self.inner.wait(completions, until);
     }
 
-    /// Calls `function` with the engine if no other thread has it.
+    /// Calls `function` with the engine if no other thread holds the progress lock; else returns `None`.
     pub(super) fn try_with_engine<R>(&self, function: impl FnOnce(&mut E) -> R) -> Option<R> {
         self.inner.try_with_engine(function)
     }
@@ -132,7 +138,7 @@ impl<E: Drive> Shared<E> {
         self.inner.abort(reason);
     }
 
-    /// Stops the background thread, and calls `last` with the engine.
+    /// Stops the background thread, and then calls `last` with the engine.
     pub(crate) fn close(&self, last: impl FnOnce(&mut E)) {
         let background = self.background().take();
         self.inner.close(|| {
@@ -140,7 +146,8 @@ impl<E: Drive> Shared<E> {
                 background.thread().unpark();
             }
         });
-        // A callback may drop the last handle. Then this is the background thread itself, which ends next.
+        // If a callback drops the last handle of the group, this is the background thread. It cannot join
+        // itself, and ends after the callback.
         if let Some(background) = background.filter(|other| other.thread().id() != thread::current().id()) {
             let _ = background.join();
         }
@@ -158,12 +165,13 @@ pub(super) struct Inner<E: Drive> {
     progress_lock: ProgressLock<E>,
     submissions: Arc<SubmissionQueue<E::Task, E::Doorbell>>,
     callback_queue: Arc<CallbackQueue>,
-    /// Number of callers that wait for the lock.
+    /// Number of callers that wait for the progress lock.
     callers: AtomicUsize,
     closing: AtomicBool,
-    /// Number of times that a caller took the lock.
+    /// Number of times that a caller took the progress lock. It tells the background thread whether callers
+    /// drive the engine.
     acquisitions: AtomicUsize,
-    /// The background thread sleeps until it is woken.
+    /// True while the background thread sleeps without a timeout because no nonblocking operation is pending.
     idle: AtomicBool,
 }
 
@@ -246,8 +254,8 @@ impl<E: Drive> Inner<E> {
         let mut taken = None;
         while !self.closing.load(Ordering::SeqCst) {
             self.run_callbacks();
-            // This is a swap, not a store: it must see operations that were begun before another thread found
-            // the flag set.
+            // This is a swap, not a store. If it reads the `false` that another thread set in `poll_once`, it
+            // also sees the operations that this other thread began before.
             self.idle.swap(true, Ordering::SeqCst);
             if self.callback_queue.pending_operations() == 0 {
                 park();
@@ -264,7 +272,7 @@ impl<E: Drive> Inner<E> {
             if self.callers.load(Ordering::SeqCst) > 0 {
                 park();
             } else if let Some(mut driver) = self.try_lock_engine() {
-                // After a panic there is nothing left to drive.
+                // A panic has ended all tasks, so nothing is left to drive.
                 let drive = move || driver.run(|engine| engine.drive(&self.goal(&[], None)));
                 let _ = catch_unwind(AssertUnwindSafe(drive));
                 continue;
@@ -273,16 +281,17 @@ impl<E: Drive> Inner<E> {
             }
             taken = None;
         }
-        // The callbacks of the last drive run now, because no other thread may come.
+        // Callbacks that were queued while this thread last drove run now, because no other thread may come
+        // to run them.
         self.run_callbacks();
     }
 
-    /// Calls `function` with the engine. The caller is the only thread that uses it.
+    /// Calls `function` with the engine. The caller guarantees that no other thread uses the engine.
     pub(super) fn with_engine<R>(&self, function: impl FnOnce(&mut E) -> R) -> R {
         function(&mut self.progress_lock.lock().unwrap_or_else(after_panic))
     }
 
-    /// Calls `function` with the engine if no other thread has it.
+    /// Calls `function` with the engine if no other thread holds the progress lock; else returns `None`.
     pub(super) fn try_with_engine<R>(&self, function: impl FnOnce(&mut E) -> R) -> Option<R> {
         let mut driver = self.try_drive()?;
         Some(driver.run(function))
@@ -301,7 +310,8 @@ impl<E: Drive> Inner<E> {
     fn try_drive(&self) -> Option<DriverGuard<'_, E>> {
         let driver = self.try_lock_engine();
         if driver.is_some() {
-            // Only the thread that has the lock counts.
+            // Only the thread that holds the progress lock writes this counter, so a load and a store
+            // suffice.
             self.acquisitions
                 .store(self.acquisitions.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
         }
@@ -318,7 +328,8 @@ impl<E: Drive> Inner<E> {
         }
     }
 
-    /// Asks to be woken when the lock is free, and tries once more, because it may be free already.
+    /// Registers this thread to be woken when the progress lock is released, then tries the lock once more:
+    /// it may have been released before the registration.
     fn queue_and_try_drive(&self) -> Option<DriverGuard<'_, E>> {
         self.submissions.queue_for_lock();
         self.try_drive()
@@ -334,8 +345,8 @@ impl<E: Drive> Inner<E> {
     }
 }
 
-/// A caller that found the lock taken, until it has the lock or needs it no more. The background thread makes
-/// room.
+/// Counts a caller that found the progress lock taken, until it has the lock or needs it no more. While a
+/// caller is counted, the background thread releases the lock.
 struct WaitingCaller<'a, E: Drive>(&'a Inner<E>);
 
 impl<'a, E: Drive> WaitingCaller<'a, E> {
@@ -349,14 +360,15 @@ impl<'a, E: Drive> WaitingCaller<'a, E> {
 impl<E: Drive> Drop for WaitingCaller<'_, E> {
     fn drop(&mut self) {
         if self.0.callers.fetch_sub(1, Ordering::SeqCst) == 1 {
-            // If this caller never took the lock, no other thread wakes the background thread.
+            // If this caller never took the lock, no other thread wakes the background thread, which waits
+            // for the callers to finish.
             self.0.submissions.lock_released();
         }
     }
 }
 
-/// The engine, while one thread drives it. Fields are dropped in order: the lock is released first, then the
-/// threads that wait for it are woken.
+/// The engine, while this thread holds the progress lock and drives it. Fields are dropped in order: the lock
+/// is released first, then the threads that wait for it are woken.
 struct DriverGuard<'a, E: Drive> {
     engine: ProgressLockGuard<'a, E>,
     _wake_next: WakeNext<'a, E>,
@@ -364,8 +376,8 @@ struct DriverGuard<'a, E: Drive> {
 
 impl<E: Drive> DriverGuard<'_, E> {
     /// Calls `function` with the engine. If it panics, the engine forgets all tasks before the unwinding
-    /// frees their memory. The poison of the lock would come too late for that, and does not come at all if
-    /// the thread unwound already when it took the lock.
+    /// frees their memory. The lock is poisoned only after that, and never if the thread was already
+    /// unwinding when it took the lock.
     fn run<R>(&mut self, function: impl FnOnce(&mut E) -> R) -> R {
         let on_unwind = ForgetTasks(&mut *self.engine);
         let result = function(&mut *on_unwind.0);
@@ -374,7 +386,8 @@ impl<E: Drive> DriverGuard<'_, E> {
     }
 }
 
-/// Makes the engine forget all tasks when it is dropped.
+/// Makes the engine end and forget all tasks when it is dropped, which happens only if the driving thread
+/// panics.
 struct ForgetTasks<'a, E: Drive>(&'a mut E);
 
 impl<E: Drive> Drop for ForgetTasks<'_, E> {
@@ -383,12 +396,13 @@ impl<E: Drive> Drop for ForgetTasks<'_, E> {
     }
 }
 
+/// Wakes the threads that wait for the progress lock when it is dropped, after the lock was released.
 struct WakeNext<'a, E: Drive>(&'a Inner<E>);
 
 impl<E: Drive> Drop for WakeNext<'_, E> {
     fn drop(&mut self) {
-        // A thread that found the lock taken may have queued an abort after this thread looked last. Nobody
-        // waits for an abort, so this thread must take it.
+        // A thread that found the lock taken may have queued an abort after this thread last took requests.
+        // No thread waits for an abort, so this thread must take it.
         if self.0.submissions.lock_released()
             && let Some(mut driver) = self.0.try_lock_engine()
         {
@@ -397,7 +411,8 @@ impl<E: Drive> Drop for WakeNext<'_, E> {
     }
 }
 
-/// Takes the engine from a lock that a panic has poisoned. No task may be touched again.
+/// Takes the engine from a progress lock that a panic has poisoned, and makes it end all tasks: none may be
+/// touched again.
 fn after_panic<E: Drive>(poisoned: PoisonError<ProgressLockGuard<'_, E>>) -> ProgressLockGuard<'_, E> {
     let mut engine = poisoned.into_inner();
     engine.on_panic();

@@ -13,7 +13,8 @@ use crate::plan::Algorithm;
 use crate::shm::small_call::SmallCall;
 
 impl Engine {
-    /// Records a new collective, which runs after those that are queued.
+    /// Records a new collective in the flight recorder, begun at the time `at_ns`. It runs after the
+    /// collectives that are queued.
     pub(super) fn record_collective(&self, run: &Execution, at_ns: u64) -> CallRecord {
         let entry = CallInfo {
             operation: layout::Operation::Collective,
@@ -29,7 +30,8 @@ impl Engine {
         self.settings.flight.begin(&entry)
     }
 
-    /// Records a new message operation. Probes that do not wait and engine functions are not recorded.
+    /// Records a new send, receive or waiting probe in the flight recorder. Other probes and engine functions
+    /// are not recorded.
     pub(super) fn record_message(&self, operation: &Operation<'_>, completion: &Completion) {
         let (kind, peer, call) = match *operation {
             Operation::Collective { .. } | Operation::Probe { wait: false, .. } => return,
@@ -42,14 +44,15 @@ impl Engine {
         let _ = completion.step.set(self.settings.flight.begin(&entry));
     }
 
-    /// Records that the next collective starts.
+    /// Records in the flight recorder that the first queued collective starts.
     pub(super) fn record_start(&self) {
         if let Some(step) = self.collectives.front().and_then(|first| first.completion.step.get()) {
             step.start();
         }
     }
 
-    /// Records that nothing moves: the awaited ranks, and the progress of the current collective.
+    /// Records in the flight recorder that the current collective waits: for which ranks, and how many bytes
+    /// it has received and sent.
     pub(super) fn record_waiting(&self) {
         let Some(first) = self.collectives.front() else { return };
         if let Some(step) = first.completion.step.get() {
@@ -61,14 +64,14 @@ impl Engine {
         }
     }
 
-    /// Records the failure of the group.
+    /// Records the failure of the group in the flight recorder.
     pub(super) fn record_failure(&self, report: &Report) {
         self.record_waiting();
         self.settings.flight.failed(report);
     }
 }
 
-/// Returns the recorded description of a message.
+/// Returns the flight recorder entry of a send, receive or probe.
 pub(super) fn message_entry(
     operation: layout::Operation,
     peer: Option<usize>,
@@ -89,7 +92,7 @@ pub(super) fn message_entry(
     }
 }
 
-/// Returns the recorded description of a small call in shared memory, which no operation precedes.
+/// Returns the flight recorder entry of a small collective in shared memory. No queued operation precedes it.
 pub(super) fn small_entry(call: Call, small: &SmallCall, at_ns: u64) -> CallInfo {
     let (to_send_bytes, to_receive_bytes) = small.volume();
     CallInfo {

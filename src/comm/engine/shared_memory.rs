@@ -1,4 +1,4 @@
-//! Shared memory with the other ranks of the host: how the engine sets it up and uses it.
+//! Shared memory between the ranks of a host: how the engine sets it up and uses it.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,12 +17,14 @@ use crate::shm::bootstrap::{self, Follower, HostBootstrap, Leader, LocalGroup};
 use crate::shm::unavailable::Unavailable;
 use crate::shm::{HostMemory, Layout, RingChannel};
 
-/// Longest time for the report of a failure to arrive on a connection inside the host.
+/// Longest wait for the failure report of another rank of this host after that rank has marked the shared
+/// memory as failed.
 const FAILURE_REPORT_TIMEOUT: Duration = Duration::from_millis(100);
 
 impl Engine {
-    /// Sets up shared memory with the other `ranks` of this host (this one is among them), which then carries
-    /// the data. If one of them cannot, all of them use connections, and the result says why.
+    /// Sets up shared memory between `ranks`, the ranks of this host (this rank is one of them). It then
+    /// carries their data. If one of them cannot share memory, all of them use connections, and the result
+    /// says why. The set-up may take until `until`.
     pub(crate) fn share_memory(
         &mut self,
         ranks: &[usize],
@@ -73,7 +75,8 @@ impl Engine {
         }
     }
 
-    /// Returns the registry of user memory that the ranks of the host share, if they share any.
+    /// Returns the registry of buffers that users allocate in memory shared with the other ranks of this
+    /// host; `None` if these ranks share no memory.
     pub(crate) fn allocations(&self) -> Option<Arc<Allocations>> {
         self.node.as_ref().map(|node| Arc::clone(node.allocations()))
     }
@@ -126,14 +129,15 @@ impl Engine {
             self.peers[rank].collective = Some(conn(RingChannel::Collectives));
         }
         for (rank, process) in node.processes().filter(|&(rank, _)| rank != self.settings.me) {
-            // If the process cannot be watched, its connection reports its end.
+            // If the process cannot be watched, the end of its control connection shows that it has ended.
             let _ = self.poller.add(process, Source::Process(rank), false);
         }
         self.local_peers = node.others().map(|(_, rank)| rank).collect();
         self.node = Some(node);
     }
 
-    /// Handles the end of a rank's process. Its connection ends too, unless another process still holds that.
+    /// Handles the end of a rank's process. Its control connection then counts as closed, even if another
+    /// process still holds the socket.
     pub(super) fn process_ended(&mut self, rank: usize) {
         if let Some(process) = self.node.as_ref().and_then(|node| node.process(rank)) {
             self.poller.remove(process);
@@ -144,14 +148,15 @@ impl Engine {
         }
     }
 
-    /// Asks the other ranks of the host to ring the doorbell when they write to shared memory. Returns
-    /// whether their earlier writes leave nothing to do.
+    /// Asks the other ranks of the host to ring this rank's doorbell when they write to shared memory.
+    /// Returns whether this rank may sleep: what they wrote before leaves nothing to do.
     pub(super) fn may_sleep_on_memory(&mut self, goal: &Goal<'_>) -> bool {
         let Some(node) = &self.node else { return true };
         node.mark_sleeping();
         self.control_activity = false;
         let moved = self.progress_local_messages() | self.progress();
-        // A control frame may have arrived that the goal waits for, and no descriptor will report it again.
+        // A control frame that the goal waits for may have arrived just now, and no descriptor will report it
+        // again.
         let still = !moved && !self.control_activity && self.failure.is_none() && !goal.is_reached();
         still && self.node.as_ref().is_some_and(HostMemory::is_marked_sleeping)
     }
@@ -162,8 +167,9 @@ impl Engine {
         }
     }
 
-    /// Waits for the report of why another rank of the host has ended the group, if one has. After that no
-    /// later collective in shared memory succeeds, though the stamps that it needs may be there from before.
+    /// If another rank of the host has ended the group, waits for the report that says why. Without the
+    /// report, a later collective in shared memory could succeed: the stamps that it needs may have been
+    /// written before the failure.
     pub(super) fn wait_for_failure_report(&mut self) {
         let until = Instant::now() + FAILURE_REPORT_TIMEOUT;
         while self.failure.is_none() && self.node.as_ref().is_some_and(HostMemory::has_failed) {
@@ -175,7 +181,8 @@ impl Engine {
         }
     }
 
-    /// Moves messages with the ranks of this host, which no descriptor announces.
+    /// Moves messages between this rank and the other ranks of its host. They are in shared memory, so no
+    /// descriptor becomes readable when one arrives.
     pub(super) fn progress_local_messages(&mut self) -> bool {
         let mut moved = false;
         for index in 0..self.local_peers.len() {

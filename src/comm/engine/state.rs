@@ -20,24 +20,25 @@ use crate::links::hello::{ConnectionKind, Credentials};
 /// The settings of an engine, which do not change.
 #[derive(Debug)]
 pub(crate) struct Settings {
-    /// Name of the group, for messages.
+    /// Name of the group, for error messages.
     pub(crate) name: String,
     pub(crate) me: usize,
     pub(crate) size: usize,
     pub(crate) credentials: Credentials,
     /// The address at which each rank listens.
     pub(crate) addresses: Vec<SocketAddr>,
-    /// The store in which the ranks agree on the cause of a failure; `abort_key` is the key.
+    /// The store in which the ranks agree on the cause of a failure, under the key `abort_key`.
     pub(crate) store: Arc<dyn Store>,
     pub(crate) abort_key: Vec<u8>,
-    /// The rank in whose process the store lives, if it lives in one.
+    /// The rank whose process serves the store; `None` if no rank does.
     pub(crate) store_rank: Option<usize>,
-    /// The channel on which the launcher reports deaths, and the generation of this round.
+    /// The channel on which the launcher reports ranks that died, and the generation of this rendezvous
+    /// round, without which its reports are ignored.
     pub(crate) agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
-    /// Longest time until a dead host or path is noticed.
+    /// Longest time until a dead host or network path is detected.
     pub(crate) peer_timeout: Duration,
     pub(crate) sharing: CoreSharing,
-    /// The group's part of the flight recorder.
+    /// The flight recorder's entries of this group.
     pub(crate) flight: Arc<GroupRecorder>,
 }
 
@@ -45,23 +46,24 @@ pub(crate) struct Settings {
 #[derive(Debug)]
 pub(super) struct Peer {
     pub(super) control: Option<Conn>,
-    /// Control bytes that the connection has not taken yet.
+    /// Bytes of control frames that are not written to the control connection yet.
     pub(super) control_out: Vec<u8>,
     pub(super) collective: Option<Conn>,
     pub(super) messages: PeerMessages,
-    /// The peer said goodbye.
+    /// The peer has left the group: its Goodbye frame has arrived.
     pub(super) left: bool,
-    /// The time and manner in which its control connection ended.
+    /// The time at which the peer's control connection ended, and the error; `None` before that.
     pub(super) control_closed: Option<(Instant, ConnError)>,
-    /// The time until which its control connection must explain why a data connection ended, and the error.
+    /// Set if a data connection of the peer has ended: the time until which its control connection must show
+    /// why, and the error.
     pub(super) suspect: Option<(Instant, String)>,
     /// The last monitored barrier at which the peer said that it has arrived.
     pub(super) last_barrier: Option<u64>,
-    /// The last report of what the peer waits in, and for whom.
+    /// The peer's last report of the call that it waits in, and of the ranks that it waits for.
     pub(super) wait_report: Option<WaitReport>,
-    /// The peer's offer to share memory, which says how to reach it.
+    /// The peer's offer to share memory, which says how this rank can reach the memory.
     pub(super) offer: Option<Vec<u8>>,
-    /// Lanes that the peer was asked to open.
+    /// For each [`ConnectionKind`], whether this rank has asked the peer to open that connection.
     pub(super) requested: [bool; 3],
 }
 
@@ -77,11 +79,11 @@ pub(super) struct WaitReport {
 pub(super) struct Collective {
     pub(super) execution: Execution,
     pub(super) completion: Arc<Completion>,
-    /// In a monitored barrier: the others were told that this rank has arrived.
+    /// In a monitored barrier: this rank has told the other ranks that it has arrived.
     pub(super) arrival_announced: bool,
 }
 
-/// A wait of a rank: the number of the call, the call, and the awaited ranks.
+/// What a rank waits in: the number of the call, the call, and the ranks that it waits for.
 pub(super) type Wait = (u64, Call, Vec<usize>);
 
 impl Peer {

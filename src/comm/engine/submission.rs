@@ -1,4 +1,5 @@
-//! The submission queue: requests of other threads to the one that drives the engine.
+//! The submission queue: tasks and abort requests that threads hand over to the thread that drives the
+//! engine.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -9,7 +10,7 @@ use super::sync::{
     AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, Thread, current, fence,
 };
 
-/// Wakes a driver that sleeps.
+/// Wakes the thread that drives the engine, if it sleeps.
 pub(crate) trait Doorbell {
     fn ring(&self);
 }
@@ -23,11 +24,11 @@ impl Doorbell for EventFd {
 #[derive(Debug)]
 pub(crate) struct SubmissionQueue<T = Task, B = EventFd> {
     entries: Mutex<Submissions<T>>,
-    /// Flags for the content of `entries`, so that readers need no lock: tasks or an abort
+    /// Flags that describe the content of `entries`, so that readers need no lock: tasks or an abort
     /// ([`HAS_SUBMISSIONS`]), threads that wait for the progress lock ([`HAS_LOCK_WAITERS`]). The higher bits
     /// count how often the lock was released.
     flags: AtomicUsize,
-    /// The driver sleeps, so the doorbell must be rung.
+    /// The thread that drives the engine sleeps, so a new request must ring the doorbell.
     asleep: AtomicBool,
     doorbell: B,
 }
@@ -69,24 +70,24 @@ impl<T, B: Doorbell> SubmissionQueue<T, B> {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Queues a request for the driver.
+    /// Queues a request, which `write` adds, and wakes the thread that drives the engine.
     pub(super) fn post(&self, write: impl FnOnce(&mut Submissions<T>)) {
         write(&mut self.entries());
         self.flags.fetch_or(HAS_SUBMISSIONS, Ordering::SeqCst);
         self.wake_driver();
     }
 
-    /// Wakes a driver that sleeps.
+    /// Wakes the thread that drives the engine, if it sleeps.
     pub(super) fn wake_driver(&self) {
-        // This fence pairs with that of `prepare_sleep`: this thread sees that the driver sleeps, or the
-        // driver sees the request.
+        // This fence pairs with that of `prepare_sleep`: this thread sees that the driving thread sleeps, or
+        // the driving thread sees the request.
         fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::SeqCst) {
             self.doorbell.ring();
         }
     }
 
-    /// Returns whether a request is queued.
+    /// Returns whether a task or an abort request is queued.
     pub(super) fn has_submissions(&self) -> bool {
         self.flags.load(Ordering::SeqCst) & HAS_SUBMISSIONS != 0
     }
@@ -102,8 +103,9 @@ impl<T, B: Doorbell> SubmissionQueue<T, B> {
         Some((std::mem::take(&mut entries.tasks), entries.abort.take()))
     }
 
-    /// Announces that the driver is about to sleep. Returns whether it may. `wanted` is evaluated after the
-    /// announcement, so a thread that changes its result then [wakes it](Self::wake_driver) is not missed.
+    /// Announces that the driving thread is about to sleep. Returns whether it may: no request is queued, and
+    /// `wanted` returns `false`. `wanted` is evaluated after the announcement. So a thread that changes its
+    /// result and then calls [`Self::wake_driver`] wakes the driving thread.
     pub(super) fn prepare_sleep(&self, wanted: impl FnOnce() -> bool) -> bool {
         self.asleep.store(true, Ordering::SeqCst);
         fence(Ordering::SeqCst);
@@ -115,17 +117,17 @@ impl<T, B: Doorbell> SubmissionQueue<T, B> {
     }
 
     /// Queues this thread to be woken when the progress lock is free. The caller must try the lock once more
-    /// after this: it may be free already. (If the thread that released it did not see the flag, it released
-    /// it before the flag was set, so this thread sees the lock free.)
+    /// after this call: the lock may be free already. (If the thread that released it did not see the flag,
+    /// it released it before the flag was set, so this thread sees the lock free.)
     pub(super) fn queue_for_lock(&self) {
         self.entries().lock_waiters.push(current());
         self.flags.fetch_or(HAS_LOCK_WAITERS, Ordering::SeqCst);
     }
 
-    /// Announces that the progress lock is free: wakes a thread that waits for it. Returns whether requests
+    /// Announces that the progress lock is free: wakes the threads that wait for it. Returns whether requests
     /// are queued. From now on, a thread that queues a request finds the lock free.
     pub(super) fn lock_released(&self) -> bool {
-        // The counter changes each time, so that no fence is needed; this costs less.
+        // The release counter makes this change `flags` each time, so no fence is needed; this costs less.
         let flags = self.flags.fetch_add(RELEASE, Ordering::SeqCst);
         if flags & HAS_LOCK_WAITERS != 0 {
             self.unpark_lock_waiters();

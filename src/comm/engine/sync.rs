@@ -1,4 +1,5 @@
-//! Synchronisation primitives of the engine, which `engine/models.rs` replaces by those of loom.
+//! Synchronisation primitives of the engine. In model tests (`engine/models.rs`) those of loom replace them;
+//! loom runs a test in all interleavings of its threads.
 
 pub(super) use std::sync::PoisonError;
 
@@ -24,8 +25,8 @@ pub(super) fn park_timeout(_: std::time::Duration) {
     loom::thread::yield_now();
 }
 
-/// A lock that threads mostly try and seldom wait for. loom's own lock does not explore a try just before the
-/// release. This one uses an atomic, so that loom explores it.
+/// The progress lock in model tests. loom's own lock does not explore that a thread tries it just before its
+/// release. This lock uses an atomic, so that loom explores that case.
 #[cfg(loom)]
 #[derive(Debug)]
 pub(super) struct ProgressLock<T> {

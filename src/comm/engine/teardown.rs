@@ -1,4 +1,4 @@
-//! Teardown of an engine: it says goodbye and leaves no connection open.
+//! Teardown of an engine: it sends a Goodbye frame to each peer and leaves no connection open.
 
 use std::io::IoSlice;
 use std::os::fd::BorrowedFd;
@@ -14,25 +14,27 @@ use crate::fault::fault_point;
 use crate::frame::Kind;
 use crate::links::conn::Conn;
 
-/// Longest time for peers to accept data that was sent to them. After it the connections are closed anyway.
+/// Longest wait for the peers' kernels to accept data that was sent to them. After it the connections are
+/// closed anyway.
 const LINGER: Duration = Duration::from_secs(2);
 
-/// Delay after the last bytes sent to a waiting rank before it is asked what it waits for, and interval of
-/// further questions. When it answers, it has received all that was on the way.
+/// Interval at which a leaving rank asks the other ranks which calls they wait in. A reported wait for a
+/// message counts only if it comes this long after the last bytes were on the way to that rank: it then has
+/// them.
 const SETTLE: Duration = Duration::from_millis(250);
 
-/// The state of a rank that leaves when its operations are done.
+/// The state of a rank that leaves the group as soon as its operations are done.
 #[derive(Debug)]
 pub(super) struct Finishing {
     since: Instant,
-    /// The time at which the others were last asked what they wait in.
+    /// The time at which this rank last asked the other ranks which calls they wait in.
     queried_at: Instant,
-    /// For each peer, the time at which bytes were last on the way to it.
+    /// For each peer, the time at which bytes that this rank sent were last seen on the way to the peer.
     last_in_flight: Vec<Instant>,
 }
 
 impl Finishing {
-    /// Returns when to ask again.
+    /// Returns when to ask the other ranks again which calls they wait in.
     pub(super) fn wake_at(&self) -> Instant {
         self.queried_at + SETTLE
     }
@@ -40,7 +42,7 @@ impl Finishing {
 
 impl Engine {
     /// Leaves because the thread that held this rank's last handle panics. This ends the group for all ranks.
-    /// Without it the others would assume that this rank has left in good order.
+    /// Else the other ranks would assume that this rank has left in good order.
     pub(crate) fn leave_on_panic(&mut self) {
         if !self.left {
             let rank = self.settings.me;
@@ -49,8 +51,9 @@ impl Engine {
         self.leave();
     }
 
-    /// Prepares to leave when the last handle is dropped: pending operations are finished first. Receives are
-    /// given up, because nobody holds the buffers that they would fill.
+    /// Prepares to leave when the last handle is dropped: pending operations are finished first. Receives
+    /// that no message has matched are cancelled, because the program has dropped the handles that give
+    /// access to their buffers.
     pub(super) fn finish(&mut self) {
         let cancelled = self.peers.iter_mut().flat_map(|peer| peer.messages.cancel_receives());
         let cancelled: Vec<_> =
@@ -59,13 +62,14 @@ impl Engine {
         let now = Instant::now();
         self.finishing =
             Some(Finishing { since: now, queried_at: now, last_in_flight: vec![now; self.settings.size] });
-        // The others may have told their state before, and will not repeat it unasked.
+        // The other ranks may have reported their waits before, and do not repeat a report unless they are
+        // asked.
         let query = self.wait_query();
         self.broadcast_control(&query, &[]);
     }
 
-    /// Returns whether this rank must leave before all is done, because another rank waits for a call that
-    /// will never come. Pending operations then end.
+    /// Returns whether this rank must leave although operations are pending, because another rank waits for a
+    /// call that this rank will not make. The pending operations then end with an error.
     pub(super) fn abandons_pending(&mut self) -> bool {
         let Some((rank, since)) = self.waiting_peer() else { return false };
         let ended = self.take_all_operations();
@@ -83,7 +87,7 @@ impl Engine {
     }
 
     /// Returns a rank that waits for an operation which this finishing rank has not begun, and the time since
-    /// which this rank finishes.
+    /// which this rank is finishing.
     fn waiting_peer(&mut self) -> Option<(usize, Instant)> {
         let now = Instant::now();
         let finishing = self.finishing.as_mut()?;
@@ -115,10 +119,10 @@ impl Engine {
         CommError::Destroyed { group: self.settings.name.clone() }
     }
 
-    /// Says goodbye and closes all connections.
+    /// Sends a Goodbye frame to every peer and closes all connections.
     ///
     /// Closing a connection that holds unread bytes resets it, and a reset discards bytes that the peer's
-    /// kernel has not accepted yet. So the engine announces the end, reads and drops incoming bytes, and
+    /// kernel has not accepted yet. So the engine sends a Goodbye frame, reads and drops incoming bytes, and
     /// waits until the peer's kernel has accepted everything. (It does not wait until the peer reads it.)
     /// Then it closes: a reset does no harm any more, and it leaves no port in TIME_WAIT.
     pub(crate) fn leave(&mut self) {
@@ -148,7 +152,7 @@ impl Engine {
                 break;
             }
             let fds: Vec<_> = closing.iter().filter_map(ClosingConn::poll).collect();
-            // Acceptance makes no descriptor ready, so the loop looks again soon.
+            // No descriptor becomes ready when a peer's kernel accepts data, so the loop checks again soon.
             self.poller.sleep(&fds, Duration::from_millis(1));
         }
         self.handshakes.close();
@@ -159,17 +163,18 @@ impl Engine {
 /// A connection that is about to be closed.
 struct ClosingConn {
     conn: Conn,
-    /// Bytes that the connection has not taken yet: a farewell, or the cause of the failure.
+    /// Bytes that the connection has not taken yet: a Goodbye frame, or the cause of the group's failure.
     unsent: Vec<u8>,
-    /// The write side is closed.
+    /// The connection is closed for writing.
     closed: bool,
 }
 
 impl ClosingConn {
-    /// Takes one step of the close. Returns whether the connection can be closed.
+    /// Sends what the connection takes now, and reads and drops incoming bytes. Returns whether the
+    /// connection can be closed.
     fn try_close(&mut self) -> bool {
         while !self.unsent.is_empty() {
-            // A broken connection is detected when reading.
+            // A send error is ignored here: a broken connection is detected when it is read.
             let sent = self.conn.send(&[IoSlice::new(&self.unsent)]).unwrap_or(0);
             if sent == 0 {
                 break;

@@ -1,30 +1,36 @@
-//! Wait policy: a rank that finds nothing to move spins, yields its core, or sleeps. Pure.
+//! Wait policy: a rank that has no data to move spins, yields its core, or sleeps. Pure.
 //!
-//! A sleeping rank costs its sender a wake-up, and wakes late. A rank that spins or yields takes a core that
-//! others may need. If each rank has a core, the awaited data nearly always comes within microseconds. If
-//! not, the awaited rank needs this core, and gets it soonest if this rank yields. But a kernel that
-//! schedules sessions before threads (autogroups) ignores such a yield, and then only sleeping helps.
+//! A rank that sleeps must be woken by the rank that sends to it, and wakes late. A rank that spins or yields
+//! takes a core that other threads may need. If each rank has a core, the awaited data nearly always comes
+//! within microseconds. If there are more ranks than cores, the awaited rank may need this core, and gets it
+//! soonest if this rank yields. But a kernel that schedules sessions before threads (autogroups) ignores such
+//! a yield, and then only sleeping helps.
 
 use std::time::Duration;
 
-/// Attempts that only spin, and the following attempts that yield.
+/// Attempts to move data that only spin, at the start of a wait.
 const SPINS: u32 = 20;
+/// Attempts to move data that yield the core, after those that spin.
 const YIELDS: u32 = 100;
-/// Yields in a row that let no other thread run, if there are more ranks than cores. After so many, as a rule
-/// no other thread needs this core, and the awaited data comes from another core.
+/// Most yields in a row that let no other thread run, if there are more ranks than cores. After so many, as a
+/// rule no other thread needs this core, and the awaited data comes from another core.
 const OVERSUBSCRIBED_IDLE_YIELDS: u32 = 30;
-/// Limit for yields that let no other thread run, if a yield does not reach the other ranks (autogroups).
+/// Most yields in a row that let no other thread run, if the kernel does not give the core to another rank at
+/// a yield (autogroups).
 const SESSIONS_IDLE_YIELDS: u32 = 3;
-/// Least time of a yield that let another thread run.
+/// A yield that takes at least this long has let another thread run.
 const MIN_SWITCH_TIME: Duration = Duration::from_nanos(900);
-/// Yields that let another thread run, although each rank has a core. After so many, this rank sleeps once or
-/// moves to another core.
+/// Most yields that let another thread run, although each rank has a core. After so many, this rank sleeps
+/// once or moves to another core.
 const MAX_SWITCHES: u32 = 16;
 
-/// Limits for an inline call before it becomes a queued operation: spins and yields.
+/// Most spins of an inline call before it becomes a queued operation, if each rank has a core.
 const INLINE_SPINS: u32 = 1000;
+/// Most spins of an inline call if there are more ranks than cores.
 const OVERSUBSCRIBED_INLINE_SPINS: u32 = 100;
+/// Most yields of an inline call if there are more ranks than cores.
 const INLINE_YIELDS: u32 = 64;
+/// Most yields in a row of an inline call that let no other thread run, if there are more ranks than cores.
 const INLINE_IDLE_YIELDS: u32 = 10;
 
 /// The next action of a waiting rank.
@@ -38,7 +44,7 @@ pub(super) enum WaitAction {
 /// The ratio of ranks and cores on a host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Oversubscription {
-    /// There is a core for each rank.
+    /// There are at least as many cores as ranks.
     No,
     /// There are more ranks than cores.
     Cores,
@@ -57,9 +63,9 @@ pub(super) struct WaitPolicy {
     idle_yields: u32,
     /// Yields since the last sleep that let another thread run.
     switches: u32,
-    /// An awaited rank needs this core.
+    /// A rank that this rank waits for runs on the same core.
     shares_core: bool,
-    /// The rank moved to another core instead of its last sleep.
+    /// When the policy last required a sleep, the rank moved to another core instead.
     migrated_last: bool,
 }
 
@@ -112,17 +118,18 @@ impl WaitPolicy {
         }
     }
 
-    /// Notes whether an awaited rank shares this rank's core, as far as is known.
+    /// Notes whether a rank that this rank waits for runs on the same core, as far as is known.
     pub(super) fn set_shares_core(&mut self, shares_core: bool) {
         (self.shares_core, self.spins) = (shares_core, 0);
     }
 
-    /// Notes that data has moved.
+    /// Notes that data has moved, so that the next wait starts with spins again.
     pub(super) fn record_progress(&mut self) {
         (self.spins, self.yields, self.idle_yields) = (0, 0, 0);
     }
 
-    /// Returns the next action after an attempt that moved nothing. `background` says that no caller waits.
+    /// Returns the next action after an attempt that moved nothing. `background` says that no caller waits:
+    /// then the thread sleeps at once.
     pub(super) fn next_action(&mut self, background: bool) -> WaitAction {
         let Limits { spins, yields, idle_yields } = self.limits;
         let shared = self.oversubscription == Oversubscription::No && self.switches >= MAX_SWITCHES;
@@ -139,9 +146,9 @@ impl WaitPolicy {
         WaitAction::Yield
     }
 
-    /// Returns whether the rank may move to another core instead of sleeping: not twice in a row. Only a
-    /// sleep checks deadlines and lost peers, and on a busy machine a rank could move back and forth for
-    /// ever.
+    /// Returns whether the rank may move to another core instead of sleeping. It may not do so twice in a
+    /// row. Only a sleep checks deadlines and lost peers, and on a busy machine a rank could move back and
+    /// forth for ever.
     pub(super) fn may_migrate(&self) -> bool {
         !self.migrated_last
     }
@@ -151,12 +158,12 @@ impl WaitPolicy {
         self.migrated_last = true;
     }
 
-    /// Notes that the rank sleeps.
+    /// Notes that the rank sleeps, so that it may move to another core the next time.
     pub(super) fn record_sleep(&mut self) {
         self.migrated_last = false;
     }
 
-    /// Notes how long a yield took.
+    /// Notes how long a yield took, which shows whether it let another thread run.
     pub(super) fn record_yield(&mut self, took: Duration) {
         if took >= MIN_SWITCH_TIME {
             self.switches = self.switches.saturating_add(1);
@@ -174,10 +181,10 @@ mod tests {
     const IDLE_YIELD: Duration = Duration::from_nanos(300);
     const SWITCHED: Duration = Duration::from_micros(2);
 
-    /// Most steps of a wait in a test: a rank whose peer is away must sleep in the end.
+    /// Most actions of one wait in a test: a rank whose peer sends nothing must sleep before.
     const BOUND: usize = 10_000;
 
-    /// Returns the steps up to the next sleep, and that sleep, if each yield takes `took`.
+    /// Returns the actions up to and including the next sleep, if each yield takes `took`.
     fn until_sleep(wait_policy: &mut WaitPolicy, took: Duration) -> Vec<WaitAction> {
         let mut steps = Vec::new();
         while steps.len() < BOUND {
@@ -209,7 +216,7 @@ mod tests {
         assert_eq!(slept, [false, true, false, true, false, true]);
     }
 
-    /// Returns the steps without repetitions.
+    /// Returns `steps` without repetitions of one action in a row.
     fn phases(steps: &[WaitAction]) -> Vec<WaitAction> {
         let mut phases = steps.to_vec();
         phases.dedup();
@@ -220,7 +227,7 @@ mod tests {
         steps.iter().filter(|&&taken| taken == step).count()
     }
 
-    /// Runs one wait that ends after a single yield, which let others run. Returns its last step.
+    /// Runs one wait that ends after a single yield, which let other threads run. Returns its last action.
     fn short_wait(wait_policy: &mut WaitPolicy) -> WaitAction {
         let mut step = wait_policy.next_action(false);
         for _ in 0..BOUND {
@@ -268,7 +275,7 @@ mod tests {
         let yields =
             |took| count(&until_sleep(&mut WaitPolicy::new(Oversubscription::No), took), WaitAction::Yield);
         assert!(yields(SWITCHED) < yields(IDLE_YIELD), "{} and {}", yields(SWITCHED), yields(IDLE_YIELD));
-        // Short waits count too.
+        // Yields that let other threads run also count over many short waits.
         let mut wait_policy = WaitPolicy::new(Oversubscription::No);
         let waits = (0..BOUND).take_while(|_| short_wait(&mut wait_policy) == WaitAction::Yield).count();
         assert!((1..BOUND).contains(&waits), "{waits}");

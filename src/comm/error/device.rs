@@ -15,21 +15,21 @@ pub enum DeviceError {
          given it (docker run --gpus all)?"
     )]
     NoDriver,
-    /// CUDA's driver is older than what is needed.
+    /// CUDA's driver is too old: it lacks a function that convoke needs.
     #[error("CUDA's driver has no {missing}: install a newer one, of CUDA 12 or later")]
     OldDriver {
         /// The first function that the driver lacks.
         missing: &'static str,
     },
-    /// The device does not exist.
+    /// The process sees no device of this number.
     #[error("there is no device {ordinal}: this process sees {count} (CUDA_VISIBLE_DEVICES may hide some)")]
     NoDevice {
         /// The number of the device, from 0.
         ordinal: usize,
-        /// The number of devices.
+        /// The number of devices that this process sees.
         count: usize,
     },
-    /// CUDA's driver refused something.
+    /// CUDA's driver returned an error.
     #[error("{what}: {message}")]
     Driver {
         /// The operation that failed.
@@ -45,13 +45,13 @@ pub enum DeviceError {
     PeerUnavailable {
         /// The rank that cannot use its device.
         rank: usize,
-        /// The message of that rank.
+        /// The error message of that rank.
         what: String,
     },
     /// The ranks have different versions of NCCL.
     #[error("the ranks have different versions of NCCL: {}", Versions(ranks))]
     VersionMismatch {
-        /// The lowest rank of each version.
+        /// For each version, the lowest rank that has it, and the version.
         ranks: Vec<(usize, Version)>,
     },
     /// Two ranks use one device.
@@ -60,18 +60,18 @@ pub enum DeviceError {
          CudaContext::new(LOCAL_RANK))", ranks.0, ranks.1
     )]
     DeviceShared {
-        /// The two ranks.
+        /// The two ranks that use the device.
         ranks: (usize, usize),
         /// The device's UUID.
         device: String,
     },
-    /// The devices did not connect in time.
+    /// NCCL did not connect the devices of the group in time.
     #[error("NCCL did not connect the group's devices within {} ms", after.as_millis())]
     InitTimeout {
-        /// The time that the ranks waited.
+        /// How long the ranks waited.
         after: Duration,
     },
-    /// The group has no device.
+    /// The call needs a device, and the group has none.
     #[error("group {group} has no device: Group::with_device gives it one")]
     GroupWithoutDevice {
         /// Name of the group.
@@ -87,7 +87,7 @@ impl fmt::Debug for DeviceError {
 }
 
 impl DeviceError {
-    /// The rank to look at first, if the error points to one.
+    /// Returns the rank to inspect first, if the error points to one.
     #[must_use]
     pub fn suspect_rank(&self) -> Option<usize> {
         match self {
@@ -96,10 +96,10 @@ impl DeviceError {
         }
     }
 
-    /// Makes an error of the driver's error in the operation `what`.
+    /// Returns a function that converts an error of CUDA's driver in the operation `what`.
     pub fn driver(what: &'static str) -> impl FnOnce(cudarc::driver::DriverError) -> Self {
         move |error| {
-            // Both calls look the code up in the driver.
+            // Both functions look up the error code in the driver.
             let name = error.error_name().map(|name| name.to_string_lossy().into_owned());
             let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
             let name = name.unwrap_or_else(|_| format!("CUDA error {}", error.0 as u32));
@@ -108,7 +108,7 @@ impl DeviceError {
     }
 }
 
-/// The list of versions, with a rank of each, for messages.
+/// Formats the list of versions, with a rank of each, for error messages.
 struct Versions<'a>(&'a [(usize, Version)]);
 
 impl fmt::Display for Versions<'_> {

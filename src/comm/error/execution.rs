@@ -1,4 +1,4 @@
-//! The error of a collective while it runs, before it ends the group.
+//! The errors that stop a collective; the engine turns them into the failure of the group.
 
 use super::PeerMisbehaved;
 use crate::call::Call;
@@ -7,9 +7,9 @@ use crate::links::conn::ConnError;
 /// The reason why the execution of a collective stops, over connections or in shared memory.
 #[derive(Debug)]
 pub(crate) enum ExecutionError {
-    /// The connection to `peer` is gone. The execution can go on with the others.
+    /// The connection to `peer` has ended. The collective can still exchange data with the other peers.
     Broken { peer: usize, why: ConnError },
-    /// `peer` made another call.
+    /// The call of `peer` differs from the call of this rank.
     Mismatch { peer: usize, theirs: Call, seq: u64 },
     /// `peer` sent data that violates the protocol.
     Protocol { peer: usize, what: PeerMisbehaved },

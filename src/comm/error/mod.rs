@@ -28,24 +28,24 @@ pub(crate) use peer_misbehaved::{PeerMisbehaved, ReportError};
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum CommError {
-    /// A rank was lost.
+    /// A rank was lost: its process died or panicked, it left the group, or it cannot be reached.
     #[error("rank {rank} at {address} {how}; {context}")]
     PeerLost {
         /// The lost rank.
         rank: usize,
-        /// The address at which it listened.
+        /// The address at which the lost rank listened.
         address: String,
-        /// The kind of loss, as far as it is known.
+        /// The way in which the rank was lost, as far as it is known.
         how: LossReason,
         /// The call that failed on this rank, and its progress.
         context: Box<CallContext>,
     },
-    /// The deadline passed.
+    /// A call did not end within its timeout.
     #[error("timed out after {} ms waiting for rank(s) {}; {context}", after.as_millis(), Ranks(missing))]
     Timeout {
-        /// The ranks that were waited for; at most 64 of them.
+        /// The ranks that the call waited for; at most 64 of them.
         missing: Vec<usize>,
-        /// The time that the first rank to time out has waited.
+        /// How long the first rank whose call timed out had waited.
         after: Duration,
         /// The call that failed on this rank, and its progress.
         context: Box<CallContext>,
@@ -59,13 +59,13 @@ pub enum CommError {
         rank: usize,
         /// The call of `rank`.
         theirs: Call,
-        /// Sequence number of that call among the collectives of `rank`, from 0.
+        /// Sequence number of `theirs` among the collectives of `rank`, from 0.
         theirs_seq: u64,
         /// The rank that detected the mismatch.
         by: usize,
         /// The call of `by`.
         ours: Call,
-        /// Sequence number of that call among the collectives of `by`, from 0.
+        /// Sequence number of `ours` among the collectives of `by`, from 0.
         ours_seq: u64,
         /// The call that failed on this rank, and its progress.
         context: Box<CallContext>,
@@ -75,7 +75,7 @@ pub enum CommError {
     Aborted {
         /// The rank that called `abort`.
         by: usize,
-        /// The text that it passed to `abort`.
+        /// The text that rank `by` passed to `abort`.
         reason: String,
         /// The call that failed on this rank, and its progress.
         context: Box<CallContext>,
@@ -93,9 +93,9 @@ pub enum CommError {
     /// A connected rank sent an invalid frame.
     #[error("rank {peer} broke the protocol: {what}; {context}")]
     Protocol {
-        /// The rank that sent it.
+        /// The rank that sent the invalid frame.
         peer: usize,
-        /// The violation.
+        /// How the frame violates the protocol.
         what: String,
         /// The call that failed on this rank, and its progress.
         context: Box<CallContext>,
@@ -103,7 +103,7 @@ pub enum CommError {
     /// A connection could not prove that it belongs to this job.
     #[error("{from} does not belong to this job: {what}")]
     Unauthorized {
-        /// The other end of the connection.
+        /// The address or rank at the other end of the connection.
         from: String,
         /// The reason for which the connection was refused.
         what: String,
@@ -113,15 +113,16 @@ pub enum CommError {
     Bootstrap {
         /// Name of the group.
         group: String,
-        /// The reason, with the meeting place if ranks are missing.
+        /// The reason; if ranks are missing, with the meeting place: the address or path at which ranks find
+        /// each other.
         what: String,
-        /// Ranks that are missing or differ; at most 64 of them.
+        /// The ranks that are missing or at fault; at most 64 of them.
         ranks: Vec<usize>,
     },
     /// The arguments of this call are invalid; nothing was sent, and the group continues.
     #[error("invalid argument: {0}")]
     InvalidArgument(String),
-    /// A URL does not name a meeting place or a rank.
+    /// The URL for joining a world does not name a meeting place of the ranks (an address or path) or a rank.
     #[error("cannot join at {url:?}: {what}")]
     Url {
         /// The URL.
@@ -129,19 +130,20 @@ pub enum CommError {
         /// The fault in the URL, and advice.
         what: String,
     },
-    /// Another thread of this process is joining as this rank at this moment.
+    /// Another thread of this process is joining the group as this rank at this moment.
     #[error("another thread of this process is already joining as {what}")]
     Concurrent {
-        /// Rank, group and meeting place.
+        /// Rank, group, and the address or path at which the ranks meet.
         what: String,
     },
-    /// This process is already in this world.
+    /// This process has joined this world before, as the same rank, and still holds it or a group that comes
+    /// from it.
     #[error(
         "this process has already joined a world, as {what}: use that world, or drop it and all groups that \
          come from it before joining again"
     )]
     AlreadyJoined {
-        /// Rank and meeting place.
+        /// Rank, and the address or path at which the ranks met.
         what: String,
     },
     /// This rank has destroyed its handle of the group; the other ranks are not affected by this call.
@@ -150,7 +152,7 @@ pub enum CommError {
         /// Name of the group.
         group: String,
     },
-    /// The survivors of a failure continued without this rank.
+    /// The ranks that survived a failure have continued without this rank.
     #[error(
         "the survivors of group {group}, rank(s) {}, continued without this rank: it joined too late, or \
          they had lost it",
@@ -162,7 +164,7 @@ pub enum CommError {
         /// The ranks that continued, numbered as in the failed group.
         survivors: Vec<usize>,
     },
-    /// An object could not be serialized or deserialized; the group continues.
+    /// An object of a call that sends objects could not be serialized or deserialized; the group continues.
     #[error("the object of rank {rank} {what}")]
     Object {
         /// The rank that sent the object.
@@ -199,7 +201,8 @@ pub enum CommError {
     Store(#[from] StoreError),
 }
 
-/// Equal to [`Display`](fmt::Display), since Rust prints the `Debug` form of an error that `main` returns.
+/// Prints the text of [`Display`](fmt::Display), since Rust prints the `Debug` form of an error that `main`
+/// returns.
 impl fmt::Debug for CommError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
@@ -282,19 +285,19 @@ pub enum LossReason {
     },
     /// The launcher reports that the process exited without leaving the group.
     Exit {
-        /// Its exit code.
+        /// The exit code of the process.
         code: i32,
     },
-    /// Its connections closed without a goodbye, as when a process dies.
+    /// The connections of the rank closed without a goodbye, as when a process dies.
     Disconnected,
-    /// Its host or the network path does not answer.
+    /// The rank's host or the network path to it does not answer.
     Unreachable {
         /// The error of the operating system.
         what: String,
     },
-    /// It left the group in good order, but this call needs it.
+    /// The rank left the group in good order, but this call needs it.
     Left,
-    /// Its thread panicked, which dropped the group.
+    /// A thread of the rank panicked and thereby dropped the group.
     Panicked,
 }
 
@@ -339,7 +342,7 @@ fn signal_name(signal: i32) -> Option<&'static str> {
     })
 }
 
-/// The call that failed, and its progress.
+/// The call of this rank that failed with its group, and the progress of that call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CallContext {
@@ -347,7 +350,8 @@ pub struct CallContext {
     pub group: String,
     /// The call, if one was pending or being made.
     pub call: Option<Call>,
-    /// Sequence number of the collective in the group, from 0; for a message, its number at its sender.
+    /// Sequence number of the collective in the group, from 0; for a message, the number that its sender gave
+    /// it.
     pub seq: u64,
     /// Bytes of this call that this rank had received.
     pub received_bytes: u64,

@@ -5,7 +5,7 @@ use convoke_env::Generation;
 use crate::call::{Call, CallError};
 use crate::frame::{FrameError, Kind};
 
-/// The reason why bytes are not a valid report.
+/// The reason why bytes are not a valid failure report.
 #[derive(Debug, thiserror::Error)]
 #[error("malformed report: {0}")]
 pub(crate) struct ReportError(#[from] serde_json::Error);
@@ -24,7 +24,7 @@ pub(crate) enum PeerMisbehaved {
     ForeignControl { kind: Kind },
     #[error("it sent a {kind:?} frame on the control connection")]
     NoControlFrame { kind: Kind },
-    /// It wants a kind of connection that does not exist, or that this rank does not open.
+    /// The peer asks for a kind of connection that does not exist, or that the peer must open itself.
     #[error("it asks for connection kind {number}, which this rank does not open to it")]
     ConnectionKind { number: u64 },
     #[error("it sent a message of generation {generation}, group {group}")]
@@ -39,7 +39,8 @@ pub(crate) enum PeerMisbehaved {
     NotAskedFor { seq: u64 },
     #[error("it sent message {seq} with a wrong length of {len} bytes")]
     MessageLength { seq: u64, len: u64 },
-    /// The length of a frame is not that of its call, or too long for an eager message.
+    /// The length of a message frame is not that of its call, or is too long for a message that is sent
+    /// eagerly.
     #[error("it sent {len} bytes for {call}")]
     EagerLength { len: u64, call: Call },
     #[error("it returned credit for {bytes} bytes that it never received")]
@@ -54,7 +55,7 @@ pub(crate) enum PeerMisbehaved {
     ForeignData { theirs: (Generation, u64), ours: (Generation, u64) },
     #[error("it sent {len} bytes for {call}, expected {expected}")]
     DataLength { len: u64, call: Call, expected: usize },
-    /// In shared memory: a location outside of the rank's own memory.
+    /// In shared memory: the peer named a location outside of its own memory.
     #[error("it offers memory that it does not have")]
     ForeignMemory,
 }

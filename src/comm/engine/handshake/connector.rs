@@ -1,4 +1,4 @@
-//! One outgoing connection.
+//! Opens one outgoing connection: connects to a rank, repeatedly if needed, and authenticates.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,11 +16,12 @@ use crate::links::hello::{
 };
 use crate::links::tcp::Tcp;
 
-/// First and longest pause between two attempts to connect.
+/// Pause after the first failed attempt to connect. It doubles with each attempt, up to [`MAX_RETRY_PAUSE`].
 const RETRY_PAUSE: Duration = Duration::from_millis(5);
+/// Longest pause between two attempts to connect.
 const MAX_RETRY_PAUSE: Duration = Duration::from_millis(200);
-/// Longest wait for an answer to a hello before the attempt is repeated. It is long because the peer answers
-/// only while it is in a call itself.
+/// Longest wait for an answer to a hello before the attempt to connect is repeated. It is long because the
+/// peer answers only while it is in a call itself.
 const WELCOME_TIMEOUT: Duration = Duration::from_secs(300);
 #[derive(Debug)]
 pub(super) struct Connector {
@@ -29,9 +30,9 @@ pub(super) struct Connector {
     pub(super) address: SocketAddr,
     state: State,
     pause: Duration,
-    /// The error of the last attempt.
+    /// The error of the last attempt to connect.
     pub(super) last_error: String,
-    /// The time since which nobody listens at the address.
+    /// The time since which the address refuses connections, because no process listens there.
     pub(super) refused_since: Option<Instant>,
     /// This connector only checks whether the peer listens; the peer is the one that connects.
     pub(super) probe_only: bool,
@@ -60,8 +61,8 @@ impl Connector {
         }
     }
 
-    /// Repeatedly checks whether `peer` listens, which is to connect with `conn_kind`. The first check
-    /// comes after a pause.
+    /// Makes a connector that repeatedly checks whether `peer` listens, because `peer` is the rank that must
+    /// open the connection of `conn_kind`. The first check comes after a pause.
     pub(super) fn probe(peer: usize, conn_kind: ConnectionKind, address: SocketAddr, now: Instant) -> Self {
         let state = State::Pausing { until: now + MAX_RETRY_PAUSE };
         Self { state, pause: MAX_RETRY_PAUSE, probe_only: true, ..Self::new(peer, conn_kind, address, now) }
@@ -71,7 +72,7 @@ impl Connector {
         matches!(self.state, State::Done)
     }
 
-    /// Returns when the connector must run though no data has come.
+    /// Returns when the connector must run even if no data has arrived; `None` if it is done.
     pub(super) fn wake_at(&self) -> Option<Instant> {
         match self.state {
             State::Pausing { until } => Some(until),
@@ -81,7 +82,7 @@ impl Connector {
         }
     }
 
-    /// Takes one step and returns its result.
+    /// Takes one step of the attempt to connect. Returns the event that it caused, if any.
     pub(super) fn progress(
         &mut self,
         me: usize,
@@ -171,7 +172,7 @@ impl Connector {
         }
     }
 
-    /// Checks the peer's proof and sends ours.
+    /// Checks the peer's proof that it knows the secret, and sends this rank's proof.
     fn prove(
         &mut self,
         mut conn: Conn,

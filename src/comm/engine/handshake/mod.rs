@@ -1,12 +1,12 @@
-//! Connections that are not open yet: the connector, the acceptor, and the refusal of unauthenticated peers.
+//! Opens connections: the connector, the acceptor, and the refusal of unauthenticated peers.
 //!
-//! Of each pair, the rank with the higher number connects, so no two connections can cross. The other rank
-//! sends an Open frame if it wants one first.
+//! Of each pair, the rank with the higher number connects, so the two ranks never connect to each other at
+//! once. A lower rank that needs a connection asks for it with an Open frame.
 //!
 //! A peer is unauthenticated until it has proven that it knows the secret. Such peers get few resources:
-//! [`MAX_UNAUTHENTICATED`] at a time, [`CONNECT_TIMEOUT`] each, memory for one small frame.
-//! A peer that does not speak the protocol is closed without an answer. A convoke process of another group
-//! is told the reason.
+//! [`MAX_UNAUTHENTICATED`] at a time, [`CONNECT_TIMEOUT`] each, memory for one small frame. The connection of
+//! a peer that does not speak the protocol is closed without an answer. A convoke process of another group is
+//! told the reason.
 
 mod connector;
 
@@ -27,18 +27,19 @@ use crate::links::hello::{
 use crate::links::tcp::Listener;
 use connector::Connector;
 
-/// Most connections without a valid hello. It also bounds how many with a valid hello but without a proof are
-/// kept beyond the number of connections that real peers can have.
+/// Most incoming connections without a valid hello. Of connections with a valid hello but without a proof,
+/// this many are kept beyond the number that the ranks of the group can open.
 const MAX_UNAUTHENTICATED: usize = 64;
-/// Longest time until a connection has sent its hello.
+/// Longest time until an outgoing connection is established, and until an incoming one has sent its hello.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Longest time from a valid hello to the proof. It is long because the peer's process may be stopped.
+/// Longest time from a peer's valid hello to its proof that it knows the secret. It is long because the
+/// peer's process may be stopped.
 const PROOF_TIMEOUT: Duration = Duration::from_secs(300);
-/// Most connections accepted in one go, so that a flood does not hold up everything else.
+/// Most connections accepted in one poll, so that many attempts to connect do not hold up everything else.
 const MAX_ACCEPTS: usize = 128;
-/// Time for which no connection is accepted after descriptors ran out.
+/// Time for which no connection is accepted after the process ran out of file descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Most notes on refused connections that are kept for error messages.
+/// Most refused connections whose reasons are kept for error messages.
 const MAX_NOTES: usize = 4;
 /// Largest frame of a handshake.
 const HANDSHAKE_BYTES: usize = HEADER_BYTES + 512;
@@ -50,8 +51,8 @@ pub(crate) enum HandshakeEvent {
     Opened { peer: usize, conn_kind: ConnectionKind, conn: Conn },
     /// The peer at a published address does not know the secret.
     Unauthorized { from: String, error: HandshakeError },
-    /// No descriptor is left for a connection that this rank makes (`outgoing`) or one that waits at the
-    /// listener.
+    /// No descriptor is left for a connection that this rank makes (`outgoing`) or for one that waits to be
+    /// accepted.
     Exhausted { outgoing: bool, source: io::Error },
 }
 
@@ -65,8 +66,8 @@ pub(crate) struct Handshakes {
     inbound: Vec<Inbound>,
     connectors: Vec<Connector>,
     notes: Vec<String>,
-    /// The time until which nothing is accepted because descriptors ran out. Until then the listener is not
-    /// watched.
+    /// The time until which no connection is accepted, because the process ran out of descriptors. Until then
+    /// the listener is not polled.
     accept_paused_until: Option<Instant>,
     /// Number of connections turned away, for tests and diagnosis.
     pub(crate) refused: u64,
@@ -77,7 +78,7 @@ struct Inbound {
     conn: Conn,
     from: String,
     since: Instant,
-    /// The hello of the peer and our nonce, once the peer has sent a valid hello.
+    /// The hello of the peer and this rank's nonce, once the peer has sent a valid hello.
     hello: Option<(Hello, [u8; 32])>,
 }
 
@@ -87,14 +88,14 @@ impl Handshakes {
         Self { me, size, credentials, listener, inbound, connectors, notes, accept_paused_until, refused: 0 }
     }
 
-    /// Stops accepting and connecting.
+    /// Stops all handshakes: closes the listener and all connections that are not open yet.
     pub(crate) fn close(&mut self) {
         self.listener = None;
         self.inbound.clear();
         self.connectors.clear();
     }
 
-    /// Begins to connect, unless a connection attempt is under way.
+    /// Begins to open a connection of `conn_kind` to `peer`, unless an attempt is under way.
     pub(crate) fn connect(
         &mut self,
         peer: usize,
@@ -108,7 +109,8 @@ impl Handshakes {
         }
     }
 
-    /// Begins to probe whether `peer` still listens, until it has connected with `conn_kind`.
+    /// Begins to check repeatedly whether a process listens at the `address` of `peer`, until `peer` has
+    /// opened its connection of `conn_kind`.
     pub(crate) fn probe(
         &mut self,
         peer: usize,
@@ -122,7 +124,7 @@ impl Handshakes {
         }
     }
 
-    /// Returns when the acceptor must run though no descriptor is ready.
+    /// Returns when the handshakes must advance even if no descriptor is ready; `None` if none has a timeout.
     pub(crate) fn wake_at(&self) -> Option<Instant> {
         let connectors = self.connectors.iter().filter_map(Connector::wake_at);
         let inbound = self.inbound.iter().map(Inbound::expires);
@@ -145,7 +147,7 @@ impl Handshakes {
         self.connectors.iter().filter(long).map(|connector| connector.peer)
     }
 
-    /// Advances every handshake.
+    /// Accepts connections and advances every handshake. Appends the results to `out`.
     pub(crate) fn progress(&mut self, poller: &Poller, now: Instant, out: &mut Vec<HandshakeEvent>) {
         self.accept(poller, now, out);
         let mut index = 0;
@@ -193,7 +195,7 @@ impl Handshakes {
                 Some(Ok(accepted)) => accepted,
                 Some(Err(source)) if limits::is_out_of_descriptors(&source) => {
                     out.push(HandshakeEvent::Exhausted { outgoing: false, source });
-                    // The listener stays ready, so a thread that polls it would spin.
+                    // The listener stays readable, so a thread that polls it would spin.
                     if let Some(listener) = &self.listener {
                         poller.remove(listener.pollable());
                     }
@@ -212,8 +214,9 @@ impl Handshakes {
         }
     }
 
-    /// Closes the oldest connection with (or without) a hello, if there are more than `most`. A real peer
-    /// finishes its handshake at once, so the oldest is the least likely to be a real peer.
+    /// Closes the oldest incoming connection with a hello (without one if `with_hello` is false), if there
+    /// are more than `most` such connections. A real peer finishes its handshake at once, so the oldest is
+    /// the least likely to be a real peer.
     fn limit_inbound(&mut self, with_hello: bool, most: usize) {
         let alike = self.inbound.iter().enumerate().filter(|(_, one)| one.hello.is_some() == with_hello);
         if alike.clone().count() > most
@@ -225,7 +228,7 @@ impl Handshakes {
     }
 
     /// Takes one step of the handshake with an incoming connection. An error closes the connection; its text
-    /// is noted.
+    /// is kept for error messages.
     fn handshake_step(
         &mut self,
         index: usize,
@@ -302,11 +305,12 @@ fn check(hello: &Hello, me: usize, size: usize) -> Result<(), HandshakeError> {
     }
 }
 
-/// Returns the first whole frame of a handshake that was read ahead, with its payload.
+/// Returns the first handshake frame among the bytes that were read ahead, with its payload; `None` if it is
+/// not complete.
 fn handshake_frame(conn: &Conn) -> Result<Option<(Frame, Vec<u8>)>, FrameError> {
     let unread = conn.unread();
     let Some(header) = unread.first_chunk::<HEADER_BYTES>() else {
-        // Garbage that is shorter than a header is recognised by its first bytes.
+        // Bytes that are no frame are recognised by the first four, even if they are fewer than a header.
         return match unread.first_chunk::<4>() {
             Some(&magic) if magic != crate::frame::MAGIC => Err(FrameError::Magic(magic)),
             _ => Ok(None),
@@ -332,7 +336,8 @@ fn send(conn: &mut Conn, kind: Kind, generation: Generation, group: u64, payload
     }
 }
 
-/// Tells a convoke process why it is refused, and returns that reason.
+/// Tells a convoke process the reason `why` it is refused, closes the connection for writing, and returns
+/// `why`.
 fn refuse(conn: &mut Conn, generation: Generation, group: u64, why: HandshakeError) -> HandshakeError {
     let text: String = why.to_string().chars().take(150).collect();
     let _ = send(conn, Kind::Refuse, generation, group, &text.as_bytes()[..text.len().min(200)]);

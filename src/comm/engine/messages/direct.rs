@@ -1,7 +1,7 @@
-//! Fast path for messages: they are sent and received by the calling thread, without a queue, if none
-//! precedes them.
+//! Fast path for messages: they are sent and received by the calling thread, without a queue, if no earlier
+//! message is queued.
 //!
-//! The wire format does not differ. All but the most common cases use the queues.
+//! The frames are the same as those of queued messages. All but the most common cases use the queues.
 
 use std::io::IoSlice;
 use std::sync::Arc;
@@ -24,11 +24,11 @@ use crate::links::hello::Credentials;
 pub(crate) enum SendProgress {
     Complete,
     Partial(PartialSend),
-    /// The connection took nothing; the message goes through the queues.
+    /// Nothing was sent; the message goes through the queues.
     Nothing,
 }
 
-/// A message of which a first part is sent.
+/// A message whose first `sent` bytes, header included, are sent.
 #[derive(Debug)]
 pub(crate) struct PartialSend {
     seq: u64,
@@ -40,10 +40,10 @@ pub(crate) struct PartialSend {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RecvProgress {
     Complete,
-    /// The header and this many bytes have arrived.
+    /// The header and this many bytes of the elements have arrived.
     Partial(usize),
     Nothing,
-    /// The message must be received through the queues.
+    /// Nothing was received; the message must be received through the queues.
     UseQueues,
 }
 
@@ -82,7 +82,7 @@ impl PeerMessages {
         })
     }
 
-    /// Queues the rest of a message that was sent in part.
+    /// Queues the rest of a message whose first part [`Self::send_direct`] has sent.
     pub(crate) fn post_partial_send(
         &mut self,
         partial: PartialSend,
@@ -96,7 +96,8 @@ impl PeerMessages {
         self.sends.push_back(PendingSend { seq, call, completion, buffer, stage: Stage::Sent });
     }
 
-    /// Receives the available part of the message that a call asks for, if that message is the next one.
+    /// Receives what has arrived of the message that `call` asks for, if that is the next message on the
+    /// connection.
     pub(crate) fn recv_direct(
         &mut self,
         ours: &Credentials,
@@ -129,7 +130,7 @@ impl PeerMessages {
         self.recv_rest(ours, 0, buffer)
     }
 
-    /// Receives more of a message of which `done` bytes have come.
+    /// Receives more of a message whose first `done` bytes are in `buffer` already.
     pub(crate) fn recv_rest(
         &mut self,
         ours: &Credentials,
@@ -150,7 +151,7 @@ impl PeerMessages {
         Ok(RecvProgress::Complete)
     }
 
-    /// Posts a receive of which `done` bytes have come.
+    /// Queues a receive whose first `done` bytes are in `buffer` already.
     pub(crate) fn post_partial_recv(
         &mut self,
         order: u64,
@@ -166,7 +167,7 @@ impl PeerMessages {
     }
 }
 
-/// Reads bytes that were read ahead, else bytes from the connection.
+/// Moves bytes that were read ahead to `into`; if there are none, reads from the connection.
 fn read_into(conn: &mut Conn, into: &mut [u8]) -> Result<usize, MessageError> {
     let ahead = conn.unread().len().min(into.len());
     if ahead == 0 {

@@ -2,10 +2,11 @@
 //! messages.
 //!
 //! A message of up to [`EAGER_BYTES`] is sent at once. If no receive matches it yet, the receiver keeps it.
-//! The sender knows how much the receiver keeps ([`CREDIT_BYTES`] for each peer) and gets credit back as
-//! messages are taken. A message that is larger, or for which no credit is left, only announces itself (Rts)
-//! and keeps its place in the order. When a receive matches it (Cts), it is sent (Message) straight into the
-//! buffer of that receive. So unexpected messages can never block the tag that a receive waits for.
+//! The sender knows how much the receiver keeps ([`CREDIT_BYTES`] for each peer) and gets credit back when
+//! receives take the messages. A message that is larger, or for which no credit is left, is only announced
+//! (Rts frame) in its place in the order. When a receive matches it, the receiver requests it (Cts frame),
+//! and it is sent (Message frame) straight into the buffer of that receive. So messages that no receive
+//! matches never block a message of another tag.
 //!
 //! A message of a rank to itself needs no connection (`to_self`).
 
@@ -33,8 +34,8 @@ use crate::links::hello::Credentials;
 pub(crate) const EAGER_BYTES: usize = 64 << 10;
 /// Bytes of unexpected messages that a receiver keeps for each peer, headers included.
 pub(crate) const CREDIT_BYTES: usize = 1 << 20;
-/// Most announcements from one peer that no receive has matched. The sender holds further messages back, in
-/// order, until one is matched. The limit is low in tests of this module.
+/// Most announced messages from one peer that no receive has matched. The sender holds further messages back,
+/// in order, until a receive matches one of those. The limit is low in tests of this module.
 pub(crate) const MAX_ANNOUNCEMENTS: usize = if cfg!(test) { 50 } else { 1 << 20 };
 
 /// A message that this rank sends.
@@ -47,13 +48,14 @@ pub(crate) struct PendingSend {
     stage: Stage,
 }
 
-/// The part of a message that the receiver knows of.
+/// How much of a message this rank has sent to the receiver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stage {
-    /// The receiver knows nothing: there are too many announcements.
+    /// Nothing was sent, because too many messages are announced already.
     Held,
+    /// Only the announcement was sent or queued (Rts frame).
     Announced,
-    /// Its elements are on their way.
+    /// The elements of the message were sent or queued.
     Sent,
 }
 
@@ -61,14 +63,14 @@ enum Stage {
 #[derive(Debug)]
 pub(crate) struct PendingRecv {
     id: u64,
-    /// Its index among all receives of the group.
+    /// The index of this receive among all receives of the group.
     order: u64,
     pub(crate) call: Call,
     pub(crate) completion: Arc<Completion>,
     buffer: BorrowedBuffer<'static>,
-    /// The message that it was matched with; `None` until then.
+    /// The message that this receive was matched with; `None` until there is one.
     matched: Option<Match>,
-    /// Bytes that are in the buffer already.
+    /// Bytes of the message that are in `buffer` already.
     pub(crate) done: usize,
 }
 
@@ -76,28 +78,29 @@ pub(crate) struct PendingRecv {
 enum Match {
     /// A small message that is being read.
     Eager,
-    /// A large one with this number, which the receiver has requested.
+    /// A large message with this sequence number, which this rank has requested.
     Large(u64),
 }
 
 /// An unexpected message: it came before a receive matched it.
 #[derive(Debug)]
 struct UnexpectedMessage {
-    /// A local number, because a peer may choose any `seq`.
+    /// A number that this rank gives the message. `seq` cannot identify it, because a peer may send any
+    /// `seq`.
     id: u64,
     seq: u64,
-    /// Its index among all unexpected messages of the group.
+    /// The index of this message among all unexpected messages of the group.
     arrival_index: u64,
     call: Call,
     content: UnexpectedContent,
-    /// The receive that takes the message when it is complete.
+    /// The `id` of the receive that takes the message when all of its bytes have arrived.
     claimed_by: Option<u64>,
 }
 
 /// The part of an unexpected message that has arrived so far.
 #[derive(Debug)]
 enum UnexpectedContent {
-    /// The announcement of a large message, whose elements the sender keeps until it is asked.
+    /// The announcement of a large message, whose elements the sender keeps until this rank requests them.
     Announcement,
     /// The first bytes of a small message that is being read.
     Partial(Vec<u8>),
@@ -109,21 +112,23 @@ enum UnexpectedContent {
 #[derive(Debug)]
 struct OutgoingFrame {
     header: [u8; HEADER_BYTES],
-    /// The message whose elements follow the header.
+    /// The sequence number of the message whose elements follow the header; `None` for a frame without
+    /// elements.
     body: Option<u64>,
     sent: usize,
 }
 
-/// The meaning of the next bytes from the peer.
+/// What the next bytes from the peer belong to.
 #[derive(Debug, Clone, Copy)]
 enum ReadState {
     Header,
-    /// The rest of a small unexpected message: the last of `unexpected`.
+    /// The rest of the small unexpected message `id`, which is the last of `unexpected` and has `total`
+    /// bytes.
     Unexpected {
         total: usize,
         id: u64,
     },
-    /// The rest of a message for the receive `id`.
+    /// The rest of a message for the receive `id`; `eager` says that the message used credit.
     Posted {
         id: u64,
         eager: bool,
@@ -142,9 +147,9 @@ pub(crate) enum MessageError {
 #[derive(Debug, Default)]
 pub(crate) struct AnySourceQueue {
     pub(crate) recvs: VecDeque<AnySourceRecv>,
-    /// Number of receives so far.
+    /// Number of receives of the group so far.
     posted: u64,
-    /// Number of unexpected messages so far.
+    /// Number of unexpected messages of the group so far.
     unexpected_count: u64,
 }
 
@@ -176,7 +181,7 @@ impl From<CallError> for MessageError {
 }
 
 impl AnySourceQueue {
-    /// Returns the number of the next receive.
+    /// Counts one more receive of the group and returns its index.
     pub(crate) fn order(&mut self) -> u64 {
         self.posted += 1;
         self.posted
@@ -188,8 +193,9 @@ impl AnySourceQueue {
     }
 }
 
-/// Bounds over all sends and receives since there were last none: the shortest timeout, and the earliest time
-/// to ask the others. With these bounds a check of the clock costs little even with many messages.
+/// The shortest timeout, and the earliest time to ask other ranks what they wait in, of all sends and
+/// receives since last no message was pending. With these bounds, a check of the clock costs little even with
+/// many messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DeadlineBounds {
     pub(crate) shortest: Duration,
@@ -201,10 +207,11 @@ pub(crate) struct DeadlineBounds {
 pub(crate) struct PeerMessages {
     peer: usize,
     pub(crate) conn: Option<Conn>,
-    /// The sends in the order of their numbers; the last `held` are not announced.
+    /// The sends in the order of their sequence numbers; the last `held` of them are neither sent nor
+    /// announced.
     pub(crate) sends: VecDeque<PendingSend>,
     held: usize,
-    /// Number of messages that are announced and not requested.
+    /// Number of messages that are announced and that the peer has not requested yet.
     announced: usize,
     pub(crate) recvs: VecDeque<PendingRecv>,
     deadline_bounds: Option<DeadlineBounds>,
@@ -214,17 +221,18 @@ pub(crate) struct PeerMessages {
     unexpected_announcements: usize,
     outgoing: VecDeque<OutgoingFrame>,
     reading: ReadState,
-    /// Bytes that the peer still accepts eagerly.
+    /// Bytes of eager messages, headers included, that this rank may send before the peer returns credit.
     credit: usize,
-    /// Bytes that were taken and not yet credited to the peer.
+    /// Bytes of eager messages, headers included, that receives have taken and for which no credit was
+    /// returned to the peer.
     credit_owed: usize,
     next_seq: u64,
     next_id: u64,
-    /// The connection had no room.
+    /// The connection took no bytes at the last write, so this rank must wait until it is writable.
     pub(crate) write_blocked: bool,
 }
 
-/// Returns the index of a message among those that are sent.
+/// Returns the index in `sends` of the message with sequence number `seq`.
 fn send_index(sends: &VecDeque<PendingSend>, seq: u64) -> Option<usize> {
     sends.binary_search_by_key(&seq, |send| send.seq).ok()
 }
@@ -266,12 +274,13 @@ impl PeerMessages {
             }));
     }
 
-    /// Returns the bounds of all messages; `None` if nothing is sent or received.
+    /// Returns the bounds of all messages; `None` if no send or receive is pending.
     pub(crate) fn deadline_bounds(&self) -> Option<DeadlineBounds> {
         self.deadline_bounds.filter(|_| !self.sends.is_empty() || !self.recvs.is_empty())
     }
 
-    /// Drops all state in progress, after all calls were taken out.
+    /// Closes the connection and drops all queued data. The caller has taken out all sends and receives
+    /// before.
     pub(crate) fn stop(&mut self) {
         self.conn = None;
         self.unexpected.clear();
@@ -334,7 +343,8 @@ impl PeerMessages {
             .position(|unexpected| unexpected.call.root == tag && unexpected.claimed_by.is_none())
     }
 
-    /// Posts a receive with the index `order`, and gives it a message that came before.
+    /// Posts a receive with the index `order`, and gives it the first unexpected message with its tag, if
+    /// there is one.
     pub(crate) fn post_recv(
         &mut self,
         ours: &Credentials,
@@ -364,7 +374,7 @@ impl PeerMessages {
                     self.unexpected.remove(index);
                     self.unexpected_bytes -= bytes.len() + HEADER_BYTES;
                     SourceBytes::from(&*bytes).copy_to(&mut recv.buffer.bytes_mut(0..bytes.len()));
-                    // This rank owes no credit to itself, nor to a peer that is gone.
+                    // A message of this rank to itself used no credit, and a peer that is gone needs none.
                     if self.conn.is_some() {
                         self.return_credit(ours, bytes.len());
                     }
@@ -394,7 +404,7 @@ impl PeerMessages {
         PendingRecv { id, order, call, completion, buffer, matched: None, done: 0 }
     }
 
-    /// Removes and returns receives that no message has matched.
+    /// Removes the receives that no message has matched, and returns their completions.
     pub(crate) fn cancel_receives(&mut self) -> Vec<Arc<Completion>> {
         let (matched, others): (VecDeque<_>, VecDeque<_>) =
             std::mem::take(&mut self.recvs).into_iter().partition(|recv| recv.matched.is_some());
@@ -408,8 +418,8 @@ impl PeerMessages {
         !self.outgoing.is_empty() || self.conn.as_ref().is_some_and(|conn| !conn.is_flushed())
     }
 
-    /// Returns whether the peer, which says that it waits in `call`, waits for a message that is queued or on
-    /// its way.
+    /// Returns whether a message that is queued or on its way ends the wait of the peer, which has reported
+    /// that it waits in `call`.
     pub(crate) fn has_message_for(&self, call: &Call) -> bool {
         let receives = call.as_send() != *call;
         let comes = |send: &PendingSend| send.stage == Stage::Sent || receives && send.call.root == call.root;
@@ -420,7 +430,7 @@ impl PeerMessages {
         Envelope { source: self.peer, call }
     }
 
-    /// Moves pending data. Returns whether anything moved.
+    /// Writes queued frames and reads frames that have arrived. Returns whether anything moved.
     pub(crate) fn progress(
         &mut self,
         ours: &Credentials,
@@ -429,7 +439,7 @@ impl PeerMessages {
         let Some(mut conn) = self.conn.take() else { return Ok(false) };
         let result =
             self.write(&mut conn).and_then(|wrote| Ok(self.read(ours, any_source, &mut conn)? | wrote));
-        // Data that was read may need an answer.
+        // The frames that were read may have queued an answer, such as a Cts frame.
         let result = result.and_then(|moved| Ok(self.write(&mut conn)? | moved));
         self.conn = Some(conn);
         result
@@ -478,7 +488,7 @@ impl PeerMessages {
     }
 }
 
-/// Returns a header without call and payload.
+/// Returns a frame header without a call and with payload length 0.
 fn plain_frame(ours: &Credentials, kind: Kind, seq: u64) -> Frame {
     Frame { kind, generation: ours.generation, group: ours.group, seq, call: [0; 16], len: 0 }
 }

@@ -1,4 +1,4 @@
-//! The reading side of messages.
+//! Reads message frames from the connection of a peer, and matches them with receives.
 
 use super::{
     AnySourceQueue, CREDIT_BYTES, EAGER_BYTES, MAX_ANNOUNCEMENTS, Match, MessageError, PeerMessages,
@@ -48,7 +48,8 @@ impl PeerMessages {
         }
     }
 
-    /// Returns the receive into whose buffer a large piece can be read directly, and the bytes to read.
+    /// Returns the index of the receive into whose buffer the next bytes can be read directly, and how many.
+    /// `None` if little is missing or if bytes were read ahead.
     fn direct_target(&self, conn: &Conn) -> Option<(usize, usize)> {
         let ReadState::Posted { id, .. } = self.reading else { return None };
         let index = self.recvs.iter().position(|recv| recv.id == id)?;
@@ -56,7 +57,7 @@ impl PeerMessages {
         (left >= 4096 && conn.unread().is_empty()).then_some((index, left.min(MAX_READ_AHEAD_BYTES)))
     }
 
-    /// Processes bytes that were read ahead. Returns whether anything could be done.
+    /// Processes a header or elements among the bytes that were read ahead. Returns whether there were any.
     fn read_step(
         &mut self,
         ours: &Credentials,
@@ -115,7 +116,8 @@ impl PeerMessages {
         }
     }
 
-    /// Gives an unexpected message to the receive that claimed it while it was read.
+    /// Copies the unexpected message `unexpected`, now complete (`bytes`), to the receive that claimed it
+    /// while it was being read. Completes that receive.
     fn deliver_claimed(&mut self, ours: &Credentials, unexpected: u64, bytes: &[u8], recv: u64) {
         self.unexpected.retain(|message| message.id != unexpected);
         let recv = self.recvs.iter().position(|waiting| waiting.id == recv);
@@ -183,7 +185,8 @@ impl PeerMessages {
         }
     }
 
-    /// Handles a message or its announcement.
+    /// Handles the header of a small message or the announcement of a large one: matches it with a receive,
+    /// or keeps it as unexpected.
     fn handle_message(
         &mut self,
         ours: &Credentials,
@@ -237,8 +240,8 @@ impl PeerMessages {
         Ok(())
     }
 
-    /// Returns the first receive that a message with this tag can match. If that is a receive from any
-    /// source, it is moved to this peer first.
+    /// Returns the index of the first receive that a message with this tag can match. A receive from any
+    /// source becomes a receive from this peer if it is the first.
     pub(super) fn match_recv(&mut self, any_source: &mut AnySourceQueue, tag: u32) -> Option<usize> {
         let ours = |recv: &PendingRecv| recv.matched.is_none() && recv.call.root == tag;
         let ours = self.recvs.iter().position(ours);

@@ -1,4 +1,4 @@
-//! Messages over links with injected faults, both ranks in one thread.
+//! Tests of messages over links with injected faults; both ranks run in one thread.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -23,7 +23,7 @@ fn completion() -> Arc<Completion> {
     Arc::new(Completion::new(Duration::from_secs(60)))
 }
 
-/// A message in progress: its memory at both ends, and its completions.
+/// A message in progress: its buffers at sender and receiver, and its completions.
 struct Message {
     tag: u32,
     sent: Vec<u8>,
@@ -81,7 +81,7 @@ fn random_messages_keep_their_order_for_each_tag() {
                 Message { tag, got: vec![0; len], sent, sending: None, receiving: None }
             })
             .collect();
-        // Sends are in the order of the list; receives keep that order only for each tag.
+        // Sends are begun in the order of the list; receives are in that order only for each tag.
         let mut sends = 0;
         let mut recvs: HashMap<u32, VecDeque<usize>> = HashMap::new();
         for (index, message) in messages.iter().enumerate() {
@@ -111,7 +111,7 @@ fn random_messages_keep_their_order_for_each_tag() {
                 }
             }
         }
-        // Credit that is still on its way.
+        // Credit frames may still be on their way.
         while left.progress(&credentials(), &mut AnySourceQueue::default()).unwrap()
             | right.progress(&credentials(), &mut AnySourceQueue::default()).unwrap()
         {}

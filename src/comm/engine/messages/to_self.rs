@@ -1,5 +1,5 @@
-//! Messages of a rank to itself. A message is copied into the receive that waits for it, or kept until there
-//! is one. So such a send never waits, whatever its length.
+//! Messages of a rank to itself. A message is copied into the buffer of the receive that waits for it, or
+//! kept in memory until there is such a receive. So a send to oneself never waits, whatever its length.
 
 use std::io;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::frame::HEADER_BYTES;
 use crate::kernels::SourceBytes;
 
 impl PeerMessages {
-    /// Sends a message to this rank itself, whose messages these are.
+    /// Sends a message from this rank to itself. `self` holds the messages of this rank with itself.
     pub(crate) fn send_to_self(
         &mut self,
         any_source: &mut AnySourceQueue,

@@ -1,4 +1,5 @@
-//! Runs a plan over connections. It uses no clock and never waits: [`Streams::progress`] moves what it can.
+//! Runs the plan of a collective over connections. It uses no clock and never waits: [`Streams::progress`]
+//! moves what it can.
 
 use std::io::IoSlice;
 use std::sync::Arc;
@@ -13,23 +14,24 @@ use crate::links::conn::{Conn, ConnError, MAX_READ_AHEAD_BYTES};
 use crate::links::hello::Credentials;
 use crate::plan::{Algorithm, Apply, BufferPart, Direction, Plan};
 
-/// Whole transfers up to this size are read together with their header.
+/// If a peer sends at most this many bytes in all, they are read together with their header.
 const SHORT_BYTES: usize = 12 << 10;
-/// Pieces of this size and more are received into the buffer without reading ahead.
+/// Pieces of at least this size are received straight into the operation's buffer, not into the read-ahead
+/// buffer.
 const DIRECT_BYTES: usize = 4 << 10;
-/// Most bytes from each peer for which a rank that has sent all of its share waits for one peer after the
-/// other. It then holds up no sender.
+/// A rank that has sent everything, and gets at most this many bytes from each peer, waits for one peer after
+/// the other. It then holds up no sender.
 const SEQUENTIAL_BYTES: usize = 64 << 10;
-/// Most pieces of one send.
+/// Most pieces of memory that one send system call takes.
 const MAX_PARTS: usize = 8;
 
-/// The source of a run's connections.
+/// Gives a collective its connections to the peers.
 pub(crate) trait PeerConnections {
     /// Returns the connection to `peer`, or `None` as long as there is none.
     fn connection(&mut self, peer: usize) -> Option<&mut Conn>;
 }
 
-/// A collective in progress.
+/// A collective in progress over connections.
 #[derive(Debug)]
 pub(crate) struct Streams {
     pub(crate) call: Call,
@@ -38,42 +40,47 @@ pub(crate) struct Streams {
     buffer: PlanBuffer<'static>,
     rank: usize,
     header: Frame,
-    /// Bytes moved by each stream of the plan; received bytes count in whole elements.
+    /// Bytes that each stream of the plan has sent or received; received bytes of a reduction count in whole
+    /// elements.
     moved: Vec<usize>,
     flows: Vec<Flow>,
     unfinished: usize,
-    /// Number of send flows that are not finished.
+    /// Number of flows to peers that are not finished.
     unsent: usize,
-    /// No peer sends more than [`SEQUENTIAL_BYTES`].
+    /// No peer sends more than [`SEQUENTIAL_BYTES`] to this rank.
     short: bool,
 }
 
-/// All streams of one direction between this rank and one peer, behind one header.
+/// All streams of the plan in one direction between this rank and one peer. They follow each other behind one
+/// header.
 #[derive(Debug)]
 struct Flow {
     peer: usize,
     direction: Direction,
-    /// Indices of its streams in the plan; `streams[current]` is being moved.
+    /// Indices of the flow's streams in the plan; `streams[current]` is being moved.
     streams: Vec<usize>,
     current: usize,
-    /// The position within the stream: the segment, and the bytes of it that are done.
+    /// The position within the current stream: the index of its part, and (`offset`) the bytes of that part
+    /// that are done.
     segment: usize,
     offset: usize,
-    /// Bytes of all its streams, and how many of them are done.
+    /// Bytes of all streams of the flow, and (`done`) how many of them have been sent or received.
     total: usize,
     done: usize,
-    /// Bytes of the header that are done already.
+    /// Bytes of the header that have been sent or received.
     header: usize,
     finished: bool,
-    /// The connection could not move more: the flow waits for it, not for a dependency.
+    /// The connection moved nothing at the last attempt: the flow waits for it, not for another stream of the
+    /// plan.
     blocked: bool,
-    /// The connection is gone; the engine finds out why.
+    /// The connection has ended, whose reason the engine finds out, or the reduction function failed. The
+    /// flow moves nothing more.
     broken: bool,
 }
 
 impl Streams {
-    /// Makes a run of `plan`; `kernel` is `Some` if the plan reduces. `buffer` holds the elements of the
-    /// plan.
+    /// Prepares the collective `call` with number `seq`, which runs `plan`; `kernel` is `Some` if the plan
+    /// reduces. `buffer` holds the elements of the plan.
     pub(crate) fn new(
         credentials: &Credentials,
         call: Call,
@@ -114,12 +121,12 @@ impl Streams {
         self.unfinished == 0
     }
 
-    /// Returns bytes received, and bytes to receive in total.
+    /// Returns the bytes that this rank has received in this collective, and the bytes to receive in total.
     pub(crate) fn received(&self) -> (u64, u64) {
         self.bytes(Direction::Recv)
     }
 
-    /// Returns bytes sent, and bytes to send in total.
+    /// Returns the bytes that this rank has sent in this collective, and the bytes to send in total.
     pub(crate) fn sent(&self) -> (u64, u64) {
         self.bytes(Direction::Send)
     }
@@ -129,35 +136,35 @@ impl Streams {
         flows.fold((0, 0), |(done, total), flow| (done + flow.done as u64, total + flow.total as u64))
     }
 
-    /// Returns the algorithm of the plan, if the collective has several.
+    /// Returns the algorithm of the plan; `None` if there is only one for this collective.
     pub(crate) fn algorithm(&self) -> Option<Algorithm> {
         self.plan.algorithm
     }
 
-    /// Returns the peers with which it exchanges data.
+    /// Returns the peers with which this collective exchanges data.
     pub(crate) fn peers(&self) -> impl Iterator<Item = usize> + '_ {
         self.flows.iter().map(|flow| flow.peer)
     }
 
-    /// Returns the peers that the run waits for: they must send or accept data.
+    /// Returns the peers that this collective waits for: they must send data, or accept data from this rank.
     pub(crate) fn awaited(&self) -> impl Iterator<Item = usize> + '_ {
         self.flows.iter().filter(|flow| !flow.finished && self.is_open(flow)).map(|flow| flow.peer)
     }
 
-    /// Returns the peers whose connection blocks the run, and the direction.
+    /// Returns the peers whose connection blocks this collective, and whether it blocks sending or receiving.
     pub(crate) fn blocked(&self) -> impl Iterator<Item = (usize, Direction)> + '_ {
         let waiting = self.flows.iter().filter(|flow| flow.blocked && !flow.finished && !flow.broken);
         let most = if self.waits_sequentially() { 1 } else { usize::MAX };
         waiting.map(|flow| (flow.peer, flow.direction)).take(most)
     }
 
-    /// Returns whether waiting for one peer is enough: no peer waits for this rank, and it needs all of the
-    /// rest.
+    /// Returns whether this rank may wait for one peer after the other: no peer waits for this rank, and this
+    /// rank needs the data of all peers that are left.
     fn waits_sequentially(&self) -> bool {
         self.short && self.unsent == 0
     }
 
-    /// Moves pending data. Returns whether anything moved.
+    /// Sends and receives what can move without waiting. Returns whether anything moved.
     pub(crate) fn progress(&mut self, connections: &mut dyn PeerConnections) -> Result<bool, ExecutionError> {
         self.buffer.begin();
         let mut any = false;
@@ -185,7 +192,8 @@ impl Streams {
                 }
                 Err(FlowError::Protocol(what)) => return Err(ExecutionError::Protocol { peer, what }),
                 Err(FlowError::Function(what)) => {
-                    // Some elements may have been added already and must not be added again.
+                    // The function may have reduced some elements already. They must not be reduced again, so
+                    // the flow stops.
                     self.flows[index].broken = true;
                     return Err(ExecutionError::Function(what));
                 }
@@ -209,7 +217,8 @@ impl Streams {
         Ok(any)
     }
 
-    /// Returns the bytes that the dependency of the flow's current stream lets it move now.
+    /// Returns how many bytes the flow's current stream may move now. If the stream depends on another, its
+    /// bytes may exceed those moved by the other by at most the dependency's lead.
     fn allowance(&self, flow: &Flow) -> usize {
         let Some(&index) = flow.streams.get(flow.current) else { return 0 };
         let dependency = self.plan.streams[index].dependency;
@@ -223,7 +232,8 @@ impl Streams {
         flow.done == flow.total || self.allowance(flow) > 0
     }
 
-    /// Returns the rest of the flow's current segment, in bytes of the buffer. Skips empty parts.
+    /// Returns the rest of the flow's current part, as a byte range of the buffer, and how to apply received
+    /// bytes. Skips parts that are done; `None` at the end of the flow.
     fn current_range(&mut self, index: usize) -> Option<(std::ops::Range<usize>, Apply)> {
         let flow = &mut self.flows[index];
         loop {
@@ -241,7 +251,7 @@ impl Streams {
         }
     }
 
-    /// Notes that `bytes` of the current segment are done.
+    /// Notes that `bytes` more of the flow's current part have been sent or received.
     fn advance(&mut self, index: usize, bytes: usize) {
         let flow = &mut self.flows[index];
         flow.offset += bytes;
@@ -283,7 +293,8 @@ impl Streams {
         Ok(any)
     }
 
-    /// Gathers the next `most` bytes of the flow's current stream. Returns the number of parts.
+    /// Lists the memory of the next `most` bytes of the flow's current stream in `parts`. Returns how many of
+    /// `parts` it has set.
     fn gather<'a>(&'a self, flow: &Flow, most: usize, parts: &mut [IoSlice<'a>]) -> usize {
         let Some(&stream) = flow.streams.get(flow.current) else { return 0 };
         let (mut used, mut left, mut skip) = (0, most, flow.offset);
@@ -292,7 +303,7 @@ impl Streams {
             let end = (segment.range.end * self.buffer.element_bytes).min(start.saturating_add(left));
             skip = 0;
             while start < end && used < parts.len() {
-                // The piece is cut at the end of a part of the buffer.
+                // The slice ends with the part of the buffer in which it begins.
                 let bytes = self.buffer.bytes(start..end);
                 if bytes.is_empty() {
                     return used;
@@ -317,7 +328,7 @@ impl Streams {
                 return Ok(any);
             }
         }
-        // Each turn makes at most one system call, so that sending gets its turn as well.
+        // Each call of this function makes at most one system call, so that this rank also sends in between.
         let mut asked = any;
         loop {
             let Some((range, apply)) = self.current_range(index) else { return Ok(any) };
@@ -363,7 +374,8 @@ impl Streams {
         }
     }
 
-    /// Reads the header and compares it before any data is touched. Returns whether anything moved.
+    /// Reads the header of a flow and compares it with this rank's call, before any received element is used.
+    /// Returns whether anything moved.
     fn recv_header(&mut self, index: usize, conn: &mut Conn) -> Result<bool, FlowError> {
         let total = self.flows[index].total;
         let mut any = false;
@@ -403,7 +415,7 @@ impl Streams {
     }
 }
 
-/// An [`ExecutionError`] before the peer is known.
+/// An [`ExecutionError`] without the peer, which the caller adds.
 enum FlowError {
     Broken(ConnError),
     Mismatch(Call, u64),

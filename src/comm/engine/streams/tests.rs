@@ -1,4 +1,4 @@
-//! Plans over links with injected faults, all ranks in one thread.
+//! Tests of plans over links with injected faults; all ranks run in one thread.
 
 use std::collections::HashMap;
 
@@ -64,7 +64,7 @@ fn all_reduce(algorithm: Algorithm, rank: usize, topology: &Topology, count: usi
     plan::all_reduce(algorithm, Rounding::Stepwise, rank, topology, count, 4)
 }
 
-/// Turns all runs in random order until all are finished or one fails.
+/// Makes progress in the collective of each rank, in random order, until all have finished or one fails.
 fn drive(
     runs: &mut [Streams],
     connections: &mut [HashMap<usize, Conn>],

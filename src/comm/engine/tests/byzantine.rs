@@ -15,12 +15,12 @@ use crate::links::hello::ConnectionKind;
 use convoke_testkit::Random;
 use convoke_testkit::memory;
 
-/// Most memory that a rank may use at a time while it is attacked. It covers read-ahead of its connections,
-/// messages for which it gives credit, and its own needs.
+/// Most memory that a rank may use at a time while it is attacked. It covers the read-ahead buffers of its
+/// connections, messages for which it gives credit, and the memory that it needs otherwise.
 const MEMORY_BYTES: usize = 4 << 20;
 
-/// Returns bytes with which a third rank violates the protocol: the connection, and the text that the
-/// error must contain.
+/// Returns cases in which a third rank violates the protocol: a name, the connection, the bytes that it
+/// sends, and the text that the error must contain.
 fn violations() -> Vec<(&'static str, ConnectionKind, Vec<u8>, &'static str)> {
     use ConnectionKind::{Collective, Control, Message};
     let p2p = |count: u64, tag: u32| Call::new(CallKind::PointToPoint, Dtype::U8, None, tag, count).encode();
@@ -107,7 +107,8 @@ fn violations() -> Vec<(&'static str, ConnectionKind, Vec<u8>, &'static str)> {
     ]
 }
 
-/// Runs `attack` as the third rank, while ranks 0 and 1 wait for it in a call. Returns their errors.
+/// Runs `attack` as the third rank, while ranks 0 and 1 wait for the third rank in a call. Returns the errors
+/// of ranks 0 and 1.
 fn attacked(attack: impl FnOnce(&mut Engine)) -> Vec<CommError> {
     let attacked = with_scripted_peer(
         // The attack may happen while the group forms.
@@ -133,7 +134,7 @@ pub(super) fn connection_to(engine: &mut Engine, peer: usize, conn_kind: Connect
     conn.as_mut().unwrap()
 }
 
-/// Waits until both ranks have given up, or until `time` is over. Returns whether both have.
+/// Waits until ranks 0 and 1 have both ended the group, or until `time` is over. Returns whether both have.
 fn wait_until_ended(engine: &mut Engine, time: Duration) -> bool {
     let deadline = Instant::now() + time;
     while !(0..2).all(|peer| has_ended(engine, peer)) {
@@ -159,7 +160,8 @@ fn protocol_violation_by_a_peer_is_reported_on_all_ranks() {
     }
 }
 
-/// Returns a frame that is valid as far as one can tell without its context, and otherwise random.
+/// Returns a frame of this kind that one cannot tell from a valid one without its context, and that is
+/// otherwise random.
 fn any_frame(random: &mut Random, kind: Kind) -> Vec<u8> {
     let word = |random: &mut Random| random.next() >> random.below(64);
     let mut payload: Vec<u8> = (0..random.below(200)).map(|_| random.next() as u8).collect();
@@ -196,7 +198,7 @@ fn garbage_frame_on_any_connection_ends_group_with_one_cause() {
         let victim = random.below(2);
         let errors = attacked(|engine| {
             garbage.iter().for_each(|bytes| send_all(connection_to(engine, victim, conn_kind), bytes));
-            // A frame that is valid by chance, or incomplete, ends with its sender.
+            // If the frame is valid by chance, or incomplete, the group ends only when its sender leaves.
             wait_until_ended(engine, Duration::from_millis(20));
         });
         let named = |error: &CommError| match error {
@@ -261,7 +263,7 @@ fn endless_announcements_are_refused() {
 
 #[test]
 fn flood_of_queries_does_not_stop_timeouts() {
-    // The timeout is long enough for both to have begun, also on a busy machine.
+    // The timeout is long enough for both ranks to begin their calls, also on a busy machine.
     let timeout = Duration::from_secs(2);
     let over = AtomicBool::new(false);
     let errors = with_scripted_peer(
@@ -291,7 +293,7 @@ fn flood_of_queries_does_not_stop_timeouts() {
     }
 }
 
-/// Sends whole frames as long as there is room.
+/// Sends whole frames as long as the connection has room.
 fn send_some(conn: &mut Conn, frames: &[u8]) {
     if let Ok(sent @ 1..) = conn.send(&[std::io::IoSlice::new(frames)]) {
         send_all(conn, &frames[sent..][..(frames.len() - sent) % HEADER_BYTES]);
@@ -301,7 +303,7 @@ fn send_some(conn: &mut Conn, frames: &[u8]) {
 pub(super) fn send_all(conn: &mut Conn, bytes: &[u8]) {
     let (mut sent, deadline) = (0, Instant::now() + LONG);
     while sent < bytes.len() {
-        // The receiver may give up in the middle.
+        // The receiver may close the connection in the middle of a frame.
         match conn.send(&[std::io::IoSlice::new(&bytes[sent..])]) {
             Ok(some) => sent += some,
             Err(_) => return,
@@ -310,7 +312,8 @@ pub(super) fn send_all(conn: &mut Conn, bytes: &[u8]) {
     }
 }
 
-/// Returns whether a peer has sent Abort or closed. Earlier frames, such as its waits, are skipped.
+/// Returns whether a peer has sent an Abort frame or closed its connection. Earlier frames, such as reports
+/// of what the peer waits in, are skipped.
 fn has_ended(engine: &mut Engine, peer: usize) -> bool {
     let Some(control) = engine.peers[peer].control.as_mut() else { return true };
     let closed = control.fill(HEADER_BYTES + CONTROL_PAYLOAD_BYTES).is_err();
@@ -329,8 +332,8 @@ fn has_ended(engine: &mut Engine, peer: usize) -> bool {
 
 #[test]
 fn received_bools_are_valid_whatever_a_peer_sends() {
-    // The first is few enough elements to be read ahead, the second so many that they are received into the
-    // buffer.
+    // The first number of elements is small enough to be read ahead, the second so large that they are
+    // received straight into the buffer.
     const SHARED: [usize; 2] = [300, 60_000];
     const SENT: [usize; 2] = [300, 70_000];
     let hostile = |count: usize| (0..count).map(|i| (i % 256) as u8).collect::<Vec<u8>>();
@@ -392,7 +395,7 @@ fn received_bools_are_valid_whatever_a_peer_sends() {
     }
 }
 
-/// Reads until a frame of this kind has come.
+/// Reads from the connection until a frame of this kind has arrived.
 pub(super) fn await_frame(conn: &mut Conn, kind: Kind) {
     let deadline = Instant::now() + LONG;
     loop {

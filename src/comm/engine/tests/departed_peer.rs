@@ -10,7 +10,7 @@ use crate::frame::{Frame, Kind};
 use crate::links::hello::ConnectionKind;
 use convoke_testkit::TimedBarrier;
 
-/// Questions whose answers, 12 MB, are more than two kernels hold for a connection.
+/// Number of queries whose answers, 12 MB in all, are more than the two kernels buffer for a connection.
 const QUESTIONS: usize = 200_000;
 
 #[test]
@@ -26,7 +26,7 @@ fn departed_rank_that_never_reads_blocks_no_monitored_barrier() {
         |peer| {
             let mut engine = peer.engine();
             let call = Call::new(CallKind::MonitoredBarrier, Dtype::U8, None, 0, 0);
-            // Rank 0 is in the barrier. It still sends its waits when this rank reads no more.
+            // Rank 0 waits in the barrier. It still sends reports of that wait when this rank reads no more.
             let control = connection_to(&mut engine, 0, ConnectionKind::Control);
             await_frame(control, Kind::State);
             send_all(control, &frame(Kind::StateQuery, 0).encode().repeat(QUESTIONS));

@@ -1,12 +1,12 @@
-//! Real ranks over connections with injected faults: they move a few bytes at a time, or none although they
-//! could.
+//! Real ranks over connections with injected faults: the connections move only a few bytes at a time, or none
+//! although they could.
 
 use super::*;
 use crate::LossReason;
 use crate::links::fault_injection;
 use convoke_testkit::TimedBarrier;
 
-/// Runs `body` on two ranks repeatedly, each time with connections that misbehave in another way.
+/// Runs `body` on two ranks repeatedly, each time with connections whose faults come in another pattern.
 fn pairs<R: Send>(rounds: u64, body: impl Fn(Group) -> R + Sync) -> Vec<R> {
     let pair = |seed| {
         let (store, body): (Arc<dyn Store>, _) = (Arc::new(MemoryStore::new()), &body);
@@ -39,8 +39,8 @@ fn goodbye_is_delivered_although_the_socket_buffer_is_full() {
 
 #[test]
 fn message_split_into_any_pieces_is_read() {
-    // Half a second before the deadline all ranks ask each other again, so a lost report would arrive only
-    // then.
+    // Half a second before the deadline all ranks ask each other again what they wait in, so a lost report
+    // would arrive only then.
     let time = Duration::from_secs(20);
     let (gate, late) = (TimedBarrier::new(2), AtomicBool::new(false));
     pairs(20, |group| {
@@ -50,7 +50,7 @@ fn message_split_into_any_pieces_is_read() {
                 group.monitored_barrier(time).unwrap();
             }
             late.fetch_or(start.elapsed() > time / 2, Ordering::SeqCst);
-            // No rank sends more until the report has arrived.
+            // No rank sends anything else until both ranks have received the arrival of the other rank.
             gate.wait();
         }
     });

@@ -12,7 +12,8 @@ use crate::group::Group;
 use crate::options::GroupOptions;
 use crate::shm::segment::{INJECTED_FAULT, InjectedFault};
 
-/// Runs three ranks, of which `who` cannot do what `failing` names. Returns the result of each.
+/// Runs three ranks, of which rank `who` cannot do what `failing` names. Returns the backend and the sum of
+/// each rank.
 fn with_failing_rank(who: usize, failing: InjectedFault) -> Vec<(Backend, i32)> {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     std::thread::scope(|scope| {
@@ -38,7 +39,7 @@ fn with_failing_rank(who: usize, failing: InjectedFault) -> Vec<(Backend, i32)> 
 fn all_ranks_use_tcp_if_one_cannot_share_memory() {
     for failing in [InjectedFault::Create, InjectedFault::Commit, InjectedFault::Map] {
         for who in 0..3 {
-            // Only the first rank makes memory.
+            // Only the first rank creates the shared memory.
             let all = if failing == InjectedFault::Create && who > 0 {
                 Backend::SharedMemory
             } else {

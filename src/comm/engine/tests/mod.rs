@@ -1,6 +1,6 @@
-//! Unauthenticated and misbehaving peers: real ranks against a scripted one. In `byzantine` it misbehaves
-//! after it has authenticated, in `scripted_acceptor` it accepts the connections, and in `departed_peer` it
-//! leaves without having read.
+//! Unauthenticated and misbehaving peers: real ranks against a scripted peer. In `byzantine` the peer
+//! misbehaves after it has authenticated, in `scripted_acceptor` it accepts the connections, and in
+//! `departed_peer` it leaves without having read.
 
 mod byzantine;
 mod departed_peer;
@@ -33,7 +33,7 @@ use crate::options::GroupOptions;
 use crate::plan::{Rounding, Topology, Tuning};
 
 const LONG: Duration = Duration::from_secs(60);
-/// The rank that the test plays: the highest, which connects to all others.
+/// The rank that the test plays: the highest rank, which opens the connections to all other ranks.
 const FAKE: usize = 2;
 
 fn generation() -> Generation {
@@ -55,7 +55,7 @@ struct ScriptedPeer {
     listener: tcp::Listener,
 }
 
-/// Runs `body` on ranks 0 and 1 in threads, and `attack` concurrently.
+/// Runs `body` on ranks 0 and 1 in threads, and concurrently `attack` as the third rank.
 fn with_scripted_peer<R: Send>(
     body: impl Fn(Result<Group, CommError>) -> R + Sync,
     attack: impl FnOnce(ScriptedPeer),
@@ -100,7 +100,7 @@ impl ScriptedPeer {
         stream
     }
 
-    /// Returns the engine of a real third rank, connected.
+    /// Returns the engine of a real third rank, connected to ranks 0 and 1.
     fn engine(self) -> Engine {
         let settings = Settings {
             name: "default".to_owned(),
@@ -150,7 +150,7 @@ fn greeting(source: usize, destination: usize) -> Vec<u8> {
     with(frame(Kind::Hello, hello.len()), &hello)
 }
 
-/// Returns all bytes that come until the connection is closed, as text.
+/// Returns all bytes that arrive until the connection is closed, as text.
 fn answer(mut stream: TcpStream) -> String {
     let mut bytes = Vec::new();
     // A reset closes the connection too.
@@ -217,7 +217,7 @@ fn unauthenticated_peers_are_refused_and_real_peers_still_connect() {
                 assert!(answer.contains(part), "{what}: {answer:?}");
                 assert!(!part.is_empty() || answer.is_empty(), "{what} is answered: {answer:?}");
             }
-            // These are a proof made with another token, and the rank's own proof sent back to it.
+            // The peer sends a proof made with another token, or the rank's own proof back to it.
             for reflected in [false, true] {
                 let mut stream = peer.call(0);
                 stream.write_all(&greeting(FAKE, 0)).unwrap();
@@ -231,17 +231,17 @@ fn unauthenticated_peers_are_refused_and_real_peers_still_connect() {
                 let answer = answer(stream);
                 assert!(answer.contains("another token"), "{answer:?}");
             }
-            // These peers are cut off in the middle, or stop sending. There are far more of the latter than
-            // are accepted.
+            // These peers close their connections in the middle of a frame. Then 300 peers, more than are
+            // accepted, stop in the middle of a frame and keep their connections open.
             for cut in [1, 4, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 47] {
                 peer.call(0).write_all(&greeting(FAKE, 0)[..cut]).unwrap();
             }
             let mut silent: Vec<_> = (0..300).map(|index| peer.call(index % 2)).collect();
             for (index, stream) in silent.iter_mut().enumerate() {
-                // Connections that were refused already cannot be written to.
+                // Writing to a connection that was refused already fails.
                 let _ = stream.write_all(&greeting(FAKE, 0)[..index % HEADER_BYTES]);
             }
-            // These peers send all that is possible without the secret: a valid hello, but no proof.
+            // These peers send all that is possible without the token: a valid hello, but no proof.
             let greet = |_| {
                 let mut stream = peer.call(0);
                 stream.write_all(&greeting(FAKE, 0)).unwrap();
@@ -272,7 +272,7 @@ fn unauthenticated_peers_disturb_no_call() {
                 assert_eq!(got, [round]);
             }
             over.store(true, Ordering::SeqCst);
-            // The third rank has left, and this call is the first to notice.
+            // The third rank has left the group, and this call is the first to detect that.
             let error = group.barrier().unwrap_err();
             assert!(matches!(error, CommError::PeerLost { rank: FAKE, .. }), "{error}");
         },
@@ -293,7 +293,7 @@ fn unauthenticated_peers_disturb_no_call() {
     );
 }
 
-/// Makes the call of the third rank.
+/// Makes, as the third rank, the call in which ranks 0 and 1 wait.
 fn sum(shared: &super::Shared) -> i32 {
     let call = Call::new(CallKind::AllReduce, Dtype::I32, Some(ReduceOp::Sum), 0, 1);
     let rounding = Rounding::of(&call);

@@ -1,4 +1,5 @@
-//! The process that answers at a published address may be any process.
+//! A scripted process accepts the connections of a rank: the process that answers at a published address may
+//! be any process.
 
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener};
@@ -16,7 +17,8 @@ use crate::links::hello::{HELLO_BYTES, SUITE_PLAIN, WELCOME_BYTES, Welcome};
 use crate::options::GroupOptions;
 use crate::plan::Tuning;
 
-/// Runs rank 1 with a scripted rank 0 that answers each hello with `answer`. Returns the error.
+/// Runs rank 1 with a scripted rank 0 that answers each hello with `answer` and, if `stays` is set, keeps the
+/// connection open. Returns the error of rank 1.
 fn connect_error(answer: &[u8], stays: bool) -> CommError {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
     let listener = TcpListener::bind(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
