@@ -34,7 +34,7 @@ pub enum Dtype {
     F64,
     /// `f16`: IEEE half precision
     F16,
-    /// `bf16`: the upper half of an `f32`
+    /// `bf16`: the upper 16 bits of an `f32`
     Bf16,
     /// `bool`
     Bool,
@@ -45,7 +45,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// All types, in the order of their wire numbers.
+    /// All types, in the order of their numbers in messages.
     pub const ALL: [Self; 15] = [
         Self::I8,
         Self::U8,
@@ -138,9 +138,9 @@ impl fmt::Display for Dtype {
 pub enum ReduceOp {
     /// Sum; integers wrap.
     Sum,
-    /// Minimum. NaN wins over numbers, and -0 over +0. Not defined for complex numbers.
+    /// Minimum. It is NaN if an operand is NaN; -0 is less than +0. Not defined for complex numbers.
     Min,
-    /// Maximum. NaN wins over numbers, and +0 over -0. Not defined for complex numbers.
+    /// Maximum. It is NaN if an operand is NaN; +0 is greater than -0. Not defined for complex numbers.
     Max,
     /// Product; integers wrap.
     Product,
@@ -161,7 +161,7 @@ pub enum ReduceOp {
 }
 
 impl ReduceOp {
-    /// All operations, in the order of their wire numbers.
+    /// All operations, in the order of their numbers in messages.
     pub const ALL: [Self; 10] = [
         Self::Sum,
         Self::Min,
@@ -187,8 +187,8 @@ impl ReduceOp {
         }
     }
 
-    /// Returns true if exact results need more digits than `dtype` has. They are then kept as `f32`, and
-    /// rounded once at the end.
+    /// Returns true if `dtype` has too few digits for the intermediate results of the operation. They are
+    /// then kept as `f32`, and rounded once at the end.
     pub(crate) const fn accumulates_in_f32(self, dtype: Dtype) -> bool {
         dtype.is_half() && matches!(self, Self::Sum | Self::Product | Self::Avg | Self::PremulSum)
     }
@@ -224,7 +224,7 @@ impl fmt::Display for ReduceOp {
 }
 
 pub(crate) mod sealed {
-    /// Conversion between values of a type of [`super::Element`]s and bytes in native order.
+    /// Conversion between the values of an [`super::Element`] type and their bytes in native order.
     pub trait Sealed: Copy {
         /// Returns the element whose bits are all zero.
         fn zero() -> Self;
@@ -246,7 +246,8 @@ pub(crate) mod sealed {
         /// Returns the bytes of the number in native order, padded with zeros.
         fn bytes(self) -> [u8; 16];
 
-        /// Returns the number with these bytes, as [`Self::bytes`] made them.
+        /// Returns the number with these bytes, as [`Self::bytes`] made them; `None` if the type has no
+        /// factors.
         fn from_bytes(bytes: [u8; 16]) -> Option<Self>;
     }
 }
@@ -254,11 +255,11 @@ pub(crate) mod sealed {
 /// A type whose values can be sent and reduced. These are `f32`, `f64`, [`struct@f16`], [`bf16`],
 /// [`Complex`] of `f32` and `f64`, the integers of 8 to 64 bits, and `bool`.
 pub trait Element: sealed::Sealed + Send + Sync + 'static {
-    /// The type as a value.
+    /// The element type as a [`Dtype`].
     const DTYPE: Dtype;
 
-    /// Factor of [`Reduction::premul_sum`](crate::Reduction::premul_sum): the type itself, but `f32` for
-    /// the 16-bit floats. For `bool` there is none.
+    /// The type of factors of [`Reduction::premul_sum`](crate::Reduction::premul_sum): the element type
+    /// itself, but `f32` for the 16-bit floats. For `bool` there is no factor.
     type Factor: sealed::Factor;
 }
 

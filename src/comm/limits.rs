@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use rustix::io::Errno;
 use rustix::process::{Resource, Rlimit, getrlimit};
 
-/// Checks that a file, also one in memory, may have `bytes` bytes.
+/// Checks that the file size limit of this process allows a file, also one in memory, of `bytes` bytes.
 ///
 /// # Errors
 /// `EFBIG` if the file size limit (`ulimit -f`) is lower.
@@ -36,7 +36,8 @@ pub(crate) fn is_out_of_descriptors(error: &io::Error) -> bool {
     matches!(Errno::from_io_error(error), Some(Errno::MFILE | Errno::NFILE))
 }
 
-/// Returns the message for such an error in a group of `size` ranks, of which `on_host` are on this host.
+/// Returns the message for an error that [`is_out_of_descriptors`], in a group of `size` ranks, of which
+/// `on_host` are on this host.
 pub(crate) fn descriptor_limit_message(error: &io::Error, size: usize, on_host: usize) -> String {
     // Descriptors: the listener and its duplicate, an epoll set, an eventfd; three connections to each
     // peer; an eventfd and a pidfd for each rank of this host.
@@ -53,9 +54,9 @@ pub(crate) fn descriptor_limit_message(error: &io::Error, size: usize, on_host: 
     )
 }
 
-/// The file names of one version of control groups.
+/// The names of the files with the memory limits in one version of control groups (v1 or v2).
 struct CgroupVersion {
-    /// Root of its hierarchy.
+    /// Root of the version's hierarchy.
     root: PathBuf,
     limit: &'static str,
     used: &'static str,

@@ -32,7 +32,7 @@ use crate::kernels::{Kernel, ReductionFn, ScaleFn, wrap_function};
 pub struct Reduction<T> {
     op: ReduceOp,
     scale: Option<Arc<ScaleFn>>,
-    /// Bytes of the factor, for devices.
+    /// The bytes of the factor in native order, for reductions on GPUs.
     #[cfg_attr(not(feature = "nccl"), allow(dead_code))]
     factor: Option<[u8; 16]>,
     function: Option<Arc<ReductionFn>>,
@@ -40,7 +40,8 @@ pub struct Reduction<T> {
 }
 
 impl<T: Element> Reduction<T> {
-    /// Returns the sum of all ranks' elements, where this rank first multiplies its own by `factor`.
+    /// Returns a reduction to the sum of all ranks' elements, where this rank first multiplies its own by
+    /// `factor`.
     ///
     /// Factors may differ between ranks. Products of 16-bit floats are not rounded before they are added.
     #[must_use]
@@ -50,24 +51,25 @@ impl<T: Element> Reduction<T> {
         Self { op: ReduceOp::PremulSum, scale: Some(scale), factor, function: None, of: PhantomData }
     }
 
-    /// Makes a reduction from a function. It replaces each element of its first argument by the combination
-    /// with the element at that index of its second. Both have one length. All ranks pass the same
-    /// function.
+    /// Makes a reduction from a function of two slices of equal length. The function replaces each element of
+    /// the first slice by its combination with the element of the second slice at that index. All ranks pass
+    /// the same function.
     ///
     /// Elements are combined in any order and grouping, so the function should be commutative and
-    /// associative. In any case, all ranks get equal bits, and a rerun does too. If it is not associative,
-    /// results depend on the length and the number of ranks.
+    /// associative. In any case, all ranks get equal bits, and a rerun does too. If the function is not
+    /// associative, results depend on the length of the buffer and the number of ranks.
     ///
-    /// A thread with a call on the group in progress runs it. The function must not use a group: every call
-    /// in it is refused. If it panics, the group ends with [`CommError::Aborted`] on all ranks. The time
-    /// limit of the call does not interrupt it.
+    /// The function runs on a thread that has a call on the group in progress. The function must not use a
+    /// group: every group call in it is refused. If the function panics, the group ends with
+    /// [`CommError::Aborted`] on all ranks. The time limit of the call does not interrupt the function.
     #[must_use]
     pub fn new(combine: impl Fn(&mut [T], &[T]) + Send + Sync + 'static) -> Self {
         let function: Arc<ReductionFn> = Arc::new(wrap_function(combine));
         Self { op: ReduceOp::Custom, scale: None, factor: None, function: Some(function), of: PhantomData }
     }
 
-    /// Returns the arithmetic over `world` ranks, or an error if it is not defined for the type.
+    /// Returns the kernel that reduces over `world` ranks, or an error if the operation is not defined for
+    /// the type.
     pub(crate) fn kernel(&self, world: usize) -> Result<Kernel, CommError> {
         let Self { op, scale, function, .. } = self;
         let kernel = match (op, scale, function) {
@@ -87,7 +89,7 @@ impl<T: Element> Reduction<T> {
 }
 
 impl<T> Reduction<T> {
-    /// Returns the operation, which the ranks compare.
+    /// Returns the operation. The ranks compare it before they reduce.
     #[must_use]
     pub fn op(&self) -> ReduceOp {
         self.op
@@ -100,7 +102,7 @@ impl<T> Reduction<T> {
     }
 }
 
-/// Returns advice for an operation that is not defined for a type.
+/// Returns advice on what to use instead of an operation that is not defined for a type.
 fn alternative(op: ReduceOp) -> &'static str {
     match op {
         ReduceOp::Avg => {

@@ -17,7 +17,7 @@ pub(super) trait Arith<const N: usize>: Multiply<N> {
     fn divided_by(self, divisor: u32) -> Self;
 }
 
-/// An integer, as bits.
+/// An integer with bitwise operations.
 pub(super) trait Bits<const N: usize>: Arith<N> {
     fn and(self, other: Self) -> Self;
     fn or(self, other: Self) -> Self;
@@ -46,7 +46,7 @@ macro_rules! integers {
             fn max(self, other: Self) -> Self {
                 Ord::max(self, other)
             }
-            // No table has this function: an average of integers is refused.
+            // This function is never called: an average of integers is refused.
             #[inline(always)]
             fn divided_by(self, _: u32) -> Self {
                 self
@@ -103,7 +103,7 @@ macro_rules! floats {
                 let number = if self == other { tied } else { greater };
                 if self.is_nan() | other.is_nan() { Self::NAN } else { number }
             }
-            // Ranks are below 2^24, so the conversion is exact.
+            // The divisor is the number of ranks, which is below 2^24, so the conversion is exact.
             #[inline(always)]
             #[allow(clippy::cast_lossless)]
             fn divided_by(self, divisor: u32) -> Self {

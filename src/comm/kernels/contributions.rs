@@ -2,12 +2,13 @@
 
 use super::{ACCUMULATOR_BYTES, F32Conversion, Kernel, ReduceFn, ReduceImpl, SourceBytes};
 
-/// Bytes that are added at a time; they fit in the L1 cache. It is a multiple of all elements' sizes.
+/// Bytes of each contribution that are reduced at a time, so that they fit in the L1 cache. It is a multiple
+/// of all element sizes.
 const BLOCK_BYTES: usize = 4 << 10;
-/// Block size of contributions whose elements are halves, after they became `f32`.
+/// The size of a block of half-precision elements ([`BLOCK_BYTES`]) after their conversion to `f32`.
 const ACCUMULATOR_BLOCK_BYTES: usize = BLOCK_BYTES / F32Conversion::HALF_BYTES * ACCUMULATOR_BYTES;
 
-/// The number of ranks whose contributions are added up, and the own rank.
+/// The number of ranks whose contributions are reduced, and this rank's number among them.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Contributors {
     pub(crate) count: usize,
@@ -18,11 +19,12 @@ impl Kernel {
     /// Bytes of scratch memory that [`Self::reduce_all`] needs.
     pub(crate) const SCRATCH_BYTES: usize = 2 * ACCUMULATOR_BLOCK_BYTES + BLOCK_BYTES;
 
-    /// Adds the contributions of all other ranks to `own`, the contribution of `ranks.me`. `contribution`
-    /// returns the bytes of one contribution from a given place on. `added` is called for each finished piece
-    /// of `own`, with its place. After that, no contribution is read at these bytes.
+    /// Reduces the contributions of all other ranks into `own`, the contribution of `ranks.me`.
+    /// `contribution(rank, at, len)` returns the `len` bytes at byte `at` of a rank's contribution.
+    /// `added(at, bytes)` is called for each finished piece of `own`. After that, no contribution is read at
+    /// these bytes.
     ///
-    /// Sums of halves are rounded once. The error says how a function of the program failed.
+    /// Half-precision sums are rounded once. The error says how the program's reduction function failed.
     #[inline]
     pub(crate) fn reduce_all<'a>(
         &self,
@@ -49,8 +51,8 @@ impl Kernel {
         Ok(())
     }
 
-    /// Adds copies of the contributions: a function of the program must not see shared memory, and halves
-    /// become wider.
+    /// Reduces copies of the contributions: a function of the program must not see shared memory, and
+    /// half-precision values become `f32`.
     fn add_copies<'a>(
         &self,
         ranks: Contributors,
@@ -87,8 +89,8 @@ impl Kernel {
     }
 }
 
-/// Adds in place. Each operation commutes to the last bit, so the sum of the lower ranks can be added to this
-/// contribution.
+/// Reduces the contributions in place. Each operation gives equal bits with swapped operands, so the sum of
+/// the lower ranks can be added to this rank's contribution.
 #[inline]
 fn add_in_place<'a>(
     reduce: ReduceFn,

@@ -6,27 +6,28 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::dtype::Element;
 
-/// A function of the program, as a kernel calls it. The flag says that the second operand is the left one.
-/// The error says how the function failed.
+/// A reduction function of the program, as a kernel calls it: the arguments are the bytes to reduce into and
+/// the bytes of a contribution. The flag says that the contribution is the left operand. The error says how
+/// the function failed.
 pub(crate) type ReductionFn = dyn Fn(&mut [u8], &[u8], bool) -> Result<(), String> + Send + Sync;
 
-/// Most elements that the function gets at once.
+/// Most elements that one call of the program's function gets.
 const ELEMENTS: usize = 4096;
 
 thread_local! {
     static IN_REDUCTION_FUNCTION: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Returns whether this thread is in a function of the program that the engine called. There it must not wait
-/// for the engine.
+/// Returns whether this thread executes a reduction function of the program, which the engine has called. In
+/// such a function it must not wait for the engine.
 pub(crate) fn is_in_reduction_function() -> bool {
     IN_REDUCTION_FUNCTION.get()
 }
 
-/// Wraps `function` as a kernel.
+/// Wraps a reduction function of the program, which takes elements, as a [`ReductionFn`], which takes bytes.
 ///
-/// It works on copies, because arrived data is not aligned, and a function that panics must not leave half a
-/// result.
+/// The function works on copies, because received bytes need not be aligned, and a function that panics must
+/// not leave a partial result.
 pub(crate) fn wrap_function<T: Element>(
     function: impl Fn(&mut [T], &[T]) + Send + Sync + 'static,
 ) -> impl Fn(&mut [u8], &[u8], bool) -> Result<(), String> + Send + Sync + 'static {

@@ -1,7 +1,7 @@
-//! Conversion of `f16` and `bf16` to `f32` and back, and their order.
+//! Conversion of `f16` and `bf16` to `f32` and back, and their minimum and maximum.
 //!
-//! Sums of halves are kept as `f32` and rounded once, to the nearest half, ties to even. The least or
-//! greatest of halves is one of them, and is found by comparing bits.
+//! Sums of half-precision values are kept as `f32` and rounded once, to the nearest half-precision value,
+//! ties to even. A minimum or maximum is one of the values, and is found by comparing bits.
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -10,27 +10,27 @@ use super::simd::{convert, zip_in_place};
 use super::{CHUNK, KernelFunctions};
 use crate::dtype::{Dtype, NativeBytes, ReduceOp};
 
-/// Size of the elements in which halves are added.
+/// Size of the elements (`f32`) in which half-precision values are added.
 pub(crate) const ACCUMULATOR_BYTES: usize = size_of::<f32>();
 
-/// The bits of infinity; those of NaN are greater.
+/// The bits of infinity; those of a NaN without its sign are greater.
 pub(super) const F16_INFINITY: u16 = 0x7C00;
 pub(super) const BF16_INFINITY: u16 = 0x7F80;
 
-/// The conversion of elements to `f32` and back.
+/// The conversion of half-precision elements to `f32` and back.
 #[derive(Debug)]
 pub(crate) struct F32Conversion {
     /// Converts elements to as many `f32`.
     pub(crate) widen: fn(from: &[u8], into: &mut [u8]),
-    /// Rounds `f32` to as many elements.
+    /// Rounds `f32` values to as many elements.
     pub(crate) narrow: fn(from: &[u8], into: &mut [u8]),
 }
 
 impl F32Conversion {
-    /// Size of the elements that become `f32`.
+    /// Size of a half-precision element.
     pub(crate) const HALF_BYTES: usize = size_of::<u16>();
 
-    /// The conversion of elements that stay as they are.
+    /// A conversion that only copies, for elements that are not widened.
     pub(super) const IDENTITY: Self = Self { widen: copy, narrow: copy };
 
     pub(super) fn of(dtype: Dtype) -> Option<&'static Self> {
@@ -50,9 +50,9 @@ fn widen_bf16(from: &[u8], into: &mut [u8]) {
     convert(from, into, |half: u16| u32::from(half) << 16);
 }
 
-/// Rounds by adding half of the last digit (a little less if that digit is even) and cutting the rest off.
-/// That would turn a NaN into a number, so a NaN is handled apart. No branch is used, so that the loop
-/// becomes vectors.
+/// Rounds by adding half of the last kept digit (a little less if that digit is even) and cutting the lower
+/// digits off. That would turn a NaN into a number, so a NaN is handled apart. There is no branch, so that
+/// the compiler vectorizes the loop.
 fn narrow_bf16(from: &[u8], into: &mut [u8]) {
     convert(from, into, |number: f32| {
         let bits = number.to_bits();
@@ -92,7 +92,8 @@ fn narrow_f16(from: &[u8], into: &mut [u8]) {
     }
 }
 
-/// Returns the least or greatest of halves with these bits of infinity.
+/// Returns the functions for the minimum or maximum of the half-precision type whose infinity has the bits
+/// `INFINITY`. `None` for other operations.
 pub(super) fn min_max<const INFINITY: u16>(op: ReduceOp) -> KernelFunctions {
     match op {
         ReduceOp::Min => Some((|into, from| zip_in_place(into, from, less::<INFINITY>), None)),
@@ -113,7 +114,7 @@ fn greater<const INFINITY: u16>(a: u16, b: u16) -> u16 {
     if is_nan::<INFINITY>(a) | is_nan::<INFINITY>(b) { nan::<INFINITY>() } else { number }
 }
 
-/// Maps bits to numbers in the order of the floats, -0 before +0.
+/// Maps the bits of half-precision values to integers in the order of the values, -0 before +0.
 #[inline(always)]
 fn order_key(bits: u16) -> i16 {
     let bits = bits as i16;
@@ -125,7 +126,7 @@ fn is_nan<const INFINITY: u16>(bits: u16) -> bool {
     bits & 0x7FFF > INFINITY
 }
 
-/// Returns a quiet NaN: the first digit behind the exponent is set.
+/// Returns a quiet NaN: the first bit behind the exponent is set.
 #[inline(always)]
 fn nan<const INFINITY: u16>() -> u16 {
     INFINITY | (INFINITY & INFINITY.wrapping_neg()) >> 1

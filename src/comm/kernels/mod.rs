@@ -1,15 +1,14 @@
-//! Arithmetic on buffers: one table from (type, operation) to functions, looked up once per call.
+//! Arithmetic on buffers: one table from (type, operation) to functions, looked up once per collective call.
 //!
 //! Kernels work in place on bytes: `into = into op from`, element by element in native byte order. Bytes need
-//! no alignment, and their loops use the widest [vectors](simd) that the processor has. The two operands
-//! cannot overlap, so no scalar fallback is compiled. The read-only operand may lie in memory that processes
-//! share.
+//! no alignment, and the loops use the widest [vectors](simd) that the processor has. The two operands cannot
+//! overlap, so no scalar fallback is compiled. The read-only operand may be in memory that processes share.
 //!
-//! Every operation commutes to the last bit (NaN payloads excepted). So both ends of an exchange compute one
-//! result from swapped operands.
+//! Every operation gives equal bits with swapped operands (NaN payloads excepted). So two ranks that exchange
+//! values and combine them with their own get equal results.
 //!
 //! Types share functions if their bits allow it. Complex numbers are added as twice as many real numbers,
-//! truth values are combined as bits, and halves are added as `f32` ([`half_precision`]).
+//! truth values are combined as bits, and half-precision values are added as `f32` ([`half_precision`]).
 
 mod arith;
 mod contributions;
@@ -41,19 +40,21 @@ type DivideFn = fn(buf: &mut [u8], divisor: u32);
 /// `buf[i] = buf[i] * factor`.
 pub(crate) type ScaleFn = dyn Fn(&mut [u8]) + Send + Sync;
 
-/// Elements that are processed at once if they need memory of their own; they fit in the L1 cache.
+/// Elements that are processed at once if a temporary buffer is needed, so that it fits in the L1 cache.
 const CHUNK: usize = 256;
 
 /// The arithmetic of a reduction.
 #[derive(Clone)]
 pub(crate) struct Kernel {
     reduce: ReduceImpl,
-    /// Ends the reduction of an element, after its last contribution.
+    /// Divides the sum by the number of ranks after the last contribution; `None` if the operation is no
+    /// average.
     divide: Option<DivideFn>,
     /// The divisor of averages.
     world: u32,
     scale: Option<Arc<ScaleFn>>,
-    /// The conversion, if the other functions are those of wider elements.
+    /// The conversion of half-precision elements, if they are reduced as `f32`: then `reduce` and `divide`
+    /// take `f32`.
     f32_conversion: Option<&'static F32Conversion>,
 }
 
@@ -67,16 +68,17 @@ enum ReduceImpl {
 /// ([`Kernel::reduce_ordered`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct OrderedReduceStep {
-    /// No contribution was added before.
+    /// The contribution that has arrived is the first one, so it replaces the sums.
     pub(crate) first: bool,
-    /// This rank's own contribution comes next to the one that has arrived.
+    /// This rank's own contribution is added directly after the one that has arrived.
     pub(crate) own: bool,
-    /// With this step all contributions are added.
+    /// With this step all contributions are added, so the result is stored.
     pub(crate) last: bool,
 }
 
 impl Kernel {
-    /// Returns the kernel of a named `op` on `dtype` over `world` ranks; `None` if the pair has no meaning.
+    /// Returns the kernel of a named `op` on `dtype` over `world` ranks; `None` if the operation is not
+    /// defined for the type.
     pub(crate) fn of(dtype: Dtype, op: ReduceOp, world: usize) -> Option<Self> {
         if !op.accepts(dtype) {
             return None;
@@ -105,8 +107,8 @@ impl Kernel {
         Some(Self { reduce: ReduceImpl::Builtin(reduce), divide, world, scale: None, f32_conversion })
     }
 
-    /// Returns the kernel of a sum whose contributions are first changed by `scale`; `None` if that has no
-    /// meaning.
+    /// Returns the kernel of a sum whose contributions are first multiplied by `scale`; `None` if it is not
+    /// defined for the type.
     pub(crate) fn scaled_sum(dtype: Dtype, scale: Arc<ScaleFn>) -> Option<Self> {
         let sum = Self::of(dtype, ReduceOp::PremulSum, 1)?;
         Some(Self { scale: Some(scale), ..sum })
@@ -123,21 +125,21 @@ impl Kernel {
         }
     }
 
-    /// Returns the function that changes this rank's own contribution before anything is added to it.
+    /// Returns the function that multiplies this rank's own contribution before anything is added to it.
     pub(crate) fn scale(&self) -> Option<&ScaleFn> {
         self.scale.as_deref()
     }
 
-    /// Returns the conversion to the elements that the kernel adds, if these are wider.
+    /// Returns the conversion to `f32`, if the kernel reduces half-precision elements as `f32`.
     pub(crate) fn f32_conversion(&self) -> Option<&'static F32Conversion> {
         self.f32_conversion
     }
 
-    /// Adds a contribution: `into[i] = into[i] op from[i]`, or `from[i] op into[i]` if the contribution
-    /// `is_first`. It ends the reduction if the contribution is the `last`. Both slices have equal length, in
-    /// whole elements.
+    /// Combines the contribution `from` with `into`: `into[i] = into[i] op from[i]`, or `from[i] op into[i]`
+    /// if `is_first` (the contribution is the left operand). After the `last` contribution, the sum of an
+    /// average is divided by the number of ranks. Both slices have equal length, in whole elements.
     ///
-    /// The error says how a function of the program failed.
+    /// The error says how the program's reduction function failed.
     pub(crate) fn reduce(
         &self,
         into: &mut [u8],
@@ -155,11 +157,11 @@ impl Kernel {
         Ok(())
     }
 
-    /// Adds the contributions `from` to `sums`, as `step` says; `contribution` is this rank's own and
-    /// receives the result. `conversion` converts elements of `from` and `contribution` to those of `sums`,
-    /// if these are wider.
+    /// Adds the received contribution `from` to `sums`, as `step` says. `contribution` is this rank's own and
+    /// receives the result in the last step. If `sums` has wider elements than these two, `conversion`
+    /// converts between them.
     ///
-    /// All three hold equal numbers of elements.
+    /// The three slices hold equal numbers of elements.
     pub(crate) fn reduce_ordered(
         &self,
         step: OrderedReduceStep,
@@ -230,8 +232,8 @@ fn complex<T: Multiply<N>, const N: usize, R: Arith<M>, const M: usize>(op: Redu
     if op == ReduceOp::Product { Some((product::<T, N>, None)) } else { numbers::<R, M>(op) }
 }
 
-/// Truth values are the bytes 0 and 1. Bytes from a peer are not trusted to be one of them, neither here nor
-/// when they are stored (`buffer/borrowed.rs`).
+/// Truth values are the bytes 0 and 1. A peer may send other bytes, so neither this function nor the code
+/// that stores the result (`buffer/borrowed.rs`) assumes one of them.
 fn booleans(op: ReduceOp) -> KernelFunctions {
     integers::<u8, 1>(match op {
         ReduceOp::Sum | ReduceOp::Max => ReduceOp::Bor,

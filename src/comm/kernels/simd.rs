@@ -1,14 +1,14 @@
-//! Detection of the processor's vectors, and loops that are compiled for each kind of them.
+//! Detection of the processor's vector instructions, and loops that are compiled for each set of them.
 //!
 //! A loop is written once, over single elements, and compiled three times on x86-64: for SSE2 (which every
-//! such processor has), AVX2 and AVX-512. On other processors it is compiled once, with their baseline (NEON
-//! on aarch64). The kind is selected at run time.
+//! such processor has), AVX2 and AVX-512. On other processors it is compiled once, with the vector
+//! instructions that all of them have (NEON on aarch64). The set is selected at run time.
 
 use std::marker::PhantomData;
 
 use crate::dtype::NativeBytes;
 
-/// A kind of vectors that this processor has.
+/// A set of vector instructions that this processor has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SimdLevel(Kind);
 
@@ -21,19 +21,20 @@ enum Kind {
     Avx512,
 }
 
-/// A loop. To use the vectors, all of it must be inlined into the function that [`SimdLevel::run`] calls.
+/// A loop over elements. To use vector instructions, all of it must be inlined into the function that
+/// [`SimdLevel::run`] calls.
 pub(super) trait Loop {
     fn run(self);
 }
 
 #[cfg(test)]
 thread_local! {
-    /// The vectors that a test selects for this thread.
+    /// The vector instructions that a test selects for this thread.
     static FORCED: std::cell::Cell<Option<SimdLevel>> = const { std::cell::Cell::new(None) };
 }
 
 impl SimdLevel {
-    /// Returns the widest vectors of this processor.
+    /// Returns the widest vector instructions of this processor.
     #[inline]
     pub(super) fn widest() -> Self {
         #[cfg(test)]
@@ -56,7 +57,7 @@ impl SimdLevel {
         Self(Kind::Portable)
     }
 
-    /// Calls `body` with each kind of vectors that this processor has. Returns how many there are.
+    /// Calls `body` with each set of vector instructions that this processor has. Returns how many there are.
     #[cfg(test)]
     pub(super) fn for_each_supported(mut body: impl FnMut()) -> usize {
         let mut kinds = vec![Self(Kind::Portable)];
@@ -77,11 +78,11 @@ impl SimdLevel {
     fn run(self, work: impl Loop) {
         match self.0 {
             Kind::Portable => work.run(),
-            // SAFETY: this value exists only if the processor has these vectors, see `widest` and
+            // SAFETY: this value exists only if the processor has these instructions, see `widest` and
             // `for_each_supported`.
             #[cfg(target_arch = "x86_64")]
             Kind::Avx2 => unsafe { with_avx2(work) },
-            // SAFETY: this value exists only if the processor has these vectors, see `widest` and
+            // SAFETY: this value exists only if the processor has these instructions, see `widest` and
             // `for_each_supported`.
             #[cfg(target_arch = "x86_64")]
             Kind::Avx512 => unsafe { with_avx512(work) },
@@ -101,7 +102,8 @@ fn with_avx512(work: impl Loop) {
     work.run();
 }
 
-/// Bytes to read. This is not a slice, because they may lie where other processes write at other times.
+/// Bytes that a kernel reads. This type is not a slice, because the bytes may be in shared memory that other
+/// processes write at other times.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SourceBytes<'a> {
     start: *const u8,
@@ -134,13 +136,13 @@ impl SourceBytes<'_> {
     }
 }
 
-/// Least bytes for the workaround: `memcpy` copies fewer bytes by vectors anyway.
+/// Least bytes for which [`copy`] avoids `memcpy`, which uses vector instructions for fewer bytes anyway.
 const MIN_VECTOR_COPY_BYTES: usize = 2048;
 
 /// Copies `len` bytes as `memcpy` does, but avoids a slow case. On AMD's Zen 3 and 4, glibc copies many bytes
-/// by `rep movsb` (glibc bug 30994). That takes 5 to 20 times as long (1.8 GB/s) if the target begins, in its
-/// page, 1 to 31 bytes after the source in its own. Memory of `malloc` often begins 16 bytes after a page,
-/// shared memory on one.
+/// by `rep movsb` (glibc bug 30994). That takes 5 to 20 times as long (1.8 GB/s) if the target's offset in
+/// its page is 1 to 31 bytes more than the source's. Memory of `malloc` often begins 16 bytes behind the
+/// start of a page, shared memory at the start.
 ///
 /// # Safety
 /// `len` bytes from `from` on are readable and nobody writes them. `len` bytes from `into` on are writable

@@ -1,4 +1,4 @@
-//! One block of a row for each rank.
+//! A row of blocks in a buffer, one block for each rank.
 
 use std::ops::Range;
 
@@ -44,14 +44,14 @@ impl Blocks {
         self.equal
     }
 
-    /// Returns a number that represents the lengths when ranks compare them.
+    /// Returns a hash of the lengths, which ranks compare instead of the lengths.
     pub(crate) fn fingerprint(&self) -> u32 {
         let hash = fingerprint(&self.bounds);
         (hash ^ hash >> 32) as u32
     }
 }
 
-/// Returns the FNV-1a hash of the numbers, for lists that ranks compare.
+/// Returns the FNV-1a hash of the numbers, which ranks compare instead of long lists.
 pub(crate) fn fingerprint(numbers: &[usize]) -> u64 {
     let bytes = numbers.iter().flat_map(|number| (*number as u64).to_le_bytes());
     bytes.fold(0xCBF2_9CE4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01B3))

@@ -2,11 +2,11 @@
 
 use super::{Apply, Plan, Stream, Topology};
 
-/// Broadcast from rank to rank, host by host, as `rank` sees it.
+/// Returns the plan of `rank` for a broadcast from rank to rank, host by host.
 ///
-/// Each rank forwards data as it comes. Every byte crosses each connection once. So the time is that of one
-/// transfer plus P−1 times the delay of a piece, whose size depends on how the bytes arrive. With H hosts,
-/// the data goes H−1 times from one host to another.
+/// Each rank forwards data as soon as it arrives. Every byte crosses each connection once. So the time is
+/// that of one transfer plus P−1 times the delay of a piece, whose size depends on how the bytes arrive. With
+/// H hosts, the data is sent H−1 times from one host to another.
 pub(super) fn broadcast(rank: usize, topology: &Topology, count: usize, root: usize) -> Plan {
     let mut plan = Plan::default();
     let (before, next) = neighbours(rank, topology, root);
@@ -17,10 +17,10 @@ pub(super) fn broadcast(rank: usize, topology: &Topology, count: usize, root: us
     plan
 }
 
-/// Reduce from rank to rank towards `root`, as `rank` sees it.
+/// Returns the plan of `rank` for a reduce from rank to rank towards `root`.
 ///
-/// It is the broadcast in reverse: each rank adds data and forwards it, as it comes. Buffers of ranks other
-/// than the root end as partial sums.
+/// It is the broadcast in reverse: each rank adds its own data to what it receives, and forwards the sums as
+/// soon as they are there. In the end, the buffers of ranks other than the root hold partial sums.
 pub(super) fn reduce(rank: usize, topology: &Topology, count: usize, root: usize) -> Plan {
     let mut plan = Plan::default();
     let (before, next) = neighbours(rank, topology, root);
@@ -32,7 +32,8 @@ pub(super) fn reduce(rank: usize, topology: &Topology, count: usize, root: usize
     plan
 }
 
-/// Returns the previous and the next rank in a chain from `root` over its host and then the others.
+/// Returns the previous and the next rank in a chain that begins with `root`, then has the other ranks of its
+/// host, then those of the other hosts.
 fn neighbours(rank: usize, topology: &Topology, root: usize) -> (Option<usize>, Option<usize>) {
     let hosts = topology.hosts();
     let (root_host, root_place) = topology.host_and_index(root);
@@ -45,8 +46,8 @@ fn neighbours(rank: usize, topology: &Topology, root: usize) -> (Option<usize>, 
     (place.checked_sub(1).map(|place| chain[place]), chain.get(place + 1).copied())
 }
 
-/// Inclusive scan, as `rank` of `world` sees it. Each rank adds the sum of the lower ranks to its own
-/// elements, and forwards the result as it comes.
+/// Returns the plan of `rank` of `world` for an inclusive scan. Each rank adds the sum of the lower ranks to
+/// its own elements, and forwards the result as soon as it is there.
 pub(super) fn scan(rank: usize, world: usize, count: usize) -> Plan {
     let mut plan = Plan::default();
     let got = (rank > 0).then(|| plan.push(Stream::recv(rank - 1, [(0..count, Apply::Reduce)])));
@@ -56,8 +57,9 @@ pub(super) fn scan(rank: usize, world: usize, count: usize) -> Plan {
     plan
 }
 
-/// Exclusive scan, as `rank` of `world` sees it. It is an inclusive scan over the first half of the row,
-/// whose result then goes to the second half of the next rank.
+/// Returns the plan of `rank` of `world` for an exclusive scan. The buffer has twice `count` elements. An
+/// inclusive scan runs over its first half; the result is then sent to the second half of the next rank's
+/// buffer.
 pub(super) fn exclusive_scan(rank: usize, world: usize, count: usize) -> Plan {
     let mut plan = scan(rank, world, count);
     let got = (rank > 0).then_some(0);

@@ -1,14 +1,16 @@
-//! Direct exchange: in two rounds, with the owner of a block computing it; and each round alone.
+//! Direct exchange: each rank owns a block and is connected to all other ranks. An all-reduce has two rounds:
+//! each rank adds up its own block, then sends the sum to all others. A reduce-scatter or an all-gather is
+//! one of these rounds.
 
 use std::ops::Range;
 
 use super::{Apply, Blocks, Plan, Stream, block, ordered};
 
-/// All-reduce in two rounds, as `rank` of `world` sees it.
+/// Returns the plan of `rank` of `world` for an all-reduce in two rounds.
 ///
-/// Rank i owns block i. Every rank sends its share of block i to rank i; rank i adds the shares and sends the
-/// sum to every rank. This sends as few bytes as the ring, in two rounds instead of 2(P−1), but over P−1
-/// connections.
+/// Rank i owns block i. Every rank sends its contribution to block i to rank i; rank i adds the contributions
+/// and sends the sum to every rank. This sends as few bytes as the ring, in two rounds instead of 2(P−1), but
+/// over P−1 connections per rank.
 pub(super) fn all_reduce(rank: usize, world: usize, count: usize, ordered_window: Option<usize>) -> Plan {
     let mut plan = Plan::default();
     let own = block(rank, world, count);
@@ -25,8 +27,8 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize, ordered_window
     plan
 }
 
-/// Reduce to `root` in two rounds, as `rank` of `world` sees it. It differs from the all-reduce in that the
-/// sums are sent only to the root.
+/// Returns the plan of `rank` of `world` for a reduce to `root` in two rounds. It differs from the all-reduce
+/// in that the sums are sent only to the root.
 pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize, window: usize) -> Plan {
     let mut plan = Plan::default();
     let own = block(rank, world, count);
@@ -44,11 +46,12 @@ pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize, windo
     plan
 }
 
-/// Receives every rank's share of `range` and adds it to the local one. Returns the stream that completes the
-/// sum.
+/// Adds the streams that receive the other ranks' contributions to `range` and add them to this rank's own.
+/// Returns the stream that completes the sum.
 ///
-/// Shares are added into the buffer in the order i, i+1, ..., or by an ordered reduction with a window of
-/// elements. Each stream waits for the one before it, so data that arrives early waits in its connection.
+/// Rank i adds contributions into the buffer in the order i, i+1, ..., or by an ordered reduction if there is
+/// an `ordered_window` of so many elements. Each stream waits for the one before it, so data that arrives
+/// early waits in its connection.
 fn add(
     plan: &mut Plan,
     rank: usize,
@@ -68,7 +71,7 @@ fn add(
     sum
 }
 
-/// All-gather in one round, as `rank` sees it.
+/// Returns the plan of `rank` for an all-gather in one round.
 pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
     let mut plan = Plan::default();
     for peer in others(rank, blocks.world()) {
@@ -78,8 +81,8 @@ pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
     plan
 }
 
-/// Reduce-scatter in one round, as `rank` sees it: in the end its own block is summed over all ranks. Its
-/// other blocks are only sent.
+/// Returns the plan of `rank` for a reduce-scatter in one round: in the end the rank's own block is summed
+/// over all ranks. Its other blocks are only sent.
 pub(super) fn reduce_scatter(rank: usize, blocks: &Blocks, ordered_window: Option<usize>) -> Plan {
     let (mut plan, world) = (Plan::default(), blocks.world());
     for peer in others(rank, world) {
@@ -89,8 +92,8 @@ pub(super) fn reduce_scatter(rank: usize, blocks: &Blocks, ordered_window: Optio
     plan
 }
 
-/// All-to-all, as `rank` sees it. The row has the blocks of `sent`, one for each rank, followed by those of
-/// `filled`, one from each rank.
+/// Returns the plan of `rank` for an all-to-all. The buffer has the blocks of `sent`, one to send to each
+/// rank, followed by those of `filled`, one to receive from each rank.
 pub(crate) fn all_to_all(rank: usize, sent: &Blocks, filled: &Blocks) -> Plan {
     let (mut plan, world) = (Plan::default(), sent.world());
     for distance in 1..world {

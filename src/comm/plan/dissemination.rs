@@ -11,13 +11,13 @@ fn rounds_among(parties: usize) -> usize {
     parties.next_power_of_two().ilog2() as usize
 }
 
-/// Barrier in [`rounds`] rounds, as `rank` sees it.
+/// Returns the plan of `rank` for a barrier in [`rounds`] rounds.
 ///
-/// In round k a rank tells the one 2^k places further that it, and all ranks that it has heard of, have
-/// arrived. Once all ranks of a host have heard of each other, the hosts tell each other in the same way,
-/// each rank its counterpart. So only log2(H) rounds wait for the network. Each round sends one byte, whose
-/// value does not matter. It counts only after those of the rounds before, because a message of round k is
-/// true only then.
+/// In round k a rank sends one byte to the rank 2^k places further on its host; the value does not matter.
+/// The byte says that the sender, and all ranks of whose arrival it knows, have arrived. Once every rank
+/// knows this of all ranks of its host, the hosts do the same among each other, where each rank sends to its
+/// counterpart. So only log2(H) rounds use the network. The streams of a round wait for the round before,
+/// because what the byte says is true only then.
 ///
 /// Hensgen, Finkel & Manber 1988, doi:10.1007/BF01379320.
 pub(super) fn barrier(rank: usize, topology: &Topology) -> Plan {
@@ -35,7 +35,7 @@ pub(super) fn barrier(rank: usize, topology: &Topology) -> Plan {
         let distance = 1 << round;
         let (to, from) =
             (&hosts[(host + distance) % hosts.len()], &hosts[(host + hosts.len() - distance) % hosts.len()]);
-        // A host with more ranks hears several times from one counterpart.
+        // If the next host has more ranks than this one, a rank sends to several counterparts there.
         let counterparts = to.iter().copied().skip(local_rank).step_by(here.len());
         let number = rounds_among(topology.largest_host()) + round;
         last_recv = push_round(&mut plan, number, counterparts, from[local_rank % from.len()], last_recv);
@@ -43,8 +43,8 @@ pub(super) fn barrier(rank: usize, topology: &Topology) -> Plan {
     plan
 }
 
-/// Adds one round, which waits for the stream of the round before. Returns the receiving stream of this
-/// round.
+/// Adds the streams of one barrier round, which wait for `last_recv`, the receiving stream of the round
+/// before. Returns the receiving stream of this round.
 fn push_round(
     plan: &mut Plan,
     round: usize,

@@ -2,12 +2,12 @@
 
 use super::{Apply, Blocks, Plan, Stream};
 
-/// All-reduce in log2(P) exchanges, as `rank` of `world` sees it.
+/// Returns the plan of `rank` of `world` for an all-reduce in log2(P) exchanges.
 ///
-/// In round k a rank exchanges its whole buffer with the rank that differs in bit k, and both add what they
-/// received. Both add the same two numbers, and addition commutes to the last bit, so all ranks end with the
-/// same bits. If P is no power of two, let p be the largest power of two below it. Ranks from p upwards first
-/// give their numbers to rank − p and get the result at the end:
+/// In round k a rank exchanges its whole buffer with the rank whose number differs in bit k, and both add
+/// what they received. Both add the same two numbers, and swapped operands give equal bits, so all ranks end
+/// with the same bits. If P is no power of two, let p be the largest power of two below it. Each rank r from
+/// p upwards first sends its numbers to rank r − p and receives the result at the end:
 ///
 /// ```text
 ///          fold     round 0    round 1     unfold
@@ -18,8 +18,8 @@ use super::{Apply, Blocks, Plan, Stream};
 /// rank 4   -        -          -           0 1 2 3 4
 /// ```
 ///
-/// The buffer is sent from the memory that it is received into. So each receiving stream waits for the
-/// sending stream of its round, and each sending stream for the receiving stream of the round before.
+/// The buffer is sent from the memory into which the received data is added. So each receiving stream waits
+/// for the sending stream of its round, and each sending stream for the receiving stream of the round before.
 pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
     let mut plan = Plan::default();
     let whole = 0..count;
@@ -43,11 +43,11 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
     plan
 }
 
-/// All-gather in log2(P) exchanges, as `rank` sees it; P is a power of two.
+/// Returns the plan of `rank` for an all-gather in log2(P) exchanges; P is a power of two.
 ///
-/// In round k a rank exchanges all blocks that it has with the rank that differs in bit k. It sends its own
-/// block, then those of each round before, in the order in which they came. Blocks that a round receives may
-/// be forwarded as they come.
+/// In round k a rank exchanges all blocks that it has with the rank whose number differs in bit k. It sends
+/// its own block, then the blocks that it received in each earlier round, in the order of their arrival. It
+/// may forward the received blocks while they arrive.
 ///
 /// ```text
 ///          begin   round 0   round 1
@@ -59,12 +59,13 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
 pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
     let mut plan = Plan::default();
     let of = |ranks: &[usize]| ranks.iter().map(|&rank| blocks.range(rank)).collect::<Vec<_>>();
-    // These are the blocks of this rank and of its partner, in order.
+    // These are the ranks whose blocks this rank has, in the order in which it gets them.
     let ours = order(rank, blocks.world());
     let mut came: Vec<usize> = Vec::new();
     for round in 0..blocks.world().ilog2() {
         let (partner, had) = (rank ^ (1 << round), 1 << round);
-        // The rank's own block waits for nothing, and is sent with that of the first round.
+        // The rank's own block waits for nothing. It is sent in one stream with the block received in the
+        // first round.
         let first = ours[..had.min(2)].to_vec();
         let own = blocks.range(rank).len().cast_signed();
         plan.push(Stream::send(partner, of(&first)).after(came.first().copied(), own));
@@ -79,7 +80,8 @@ pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
     plan
 }
 
-/// Returns the ranks whose blocks a rank receives, in the order of the rounds.
+/// Returns the ranks whose blocks a rank has, its own first, then in the order of the rounds that receive
+/// them.
 fn order(rank: usize, world: usize) -> Vec<usize> {
     (0..world).map(|distance| rank ^ distance).collect()
 }

@@ -2,9 +2,9 @@
 
 use super::{Apply, Blocks, Plan, Stream};
 
-/// Gather of one block from each rank to `root`, as `rank` sees it.
+/// Returns the plan of `rank` for a gather of one block from each rank to `root`.
 ///
-/// The row has one block for each rank; ranks other than the root need only their own.
+/// The buffer has one block for each rank; ranks other than the root need only their own block of it.
 pub(crate) fn gather(rank: usize, blocks: &Blocks, root: usize) -> Plan {
     let mut plan = Plan::default();
     if rank == root {
@@ -17,7 +17,7 @@ pub(crate) fn gather(rank: usize, blocks: &Blocks, root: usize) -> Plan {
     plan
 }
 
-/// Scatter of one block to each rank from `root`: the gather in reverse.
+/// Returns the plan of `rank` for a scatter of one block from `root` to each rank: the gather in reverse.
 pub(crate) fn scatter(rank: usize, blocks: &Blocks, root: usize) -> Plan {
     let mut plan = Plan::default();
     if rank == root {

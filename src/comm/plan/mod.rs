@@ -1,13 +1,13 @@
 //! Plans: which rank sends what to whom, in which order. Pure arithmetic, no socket and no clock.
 //!
-//! A [`Plan`] is the part of one rank in one collective: a graph of [`Stream`]s. A stream moves the elements
-//! of its parts, in order, to or from one peer. Its dependency lets it run only so far ahead of another
-//! stream of the same rank. Dependencies are the only synchronisation, so all streams are pipelined at the
-//! granularity of arrived bytes.
+//! A [`Plan`] is what one rank does in one collective: a graph of [`Stream`]s. A stream moves the elements of
+//! parts of the buffer, in order, to or from one peer rank. Its dependency limits by how many elements it may
+//! be ahead of another stream of the same rank. Dependencies are the only synchronisation, so all streams are
+//! pipelined at the granularity of received bytes.
 //!
 //! Streams of one rank to (or from) one peer follow each other in the order of the plan. Both ends agree on
-//! it, so the bytes need no further framing. All inputs of a plan except the rank must be equal on all ranks.
-//! Otherwise the ranks would choose different plans and wait for each other.
+//! this order, so the bytes need no further framing. All inputs of a plan except the rank must be equal on
+//! all ranks. Otherwise the ranks would choose different plans and wait for each other.
 //!
 //! The tests of each algorithm run all ranks' plans against each other symbolically ([`check`]).
 
@@ -35,34 +35,36 @@ pub(crate) use blocks::{Blocks, fingerprint};
 pub(crate) use topology::Topology;
 pub(crate) use tuning::{Algorithm, Tuning};
 
-/// Wide elements are twice as long as those that they are rounded to.
+/// The size of a wide element (`f32`) divided by the size of the half-precision element that it is rounded
+/// to.
 const WIDE_FACTOR: usize = 2;
 
-/// Bytes of a block in ring and hierarchical algorithms, which process one block of each rank at a time.
+/// Bytes of a block in ring and hierarchical algorithms, which process a chunk of one block of each rank at a
+/// time.
 ///
-/// A block is small enough to be in the cache still when it is sent on. It is large enough that the first
-/// block of each turn, which waits for no data, covers the round trip of a fast network.
+/// A block is small enough to be in the cache still when it is forwarded. It is large enough that sending the
+/// first block of each chunk, which waits for no data, covers the round trip of a fast network.
 const BLOCK_BYTES: usize = 128 << 10;
 
-/// The part of one rank in one collective.
+/// What one rank sends and receives in one collective.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Plan {
     /// The algorithm, if the collective has several; for the flight recorder.
     pub(crate) algorithm: Option<Algorithm>,
     /// The streams, in an order that both ends of each pair agree on.
     pub(crate) streams: Vec<Stream>,
-    /// Shares and partial sums are sent, and lie in the row, as wide elements.
+    /// If set, contributions and partial sums are sent, and kept in the buffer, as wide elements (`f32`).
     pub(crate) wide: bool,
-    /// Most elements whose sums are in progress at once in an ordered reduction.
+    /// Most elements whose sums are incomplete at a time in an ordered reduction.
     pub(crate) window: usize,
 }
 
-/// An ordered flow of elements to or from one peer.
+/// An ordered sequence of elements that a rank sends to one peer or receives from one peer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Stream {
     pub(crate) peer: usize,
     pub(crate) direction: Direction,
-    /// Parts of the buffer, in the order in which they are sent.
+    /// Parts of the buffer, in the order in which they are sent or received.
     pub(crate) parts: Vec<BufferPart>,
     pub(crate) dependency: Option<Dependency>,
 }
@@ -77,30 +79,33 @@ pub(crate) enum Direction {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct BufferPart {
     pub(crate) range: Range<usize>,
-    /// The use of elements that arrive; [`Apply::Copy`] in streams that send.
+    /// What is done with received elements; [`Apply::Copy`] in streams that send.
     pub(crate) apply: Apply,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Apply {
-    /// They replace the elements in the buffer.
+    /// The received elements replace the elements in the buffer.
     Copy,
-    /// They are reduced into the elements in the buffer.
+    /// The received elements are reduced into the elements in the buffer.
     Reduce,
-    /// They are reduced as by `Reduce`, and they are the last: an average is divided now.
+    /// The received elements are reduced as by `Reduce`, and no more are to come for these elements. So an
+    /// average is divided by the number of ranks now.
     ReduceLast,
-    /// They are added to sums beside the buffer, which has this rank's own share until it gets the result.
+    /// The received elements are added to sums outside the buffer. The buffer keeps this rank's own
+    /// contribution until the result replaces it.
     ReduceOrdered(OrderedReduceStep),
 }
 
 /// The time at which a reduction rounds to the precision of its elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Rounding {
-    /// Rounds with every share, or never: the elements themselves are added.
+    /// Rounds after each addition, or never for integers: the elements are added in their own type.
     Stepwise,
-    /// Rounds once, when all shares are added, as wide elements.
+    /// Rounds once, when all contributions are added, as wide elements (`f32`).
     Once {
-        /// The ranks scale their shares before they add them, so that even the shares are wide elements.
+        /// The ranks multiply their contributions by a factor before they add them, so even the contributions
+        /// are wide elements.
         wide_inputs: bool,
     },
 }
@@ -119,14 +124,14 @@ impl Rounding {
 }
 
 impl Rounding {
-    /// Returns the window of an ordered reduction, in elements, if the adding rank gets every single share
-    /// instead of partial sums.
+    /// Returns the window of an ordered reduction, in elements, if the adding rank receives every single
+    /// contribution instead of partial sums.
     fn ordered_window(self, algorithm: Algorithm) -> Option<usize> {
         let all = matches!(algorithm, Algorithm::Direct | Algorithm::Flat | Algorithm::Linear);
         (all && self != Self::Stepwise).then_some(ordered::WINDOW)
     }
 
-    /// Returns whether wide elements are sent.
+    /// Returns whether contributions and partial sums are sent as wide elements.
     fn is_wide(self, algorithm: Algorithm) -> bool {
         match self {
             Self::Stepwise => false,
@@ -135,12 +140,13 @@ impl Rounding {
     }
 }
 
-/// Holds a stream back: its progress is at most that of `stream` plus `lead` elements.
+/// Limits a stream: it may have moved at most `lead` elements more than the stream `stream`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Dependency {
-    /// Index of the other stream in the same plan.
+    /// Index, in the same plan, of the stream that limits this one.
     pub(crate) stream: usize,
-    /// The number is below 0 if the needed element lies further back in the other stream.
+    /// The number of elements by which the limited stream may be ahead. It is negative if its first element
+    /// needs one that the other stream does not move first.
     pub(crate) lead: isize,
 }
 
@@ -160,7 +166,7 @@ impl Stream {
         self
     }
 
-    /// Returns the number of elements that it moves.
+    /// Returns the number of elements that the stream moves.
     pub(crate) fn len(&self) -> usize {
         self.parts.iter().map(|part| part.range.len()).sum()
     }
@@ -181,7 +187,7 @@ pub(crate) fn block(index: usize, blocks: usize, count: usize) -> Range<usize> {
     start..start + size + usize::from(index < longer)
 }
 
-/// All-reduce of `count` elements of `element_bytes` each, as `rank` sees it.
+/// Returns the plan of `rank` for an all-reduce of `count` elements of `element_bytes` each.
 pub(crate) fn all_reduce(
     algorithm: Algorithm,
     rounding: Rounding,
@@ -204,7 +210,7 @@ pub(crate) fn all_reduce(
     Plan { wide, algorithm: Some(algorithm), ..plan }
 }
 
-/// Broadcast of `count` elements from `root`.
+/// Returns the plan of `rank` for a broadcast of `count` elements from `root`.
 pub(crate) fn broadcast(
     algorithm: Algorithm,
     rank: usize,
@@ -220,7 +226,8 @@ pub(crate) fn broadcast(
     Plan { algorithm: Some(algorithm), ..plan }
 }
 
-/// Reduce of `count` elements to `root`; buffers of other ranks end as partial sums.
+/// Returns the plan of `rank` for a reduce of `count` elements to `root`. In the end, buffers of other ranks
+/// hold partial sums.
 pub(crate) fn reduce(
     algorithm: Algorithm,
     rounding: Rounding,
@@ -244,7 +251,7 @@ pub(crate) fn reduce(
     Plan { wide: rounding.is_wide(algorithm), algorithm: Some(algorithm), ..plan }
 }
 
-/// All-gather over a row of blocks, of which this rank has filled its own.
+/// Returns the plan of `rank` for an all-gather over a row of blocks, of which this rank has filled its own.
 pub(crate) fn all_gather(
     algorithm: Algorithm,
     rank: usize,
@@ -267,8 +274,8 @@ pub(crate) fn all_gather(
     Plan { algorithm: Some(algorithm), ..plan }
 }
 
-/// Reduce-scatter of a row of blocks; the result is in this rank's own block. The direct exchange only reads
-/// the other blocks; with other algorithms they end as partial sums.
+/// Returns the plan of `rank` for a reduce-scatter of a row of blocks; the result is in this rank's own
+/// block. The direct exchange only reads the other blocks; with other algorithms these end as partial sums.
 pub(crate) fn reduce_scatter(
     algorithm: Algorithm,
     rounding: Rounding,
@@ -293,7 +300,8 @@ pub(crate) fn reduce_scatter(
     Plan { wide, algorithm: Some(algorithm), ..plan }
 }
 
-/// Elements in one turn of `algorithm` over a buffer: a block of [`BLOCK_BYTES`] for each that owns one.
+/// Returns the elements of a chunk, which `algorithm` processes at a time: a block of [`BLOCK_BYTES`] for
+/// each rank that owns one.
 fn chunk_elements(algorithm: Algorithm, topology: &Topology, wide: bool, element_bytes: usize) -> usize {
     let owners = match algorithm {
         Algorithm::Hierarchy => topology.hosts().len() * topology.rails(),
@@ -302,13 +310,14 @@ fn chunk_elements(algorithm: Algorithm, topology: &Topology, wide: bool, element
     owners * BLOCK_BYTES / if wide { WIDE_FACTOR * element_bytes } else { element_bytes }
 }
 
-/// Inclusive scan of `count` elements, as `rank` of `world` sees it.
+/// Returns the plan of `rank` of `world` for an inclusive scan of `count` elements.
 pub(crate) fn scan(rounding: Rounding, rank: usize, world: usize, count: usize) -> Plan {
     Plan { wide: rounding.is_wide(Algorithm::Chain), ..chain::scan(rank, world, count) }
 }
 
-/// Exclusive scan. It is an inclusive scan over the first half of the row, whose result goes to the second
-/// half of the next rank.
+/// Returns the plan of `rank` of `world` for an exclusive scan. The buffer has twice `count` elements. An
+/// inclusive scan runs over its first half; the result is then sent to the second half of the next rank's
+/// buffer.
 pub(crate) fn exclusive_scan(rounding: Rounding, rank: usize, world: usize, count: usize) -> Plan {
     Plan { wide: rounding.is_wide(Algorithm::Chain), ..chain::exclusive_scan(rank, world, count) }
 }
@@ -316,12 +325,13 @@ pub(crate) fn exclusive_scan(rounding: Rounding, rank: usize, world: usize, coun
 pub(crate) use direct::all_to_all;
 pub(crate) use linear::{gather, scatter};
 
-/// Barrier, over a buffer of [`barrier_elements`] one-byte elements whose values do not matter.
+/// Returns the plan of `rank` for a barrier, over a buffer of [`barrier_elements`] one-byte elements whose
+/// values do not matter.
 pub(crate) fn barrier(rank: usize, topology: &Topology) -> Plan {
     dissemination::barrier(rank, topology)
 }
 
-/// Elements in the buffer of a barrier: one for each round.
+/// The number of elements in the buffer of a barrier: one for each round of the barrier.
 pub(crate) fn barrier_elements(topology: &Topology) -> usize {
     dissemination::rounds(topology)
 }

@@ -1,23 +1,25 @@
-//! Ordered reduction: one rank adds the shares of all ranks in the order of the ranks.
+//! Ordered reduction: one rank adds the contributions of all ranks in the order of the ranks.
 //!
-//! The adding rank has all shares, not partial sums. So it can add them with more digits than they have and
-//! round once. The result is that of a plain loop over the ranks, whatever the number of elements.
+//! The adding rank receives every single contribution, not partial sums. So it can add them with more digits
+//! than they have and round once. The result is that of a sequential loop over the ranks, whatever the number
+//! of elements.
 
 use std::ops::Range;
 
 use super::{Apply, Plan, Stream};
 use crate::kernels::OrderedReduceStep;
 
-/// Most elements whose sums are in progress if a range can be reduced in pieces.
+/// Most elements whose sums are incomplete at a time, if a range can be reduced in pieces.
 ///
-/// A piece fills one system call, and its sums stay in the cache until the last share is added.
+/// A piece of this size fills one system call, and its sums stay in the cache until the last contribution is
+/// added.
 pub(super) const WINDOW: usize = 64 << 10;
 
-/// Receives every rank's share of `range` and adds it to this rank's own. Returns the stream that completes
-/// the sum.
+/// Adds the streams that receive the other ranks' contributions to `range` and add them to this rank's own.
+/// Returns the stream that completes the sum.
 ///
-/// Shares are added in the order of the ranks: each stream waits for the one before it. The first waits for
-/// `start`, or it is at most `window` elements ahead of the last, so that only so many sums are kept.
+/// Contributions are added in the order of the ranks: each stream waits for the one before it. The first
+/// stream waits as `start` says.
 pub(super) fn push(
     plan: &mut Plan,
     rank: usize,
@@ -32,8 +34,8 @@ pub(super) fn push(
     };
     plan.window = if let Start::Window(window) = start { window.min(range.len()) } else { range.len() };
     for (index, peer) in (0..world).filter(|&peer| peer != rank).enumerate() {
-        // The own share is added between those of the lower and the higher ranks; two operands can be
-        // swapped.
+        // This rank's own contribution is added between those of the lower and the higher ranks. Rank 0 adds
+        // its own second, since swapped operands give equal bits.
         let own = peer + 1 == rank || rank == 0 && index == 0;
         let step = OrderedReduceStep { first: index == 0, own, last: index == last };
         let stream = Stream::recv(peer, [(range.clone(), Apply::ReduceOrdered(step))]);
@@ -42,19 +44,21 @@ pub(super) fn push(
     dependency.0
 }
 
-/// The condition that the first share of an ordered reduction waits for.
+/// The condition that the first stream of an ordered reduction waits for.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Start {
-    /// It follows another stream, element by element.
+    /// The first stream follows another stream, element by element, or waits for nothing.
     Behind(Option<usize>),
-    /// It is at most so many elements ahead of the last share.
+    /// The first stream is at most this many elements ahead of the last one, so that only so many sums are
+    /// kept.
     Window(usize),
 }
 
-/// All-reduce in one round, as `rank` of `world` sees it. Every rank sends its whole buffer to every other,
-/// and all ranks add the shares in one order.
+/// Returns the plan of `rank` of `world` for an all-reduce in one round. Every rank sends its whole buffer to
+/// every other rank, and all ranks add the contributions in one order.
 ///
-/// The result replaces the buffer that is sent, so it waits until that is sent: to one rank after the other.
+/// The result replaces the buffer that is sent. So an element is reduced only after it was sent to all other
+/// ranks, to one after the other.
 pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
     let mut plan = Plan::default();
     let mut sent = None;
@@ -66,7 +70,7 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
     plan
 }
 
-/// Reduce in one round, as `rank` of `world` sees it: every rank sends its buffer to `root`.
+/// Returns the plan of `rank` of `world` for a reduce in one round: every rank sends its buffer to `root`.
 pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize, window: usize) -> Plan {
     let mut plan = Plan::default();
     if rank == root {

@@ -1,11 +1,12 @@
-//! Ring all-reduce: the least bytes for large buffers, and only two connections a rank.
+//! Ring algorithms: they send the fewest bytes for large buffers, and use only two connections per rank.
 
 use super::{Apply, Blocks, Plan, Stream, block};
 
-/// Ring all-reduce over `world` blocks (`world >= 1`) of each chunk, as `rank` sees it.
+/// Returns the plan of `rank` for a ring all-reduce over `world` blocks (`world >= 1`) of each chunk.
 ///
-/// It takes P−1 rounds of reduce-scatter, then P−1 of all-gather; each rank sends 2·S·(P−1)/P bytes. The
-/// table shows the content of the buffers for P = 3 (`012` = summed over ranks 0, 1 and 2):
+/// It takes P−1 rounds of reduce-scatter, then P−1 of all-gather. Of a buffer of S bytes, each rank sends
+/// 2·S·(P−1)/P bytes. The table shows the content of the buffers for P = 3 (`012` = summed over ranks 0, 1
+/// and 2):
 ///
 /// ```text
 ///          start    reduce 0   reduce 1     gather 0      gather 1
@@ -34,8 +35,9 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize, chunk: usize) 
             let range = block((rank + 2 * world - behind) % world, world, len);
             start + range.start..start + range.end
         };
-        // Step k sends the block that step k-1 received. So within a chunk, sending is ahead of receiving by
-        // the first block. The least of these distances holds for all chunks.
+        // Step k sends the block that step k-1 received. So within a chunk, the send stream may be ahead of
+        // the receive stream by the first block. The whole streams use the least of these leads of all
+        // chunks.
         lead = lead.min(part(0).len());
         for step in 0..2 * (world - 1) {
             let apply = match step {
@@ -52,22 +54,24 @@ pub(super) fn all_reduce(rank: usize, world: usize, count: usize, chunk: usize) 
     plan
 }
 
-/// Ring all-gather, as `rank` sees it: it sends its own block and then the blocks that it has received.
+/// Returns the plan of `rank` for a ring all-gather: the rank sends its own block and then the blocks that it
+/// has received.
 pub(super) fn all_gather(rank: usize, blocks: &Blocks, chunk: usize) -> Plan {
     ring_steps(rank, blocks, chunk, 0, |_| Apply::Copy)
 }
 
-/// Ring reduce-scatter, as `rank` sees it: in the end its own block is summed over all ranks, the others are
-/// partial sums.
+/// Returns the plan of `rank` for a ring reduce-scatter: in the end the rank's own block is summed over all
+/// ranks, and its other blocks hold partial sums.
 pub(super) fn reduce_scatter(rank: usize, blocks: &Blocks, chunk: usize) -> Plan {
     let last = blocks.world().saturating_sub(2);
     ring_steps(rank, blocks, chunk, 1, |step| if step == last { Apply::ReduceLast } else { Apply::Reduce })
 }
 
-/// P−1 steps around the ring; step k sends block `rank − first − k`.
+/// Returns the plan of `rank` for P−1 steps around the ring; step k sends block `rank − first − k`.
 ///
-/// Equal blocks are sent chunk by chunk, so that a part is still in the cache when it is sent on. Unequal
-/// blocks are sent whole, because with parts of different length no single lead would hold for all chunks.
+/// Equal blocks are sent chunk by chunk, so that a part is still in the cache when it is forwarded. Unequal
+/// blocks are sent whole: with parts of different length, sending could not be ahead of receiving by one
+/// fixed number of elements (the lead) in all chunks.
 fn ring_steps(
     rank: usize,
     blocks: &Blocks,
@@ -99,9 +103,11 @@ fn ring_steps(
     plan
 }
 
-/// Returns the size of chunks of about equal size, at most about `chunk`, in whole elements for each rank.
+/// Returns the number of elements of a chunk, a multiple of `world`, so that all chunks have about equal
+/// size, at most about `chunk`.
 ///
-/// A last chunk much shorter than the others would shorten the lead of the whole stream.
+/// In all chunks, sending may be ahead of receiving only by a block of the shortest chunk. So a last chunk
+/// much shorter than the others would make ranks wait for each other.
 fn even_chunk(world: usize, count: usize, chunk: usize) -> usize {
     let chunks = count.div_ceil(chunk.max(world)).max(1);
     count.div_ceil(chunks).next_multiple_of(world).max(1)

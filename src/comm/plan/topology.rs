@@ -3,12 +3,12 @@
 use std::collections::HashMap;
 use std::hash::Hash;
 
-/// The hosts of a group's ranks; it is equal on all ranks.
+/// The hosts of a group's ranks. All ranks of the group have the same topology.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Topology {
-    /// The ranks of each host, lowest first; hosts in the order of their lowest ranks. None is empty.
+    /// The ranks of each host, lowest first; hosts in the order of their lowest ranks. No host is empty.
     hosts: Vec<Vec<usize>>,
-    /// For each rank: its host, and its index among the ranks there.
+    /// For each rank: the index of its host, and its index among the ranks of that host.
     positions: Vec<(usize, usize)>,
 }
 
@@ -27,7 +27,7 @@ impl Topology {
         Self { hosts, positions }
     }
 
-    /// All of `world` ranks on one host.
+    /// Returns the topology of `world` ranks on one host.
     pub(crate) fn one_host(world: usize) -> Self {
         Self::new(std::iter::repeat_n((), world))
     }
@@ -42,22 +42,23 @@ impl Topology {
         &self.hosts
     }
 
-    /// Returns the host of `rank`, and its index there.
+    /// Returns the index of the host of `rank`, and the index of `rank` among the ranks of that host.
     pub(crate) fn host_and_index(&self, rank: usize) -> (usize, usize) {
         self.positions[rank]
     }
 
-    /// The ranks of the host of `rank`.
+    /// Returns all ranks that are on the same host as `rank`, which is one of them.
     pub(crate) fn local_ranks(&self, rank: usize) -> &[usize] {
         &self.hosts[self.positions[rank].0]
     }
 
-    /// Ranks of each host that exchange with other hosts at the same time: as many as the smallest has.
+    /// The number of rails: ranks of each host that exchange data with other hosts at the same time. It is
+    /// the number of ranks of the smallest host.
     pub(crate) fn rails(&self) -> usize {
         self.hosts.iter().map(Vec::len).min().unwrap_or(0)
     }
 
-    /// Ranks of the largest host.
+    /// The number of ranks of the largest host.
     pub(crate) fn largest_host(&self) -> usize {
         self.hosts.iter().map(Vec::len).max().unwrap_or(0)
     }

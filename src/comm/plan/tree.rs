@@ -2,9 +2,10 @@
 
 use super::{Apply, Plan, Stream, Topology};
 
-/// Broadcast in log2(H) and then log2(L) rounds, for H hosts of L ranks, as `rank` sees it.
+/// Returns the plan of `rank` for a broadcast in log2(H) and then log2(L) rounds, for H hosts of L ranks.
 ///
-/// The largest subtree is served first, other hosts before this one.
+/// A rank sends to children on other hosts before those on its own, and to the largest subtree of these
+/// first.
 pub(super) fn broadcast(rank: usize, topology: &Topology, count: usize, root: usize) -> Plan {
     let mut plan = Plan::default();
     let neighbours = TreeNeighbours::of(rank, topology, root);
@@ -15,10 +16,11 @@ pub(super) fn broadcast(rank: usize, topology: &Topology, count: usize, root: us
     plan
 }
 
-/// Reduce in log2(L) and then log2(H) rounds, as `rank` sees it: the broadcast in reverse.
+/// Returns the plan of `rank` for a reduce in log2(L) and then log2(H) rounds, for H hosts of L ranks: the
+/// broadcast in reverse.
 ///
-/// Shares of the children are added in a fixed order, which does not depend on timing. Buffers of ranks other
-/// than the root end as partial sums.
+/// The sums of the children's subtrees are added in a fixed order, which does not depend on timing. In the
+/// end, buffers of ranks other than the root hold partial sums.
 pub(super) fn reduce(rank: usize, topology: &Topology, count: usize, root: usize) -> Plan {
     let mut plan = Plan::default();
     let TreeNeighbours { parent, children } = TreeNeighbours::of(rank, topology, root);
@@ -34,11 +36,11 @@ pub(super) fn reduce(rank: usize, topology: &Topology, count: usize, root: usize
     plan
 }
 
-/// The parent and children of a rank in a binomial tree of hosts, whose nodes are binomial trees of their
-/// ranks. Every host but the root's is reached over one edge.
+/// The parent and children of a rank in a binomial tree of hosts, in which each host is a binomial tree of
+/// its ranks. So the data is sent only once to each host but that of the root.
 struct TreeNeighbours {
     parent: Option<usize>,
-    /// The smallest subtree comes first, those on other hosts last.
+    /// Children on this host come first, then those on other hosts; each with the smallest subtree first.
     children: Vec<usize>,
 }
 
@@ -66,7 +68,8 @@ impl TreeNeighbours {
     }
 }
 
-/// The parent of `place` in a binomial tree with root 0: the same without its lowest set bit.
+/// Returns the parent of node `place` in a binomial tree with root 0: the number `place` without its lowest
+/// set bit.
 ///
 /// ```text
 /// 0 ── 4 ── 6 ── 7
@@ -78,7 +81,8 @@ fn parent(place: usize) -> Option<usize> {
     (place > 0).then(|| place & (place - 1))
 }
 
-/// The children of `place`: it and 2^k, for all 2^k below its lowest set bit.
+/// Returns the children of node `place` in a binomial tree of `size` nodes with root 0. They are `place` +
+/// 2^k, for all 2^k below the lowest set bit of `place`.
 fn children(place: usize, size: usize) -> impl Iterator<Item = usize> {
     let reach = if place == 0 { size.next_power_of_two() } else { place & place.wrapping_neg() };
     (0..reach.ilog2()).map(move |bit| place + (1 << bit)).filter(move |&child| child < size)

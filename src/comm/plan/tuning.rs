@@ -1,4 +1,4 @@
-//! Choice of the algorithm: one table, and overrides for users who measure.
+//! Choice of the algorithm of a collective: one table, and overrides for users who measure.
 //!
 //! Every rank must decide alike. So the choice depends only on values that all ranks know: the size, which
 //! ranks share a host, and the overrides, whose text is compared during the bootstrap.
@@ -8,35 +8,37 @@ use std::fmt;
 use super::{Rounding, Topology, WIDE_FACTOR};
 use crate::call::CallKind;
 
-/// Version of the table below: ranks with different tables refuse each other.
+/// Version of the table below: ranks with different versions refuse to form a group.
 pub(crate) const TABLE_VERSION: u32 = 6;
 
-/// Largest all-reduce by recursive doubling, in bytes: for two ranks, for more, and for ordered reduction.
+/// Largest all-reduce, in bytes, by recursive doubling, or by the flat algorithm if the reduction is ordered:
+/// for two ranks, and for more.
 const DOUBLING_PAIR_BYTES: usize = 128 << 10;
 const DOUBLING_BYTES: usize = 8 << 10;
 /// Largest all-gather by recursive doubling, in bytes of all blocks.
 const DOUBLING_GATHER_BYTES: usize = 64 << 10;
-/// Most ranks for a direct exchange: each is connected to all others.
+/// Most ranks for a direct exchange, which connects each rank to all others.
 const DIRECT_RANKS: usize = 8;
-/// Largest direct exchange, in bytes, if ranks share several hosts: it sends data over the network more than
-/// once.
+/// Largest direct exchange, in bytes, if several hosts have several ranks: it sends the same data over the
+/// network more than once.
 const DIRECT_MULTI_HOST_BYTES: usize = 256 << 10;
-/// Largest all-reduce by direct exchange, in bytes, on other topologies. Beyond it the ring, with one
-/// neighbour each way, uses the caches better. Blocks are exchanged directly at any size, since a ring has to
-/// pass them on.
+/// Largest all-reduce by direct exchange, in bytes, if there is one host or one rank on each host. For larger
+/// ones the ring, in which a rank has one neighbour each way, uses the caches better. All-gather and
+/// reduce-scatter exchange blocks directly at any size, since a ring has to forward them.
 const DIRECT_BYTES: usize = 4 << 20;
-/// Most ranks for which every share of a sum that is rounded once goes to the adding rank. So many ranks are
-/// all connected from the start. Beyond it, few connections matter more than bytes, and partial sums travel
-/// as wide elements.
+/// Most ranks for an ordered reduction: the adding rank receives the contribution of every rank to a sum that
+/// is rounded once. Up to this number, all ranks are connected from the start. With more ranks, few
+/// connections matter more than few bytes, and partial sums are sent as wide elements (`f32`).
 const ORDERED_RANKS: usize = 16;
 /// Largest broadcast and reduce by the binomial tree, in bytes.
 const BINOMIAL_BYTES: usize = 64 << 10;
-/// Least bytes for which a hierarchy of hosts pays.
+/// Least bytes for which it is faster to reduce inside each host first and then across the hosts.
 const HIERARCHY_BYTES: usize = 64 << 10;
-/// Most ranks of the largest host for each rail. With more, the ranks of the rails would be the bottleneck.
+/// Most ranks of the largest host for each rail. Rails are the ranks of a host that use the network. With
+/// more ranks for each, they would be the bottleneck.
 const HIERARCHY_MAX_IMBALANCE: usize = 2;
 
-/// A communication pattern.
+/// The communication pattern of a collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Algorithm {
     Ring,
@@ -128,7 +130,7 @@ impl Tuning {
         Ok(tuning)
     }
 
-    /// Returns whether the user has chosen the algorithm for calls of a kind.
+    /// Returns whether the user has chosen the algorithm for collective calls of this kind.
     pub(crate) fn has_override(&self, kind: CallKind) -> bool {
         let chosen = match kind {
             CallKind::AllReduce => self.all_reduce,
@@ -141,7 +143,7 @@ impl Tuning {
         chosen.is_some()
     }
 
-    /// Algorithm of an all-reduce of `bytes`.
+    /// Returns the algorithm of an all-reduce of `bytes` bytes.
     pub(crate) fn all_reduce(&self, bytes: usize, topology: &Topology, rounding: Rounding) -> Algorithm {
         let world = topology.world();
         let doubling = if world == 2 { DOUBLING_PAIR_BYTES } else { DOUBLING_BYTES };
@@ -156,12 +158,12 @@ impl Tuning {
         })
     }
 
-    /// Algorithm of a broadcast of `bytes`.
+    /// Returns the algorithm of a broadcast of `bytes` bytes.
     pub(crate) fn broadcast(&self, bytes: usize) -> Algorithm {
         self.broadcast.unwrap_or(Self::rooted_algorithm(bytes))
     }
 
-    /// Algorithm of a reduce of `bytes`.
+    /// Returns the algorithm of a reduce of `bytes` bytes.
     pub(crate) fn reduce(&self, bytes: usize, topology: &Topology, rounding: Rounding) -> Algorithm {
         let world = topology.world();
         let sent = bytes_on_wire(bytes, world, rounding);
@@ -172,7 +174,7 @@ impl Tuning {
         })
     }
 
-    /// Algorithm of an all-gather of blocks of `bytes`.
+    /// Returns the algorithm of an all-gather of blocks of `bytes` bytes.
     pub(crate) fn all_gather(&self, bytes: usize, topology: &Topology) -> Algorithm {
         let doubles = topology.world() > 2 && topology.world().is_power_of_two();
         match self.all_gather {
@@ -184,7 +186,7 @@ impl Tuning {
         }
     }
 
-    /// Algorithm of a reduce-scatter of blocks of `bytes`.
+    /// Returns the algorithm of a reduce-scatter of blocks of `bytes` bytes.
     pub(crate) fn reduce_scatter(&self, bytes: usize, topology: &Topology, rounding: Rounding) -> Algorithm {
         Self::block_algorithm(self.reduce_scatter, bytes, topology, rounding)
     }
@@ -207,7 +209,7 @@ impl Tuning {
             Some(chosen) => chosen,
             None if topology.is_even() && hierarchy_pays(all, topology, rounding) => Algorithm::Hierarchy,
             None if reduces_in_order(world, rounding) => Algorithm::Direct,
-            // With two ranks, one exchange is the whole ring.
+            // With two ranks, a direct exchange sends the same data as a ring.
             None if world == 2 => Algorithm::Direct,
             None if uses_direct(bytes_on_wire(all, world, rounding), usize::MAX, topology) => {
                 Algorithm::Direct
@@ -217,18 +219,21 @@ impl Tuning {
     }
 }
 
-/// Returns whether all shares go to the adding rank.
+/// Returns whether a reduction is ordered: the adding rank receives the contributions of all ranks, not
+/// partial sums.
 fn reduces_in_order(world: usize, rounding: Rounding) -> bool {
     rounding != Rounding::Stepwise && world <= ORDERED_RANKS
 }
 
-/// Returns whether each rank sends every other its block directly: `sent` bytes, of at most `most`.
+/// Returns whether the ranks exchange data directly: they are few, and `sent` bytes are at most `most`. The
+/// bound is lower if several hosts have several ranks.
 fn uses_direct(sent: usize, most: usize, topology: &Topology) -> bool {
     let most = if topology.is_hierarchical() { most.min(DIRECT_MULTI_HOST_BYTES) } else { most };
     sent <= most && topology.world() <= DIRECT_RANKS
 }
 
-/// Returns the bytes that `bytes` of elements take when they are sent.
+/// Returns the number of bytes that are sent for `bytes` bytes of elements, which may be sent as wide
+/// elements.
 fn bytes_on_wire(bytes: usize, world: usize, rounding: Rounding) -> usize {
     let wide = match rounding {
         Rounding::Stepwise => false,
@@ -237,9 +242,11 @@ fn bytes_on_wire(bytes: usize, world: usize, rounding: Rounding) -> usize {
     if wide { bytes.saturating_mul(WIDE_FACTOR) } else { bytes }
 }
 
-/// Returns whether it pays to reduce `bytes` inside the hosts, so that only sums go over the network.
+/// Returns whether it is faster to reduce `bytes` bytes inside the hosts first, so that only sums are sent
+/// over the network.
 ///
-/// It does not pay if all shares go to the adding rank: then there are no sums to send.
+/// It is not faster if the reduction is ordered: the adding rank receives the contributions of all ranks, so
+/// there are no partial sums to send.
 fn hierarchy_pays(bytes: usize, topology: &Topology, rounding: Rounding) -> bool {
     !reduces_in_order(topology.world(), rounding)
         && topology.is_hierarchical()
@@ -247,7 +254,7 @@ fn hierarchy_pays(bytes: usize, topology: &Topology, rounding: Rounding) -> bool
         && bytes_on_wire(bytes, topology.world(), rounding) >= HIERARCHY_BYTES
 }
 
-/// Formats everything that decides as one comparable text.
+/// Formats everything that determines the choice, as one text that ranks compare.
 impl fmt::Display for Tuning {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = |choice: Option<Algorithm>| choice.map_or("table", Algorithm::name);

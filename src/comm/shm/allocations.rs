@@ -1,8 +1,8 @@
-//! Memory of programs that all ranks of the host can reach: an all-reduce in it copies nothing.
+//! Memory of programs that all ranks of the host have mapped, so that an all-reduce of it needs no copies.
 //!
 //! When a rank announces a call, it publishes the allocation and offset that hold its elements
-//! ([`PublishedLocation`]). If all ranks name one allocation, the owner of each piece of the sum reads the
-//! contributions in place and writes the sum to all ranks.
+//! ([`PublishedLocation`]). If all ranks name one allocation, the rank that owns a piece of the sum reads the
+//! contributions in place. It writes the sum to the elements of all ranks.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,14 +11,14 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use super::region::Region;
 use super::segment::{Segment, View};
 
-/// The allocations that a rank knows together with the others.
+/// The allocations that this rank shares with the other ranks of its host.
 #[derive(Debug, Default)]
 pub(crate) struct Allocations {
     list: Mutex<Vec<Weak<Allocation>>>,
     made: AtomicU64,
 }
 
-/// Memory that was made by all ranks of a host together.
+/// Memory that all ranks of a host created together, with a region for the program of each rank.
 #[derive(Debug)]
 pub(crate) struct Allocation {
     /// The number of this allocation: equal on all ranks, different for every other allocation.
@@ -26,19 +26,20 @@ pub(crate) struct Allocation {
     pub(crate) segment: Segment,
     /// The byte range that belongs to each rank.
     pub(crate) regions: Vec<Range<usize>>,
-    /// This rank's range.
+    /// This rank's region, as its program uses it.
     pub(crate) own: Arc<Region>,
 }
 
-/// The location of a call's elements, as published in the rank's slot: the allocation, 0 for none, and the
-/// offset in the publishing rank's region.
+/// The location of a call's elements, as published in the rank's slot: the id of the allocation, 0 for none,
+/// and the offset in the publishing rank's region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct PublishedLocation {
     pub(super) id: u64,
     pub(super) at: u64,
 }
 
-/// A rank's own elements, which it lets others write to until the call is over on all ranks.
+/// This rank's own elements in an allocation, which other ranks may write to until the call has ended on all
+/// ranks.
 #[derive(Debug)]
 pub(super) struct Exposure {
     allocation: Arc<Allocation>,
@@ -47,16 +48,16 @@ pub(super) struct Exposure {
     ended: bool,
 }
 
-/// The elements of all ranks.
+/// The elements of all ranks in one collective call that reduces in place.
 #[derive(Debug)]
 pub(super) struct Direct {
     exposure: Exposure,
-    /// The offsets at which the elements begin, by local rank.
+    /// The offsets in the allocation at which each rank's elements begin, by local rank.
     starts: Vec<usize>,
 }
 
 impl Allocations {
-    /// The number of the next; for the rank that makes it for all.
+    /// Returns the id of the next allocation. Only the rank that creates the memory for all ranks calls this.
     pub(crate) fn next_id(&self) -> u64 {
         self.made.fetch_add(1, Ordering::Relaxed) + 1
     }
@@ -67,7 +68,8 @@ impl Allocations {
         list.push(Arc::downgrade(allocation));
     }
 
-    /// Returns an exposure of the `bytes` bytes at an address, if an allocation contains them.
+    /// Returns an exposure of the `bytes` bytes at `address`, if they are in this rank's region of an
+    /// allocation.
     pub(super) fn expose(&self, address: usize, bytes: usize) -> Option<Exposure> {
         let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         list.iter().filter_map(Weak::upgrade).find_map(|allocation| {
@@ -99,11 +101,11 @@ impl Exposure {
         PublishedLocation { id: self.allocation.id, at: self.at as u64 }
     }
 
-    /// Returns the elements of all ranks if all have published this allocation. The error names the rank
-    /// whose data is invalid.
+    /// Returns the elements of all ranks if all have published this allocation, else `None`. The error is the
+    /// local rank whose published location is invalid.
     pub(super) fn into_direct(mut self, locations: &[PublishedLocation]) -> Result<Option<Direct>, usize> {
         if locations.iter().any(|location| location.id != self.allocation.id) {
-            // Every rank finds that.
+            // Every rank reads the same locations, so no rank will write to these elements.
             self.ended = true;
             return Ok(None);
         }
@@ -121,7 +123,7 @@ impl Exposure {
 
 impl Drop for Exposure {
     fn drop(&mut self) {
-        // The call has failed, and a rank that does not know it yet may still write.
+        // The call has failed, and a rank that does not know this yet may still write to the elements.
         if !self.ended {
             self.allocation.own.make_private(self.at, self.bytes);
         }
@@ -134,13 +136,13 @@ impl Direct {
         self.exposure.bytes
     }
 
-    /// The `bytes` bytes at `at` of the elements of the rank `local_rank` of the host.
+    /// Returns the `bytes` bytes from offset `at` of the elements of the rank `local_rank` of the host.
     pub(super) fn view(&self, local_rank: usize, at: usize, bytes: usize) -> View<'_> {
         debug_assert!(at + bytes <= self.exposure.bytes);
         self.exposure.allocation.segment.view(self.starts[local_rank] + at, bytes)
     }
 
-    /// Marks the call as over on all ranks.
+    /// Marks the call as ended on all ranks, so that no rank writes to this rank's elements any more.
     pub(super) fn end(&mut self) {
         self.exposure.ended = true;
     }

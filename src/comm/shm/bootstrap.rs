@@ -1,7 +1,8 @@
-//! The bootstrap in which the ranks of a host come to share memory.
+//! The bootstrap: the exchange by which the ranks of a host set up shared memory.
 //!
-//! The first of them, the leader, creates the memory and passes its descriptor on a unix socket. It sends the
-//! socket's name, and a secret that identifies members, on the authenticated control connections:
+//! The first rank of the host, the leader, creates the memory and passes its file descriptor over a unix
+//! socket. On the authenticated control connections, the leader sends the socket's name, and a secret that
+//! identifies members:
 //!
 //! ```text
 //! member → leader   the secret, its local rank; its doorbell, its process
@@ -11,7 +12,7 @@
 //! ```
 //!
 //! If any step fails on any rank, all ranks use connections instead and know the reason. The socket has an
-//! abstract name, so it leaves no file. Nothing here blocks.
+//! abstract name, so it leaves no file. No function of this module blocks.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -30,42 +31,43 @@ use super::unavailable::Unavailable;
 use crate::limits;
 
 pub(super) const SECRET_BYTES: usize = 16;
-/// The size of the longest message.
+/// The size of the longest message of the bootstrap.
 const MESSAGE_BYTES: usize = 1024;
-/// Most connections whose peer is not identified yet.
+/// Most accepted connections that have not yet sent the secret and a local rank.
 const MAX_UNIDENTIFIED: usize = 64;
 const ACCEPT: u8 = 1;
 const REFUSE: u8 = 0;
 pub(super) const SOCKET: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 
-/// The ranks of a host that set up shared memory, as one of them sees them.
+/// The ranks of a host that set up shared memory, and what one of these ranks brings to it.
 #[derive(Debug)]
 pub(crate) struct LocalGroup {
-    /// Their ranks in the group.
+    /// The numbers in the group of the host's ranks, by local rank.
     pub(crate) ranks: Vec<usize>,
     /// The local rank of this rank: its index in `ranks`.
     pub(crate) me: usize,
     pub(crate) layout: Layout,
-    /// The doorbell that wakes this rank.
+    /// The doorbell (eventfd) by which other ranks wake this rank.
     pub(crate) doorbell: OwnedFd,
-    /// The descriptor of this process, if the system has such descriptors (pidfd).
+    /// The descriptor of this process (pidfd); `None` if the kernel has no such descriptors.
     pub(crate) process: Option<OwnedFd>,
 }
 
-/// The result of the bootstrap: the memory, and all doorbells and processes.
+/// What a rank has after the bootstrap: the mapped memory, and the doorbells and processes of all ranks of
+/// the host.
 #[derive(Debug)]
 pub(crate) struct SharedResources {
     pub(crate) segment: Arc<Segment>,
-    /// By local rank.
+    /// The eventfds that wake the ranks, by local rank.
     pub(crate) doorbells: Vec<OwnedFd>,
-    /// The descriptors of the processes, by local rank; empty if a rank's system has none.
+    /// The descriptors of the ranks' processes (pidfd), by local rank; empty if a rank's system has none.
     pub(crate) processes: Vec<OwnedFd>,
 }
 
-/// The result of the bootstrap, or the reason why the ranks share no memory.
+/// The result of the bootstrap: the shared memory, or the reason why the ranks share none.
 pub(crate) type BootstrapOutcome = Result<SharedResources, Unavailable>;
 
-/// The name of the socket and the secret, as sent on control connections.
+/// The message of the leader on control connections: the name of the socket and the secret.
 pub(crate) type LeaderMessage = Vec<u8>;
 
 #[derive(Debug)]
@@ -75,7 +77,7 @@ pub(crate) enum HostBootstrap {
 }
 
 impl HostBootstrap {
-    /// The descriptors to poll for.
+    /// Returns the file descriptors whose readability means that [`Self::progress`] can do a step.
     pub(crate) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         match self {
             Self::Leader(leader) => {
@@ -87,7 +89,7 @@ impl HostBootstrap {
         }
     }
 
-    /// The ranks from which a message is still missing.
+    /// Returns the ranks from which a message of the bootstrap is still missing.
     pub(crate) fn missing(&self) -> Vec<usize> {
         match self {
             Self::Leader(Leader { local_group, members, .. }) => {
@@ -101,7 +103,8 @@ impl HostBootstrap {
         }
     }
 
-    /// Makes all progress that is possible now. Returns the outcome when there is one.
+    /// Does all steps that are possible without waiting. Returns the outcome once the bootstrap has ended,
+    /// else `None`.
     pub(crate) fn progress(&mut self) -> Option<BootstrapOutcome> {
         match self {
             Self::Leader(leader) => leader.progress(),
@@ -110,14 +113,14 @@ impl HostBootstrap {
     }
 }
 
-/// The bootstrap of the leader.
+/// The bootstrap as the leader does it.
 #[derive(Debug)]
 pub(crate) struct Leader {
     local_group: LocalGroup,
     listener: OwnedFd,
     secret: [u8; SECRET_BYTES],
     unidentified: Vec<OwnedFd>,
-    /// By local rank; the leader's own stays empty.
+    /// The members that were identified, by local rank; the leader's own entry stays `None`.
     members: Vec<Option<Member>>,
     segment: Option<Arc<Segment>>,
 }
@@ -132,11 +135,11 @@ struct Member {
 }
 
 impl Leader {
-    /// Opens the socket. Returns the message for the others.
+    /// Opens the socket. Returns the message to send to the other ranks on the control connections.
     ///
     /// # Errors
     ///
-    /// The reason why it cannot be opened.
+    /// The reason why the ranks cannot share memory, such as a socket that cannot be opened.
     pub(crate) fn open(local_group: LocalGroup) -> Result<(Self, LeaderMessage), Unavailable> {
         if local_group.ranks.len() > MAX_RANKS {
             return Err(Unavailable::TooManyRanks { ranks: local_group.ranks.len(), max: MAX_RANKS });
@@ -200,7 +203,7 @@ impl Leader {
                     let source = io::Error::from(error);
                     if limits::is_out_of_descriptors(&source) {
                         // A connection that cannot be accepted stays in the backlog and keeps the socket
-                        // readable for ever.
+                        // readable, so polling would never wait.
                         return Err(Unavailable::Descriptors { source });
                     }
                     break;
@@ -210,7 +213,8 @@ impl Leader {
         Ok(())
     }
 
-    /// Identifies the members among those that have connected.
+    /// Reads the first message of each new connection. Admits those with the right secret and local rank as
+    /// members, and closes those with others.
     fn identify_members(&mut self) {
         for conn in std::mem::take(&mut self.unidentified) {
             match receive(&conn) {
@@ -236,7 +240,8 @@ impl Leader {
         }
     }
 
-    /// Creates the memory and sends it to all members.
+    /// Creates the memory, writes a challenge for each member into it, and sends its file descriptor to all
+    /// members.
     fn send_memory(&mut self) -> Result<(), Unavailable> {
         let layout = self.local_group.layout;
         let bytes = layout.bytes();
@@ -269,7 +274,8 @@ impl Leader {
         Ok(())
     }
 
-    /// All doorbells, and all processes if they are known.
+    /// Returns duplicates of the descriptors of all ranks' doorbells, and of all processes if every rank has
+    /// sent its own.
     fn clone_descriptors(&self) -> io::Result<(Vec<OwnedFd>, Vec<OwnedFd>)> {
         let LocalGroup { me, doorbell, process, .. } = &self.local_group;
         let doorbells = self.members.iter().enumerate().map(|(local_rank, member)| match member {
@@ -287,7 +293,8 @@ impl Leader {
         Ok((doorbells, processes.unwrap_or_default().into_iter().collect::<io::Result<_>>()?))
     }
 
-    /// Receives which members see the memory, and checks their proof.
+    /// Receives the members' replies. Checks that each member has written the response to its challenge into
+    /// the memory.
     fn collect_responses(&mut self) -> Result<(), Unavailable> {
         let LocalGroup { ranks, layout, .. } = &self.local_group;
         for (local_rank, member) in self.members.iter_mut().enumerate() {
@@ -309,12 +316,13 @@ impl Leader {
     }
 }
 
-/// The bootstrap of a rank other than the leader.
+/// The bootstrap as a rank other than the leader does it.
 #[derive(Debug)]
 pub(crate) struct Follower {
     local_group: LocalGroup,
     conn: Option<OwnedFd>,
-    /// The memory and descriptors that the leader sent.
+    /// The memory and descriptors that the leader sent, until the leader confirms that all members have
+    /// responded.
     resources: Option<SharedResources>,
 }
 
@@ -323,11 +331,12 @@ impl Follower {
         Self { local_group, conn: None, resources: None }
     }
 
-    /// Connects to the leader.
+    /// Connects to the socket that the leader names in `message`. Sends the secret, the local rank and the
+    /// descriptors of this rank.
     ///
     /// # Errors
     ///
-    /// The reason why it cannot connect.
+    /// The leader refused in `message`, the message is invalid, or the socket fails.
     pub(crate) fn connect(&mut self, message: &[u8]) -> Result<(), Unavailable> {
         let leader = self.local_group.ranks[0];
         let rest = parse_reply(message, leader)?;
@@ -377,7 +386,8 @@ impl Follower {
         }
     }
 
-    /// Maps the memory and writes the proof that it is the leader's.
+    /// Maps the memory that the leader sent, and writes the response to the leader's challenge into it.
+    /// `rest` is the message, without its first byte.
     fn map_memory(&self, rest: &[u8], descriptors: Vec<OwnedFd>) -> Result<SharedResources, Unavailable> {
         let LocalGroup { ranks, me, layout, .. } = &self.local_group;
         let bytes = rest.try_into().map(u64::from_le_bytes).ok();
@@ -412,14 +422,14 @@ fn random_u64() -> Result<u64, getrandom::Error> {
     Ok(u64::from_le_bytes(bytes))
 }
 
-/// A refusal with its reason, truncated to the size of a message.
+/// Returns a message that refuses shared memory for a reason, truncated to the size of the longest message.
 pub(crate) fn refusal(reason: &str) -> Vec<u8> {
     let mut bytes = [&[REFUSE], reason.as_bytes()].concat();
     bytes.truncate(MESSAGE_BYTES);
     bytes
 }
 
-/// Returns the payload of a reply of `rank`. The error is the reason of a refusal.
+/// Returns the payload of a reply of `rank`. It is an error if the rank refused or the reply is empty.
 fn parse_reply(bytes: &[u8], rank: usize) -> Result<&[u8], Unavailable> {
     match bytes.split_first() {
         Some((&ACCEPT, rest)) => Ok(rest),
@@ -435,7 +445,7 @@ fn address(name: &[u8; SECRET_BYTES]) -> io::Result<SocketAddrUnix> {
     Ok(SocketAddrUnix::new_abstract_name(name.as_bytes())?)
 }
 
-/// A socket that keeps message boundaries.
+/// Opens a unix socket that keeps message boundaries.
 fn socket() -> io::Result<OwnedFd> {
     Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SOCKET, None)?)
 }
@@ -463,7 +473,7 @@ pub(super) fn send(conn: &OwnedFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>])
     Ok(())
 }
 
-/// The next message, if there is one.
+/// Returns the next message and its file descriptors; `None` if no message has arrived yet.
 pub(super) fn receive(conn: &OwnedFd) -> io::Result<Option<(Vec<u8>, Vec<OwnedFd>)>> {
     let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2 * MAX_RANKS + 1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

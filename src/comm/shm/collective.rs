@@ -1,5 +1,5 @@
 //! Executes the schedule of a collective in shared memory. It reads no clock and never blocks:
-//! [`ShmCollective::progress`] does all steps that are possible now.
+//! [`ShmCollective::progress`] returns when a step has to wait for other ranks.
 
 use super::allocations::{Direct, Exposure, PublishedLocation};
 use super::copy_reduce::{self, AreaAddress, Location};
@@ -14,7 +14,7 @@ use crate::fault::fault_point;
 use crate::kernels::Kernel;
 use crate::plan::Plan;
 
-/// A collective in progress.
+/// A collective in progress through shared memory.
 #[derive(Debug)]
 pub(crate) struct ShmCollective {
     pub(crate) call: Call,
@@ -26,13 +26,13 @@ pub(crate) struct ShmCollective {
     steps: Vec<ScheduleStep>,
     next_step: usize,
     more: bool,
-    /// The number of ranks whose call was matched so far.
+    /// The number of ranks whose call was found equal to this rank's so far.
     matched: usize,
     finished: bool,
-    /// If set, some elements may have been added already and must not be added again.
+    /// If set, a reduction has failed. Some elements may have been added already and must not be added again.
     broken: bool,
-    /// The location of this rank's elements while they are exposed; then the locations of all ranks'
-    /// elements.
+    /// This rank's elements in a shared allocation, until all ranks have decided whether to reduce in place.
+    /// If they do, `direct` has the elements of all ranks.
     exposure: Option<Exposure>,
     direct: Option<Direct>,
     /// The ranks that the collective waits for.
@@ -58,7 +58,8 @@ impl ShmCollective {
         collective
     }
 
-    /// Continues a call that was begun as a small one. `broken` if its results cannot be taken.
+    /// Continues a call that was started as a small one and has been announced. `broken` is set if a failed
+    /// reduction makes its results unusable.
     pub(crate) fn from_small(
         memory: &mut HostMemory,
         call: Call,
@@ -114,7 +115,7 @@ impl ShmCollective {
         self.finished
     }
 
-    /// Bytes fetched or added up so far, and in total.
+    /// The bytes fetched or reduced so far, and in total.
     pub(crate) fn received(&self) -> (u64, u64) {
         (self.fetched, self.schedule.volume().1)
     }
@@ -129,7 +130,7 @@ impl ShmCollective {
         self.waits.iter().copied()
     }
 
-    /// Makes all progress that is possible now, at most one batch. Returns whether there was any.
+    /// Does all steps that are possible now, at most one batch. Returns whether it did any step.
     pub(crate) fn progress(&mut self, memory: &mut HostMemory) -> Result<bool, ExecutionError> {
         self.buffer.begin();
         let mut any = false;
@@ -153,7 +154,7 @@ impl ShmCollective {
                     return Ok(true);
                 }
             }
-            // Cloned, since a step changes the rest of `self`.
+            // The step is cloned, since executing it changes the rest of `self`.
             let step = self.steps[self.next_step].clone();
             if !self.execute_step(memory, &step)? {
                 return Ok(any || self.buffer.copy_some());
@@ -165,7 +166,7 @@ impl ShmCollective {
         Ok(any)
     }
 
-    /// Does one step. Returns whether it could.
+    /// Does one step. Returns false if the step has to wait.
     fn execute_step(&mut self, memory: &mut HostMemory, step: &ScheduleStep) -> Result<bool, ExecutionError> {
         match step {
             ScheduleStep::AwaitSlot => {
@@ -240,7 +241,8 @@ impl ShmCollective {
         Ok(())
     }
 
-    /// Checks whether all ranks have published the location of their elements. All ranks decide alike.
+    /// Checks whether all ranks have their elements in one allocation, and then reduces in place. All ranks
+    /// read the same locations, so they decide alike.
     fn decide_direct(&mut self, memory: &HostMemory) -> Result<(), ExecutionError> {
         let Some(exposure) = self.exposure.take() else { return Ok(()) };
         let locations: Vec<_> = (0..memory.ranks.len())
@@ -256,7 +258,8 @@ impl ShmCollective {
         Ok(())
     }
 
-    /// Returns whether the counters of `peers` have reached `count`; notes a rank whose counter has not.
+    /// Returns whether the counters of `peers` have reached `count`. If not, `waits` becomes the first rank
+    /// whose counter has not.
     fn check_counter(&mut self, memory: &mut HostMemory, peers: Peers, counter: Counter, count: u64) -> bool {
         let behind = memory.first_behind(peers, counter, count);
         self.waits.clear();
@@ -264,7 +267,8 @@ impl ShmCollective {
         behind.is_none()
     }
 
-    /// Compares the calls of the ranks that have made theirs. Returns whether all have.
+    /// Compares this rank's call with those of `peers` that have announced theirs. Returns whether all have;
+    /// if not, `waits` becomes the missing ranks.
     fn match_calls(&mut self, memory: &mut HostMemory, peers: Peers) -> Result<bool, ExecutionError> {
         self.waits.clear();
         let (me, ranks) = (memory.me, memory.ranks.len());
@@ -272,7 +276,7 @@ impl ShmCollective {
             Peers::All => 0..ranks,
             Peers::One(local_rank) => local_rank..local_rank + 1,
         };
-        // Ranks that were matched already are not checked again.
+        // Ranks whose calls were found equal already are not checked again.
         for local_rank in all.start + self.matched..all.end {
             if local_rank == me
                 || memory.match_call(

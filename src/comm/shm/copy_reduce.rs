@@ -1,4 +1,4 @@
-//! Copies and sums between a rank's own memory and what the ranks of its host share.
+//! Copies and reductions between a rank's own buffers and the memory that the ranks of its host share.
 
 use std::ops::Range;
 
@@ -9,15 +9,16 @@ use super::{HostMemory, write};
 use crate::buffer::{BorrowedBuffer, BytesMut, PlanBuffer};
 use crate::kernels::{Contributors, Kernel};
 
-/// The elements that a call works on, possibly in several pieces, and the kernel that adds them.
+/// The elements of a collective call, possibly in several pieces of memory, and the kernel that reduces them.
 pub(super) trait Elements {
-    /// The bytes at the beginning of `range` that are contiguous.
+    /// Returns the bytes at the beginning of the byte range `range` that are contiguous in memory.
     fn bytes(&self, range: Range<usize>) -> &[u8];
-    /// The contiguous bytes at the beginning of `range`, writable, and the kernel that adds them.
+    /// Returns the contiguous bytes at the beginning of `range` for writing, and the kernel that reduces into
+    /// them, if the call reduces.
     fn operands(&mut self, range: Range<usize>) -> (BytesMut<'_>, Option<&Kernel>);
 }
 
-/// Elements that are added as they are.
+/// The elements of a call that uses the caller's buffer as it is, without scaling or copying them first.
 pub(super) struct PlainElements<'a, 'm> {
     pub(super) buffer: &'a mut BorrowedBuffer<'m>,
     pub(super) kernel: Option<&'a Kernel>,
@@ -43,7 +44,7 @@ impl Elements for PlanBuffer<'_> {
     }
 }
 
-/// A location in shared memory.
+/// A position in shared memory: byte `at` of an area of one rank.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Location {
     pub(super) rank: usize,
@@ -53,9 +54,10 @@ pub(super) struct Location {
 
 #[derive(Debug, Clone, Copy)]
 pub(super) enum AreaAddress {
-    /// The slot of a call; `inline` if the data is in the line of the stamp.
+    /// The slot for the call with this number. If `inline`, the data is in the header of the slot, in the
+    /// cache line of the stamp that announces the call.
     Slot { number: u32, inline: bool },
-    /// Bytes after the first round of all calls.
+    /// The memory of a round, as its distance in bytes from the first round of all collective calls.
     Round(u64),
 }
 
@@ -74,7 +76,7 @@ impl Location {
     }
 }
 
-/// Copies `range` of `elements` to `location`. Returns the number of bytes.
+/// Copies `range` of `elements` to `location` in shared memory. Returns the number of bytes.
 #[inline]
 pub(super) fn publish(
     memory: &HostMemory,
@@ -97,7 +99,7 @@ pub(super) fn publish(
     range.start - start
 }
 
-/// Copies from `location` to `range` of `elements`. Returns the number of bytes.
+/// Copies from `location` in shared memory to `range` of `elements`. Returns the number of bytes.
 #[inline]
 pub(super) fn fetch(
     memory: &HostMemory,
@@ -118,9 +120,9 @@ pub(super) fn fetch(
     range.start - start
 }
 
-/// Adds up the contributions of all ranks: the others' at `location` in the memory of each, this one's in
-/// `range` of `elements`. Returns the bytes of each contribution. The sums are left in `range`; if it
-/// `publishes` them, also at `location` in its own memory.
+/// Reduces the contributions of all ranks: those of other ranks at `location` in each rank's shared memory,
+/// this rank's own in `range` of `elements`. The result replaces `range`. If `publishes` is set, it is also
+/// written to `location` in this rank's shared memory. Returns the bytes of one contribution.
 ///
 /// # Errors
 ///
@@ -161,8 +163,8 @@ pub(super) fn reduce(
     result.map(|()| range.start - start)
 }
 
-/// Adds up the contributions of all ranks in place and leaves the sums there. Returns the bytes of each
-/// contribution.
+/// Reduces `range` of the elements of all ranks, which are in one shared allocation, and writes the result to
+/// the elements of every rank. Returns the bytes of one contribution.
 ///
 /// # Errors
 ///

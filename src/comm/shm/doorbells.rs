@@ -2,8 +2,8 @@
 //! it.
 //!
 //! A rank that is about to sleep sets its bit, then checks once more for the data it waits for. A writer
-//! writes its data first, then checks the bits. A fence separates the two steps of each, so at least one of
-//! them sees the other (`models.rs`).
+//! writes its data first, then checks the bits. Each of them executes a fence between its two steps. So the
+//! rank sees the data, or the writer sees the bit (tested in `models.rs`).
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ pub(crate) struct Doorbells {
     segment: Arc<Segment>,
     layout: Layout,
     me: usize,
-    /// By rank of the host; event descriptors.
+    /// The eventfd of each rank, by local rank.
     doorbells: Vec<OwnedFd>,
 }
 
@@ -27,8 +27,8 @@ impl Doorbells {
         Self { segment, layout, me, doorbells }
     }
 
-    /// Wakes all other ranks that sleep. Call it after writing the data they wait for. It waits until that
-    /// write has left this core, so a caller that does other work first waits less.
+    /// Wakes all other ranks that sleep. Call it after writing the data they wait for. It waits until this
+    /// data is visible to other cores, so it takes less time if the caller does other work in between.
     #[inline]
     pub(crate) fn wake_all(&self) {
         for (index, at) in self.layout.sleep_masks().enumerate() {
@@ -40,7 +40,7 @@ impl Doorbells {
         }
     }
 
-    /// Wakes `rank` if it sleeps. Call it after writing the data it waits for.
+    /// Wakes `rank` if it sleeps. Call it after writing the data that `rank` waits for.
     #[inline]
     pub(crate) fn wake(&self, rank: usize) {
         let (at, bit) = Layout::sleep_bit(rank);
@@ -60,13 +60,14 @@ impl Doorbells {
         }
     }
 
-    /// Marks this rank as sleeping. The caller checks once more for its data before it sleeps.
+    /// Sets this rank's sleep bit. Before it sleeps, the caller must check once more for the data that it
+    /// waits for.
     pub(crate) fn mark_sleeping(&self) {
         let (at, bit) = Layout::sleep_bit(self.me);
         set_sleep_bit(self.segment.word(at), bit);
     }
 
-    /// Returns whether this rank is marked as sleeping and nobody has woken it since.
+    /// Returns whether this rank's sleep bit is set and no other rank has woken this rank since.
     pub(crate) fn is_marked_sleeping(&self) -> bool {
         let (at, bit) = Layout::sleep_bit(self.me);
         is_sleep_bit_set(self.segment.word(at), bit)
@@ -78,7 +79,7 @@ impl Doorbells {
     }
 }
 
-/// A word with the bits of the sleeping ranks: an atomic, or the model of one.
+/// A word with the bits of the sleeping ranks: an atomic integer, or loom's model of one in a test.
 pub(super) trait Word {
     fn load(&self, order: Ordering) -> u64;
     fn fetch_or(&self, bits: u64, order: Ordering) -> u64;
@@ -108,14 +109,15 @@ word!(AtomicU64);
 #[cfg(all(test, loom))]
 word!(loom::sync::atomic::AtomicU64);
 
-/// The bits of the ranks that may have gone to sleep without seeing this rank's write.
+/// Returns the bits of the ranks that may have gone to sleep without seeing what this rank wrote before.
 #[inline(always)]
 pub(super) fn sleeping_ranks(sleepers: &impl Word) -> u64 {
     full_fence();
     sleepers.load(Ordering::Relaxed)
 }
 
-/// Sets the bit. A writer that then does not see the bit wrote its data before, so this rank sees the data.
+/// Sets the sleep bit `bit`. A writer that does not see the bit wrote its data earlier, so a check after this
+/// call sees the data.
 pub(super) fn set_sleep_bit(sleepers: &impl Word, bit: u64) {
     sleepers.fetch_or(bit, Ordering::SeqCst);
     full_fence();
@@ -125,7 +127,7 @@ pub(super) fn is_sleep_bit_set(sleepers: &impl Word, bit: u64) -> bool {
     sleepers.load(Ordering::SeqCst) & bit != 0
 }
 
-/// Clears the bit. Returns whether it was set.
+/// Clears the sleep bit `bit`. Returns whether it was set.
 pub(super) fn clear_sleep_bit(sleepers: &impl Word, bit: u64) -> bool {
     sleepers.fetch_and(!bit, Ordering::SeqCst) & bit != 0
 }

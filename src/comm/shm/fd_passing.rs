@@ -1,8 +1,9 @@
-//! Memory that the ranks of a host create after the bootstrap: the first rank creates it and passes it to the
-//! others.
+//! Shared memory that the ranks of a host create after the bootstrap. The first rank of the host creates it
+//! and passes its file descriptor to the other ranks of the host.
 //!
-//! The descriptor travels on a unix socket with an abstract name, as in the [bootstrap](super::bootstrap).
-//! Each step ends with a collective, so nobody waits here and all ranks learn the result.
+//! The descriptor is sent over a unix socket with an abstract name, as in the [bootstrap](super::bootstrap).
+//! The caller runs a collective after each step, so all ranks learn whether the step succeeded, and no
+//! function of this module blocks.
 
 use std::io;
 use std::ops::Range;
@@ -15,7 +16,7 @@ use super::segment;
 /// The name of the socket, and the secret by which its intended receivers are recognised.
 pub(crate) type SocketInfo = [u8; 2 * SECRET_BYTES];
 
-/// The memory, on the rank that created it.
+/// The memory and the listening socket, on the rank that created them.
 #[derive(Debug)]
 pub(crate) struct FdSender {
     memory: OwnedFd,
@@ -27,8 +28,8 @@ pub(crate) struct FdSender {
 #[derive(Debug)]
 pub(crate) struct FdReceiver(OwnedFd);
 
-/// Returns the range of each rank, in whole pages, and the total size. `None` if the total exceeds the
-/// address space.
+/// Returns the byte range of each rank in the memory, for the sizes in `bytes` rounded up to whole pages, and
+/// the total size. `None` if the total exceeds the address space.
 pub(crate) fn regions(bytes: &[u64]) -> Option<(Vec<Range<usize>>, usize)> {
     let mut end = 0_usize;
     let regions = bytes.iter().map(|&bytes| {
@@ -42,7 +43,7 @@ pub(crate) fn regions(bytes: &[u64]) -> Option<(Vec<Range<usize>>, usize)> {
 }
 
 impl FdSender {
-    /// Creates `bytes` bytes of memory, which takes no pages yet.
+    /// Creates `bytes` bytes of memory, whose pages are not allocated yet, and the socket to pass it over.
     pub(crate) fn new(bytes: usize) -> io::Result<(Self, SocketInfo)> {
         let mut socket_info = [0; 2 * SECRET_BYTES];
         getrandom::fill(&mut socket_info).map_err(|error| io::Error::other(error.to_string()))?;
@@ -51,10 +52,11 @@ impl FdSender {
         Ok((sender, socket_info))
     }
 
-    /// Passes the memory to `receivers` ranks, all of which have connected.
+    /// Passes the memory to `receivers` ranks, all of which have connected already.
     pub(crate) fn send(&self, receivers: usize) -> io::Result<()> {
         let mut sent = 0;
-        // Other processes may have connected as well, but not more than the backlog holds.
+        // Processes without the secret may have connected as well. The backlog of the socket bounds their
+        // number.
         while sent < receivers {
             let conn = rustix::net::accept_with(&self.listener, super::bootstrap::SOCKET)?;
             let secret = receive(&conn).ok().flatten().map(|(bytes, _)| bytes);
@@ -79,7 +81,7 @@ impl FdReceiver {
         Ok(Self(conn))
     }
 
-    /// Receives the descriptor of the memory, which was sent already.
+    /// Receives the descriptor of the memory without waiting, after [`FdSender::send`] has sent it.
     pub(crate) fn receive(self) -> io::Result<OwnedFd> {
         let descriptor = receive(&self.0)?.and_then(|(_, descriptors)| descriptors.into_iter().next());
         descriptor.ok_or_else(|| {

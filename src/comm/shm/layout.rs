@@ -1,54 +1,58 @@
-//! The layout of the memory that the ranks of a host share. Pure.
+//! The layout of the memory that the ranks of a host share. Pure arithmetic.
 //!
 //! ```text
 //! page: sleep bits, failure flag │ of rank 0: control │ slots │ rounds │ rings to each rank │ of rank 1: ...
 //! ```
 //!
-//! Only the owner writes to a rank's memory. Exceptions: the sleep bits, and the read counter of a ring,
-//! which its reader writes.
+//! Only the rank that owns a part of the memory writes to it. Exceptions: the sleep bits, the challenge of
+//! the bootstrap, and the read counter of a ring, which the rank that reads the ring writes.
 
 use std::ops::Range;
 
-/// Data that one rank writes and others poll has this many bytes to itself, since processors fetch lines in
-/// pairs.
+/// The alignment of words that one rank writes and other ranks poll. It is two cache lines, since processors
+/// fetch lines in pairs.
 pub(crate) const LINE: usize = 128;
 const PAGE: usize = 4096;
-/// The number of slots for small calls, which is also how far a rank can be ahead of another. They make 1
-/// MiB, so that a slot is rewritten late, for the reason given at [`ROUNDS_BYTES`]. A gather of 16 KiB by two
-/// ranks takes 1.82 µs with 8 slots, 1.60 with 32, 1.19 with 128.
+/// The number of a rank's slots for small collective calls. So a rank can be that many calls ahead of
+/// another. Together they make 1 MiB: a slot is reused only when other cores no longer have it in their
+/// caches, which makes writing faster (see [`ROUNDS_BYTES`]). A gather of 16 KiB by two ranks takes 1.82 µs
+/// with 8 slots, 1.60 with 32, 1.19 with 128.
 pub(crate) const SLOTS: u32 = 128;
-/// Most bytes that a rank publishes in a slot.
+/// Most bytes of data that a rank publishes in a slot.
 pub(crate) const SLOT_BYTES: usize = 8 << 10;
-/// Bytes of a slot's header: its stamp and the call, before the data.
+/// The size of a slot's header, which precedes the data. It has the stamp, which tells other ranks that the
+/// slot is complete, and the description of the call.
 pub(crate) const SLOT_HEADER: usize = 64;
-/// Offsets in a slot: the rank's call, and a digest of all its earlier calls.
+/// Offsets in a slot: of the description of the rank's call, and of a digest of all its earlier calls.
 pub(crate) const CALL_OFFSET: usize = 8;
 pub(crate) const HISTORY_OFFSET: usize = 24;
-/// Most bytes that a rank publishes in the line of the stamp.
+/// Most bytes of data that fit in the header of a slot, in the cache line of the stamp.
 pub(crate) const INLINE_BYTES: usize = SLOT_HEADER - INLINE_OFFSET;
 pub(crate) const INLINE_OFFSET: usize = 32;
-/// The number of rounds of large calls that are in memory at a time.
+/// The number of rounds whose data is in memory at a time. A round handles one piece of a large collective
+/// call.
 pub(crate) const ROUNDS_IN_MEMORY: u64 = 14;
-/// Most bytes that a rank publishes in a round.
+/// Most bytes that a rank publishes in a round, which handles one piece of a large collective call.
 pub(crate) const ROUND_BYTES: usize = 128 << 10;
-/// Rounds follow each other in memory and wrap around after this many bytes. A core takes far longer to write
-/// a line that another core has read lately and still has in its cache. On two cores of an EPYC (Zen 4, 1 MiB
-/// each) an all-reduce of 64 KiB takes 14.0 µs with 512 KiB here. It takes 7.2 µs with 1 MiB, 5.7 with 2 MiB,
-/// and 7.6 with 8 MiB, where large calls take twice as long.
+/// The size of the memory for the data of successive rounds, which wraps around. A core takes far longer to
+/// write a line that another core has read lately and still has in its cache. On two cores of an EPYC (Zen 4,
+/// 1 MiB of cache each) an all-reduce of 64 KiB takes 14.0 µs with 512 KiB here. It takes 7.2 µs with 1 MiB,
+/// 5.7 with 2 MiB, and 7.6 with 8 MiB, where large calls take twice as long.
 pub(crate) const ROUNDS_BYTES: usize = (ROUNDS_IN_MEMORY as usize + 2) * ROUND_BYTES;
-/// Most ranks of a host that share memory: one message on a socket carries two descriptors of each.
+/// Most ranks of a host that can share memory: one message on a unix socket carries two file descriptors of
+/// each rank, besides that of the memory.
 pub(crate) const MAX_RANKS: usize = 126;
-/// The least size of a ring.
+/// The least size of a ring's data in bytes.
 const MIN_RING_BYTES: usize = 8 << 10;
 
-/// The counters of a rank that other ranks read.
+/// The counters that a rank publishes for the other ranks of its host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Counter {
-    /// Rounds whose input from this rank is in memory.
+    /// The number of rounds for which this rank has published its data.
     Published,
-    /// Rounds whose sum of this rank's part is in memory.
+    /// The number of rounds for which this rank has published the sum of the part that it owns.
     Reduced,
-    /// Rounds whose memory this rank no longer reads.
+    /// The number of rounds whose data this rank no longer reads, so that their memory can be reused.
     Done,
 }
 
@@ -56,15 +60,15 @@ impl Counter {
     pub(crate) const COUNT: usize = 3;
 }
 
-/// The words that prove that two processes see one memory.
+/// The words by which the bootstrap checks that two processes have mapped the same memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Proof {
-    /// Written by the rank that made the memory.
+    /// A random number, written by the rank that created the memory.
     Challenge,
     Response,
 }
 
-/// One of the rings from a rank to another.
+/// The position of one ring in shared memory. A ring carries bytes from one rank to another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct RingOffsets {
     /// The offsets of the writer's count of bytes written, and of its end-of-stream flag.
@@ -73,25 +77,26 @@ pub(crate) struct RingOffsets {
     /// The offset of the reader's count of bytes read.
     pub(crate) read: usize,
     pub(crate) data: usize,
-    /// A power of two.
+    /// The size of the data in bytes, a power of two.
     pub(crate) bytes: usize,
 }
 
-/// The purpose of a ring.
+/// The data that a ring carries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RingChannel {
     Messages,
-    /// Collectives by streams.
+    /// Collectives that run as the streams of a plan instead of a shared-memory schedule.
     Collectives,
 }
 
 impl RingChannel {
     const ALL: [Self; 2] = [Self::Messages, Self::Collectives];
 
-    /// The approximate size of all rings of one rank, and the largest size of one ring. Rings of messages are
-    /// large so that they are rewritten late, for the reason given at [`ROUNDS_BYTES`]. A message
-    /// of 1 MiB between two pairs of ranks on two cores takes 142 µs with 512 KiB each. It takes 36 µs with
-    /// 1 MiB and 41 with 2 MiB. Few collectives use streams where there is shared memory.
+    /// Returns the approximate size of all rings of one rank, and the largest size of one ring. Rings of
+    /// messages are large: their bytes are rewritten only when the reader's core no longer has them in its
+    /// cache (see [`ROUNDS_BYTES`]). A message of 1 MiB between two pairs of ranks on two cores takes 142 µs
+    /// with 512 KiB each. It takes 36 µs with 1 MiB and 41 with 2 MiB. Rings of collectives are small, since
+    /// few collectives use streams where there is shared memory.
     const fn bytes(self) -> (usize, usize) {
         match self {
             Self::Messages => (4 << 20, 1 << 20),
@@ -99,7 +104,7 @@ impl RingChannel {
         }
     }
 
-    /// The size of one ring if this many ranks share the space.
+    /// The size of one ring on a host of `ranks` ranks.
     fn ring_bytes(self, ranks: usize) -> usize {
         let (all, most) = self.bytes();
         (all / ranks.next_power_of_two()).clamp(MIN_RING_BYTES, most)
@@ -111,11 +116,11 @@ impl RingChannel {
     }
 }
 
-/// The layout for a number of ranks.
+/// The layout of the shared memory for a number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Layout {
     ranks: usize,
-    /// Bytes of each rank.
+    /// The size of each rank's part.
     rank_bytes: usize,
 }
 
@@ -126,8 +131,8 @@ const CORES: usize = PAGE / 4;
 const CONTROL: usize = PAGE;
 const SLOT: usize = (SLOT_HEADER + SLOT_BYTES).next_multiple_of(LINE);
 const ALL_SLOTS: usize = (SLOTS as usize * SLOT).next_multiple_of(PAGE);
-// The last round may begin just before the wrap-around. Two rounds that share bytes are nearly `ROUNDS_BYTES`
-// apart.
+// A round may begin just before the wrap-around, so its data ends behind it. Two rounds that share bytes are
+// nearly `ROUNDS_BYTES` apart, so they are never in memory at the same time.
 const ALL_ROUNDS: usize = ROUNDS_BYTES + ROUND_BYTES;
 
 impl Layout {
@@ -137,33 +142,34 @@ impl Layout {
         Self { ranks, rank_bytes: (CONTROL + ALL_SLOTS + ALL_ROUNDS + rings).next_multiple_of(PAGE) }
     }
 
-    /// The total size.
+    /// The total size of the shared memory in bytes.
     pub(crate) fn bytes(self) -> usize {
         self.rank_range(self.ranks).start
     }
 
-    /// The bytes that belong to `rank`.
+    /// The byte range of the part of `rank`.
     pub(crate) fn rank_range(self, rank: usize) -> Range<usize> {
         PAGE + rank * self.rank_bytes..PAGE + (rank + 1) * self.rank_bytes
     }
 
-    /// The word with the bit of `rank` that is set while it sleeps, and that bit.
+    /// Returns the offset of the word that has the sleep bit of `rank`, and the bit. It is set while the rank
+    /// sleeps.
     pub(crate) fn sleep_bit(rank: usize) -> (usize, u64) {
         (rank / 64 * size_of::<u64>(), 1 << (rank % 64))
     }
 
-    /// The word that is set when the group has failed.
+    /// The offset of the word that is set when the group has failed.
     pub(crate) fn failure_flag() -> usize {
         FAILURE_FLAG
     }
 
-    /// The word in which `rank` publishes the core on which it waits, plus 1. It is 0 until the rank has done
-    /// so.
+    /// The offset of the word in which `rank` publishes the core on which it waits, plus 1. The word is 0
+    /// until the rank has done so.
     pub(crate) fn core(rank: usize) -> usize {
         CORES + rank * size_of::<u64>()
     }
 
-    /// The words with the bits of all ranks.
+    /// The offsets of the words with the sleep bits of all ranks.
     pub(crate) fn sleep_masks(self) -> impl Iterator<Item = usize> {
         (0..self.ranks.div_ceil(64)).map(|word| word * size_of::<u64>())
     }
@@ -176,23 +182,24 @@ impl Layout {
         self.rank_range(rank).start + LINE * (Counter::COUNT + proof as usize)
     }
 
-    /// The bytes that `rank` commits: its own; the first rank also commits the common page.
+    /// The range whose pages `rank` allocates: its own part; the first rank also allocates the common page.
     pub(crate) fn committed_by(self, rank: usize) -> Range<usize> {
         let own = self.rank_range(rank);
         if rank == 0 { 0..own.end } else { own }
     }
 
-    /// The slot of `rank` for call number `number`.
+    /// The offset of the slot of `rank` for call number `number`.
     pub(crate) fn slot(self, rank: usize, number: u32) -> usize {
         self.rank_range(rank).start + CONTROL + (number % SLOTS) as usize * SLOT
     }
 
-    /// The offset of the data of `rank` in a round that begins `position` bytes after the first of all calls.
+    /// The offset of the data of `rank` in a round that begins `position` bytes after the first round of all
+    /// calls.
     pub(crate) fn round(self, rank: usize, position: u64) -> usize {
         self.rank_range(rank).start + CONTROL + ALL_SLOTS + (position % ROUNDS_BYTES as u64) as usize
     }
 
-    /// The ring from rank `from` to rank `to`.
+    /// The position of the ring from rank `from` to rank `to`.
     pub(crate) fn ring(self, channel: RingChannel, from: usize, to: usize) -> RingOffsets {
         let ranks = self.ranks;
         let channels = RingChannel::ALL.iter().take_while(|&&other| other != channel);

@@ -9,12 +9,13 @@
 //! fd_passing ─► allocations ─► region   memory of programs that all of them reach
 //! ```
 //!
-//! Control connections stay open: they report a rank that has died, left or aborted. Memory holds data and
-//! counters only. The rules of connections hold here too: calls are compared before data is touched, every
-//! wait has a deadline, one rank reports a failure to all.
+//! Control connections stay open: they report a rank that has died, left or aborted. Shared memory has data
+//! and counters only. As over connections, ranks compare their collective calls before they touch data, every
+//! wait has a deadline, and one rank reports a failure to all.
 //!
-//! Only a rank itself writes to its memory. The order of a call's steps ([`schedule`]) determines when others
-//! may read it and how long it must stay. `tests.rs` checks that in many orders of events.
+//! Only the rank that owns a part of the memory writes to it. The order of a call's steps ([`schedule`])
+//! determines when other ranks may read data and how long it must stay. `tests.rs` checks this in many orders
+//! of events.
 
 pub(crate) mod allocations;
 pub(crate) mod bootstrap;
@@ -64,30 +65,32 @@ pub(crate) struct HostMemory {
     segment: Arc<Segment>,
     layout: Layout,
     doorbells: Arc<Doorbells>,
-    /// The ranks in the group of the host's ranks, and the local rank of this one: its index in `ranks`.
+    /// The numbers in the group of the host's ranks. `me` is the local rank of this rank: its index in
+    /// `ranks`.
     ranks: Vec<usize>,
     me: usize,
     processes: Vec<OwnedFd>,
     /// The core that this rank last published, plus 1.
     core: u64,
-    /// Calls and rounds that were started here, and the size of the rounds.
+    /// The numbers of collective calls and rounds that this rank has started, and the total bytes of these
+    /// rounds.
     calls: u32,
     rounds: u64,
     round_bytes: u64,
     history: u64,
-    /// The calls that the others had started, and their counters, when last read.
+    /// The latest call that each other rank had started, and its counters, when this rank last read them.
     started: Vec<u32>,
     counters: [Vec<u64>; Counter::COUNT],
     scratch: Vec<u8>,
-    /// The store policy of writes for all ranks, and of writes for one rank each.
+    /// Chooses the store instructions of writes that all ranks read, and of writes that one rank reads.
     policy_for_all: StorePolicy,
     policy_for_rank: Vec<StorePolicy>,
     allocations: Arc<Allocations>,
-    /// A list of steps that the next run reuses, which saves an allocation.
+    /// A list whose memory the next collective reuses for its steps, which saves an allocation.
     steps: Vec<ScheduleStep>,
 }
 
-/// The ranks that a call waits for.
+/// The ranks that a collective call waits for.
 type AwaitedRanks = SmallVec<[usize; 4]>;
 
 /// The description of a call that a rank publishes in its slot.
@@ -96,26 +99,25 @@ struct Header {
     call: [u8; 16],
     /// The sequence number among the group's collectives.
     seq: u32,
-    /// A digest of the earlier calls. A rank that publishes or leaves without waiting is compared later by
-    /// it.
+    /// A digest of the rank's earlier calls. It shows later that an earlier call of the rank differed, if the
+    /// rank has published or left without waiting for others.
     history: u64,
 }
 
-/// The number of a call among those of the host's ranks, and the position of its rounds.
+/// The number of a collective call among those in this shared memory, and the position of its rounds.
 #[derive(Debug, Clone, Copy)]
 struct CallNumber {
     number: u32,
-    /// The number of rounds before its own, and the offset of its first round in bytes after the first of all
-    /// calls.
+    /// The number of rounds of all earlier calls, and the total bytes of these rounds.
     rounds: u64,
     position: u64,
-    /// The distance from each of its rounds to the next.
+    /// The distance in bytes from each round of this call to the next.
     round_bytes: u64,
     header: Header,
 }
 
 impl Header {
-    /// The digest of this call and those before it.
+    /// Returns the digest of this call and all earlier calls of the rank.
     fn digest(&self) -> u64 {
         let (low, high) = self.call.split_at(8);
         let words = [low, high].map(|word| word.try_into().map_or(0, u64::from_le_bytes));
@@ -156,18 +158,19 @@ impl HostMemory {
         }
     }
 
-    /// The allocations that the ranks created together.
+    /// Returns the memory of programs that the ranks created together.
     pub(crate) fn allocations(&self) -> &Arc<Allocations> {
         &self.allocations
     }
 
-    /// The other ranks of the host, with their local ranks.
+    /// Returns the local rank of each other rank of the host, and its number in the group.
     pub(crate) fn others(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
         let me = self.me;
         self.ranks.clone().into_iter().enumerate().filter(move |&(local_rank, _)| local_rank != me)
     }
 
-    /// The processes of the host's ranks, if the system has descriptors for them.
+    /// Returns each rank of the host, by its number in the group, with the descriptor of its process (pidfd).
+    /// There are none if the system has no such descriptors.
     pub(crate) fn processes(&self) -> impl Iterator<Item = (usize, BorrowedFd<'_>)> {
         self.ranks.iter().copied().zip(self.processes.iter().map(AsFd::as_fd))
     }
@@ -176,14 +179,15 @@ impl HostMemory {
         self.processes().find(|&(of, _)| of == rank).map(|(_, process)| process)
     }
 
-    /// A pair of rings to the rank `local_rank` of the host.
+    /// Returns this rank's end of the pair of rings between it and the rank `local_rank` of the host.
     pub(crate) fn ring_to(&self, channel: RingChannel, local_rank: usize) -> Ring {
         let (out, into) =
             (self.layout.ring(channel, self.me, local_rank), self.layout.ring(channel, local_rank, self.me));
         Ring::new(Arc::clone(&self.segment), Arc::clone(&self.doorbells), local_rank, out, into)
     }
 
-    /// Sets the failure flag. Control connections report the reason.
+    /// Sets the failure flag, which all ranks of the host read. Control connections report the reason of the
+    /// failure.
     pub(crate) fn fail(&self) {
         self.segment.word(Layout::failure_flag()).store(1, Ordering::Release);
     }
@@ -197,7 +201,7 @@ impl HostMemory {
         self.doorbells.mark_sleeping();
     }
 
-    /// Returns whether this rank is still marked as sleeping, because nobody has woken it since.
+    /// Returns whether this rank is still marked as sleeping, because no other rank has woken it since.
     pub(crate) fn is_marked_sleeping(&self) -> bool {
         self.doorbells.is_marked_sleeping()
     }
@@ -212,7 +216,8 @@ impl HostMemory {
         Schedule::new(&Call { root: root as u32, ..*call }, self.me, self.ranks.len(), limits)
     }
 
-    /// Numbers a call and its rounds; all ranks do so in the same order.
+    /// Numbers a collective call and its rounds. All ranks make their calls in the same order, so these
+    /// numbers agree.
     fn number_call(&mut self, call: &Call, seq: u64, rounds: u64, round_bytes: usize) -> CallNumber {
         self.calls = self.calls.wrapping_add(1);
         let header = Header { call: call.encode(), seq: seq as u32, history: self.history };
@@ -229,8 +234,8 @@ impl HostMemory {
         call_number
     }
 
-    /// The bytes at `at` of the data that `rank` publishes in the slot of call `number`, beside its stamp if
-    /// `inline`.
+    /// Returns `bytes` bytes from offset `at` of the data that `rank` publishes in the slot of call `number`.
+    /// If `inline`, the data is in the header of the slot, beside the stamp.
     fn slot_view(&self, rank: usize, number: u32, inline: bool, at: usize, bytes: usize) -> View<'_> {
         let start = if inline { INLINE_OFFSET } else { SLOT_HEADER };
         self.segment.view(self.layout.slot(rank, number) + start + at, bytes)
@@ -241,8 +246,8 @@ impl HostMemory {
         self.segment.view(self.layout.round(rank, position) + at, bytes)
     }
 
-    /// The ranks that may still read the slot of call `number`: they have not started a call that is late
-    /// enough.
+    /// Returns the ranks that may still read the earlier call in the slot of call `number`: those that have
+    /// not started the call after the earlier one.
     fn slot_readers(&mut self, number: u32) -> AwaitedRanks {
         let needed = number.wrapping_sub(SLOTS - 1);
         let mut late = AwaitedRanks::new();
@@ -254,7 +259,7 @@ impl HostMemory {
         late
     }
 
-    /// Returns whether the slot of the next call is free.
+    /// Returns whether no other rank still reads the slot that the next call uses.
     #[inline]
     fn is_next_slot_free(&mut self) -> bool {
         let needed = self.calls.wrapping_add(1).wrapping_sub(SLOTS - 1);
@@ -272,8 +277,9 @@ impl HostMemory {
         reaches(stamp as u32, number)
     }
 
-    /// Publishes a call with its stamp, once all data of its slot is written. The caller must then
-    /// [wake](Doorbells::wake_all) for sleeping ranks.
+    /// Publishes the description of a call and its stamp, after all data of its slot was written. The stamp
+    /// tells other ranks that the slot is complete. The caller must then [wake](Doorbells::wake_all) sleeping
+    /// ranks.
     fn announce(&self, number: u32, header: &Header, location: Option<PublishedLocation>) {
         let slot = self.layout.slot(self.me, number);
         if let Some(location) = location {
@@ -285,8 +291,8 @@ impl HostMemory {
         self.segment.word(slot).store(stamp, Ordering::Release);
     }
 
-    /// Returns whether one of `ranks` was last on this rank's core, so that it can run only if this one
-    /// yields.
+    /// Returns whether one of `ranks` last waited on the core of this rank, so that it can run only if this
+    /// rank yields the core.
     pub(crate) fn shares_core_with_any(&mut self, ranks: impl IntoIterator<Item = usize>) -> bool {
         self.publish_core();
         let mut local_ranks =
@@ -306,18 +312,19 @@ impl HostMemory {
         self.core != 0 && self.segment.word(Layout::core(local_rank)).load(Ordering::Relaxed) == self.core
     }
 
-    /// Wakes ranks that sleep, after something was announced.
+    /// Wakes the ranks that sleep. Call it after announcing a call.
     #[inline]
     pub(crate) fn wake_sleepers(&self) {
         self.doorbells.wake_all();
     }
 
-    /// Returns whether `rank` has made call `number`, which this rank describes as `ours` and which is its
-    /// collective `seq`.
+    /// Compares call `number` of `rank` with this rank's call, described by `ours`. `seq` is the sequence
+    /// number of this rank's call among the group's collectives. Returns false if `rank` has not made the
+    /// call yet.
     ///
     /// # Errors
     ///
-    /// The rank made another call, now or before.
+    /// The rank's call differs from this rank's: call `number` itself, or an earlier one.
     #[inline]
     fn match_call(
         &mut self,
@@ -346,8 +353,8 @@ impl HostMemory {
         }
     }
 
-    /// The description that `rank` published of call `number`. `None` if the rank has not made it yet, or has
-    /// reused the slot.
+    /// Returns the description that `rank` published of call `number`. `None` if the rank has not made the
+    /// call yet, or has reused the slot for a later call.
     fn header(&mut self, rank: usize, number: u32) -> Option<Header> {
         let slot = self.layout.slot(rank, number);
         let stamp = self.segment.word(slot).load(Ordering::Acquire);
@@ -363,8 +370,8 @@ impl HostMemory {
         Some(Header { call, seq: (stamp >> 32) as u32, history: u64::from_le_bytes(history) })
     }
 
-    /// The call of `rank`, `number` or one shortly before, in which it was the first to differ from this
-    /// rank.
+    /// Returns the earliest call of `rank`, up to `number`, that differs from this rank's call of the same
+    /// number. Only calls whose slots were not reused can be compared.
     fn first_difference(&mut self, rank: usize, number: u32) -> Option<Header> {
         let last = (0..SLOTS).map(|back| number.wrapping_sub(back));
         let differ = last.filter_map(|number| {
@@ -374,7 +381,7 @@ impl HostMemory {
         differ.last()
     }
 
-    /// The location of the elements of `rank` for call `number`, which it has made.
+    /// Returns the location of its elements that `rank` published for call `number`, which the rank has made.
     fn published_location(&self, rank: usize, number: u32) -> PublishedLocation {
         let mut bytes = [0; PublishedLocation::BYTES];
         self.segment
@@ -397,7 +404,7 @@ impl HostMemory {
         *known >= count
     }
 
-    /// The first of `peers` whose counter has not reached `count`.
+    /// Returns the first of `peers` whose counter has not reached `count`, by local rank.
     fn first_behind(&mut self, peers: Peers, counter: Counter, count: u64) -> Option<usize> {
         match peers {
             Peers::One(rank) => (!self.has_reached(rank, counter, count)).then_some(rank),
@@ -409,7 +416,7 @@ impl HostMemory {
     }
 }
 
-/// Returns whether `number` is `to` or later, modulo the wrap-around.
+/// Returns whether call number `number` is `to` or later. Numbers wrap around.
 fn reaches(number: u32, to: u32) -> bool {
     number.wrapping_sub(to).cast_signed() >= 0
 }

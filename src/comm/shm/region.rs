@@ -1,5 +1,5 @@
-//! A region of shared memory that belongs to the program of one rank: a slice. Other ranks write to it only
-//! while the rank exposes it to a collective.
+//! A region of shared memory that the program of one rank uses as a slice. Other ranks write to the region
+//! only during a collective to which its rank has passed the slice.
 
 use std::io;
 use std::marker::PhantomData;
@@ -15,11 +15,11 @@ use crate::dtype::Element;
 
 pub(crate) const PAGE_BYTES: usize = 4096;
 
-/// A mapping of whole pages.
+/// A mapping of the pages of one rank's region.
 #[derive(Debug)]
 pub(crate) struct Region {
     start: NonNull<u8>,
-    /// The size of the elements; the rest of the last page is unused.
+    /// The total size of the elements; the rest of the last page is unused.
     bytes: usize,
 }
 
@@ -39,15 +39,17 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// Maps the `bytes` bytes of `memory` from `at` on, where a page begins. They must be committed.
+    /// Maps the `bytes` bytes of `memory` from offset `at` on, a multiple of the page size. Their pages must
+    /// be allocated.
     ///
-    /// A forked child inherits the mapping, so the parent's collectives may show there, as in all shared
+    /// A forked child inherits the mapping, so it sees what the parent's collectives write, as in all shared
     /// memory.
     fn map(memory: impl AsFd, at: usize, bytes: usize) -> io::Result<Self> {
         Ok(Self { start: map_shared(memory, at, bytes)?, bytes })
     }
 
-    /// Returns the offset of the `bytes` bytes at an address, if no page of them holds other elements.
+    /// Returns the offset in this region of the `bytes` bytes at `address`. `None` if they are not all in the
+    /// region, or if one of their pages holds other elements.
     pub(crate) fn offset_of(&self, address: usize, bytes: usize) -> Option<usize> {
         let at = address.checked_sub(self.start.as_ptr() as usize)?;
         let end = at.checked_add(bytes).filter(|&end| end <= self.bytes)?;
@@ -55,10 +57,11 @@ impl Region {
         is_apart.then_some(at)
     }
 
-    /// Replaces the `bytes` bytes at an [offset](Self::offset_of) by fresh zero pages: later writes of other
-    /// ranks do not reach them.
+    /// Replaces the `bytes` bytes at an [offset](Self::offset_of) by private zero pages, so that later writes
+    /// of other ranks do not reach this program.
     ///
-    /// The call that the bytes are exposed to does so before it ends.
+    /// A failed collective does so for its elements before it returns, since other ranks may still write to
+    /// them.
     #[allow(unsafe_code)]
     pub(crate) fn make_private(&self, at: usize, bytes: usize) {
         assert!(at.is_multiple_of(PAGE_BYTES) && at.checked_add(bytes).is_some_and(|end| end <= self.bytes));
@@ -66,11 +69,11 @@ impl Region {
         let start = self.start.as_ptr().wrapping_add(at);
         let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
         let protection = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: pages of our own mapping are replaced by memory of the same size and rights. Zeros are
-        // elements of every type, and the owner has exposed these to a call that leaves them unspecified.
+        // SAFETY: pages of this mapping are replaced by memory of the same size and rights. Zeros are valid
+        // elements of every type, and a failed collective leaves its elements unspecified.
         let replaced = unsafe { rustix::mm::mmap_anonymous(start.cast(), bytes, protection, flags) };
         if let Err(error) = replaced {
-            // Others may write to a slice that the program reads, so the process cannot continue.
+            // Other ranks may write to a slice that the program reads, so the process cannot continue.
             log::error!("cannot replace shared memory by private memory, so this process aborts: {error}");
             std::process::abort();
         }
@@ -78,7 +81,8 @@ impl Region {
 }
 
 impl<T: Element> OwnedRegion<T> {
-    /// Maps `len` elements of `memory` from byte `at` on, where a page begins. They are zero.
+    /// Maps `len` elements of `memory` from byte `at` on, a multiple of the page size. The elements are zero
+    /// at first.
     pub(crate) fn map(memory: impl AsFd, at: usize, len: usize) -> io::Result<Self> {
         let bytes =
             len.checked_mul(size_of::<T>()).filter(|&bytes| bytes > 0).ok_or(io::ErrorKind::InvalidInput)?;
@@ -96,9 +100,9 @@ impl<T: Element> Deref for OwnedRegion<T> {
 
     #[allow(unsafe_code)]
     fn deref(&self) -> &[T] {
-        // SAFETY: mapped as long as the region; aligned to a page; so many elements, of a type for which
-        // zeros and the bytes that other ranks leave are elements. Nobody writes while the slice exists, see
-        // the head of this file.
+        // SAFETY: the memory is mapped as long as the region exists, is aligned to a page, and has `len`
+        // elements. Zeros and all bytes that other ranks write are valid elements. Other ranks write only
+        // during a collective, to which the owner has passed the slice.
         unsafe { std::slice::from_raw_parts(self.region.start.as_ptr().cast(), self.len) }
     }
 }

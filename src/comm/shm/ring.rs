@@ -1,7 +1,8 @@
 //! A byte stream between two ranks of a host: a ring of bytes in shared memory for each direction.
 //!
-//! Writer and reader each count their bytes without wrapping; the difference is the fill level. The writer
-//! publishes its count in steps, so that the reader copies out while the writer still copies in.
+//! Writer and reader each count the bytes that they copied, without wrapping; the difference is the fill
+//! level. The writer publishes its count in steps, so that the reader copies out while the writer still
+//! copies in.
 
 use std::io::{self, IoSlice};
 use std::sync::Arc;
@@ -13,33 +14,34 @@ use super::segment::Segment;
 use super::store_policy::StorePolicy;
 use crate::links::Link;
 
-/// Most bytes that are copied before the count is published.
+/// Most bytes that the writer copies before it publishes its count.
 const CHUNK_BYTES: usize = 16 << 10;
-/// The reader publishes its count when it has read this fraction of the ring, and when it finds nothing more
-/// to read. Publishing costs as much as reading a short message.
+/// The reader publishes its count of bytes read this many times per size of the ring, and when no more bytes
+/// are readable. Publishing costs as much as reading a short message.
 const READ_REPORTS_PER_RING: usize = 4;
 
-/// One end of the two rings between two ranks. Doorbells wake a waiting rank; there is no descriptor to poll.
+/// One rank's end of the two rings between two ranks. A doorbell (eventfd) wakes a waiting rank; the rings
+/// have no descriptor of their own to poll.
 #[derive(Debug)]
 pub(crate) struct Ring {
     segment: Arc<Segment>,
     doorbells: Arc<Doorbells>,
-    /// The local rank of the other end.
+    /// The local rank of the peer at the other end.
     peer: usize,
     outgoing: RingOffsets,
     incoming: RingOffsets,
-    /// Bytes written and read here, and the other end's counts when last read.
+    /// This end's counts of bytes written and read, and the peer's counts when this end last looked them up.
     written: u64,
     peer_read: u64,
     read: u64,
     peer_written: u64,
-    /// The count of bytes read that the other end knows.
+    /// The count of bytes read that this end last published to the peer.
     reported_read: u64,
     policy: StorePolicy,
 }
 
 impl Ring {
-    /// The end that writes to `outgoing` and reads from `incoming`.
+    /// Makes the end that writes to `outgoing` and reads from `incoming`.
     pub(crate) fn new(
         segment: Arc<Segment>,
         doorbells: Arc<Doorbells>,
@@ -62,7 +64,8 @@ impl Ring {
         }
     }
 
-    /// The number of contiguous bytes that can be written now, and the offset of the first.
+    /// Returns the number of contiguous bytes that can be written now, and the offset of the first in shared
+    /// memory.
     fn writable(&mut self) -> io::Result<(usize, usize)> {
         let RingOffsets { bytes, data, .. } = self.outgoing;
         if self.written - self.peer_read == bytes as u64 {
@@ -74,7 +77,8 @@ impl Ring {
         Ok((free.min(bytes - at), data + at))
     }
 
-    /// The number of contiguous bytes that can be read now, and the offset of the first.
+    /// Returns the number of contiguous bytes that can be read now, and the offset of the first in shared
+    /// memory.
     fn readable(&mut self) -> io::Result<(usize, usize)> {
         let RingOffsets { bytes, data, .. } = self.incoming;
         if self.peer_written == self.read {
@@ -97,7 +101,7 @@ impl Ring {
     }
 }
 
-/// Returns `count`, which another process wrote, if it is valid.
+/// Returns `count`, which the peer's process wrote, if it is between `least` and `most`.
 fn validated(count: u64, least: u64, most: u64) -> io::Result<u64> {
     if (least..=most).contains(&count) {
         return Ok(count);
@@ -160,7 +164,7 @@ impl Link for Ring {
         if self.segment.word(self.incoming.closed).load(Ordering::Acquire) == 0 {
             return Err(io::ErrorKind::WouldBlock.into());
         }
-        // The other end may have written before it closed.
+        // The peer may have written more bytes between the first check and its end-of-stream flag.
         match self.readable()? {
             (0, _) => Ok(0),
             _ => Err(io::ErrorKind::Interrupted.into()),
@@ -172,7 +176,7 @@ impl Link for Ring {
         self.doorbells.wake(self.peer);
     }
 
-    /// Always true: bytes in memory stay there as long as the reader has the mapping.
+    /// Always true: bytes in shared memory stay readable as long as the reader has mapped the memory.
     fn is_flushed(&self) -> bool {
         true
     }

@@ -1,16 +1,17 @@
-//! The steps of one rank in one collective through shared memory: a straight list. Pure.
+//! The list of steps that one rank executes for one collective through shared memory. Pure: it accesses no
+//! memory.
 //!
-//! Few bytes: each rank writes its data to its slot for the call, and reads the others' slots when they are
-//! ready. That needs one synchronisation.
+//! If the data fits in a slot, each rank writes its data to its slot for the call. It reads the slots of
+//! other ranks when these have announced the call. That needs one synchronisation.
 //!
-//! Many bytes go in rounds; if they exceed the caches, the last part goes first. In each round a rank
-//! publishes data, fetches or adds up what it needs, and counts that. It publishes one round ahead of what it
-//! fetches, so a small delay of one rank does not stall the others. In an all-reduce every rank owns a part
-//! of each round: it adds up all contributions to that part in rank order, and all ranks fetch the sum from
-//! it.
+//! More data is handled in rounds, one piece in each; if it exceeds the caches, the last piece is first. In
+//! each round a rank publishes data, fetches or reduces what it needs, and advances its counters. It
+//! publishes one round ahead of what it fetches, so a small delay of one rank does not stall the others. In
+//! an all-reduce every rank owns a part of each round: it adds up all contributions to that part in rank
+//! order, and all ranks fetch the sum from this rank.
 //!
-//! A slot or the memory of a round is reused when all ranks have counted that they no longer read it. All
-//! ranks count all rounds of all calls, also those in which they have no work, so counters are never reset.
+//! A slot or the memory of a round is reused when all ranks have shown that they no longer read it. All ranks
+//! count all rounds of all calls, also those in which they have no work, so counters are never reset.
 
 use std::ops::Range;
 
@@ -18,15 +19,16 @@ use super::layout::Counter;
 use crate::call::{Call, CallKind};
 use crate::plan::block;
 
-/// The alignment of data in rounds: a line.
+/// The alignment in bytes of data in the memory of a round: a cache line.
 const ALIGNMENT: usize = 64;
-/// The least number of rounds of a call in which one rank can read while another writes. These are calls
-/// where some ranks only write and others only read, and all-reduces of two ranks.
+/// The least number of rounds of a call in which one rank can read one round while another rank writes the
+/// next. These are calls where some ranks only write and others only read, and all-reduces of two ranks.
 const MIN_COPY_ROUNDS: usize = 4;
-/// The least size of a round if there is more than one.
+/// The least bytes of a round in a call that is cut so that one rank reads one round while another writes the
+/// next.
 const MIN_COPY_BYTES: usize = 16 << 10;
 
-/// The largest piece of a rank's own part that is added up in one step in place.
+/// Most bytes of a rank's own part that one step reduces in place.
 const DIRECT_BYTES: usize = 256 << 10;
 
 /// Buffers of up to this size are usually still in the caches of the cores that wrote them.
@@ -48,11 +50,11 @@ pub(crate) struct Limits {
 pub(crate) enum Area {
     /// The rank's slot for the call.
     Slot,
-    /// The rank's memory for a round, counted from the first of the call.
+    /// The rank's memory for a round, numbered from 0 within the call.
     Round(u64),
 }
 
-/// The other ranks that a step is about.
+/// The ranks that a step waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Peers {
     All,
@@ -61,29 +63,34 @@ pub(crate) enum Peers {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum ScheduleStep {
-    /// Waits until this rank's slot for the call is free.
+    /// Waits until no rank reads the slot that this rank uses for the call.
     AwaitSlot,
-    /// Copies bytes of the buffer to an area where others read them.
+    /// Copies the bytes `range` of the buffer to offset `at` of this rank's area, where other ranks read
+    /// them.
     Publish { range: Range<usize>, area: Area, at: usize },
     /// Publishes that this rank has made the call.
     Announce,
-    /// Waits until these ranks have made the call, and compares it.
+    /// Waits until these ranks have announced the call, and compares their descriptions of it with this
+    /// rank's.
     MatchCall(Peers),
-    /// Checks whether all ranks have published the location of their elements. If so, the rest of the
-    /// schedule is [another](Schedule::make_direct).
+    /// Checks whether the elements of all ranks are in one allocation. If so, the rest of the schedule
+    /// [reduces in place](Schedule::make_direct).
     DecideDirect,
-    /// Waits until the memory of the round is free.
+    /// Waits until no rank reads the memory that the round reuses.
     AwaitRound(u64),
-    /// Sets this rank's counter for a round.
+    /// Sets this rank's counter so that it counts a round.
     SetCounter(Counter, u64),
-    /// Waits until the counters of other ranks have reached a round.
+    /// Waits until the counters of other ranks count a round.
     AwaitCounter(Counter, u64, Peers),
-    /// Copies data that a rank published into the buffer.
+    /// Copies data that rank `from` published, at offset `at` of its area, to the bytes `range` of the
+    /// buffer.
     Fetch { from: usize, area: Area, at: usize, range: Range<usize> },
-    /// Adds up the contributions of all ranks in place and leaves the sums in all their buffers.
+    /// Reduces the bytes `range` of the buffers of all ranks in place, and writes the result to all these
+    /// buffers.
     ReduceDirect { range: Range<usize> },
-    /// Adds up the contributions of all ranks: the others' at `at` of their areas, this one's in the buffer.
-    /// If it `publishes`, it also writes the sums to the area in its own memory, where others fetch them.
+    /// Reduces the contributions of all ranks: those of other ranks at offset `at` of their areas, this
+    /// rank's in the bytes `range` of the buffer. If `publishes` is set, it also writes the result to this
+    /// rank's area, where other ranks fetch it.
     Reduce { area: Area, at: usize, range: Range<usize>, publishes: bool },
 }
 
@@ -94,15 +101,15 @@ pub(crate) struct Schedule {
     me: usize,
     ranks: usize,
     root: usize,
-    /// The size of the buffer, or of one block if there is one for each rank.
+    /// The bytes of the buffer, or of one block if the buffer has a block for each rank.
     bytes: usize,
     element: usize,
     limits: Limits,
-    /// If set, the schedule works on the elements in place on all ranks.
+    /// If set, the ranks reduce in place in a shared allocation.
     direct: bool,
 }
 
-/// Returns whether there is a schedule for calls of a kind.
+/// Returns whether collective calls of this kind can run through shared memory.
 pub(crate) fn is_supported(kind: CallKind) -> bool {
     match kind {
         CallKind::Barrier
@@ -128,7 +135,8 @@ pub(crate) fn is_supported(kind: CallKind) -> bool {
 }
 
 impl Schedule {
-    /// For rank `me` of `ranks`, and a call of a kind that [is supported](is_supported).
+    /// Makes the schedule of rank `me` of the host's `ranks` for a call of a kind that [is
+    /// supported](is_supported).
     pub(crate) fn new(call: &Call, me: usize, ranks: usize, limits: Limits) -> Self {
         debug_assert!(is_supported(call.kind));
         let (bytes, element) = (call.bytes() as usize, call.dtype.size_bytes());
@@ -141,7 +149,7 @@ impl Schedule {
         if self.is_small() { 0 } else { self.bytes.div_ceil(self.piece()) as u64 }
     }
 
-    /// The approximate numbers of bytes that this rank publishes, and that it fetches or adds up.
+    /// Returns the approximate numbers of bytes that this rank publishes, and that it fetches or reduces.
     pub(crate) fn volume(&self) -> (u64, u64) {
         let (all, others) = (self.bytes as u64, self.ranks as u64 - 1);
         match self.kind {
@@ -173,7 +181,7 @@ impl Schedule {
         self.bytes.saturating_mul(self.blocks()) <= most
     }
 
-    /// The largest number of blocks that a rank publishes at a time, its own included.
+    /// The number of blocks of which a rank publishes data in one round, its own included.
     fn blocks(&self) -> usize {
         match self.kind {
             CallKind::ReduceScatter | CallKind::Scatter | CallKind::AllToAll => self.ranks,
@@ -188,7 +196,8 @@ impl Schedule {
         let is_cut = match self.kind {
             CallKind::Broadcast | CallKind::Scatter | CallKind::Gather => true,
             CallKind::AllReduce => !self.has_owners(),
-            // No rank waits while another copies, and each round may cost a context switch.
+            // More rounds gain nothing, as all ranks copy at the same time, and each round may cost a context
+            // switch.
             _ => false,
         };
         let piece =
@@ -197,18 +206,19 @@ impl Schedule {
         if aligned > 0 { aligned } else { (piece - piece % self.element).max(self.element) }
     }
 
-    /// The distance between the memory of one round and of the next; equal on all ranks.
+    /// The distance in bytes between the memory of one round and of the next; equal on all ranks.
     pub(crate) fn round_bytes(&self) -> usize {
         (self.stride() * self.blocks()).next_multiple_of(ALIGNMENT)
     }
 
-    /// The distance between the pieces of two blocks, if a rank publishes several.
+    /// The distance in bytes between the pieces of two blocks in the memory of a round, if a rank publishes
+    /// several.
     fn stride(&self) -> usize {
         self.piece().min(self.bytes.next_multiple_of(ALIGNMENT))
     }
 
-    /// The piece of a buffer or block that a round works on. If the data exceeds the caches, the last piece
-    /// comes first, since the program wrote it last and it is still cached.
+    /// Returns the bytes of the buffer, or of each block, that a round works on. If the data exceeds the
+    /// caches, the last bytes come first, since the program wrote them last and they are still cached.
     fn round_range(&self, round: u64) -> Range<usize> {
         let piece = self.piece();
         let from_end = self.bytes > self.limits.cached_bytes;
@@ -217,25 +227,26 @@ impl Schedule {
         start.min(self.bytes)..(start.saturating_add(piece)).min(self.bytes)
     }
 
-    /// The bytes of a round that `rank` owns, in an all-reduce.
+    /// Returns the bytes of a round that `rank` reduces for all ranks, if each rank [owns](Self::has_owners)
+    /// a part.
     fn owned_range(&self, rank: usize, round: u64) -> Range<usize> {
         let part = self.round_range(round);
         let own = block(rank, self.ranks, part.len() / self.element);
         part.start + own.start * self.element..part.start + own.end * self.element
     }
 
-    /// Returns whether every rank adds up its part of each round.
+    /// Returns whether every rank owns a part of each round, which it reduces for the other ranks.
     fn has_owners(&self) -> bool {
         matches!(self.kind, CallKind::AllReduce | CallKind::Reduce) && self.ranks > 2
     }
 
-    /// Returns whether this rank, in a call without owners, adds up everything.
+    /// Returns whether this rank reduces all elements of a call in which ranks own no parts of a round.
     fn reduces_all(&self) -> bool {
         self.kind == CallKind::AllReduce || self.kind == CallKind::Reduce && self.is_root()
     }
 
-    /// Adds the steps of batch `index` to `steps`. Returns whether there is another batch. A batch is done in
-    /// one turn, unless one of its steps has to wait.
+    /// Appends the steps of batch `index` to `steps`. Returns whether there is another batch. The engine
+    /// executes a batch without doing other work in between, unless a step has to wait.
     pub(crate) fn batch(&self, index: u64, steps: &mut Vec<ScheduleStep>) -> bool {
         let emit = &mut |step| steps.push(step);
         if self.is_small() {
@@ -265,7 +276,8 @@ impl Schedule {
         }
     }
 
-    /// Publishes that this rank has made the call, and waits for the ranks whose data it needs.
+    /// Emits the steps that announce this rank's call, and that wait for the calls of the ranks whose data it
+    /// needs.
     fn match_calls(&self, emit: &mut impl FnMut(ScheduleStep)) {
         emit(ScheduleStep::Announce);
         if let Some(peers) = self.sources() {
@@ -273,7 +285,8 @@ impl Schedule {
         }
     }
 
-    /// Adds the steps of a round, and those that belong to it. Returns whether there is another batch.
+    /// Emits the steps that publish the next round, work on this one, and fetch the sums of the previous one.
+    /// Returns whether there is another batch.
     fn round_steps(&self, round: u64, emit: &mut impl FnMut(ScheduleStep)) -> bool {
         let rounds = self.rounds();
         if round == rounds {
@@ -290,19 +303,19 @@ impl Schedule {
         round + 1 < rounds || self.has_owners()
     }
 
-    /// Returns whether ranks publish the locations of their elements.
+    /// Returns whether the call may reduce in place: then ranks publish the locations of their elements.
     pub(crate) fn may_be_direct(&self) -> bool {
         self.kind == CallKind::AllReduce && !self.is_small()
     }
 
-    /// Switches to the direct form: each rank adds up its part of the whole for all, and none continues
-    /// before all are done.
+    /// Switches to reduction in place: each rank reduces its part of the whole buffer for all ranks. No rank
+    /// continues before all ranks are done.
     pub(crate) fn make_direct(&mut self) {
         self.direct = true;
     }
 
-    /// Adds the steps of a piece of the own part, the last piece first. Returns whether there is another
-    /// batch.
+    /// Emits the steps for one piece of this rank's own part, the last piece first. Returns whether there is
+    /// another batch.
     fn direct_steps(&self, piece: usize, emit: &mut impl FnMut(ScheduleStep)) -> bool {
         let own = block(self.me, self.ranks, self.bytes / self.element);
         let (start, end) = (own.start * self.element, own.end * self.element);
@@ -317,7 +330,7 @@ impl Schedule {
         false
     }
 
-    /// The ranks whose data this rank needs.
+    /// The ranks whose data this rank needs; `None` if it needs none.
     pub(crate) fn sources(&self) -> Option<Peers> {
         match self.kind {
             CallKind::Broadcast | CallKind::Scatter => (!self.is_root()).then_some(Peers::One(self.root)),
@@ -329,7 +342,7 @@ impl Schedule {
         }
     }
 
-    /// Publishes all data of a small call.
+    /// Emits the steps that publish all data of this rank in a small call.
     #[inline(always)]
     pub(crate) fn publish_all(&self, emit: &mut impl FnMut(ScheduleStep)) {
         let (bytes, me, area) = (self.bytes, self.me, Area::Slot);
@@ -351,7 +364,8 @@ impl Schedule {
         }
     }
 
-    /// Fetches or adds up all data of a small call, once the ranks that publish it have made the call.
+    /// Emits the steps that fetch or reduce all data of a small call, for when the ranks that publish it have
+    /// made the call.
     #[inline(always)]
     pub(crate) fn consume_all(&self, emit: &mut impl FnMut(ScheduleStep)) {
         let (bytes, area) = (self.bytes, Area::Slot);
@@ -364,7 +378,7 @@ impl Schedule {
         }
     }
 
-    /// Publishes the piece `part` of each other rank's block; the pieces are `stride` bytes apart.
+    /// Emits the steps that publish the piece `part` of each other rank's block, `stride` bytes apart.
     fn publish_blocks(
         &self,
         part: &Range<usize>,
@@ -379,7 +393,7 @@ impl Schedule {
         }
     }
 
-    /// Fetches or adds up the piece `part` of blocks.
+    /// Emits the steps that fetch or reduce the piece `part` of each block that this rank needs.
     fn consume_blocks(
         &self,
         part: &Range<usize>,
@@ -411,13 +425,13 @@ impl Schedule {
         }
     }
 
-    /// The other ranks, beginning with the next one, so that not all begin with the same rank.
+    /// The other ranks, beginning with the next one, so that not all ranks begin with the same rank.
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let (me, ranks) = (self.me, self.ranks);
         (1..ranks).map(move |distance| (me + distance) % ranks)
     }
 
-    /// Publishes the data of a round that others need.
+    /// Emits the steps that publish the data of a round that other ranks need.
     fn publish_round(&self, round: u64, emit: &mut impl FnMut(ScheduleStep)) {
         let (part, area) = (self.round_range(round), Area::Round(round));
         let publishes = match self.kind {
@@ -450,7 +464,7 @@ impl Schedule {
         emit(ScheduleStep::SetCounter(Counter::Published, round));
     }
 
-    /// Fetches or adds up the data of a round that this rank needs.
+    /// Emits the steps that fetch or reduce the data of a round that this rank needs.
     fn consume_round(&self, round: u64, emit: &mut impl FnMut(ScheduleStep)) {
         let (part, area) = (self.round_range(round), Area::Round(round));
         if let Some(peers) = self.sources() {
@@ -472,7 +486,7 @@ impl Schedule {
         emit(ScheduleStep::SetCounter(Counter::Done, round));
     }
 
-    /// Fetches the sums of a round from their owners.
+    /// Emits the steps that fetch the sums of a round from the ranks that own its parts.
     fn fetch_sums(&self, round: u64, emit: &mut impl FnMut(ScheduleStep)) {
         let (part, area) = (self.round_range(round), Area::Round(round));
         if self.kind == CallKind::AllReduce || self.is_root() {

@@ -1,8 +1,9 @@
-//! Memory that processes of one host share: anonymous, sealed, gone with the last process that has it.
+//! Memory that processes of one host share: anonymous and sealed. The kernel frees it when the last process
+//! has closed and unmapped it.
 //!
-//! It is never a Rust reference, since others write to it. Words are atomics; bytes are copied in and out, or
-//! worked on through pointers by kernels. The schedules of [`super`] define when a rank may touch which
-//! bytes.
+//! No plain Rust reference to its bytes exists, since other processes write to them. Counters are atomic
+//! words. Data is copied in and out, or reduced through raw pointers. The schedules of [`super`] define when
+//! a rank may access which bytes.
 
 use std::ffi::c_void;
 use std::io;
@@ -19,32 +20,32 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 use crate::kernels::SourceBytes;
 use crate::limits;
 
-/// The seals: nobody can shorten the memory, so access to it never raises SIGBUS.
+/// The seals of the memory file: no process can resize the memory, so access to it never raises SIGBUS.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
-/// Bytes of a huge page, where the system has them (x86-64; aarch64 with small ones of 4 KiB).
+/// The size of a huge page on x86-64, and on aarch64 with base pages of 4 KiB.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// A mapping of shared memory.
 #[derive(Debug)]
 pub(crate) struct Segment {
     start: NonNull<u8>,
-    /// A multiple of 8.
+    /// The size of the mapping, a multiple of 8.
     bytes: usize,
 }
 
-// SAFETY: it is an address and a length. All access is by atomics, or by copies through a `View`. The module
-// `shm` is the boundary of that proof: the order of its schedules keeps two ranks from copying to the same
-// bytes at once, and from reading bytes that are being written. No safe function outside of `shm` makes a
-// view.
+// SAFETY: a segment is an address and a length. All access is by atomics, or by copies through a `View`. The
+// module `shm` ensures that this is sound. The order of the steps in its schedules keeps two ranks from
+// writing the same bytes at once, and from reading bytes that are being written. No safe function outside of
+// `shm` makes a view.
 #[allow(unsafe_code)]
 unsafe impl Send for Segment {}
 // SAFETY: as for `Send`.
 #[allow(unsafe_code)]
 unsafe impl Sync for Segment {}
 
-/// Some of the bytes of a segment. Its methods are safe to call only within the module `shm`, which orders
-/// all accesses (see [`Segment`]).
+/// A byte range of a segment. The methods of a view are safe to call only within the module `shm`, which
+/// orders all accesses (see [`Segment`]).
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct View<'a> {
     pub(super) start: *mut u8,
@@ -63,11 +64,11 @@ pub(crate) enum InjectedFault {
 
 #[cfg(test)]
 thread_local! {
-    /// The operation that fails on this thread.
+    /// The operation that a test makes fail on this thread.
     pub(crate) static INJECTED_FAULT: std::cell::Cell<Option<InjectedFault>> = const { std::cell::Cell::new(None) };
 }
 
-/// Fails if a test asks for it.
+/// Returns an error from the surrounding function if a test has set `INJECTED_FAULT` to this operation.
 macro_rules! inject_fault {
     ($what:ident) => {
         #[cfg(test)]
@@ -77,14 +78,14 @@ macro_rules! inject_fault {
     };
 }
 
-/// Creates anonymous memory of `bytes` bytes, whose descriptor can be passed to others. It takes no pages
-/// yet, but there must be room for all of them.
+/// Creates anonymous memory of `bytes` bytes, whose file descriptor can be passed to other processes. No
+/// pages are allocated yet, but the control group must have that much memory free.
 pub(crate) fn create(bytes: usize) -> io::Result<OwnedFd> {
     inject_fault!(Create);
     limits::check_file_size(bytes)?;
     limits::check_memory(bytes)?;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    // Not executable, if the kernel knows that flag.
+    // `NOEXEC_SEAL` makes the memory not executable. Older kernels refuse the flag.
     let memory = rustix::fs::memfd_create(c"convoke", flags | MemfdFlags::NOEXEC_SEAL)
         .or_else(|_| rustix::fs::memfd_create(c"convoke", flags))?;
     rustix::fs::ftruncate(&memory, bytes as u64)?;
@@ -92,15 +93,15 @@ pub(crate) fn create(bytes: usize) -> io::Result<OwnedFd> {
     Ok(memory)
 }
 
-/// Commits the pages of `range`, so that access to them cannot fail. On NUMA machines they come from the
-/// memory of the caller's node.
+/// Allocates the pages of `range`, so that later access to them cannot fail for lack of memory. On NUMA
+/// machines the pages come from the node on which the caller runs.
 ///
 /// # Errors
 ///
 /// The machine or the control group does not have enough memory.
 pub(crate) fn commit(memory: impl AsFd, range: Range<usize>) -> io::Result<()> {
     inject_fault!(Commit);
-    // No check for small ranges: it takes as long as allocating some pages.
+    // The cgroup limit is not checked for small ranges: the check takes as long as allocating some pages.
     if range.len() > HUGE_PAGE_BYTES / 2 {
         limits::check_memory(range.len())?;
     }
@@ -108,8 +109,8 @@ pub(crate) fn commit(memory: impl AsFd, range: Range<usize>) -> io::Result<()> {
     Ok(rustix::fs::fallocate(memory, FallocateFlags::empty(), start, len)?)
 }
 
-/// Maps `bytes` bytes of `memory` from `at` on, where a page begins. The address is aligned so that large
-/// pages of the memory can be huge pages of the mapping.
+/// Maps `bytes` bytes of `memory` from offset `at` on, a multiple of the page size. The address has the same
+/// offset in a huge page as `at`, so that the kernel can map huge pages.
 #[allow(unsafe_code)]
 pub(super) fn map_shared(memory: impl AsFd, at: usize, bytes: usize) -> io::Result<NonNull<u8>> {
     let protection = ProtFlags::READ | ProtFlags::WRITE;
@@ -119,8 +120,8 @@ pub(super) fn map_shared(memory: impl AsFd, at: usize, bytes: usize) -> io::Resu
     NonNull::new(start.cast()).ok_or(io::ErrorKind::Other.into())
 }
 
-/// An address at which `bytes` bytes are free now, with the offset of `at` within a huge page. Nobody may
-/// rely on it; null if there is none.
+/// Returns an address at which `bytes` bytes are unmapped now, with the offset of `at` within a huge page. It
+/// is only a hint for `mmap`, since another thread may map memory there. It is null if no address is found.
 #[allow(unsafe_code)]
 fn aligned_hint(at: usize, bytes: usize) -> *mut c_void {
     let (null, more) = (std::ptr::null_mut(), bytes.saturating_add(HUGE_PAGE_BYTES));
@@ -138,7 +139,7 @@ impl Segment {
     ///
     /// # Errors
     ///
-    /// The system's; and if it is not sealed or has another size.
+    /// A system call fails; or the memory is not sealed, has another size, or has no whole number of words.
     #[allow(unsafe_code)]
     pub(crate) fn map(memory: impl AsFd, bytes: usize) -> io::Result<Self> {
         inject_fault!(Map);
@@ -152,35 +153,37 @@ impl Segment {
         }
         let start = map_shared(memory, 0, bytes)?;
         let segment = Self { start, bytes };
-        // SAFETY: the range is the mapping just made. A forked child does not inherit it, since its writes
-        // could only do harm.
+        // SAFETY: the range is the mapping just made. A forked child does not inherit the mapping, since
+        // writes of the child would corrupt data of the ranks.
         unsafe { rustix::mm::madvise(segment.start.as_ptr().cast(), bytes, Advice::LinuxDontFork) }?;
         Ok(segment)
     }
 
-    /// Collapses whole huge pages that begin in `own` where the system can, and populates the page tables,
-    /// so that first accesses are fast. All ranks' pages must be committed; they may be in use.
+    /// Asks the kernel to turn the pages of `own` into huge pages, and fills the page tables of the whole
+    /// mapping, so that first accesses are fast. The pages of all ranks must be allocated; other ranks may
+    /// already use them.
     ///
-    /// Large pages need fewer TLB entries: four ranks on two cores of an EPYC (Zen 4) add up 16 MiB in place
+    /// Huge pages need fewer TLB entries: four ranks on two cores of an EPYC (Zen 4) add up 16 MiB in place
     /// 1.18 times as fast (median of 9 pairs).
     #[allow(unsafe_code)]
     pub(crate) fn populate(&self, own: Range<usize>) {
         let align = |at: usize| at.next_multiple_of(HUGE_PAGE_BYTES).min(self.bytes);
         let (start, end) = (align(own.start), align(own.end));
         if start < end {
-            // SAFETY: a range of our mapping, whose contents do not change. Before Linux 6.1, or if there are
-            // no huge pages, pages stay small.
+            // SAFETY: a range of this mapping; the call does not change its contents. Before Linux 6.1, or if
+            // there are no huge pages, the call fails and pages stay small.
             unsafe {
                 libc::madvise(self.start.as_ptr().add(start).cast(), end - start, libc::MADV_COLLAPSE);
             }
         }
-        // SAFETY: all of it is our mapping. If the system does not know this, the first touch is slower.
+        // SAFETY: the range is this whole mapping. If the kernel does not know the advice, first accesses are
+        // slower.
         let _ = unsafe {
             rustix::mm::madvise(self.start.as_ptr().cast(), self.bytes, Advice::LinuxPopulateWrite)
         };
     }
 
-    /// The word at `at`, a multiple of 8 that the layout knows to be there.
+    /// Returns the atomic word at byte offset `at`, which must be a multiple of 8 inside the segment.
     #[allow(unsafe_code)]
     #[inline(always)]
     pub(crate) fn word(&self, at: usize) -> &AtomicU64 {
@@ -191,7 +194,7 @@ impl Segment {
         unsafe { &*self.start.as_ptr().add(at).cast::<AtomicU64>() }
     }
 
-    /// The `bytes` bytes at `at`, which the layout knows to be there.
+    /// Returns a view of the `bytes` bytes from offset `at` on, which must be inside the segment.
     #[allow(unsafe_code)]
     #[inline(always)]
     pub(crate) fn view(&self, at: usize, bytes: usize) -> View<'_> {
@@ -211,12 +214,13 @@ impl Drop for Segment {
 }
 
 impl<'a> View<'a> {
-    /// The bytes as the source of a kernel.
+    /// Returns the bytes as the read-only operand of a reduction kernel.
     #[allow(unsafe_code)]
     #[inline(always)]
     pub(crate) fn source(self) -> SourceBytes<'a> {
-        // SAFETY: mapped for `'a`. The order of a schedule's steps keeps others from writing there until the
-        // kernel has read it. If a rank breaks it, the bytes are arbitrary, and any bytes are elements.
+        // SAFETY: mapped for `'a`. The order of a schedule's steps keeps other ranks from writing these bytes
+        // until the kernel has read them. If a rank violates that order, the bytes are arbitrary, and any
+        // bytes are valid elements.
         unsafe { SourceBytes::new(self.start, self.bytes) }
     }
 
@@ -233,8 +237,8 @@ impl<'a> View<'a> {
 pub(super) fn full_fence() {
     #[cfg(loom)]
     loom::sync::atomic::fence(loom::sync::atomic::Ordering::SeqCst);
-    // SAFETY: it changes nothing: an `or` with 0 on this thread's stack. The compiler assumes that it may
-    // access any memory, so it moves no access across it.
+    // SAFETY: the instruction changes nothing: it is an `or` with 0 on this thread's stack. The compiler
+    // assumes that it may access any memory, so it moves no access across it.
     #[cfg(all(target_arch = "x86_64", not(loom)))]
     #[allow(unsafe_code)]
     unsafe {

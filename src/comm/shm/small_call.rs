@@ -1,4 +1,5 @@
-//! A small call, executed by its schedule without a list of steps, while its caller waits for it.
+//! A small collective call, whose data fits in a slot. The caller's thread executes the steps of its schedule
+//! directly, without a list of steps, while it waits for the call.
 
 use super::copy_reduce::{self, AreaAddress, Location, PlainElements};
 use super::layout::{INLINE_BYTES, SLOTS};
@@ -10,7 +11,7 @@ use crate::error::ExecutionError;
 use crate::fault::fault_point;
 use crate::kernels::Kernel;
 
-/// A call that this rank has published and announced, and whose results it has not fetched.
+/// A small collective call between [`HostMemory::start_small`] and [`HostMemory::finish_small`].
 #[derive(Debug)]
 pub(crate) struct SmallCall {
     pub(super) schedule: Schedule,
@@ -18,29 +19,31 @@ pub(crate) struct SmallCall {
     pub(super) call_number: CallNumber,
     pub(super) published: usize,
     inline: bool,
-    /// The number of ranks whose call was matched so far.
+    /// The number of ranks whose call was found equal to this rank's so far.
     matched: usize,
 }
 
 impl HostMemory {
-    /// The schedule of a call, if it is small and its slot is free.
+    /// Returns the schedule of a collective call, if the call is small and no rank still reads the slot that
+    /// it uses.
     #[inline]
     pub(crate) fn small_schedule(&mut self, call: &Call) -> Option<Schedule> {
         let schedule = self.schedule(call);
         (schedule.is_small() && self.is_next_slot_free()).then_some(schedule)
     }
 
-    /// Numbers a call that is about to be made by its [schedule](Self::small_schedule).
+    /// Assigns a number to a call that is about to be executed by its schedule, from
+    /// [`small_schedule`](Self::small_schedule).
     #[inline(always)]
     pub(crate) fn start_small(&mut self, call: &Call, schedule: Schedule, seq: u64) -> SmallCall {
         let (call_number, inline) = (self.number_call(call, seq, 0, 0), schedule.fits_in(INLINE_BYTES));
         SmallCall { seq, schedule, call_number, published: 0, inline, matched: 0 }
     }
 
-    /// Publishes the data and announces the call. Sleeping ranks are not woken.
+    /// Writes this rank's data to its slot and announces the call. It does not wake sleeping ranks.
     ///
-    /// The argument is a reference, not moved: moving fresh data would have to wait until the preceding
-    /// shared stores are done.
+    /// `small` is passed by reference: moving a value that was just written would wait until the preceding
+    /// stores to shared memory are done.
     #[inline(always)]
     pub(crate) fn publish_small(&mut self, small: &mut SmallCall, buffer: &mut BorrowedBuffer<'_>) {
         let (mut published, me, elements) = (0, self.me, PlainElements { buffer, kernel: None });
@@ -54,11 +57,11 @@ impl HostMemory {
         fault_point("sent", small.seq, published);
     }
 
-    /// Returns whether all ranks have made the call whose data this rank needs.
+    /// Returns whether every rank whose data this rank needs has made the call.
     ///
     /// # Errors
     ///
-    /// One of them made another call.
+    /// One of these ranks made another collective call instead.
     #[inline]
     pub(crate) fn match_small(&mut self, small: &mut SmallCall) -> Result<bool, ExecutionError> {
         let these = match small.schedule.sources() {
@@ -77,10 +80,10 @@ impl HostMemory {
         Ok(true)
     }
 
-    /// Returns whether this rank should yield to a rank that shares its core. That is a rank that this one
-    /// waits for, or one that is as many calls behind as the core has other ranks. Later ranks may need its
-    /// data, and to catch up it needs the core, which this rank cannot use now. A rank that is less behind
-    /// does not gain enough for a context switch.
+    /// Returns whether this rank should yield its core to another rank that uses the same core. It should if
+    /// it waits for that rank, or if that rank is as many calls behind as the core has other ranks. Such a
+    /// rank needs the core to catch up, and ranks on other cores may need its data. If a rank is less behind,
+    /// a context switch costs more than it gains.
     pub(crate) fn should_yield(&mut self, small: &SmallCall) -> bool {
         self.publish_core();
         let (me, number) = (self.me, small.call_number.number);
@@ -99,7 +102,7 @@ impl HostMemory {
         })
     }
 
-    /// Fetches the results of a call that all ranks have made.
+    /// Fetches or reduces the results into `buffer`, once [`Self::match_small`] has returned true.
     ///
     /// # Errors
     ///
@@ -130,7 +133,7 @@ impl HostMemory {
 }
 
 impl SmallCall {
-    /// Bytes that this rank publishes, and that it fetches or adds up.
+    /// Returns the bytes that this rank publishes, and the bytes that it fetches or reduces.
     pub(crate) fn volume(&self) -> (u64, u64) {
         self.schedule.volume()
     }

@@ -1,47 +1,51 @@
-//! The choice between normal and non-temporal stores to shared memory. Pure: the caller tells how long a
-//! write took.
+//! The choice between normal and non-temporal store instructions for writes to shared memory. Pure: the
+//! caller measures how long a write takes.
 //!
-//! Cores of different chiplets or sockets share no cache and take lines from each other slowly. A store to a
-//! line that such a core has read waits for the line. A non-temporal store goes to main memory and does not
-//! wait, but the reader must read it from there. Measured with messages between two cores of an EPYC (Zen 4),
-//! which the hypervisor places with or without a shared cache, µs:
+//! Cores of different chiplets or sockets share no cache, and a cache line moves slowly between them. A store
+//! to a line that such a core has read waits for the line. A non-temporal store goes to main memory and does
+//! not wait, but the reader must then read the data from main memory. Time of a message between two cores of
+//! an EPYC (Zen 4), which the hypervisor places with or without a shared cache, in µs:
 //!
 //! | | shared cache: normal | non-temporal | no shared cache: normal | non-temporal |
 //! |---|---|---|---|---|
 //! | 64 KiB | 3.1 | 5.2 | 14.5 | 5.7 |
 //! | 1 MiB | 33 | 52 | 450 | 70 |
 //!
-//! No system table shows the topology where a hypervisor moves cores, so writes are timed. A write of 16 KiB
-//! takes 0.25 to 0.75 µs with a shared cache and 2 to 6 µs without. It takes 0.75 to 1.75 µs if all data is
-//! in main memory anyway. Non-temporal stores are timed as well: if every store waits for main memory, they
-//! gain nothing.
+//! Where a hypervisor moves virtual cores, no system table shows which cores share a cache, so writes are
+//! timed. A write of 16 KiB takes 0.25 to 0.75 µs with a shared cache and 2 to 6 µs without. It takes 0.75 to
+//! 1.75 µs if all data is in main memory anyway. Non-temporal stores are timed as well: where every store
+//! waits for main memory, they are not faster.
 
 use std::cell::Cell;
 use std::time::Duration;
 
-/// Shorter writes are neither timed nor made with non-temporal stores.
+/// The least size of a write that is timed or made with non-temporal stores.
 pub(super) const MIN_BYTES: usize = 4096;
-/// The bytes that are timed together, in one write or several. Fewer take hardly longer than reading the
+/// The bytes of one measurement, in one write or several. Fewer bytes take hardly longer than reading the
 /// clock.
 const TIMED_BYTES: usize = 16 << 10;
-/// The least number of untimed bytes after a quick measurement; up to twice as many.
+/// The least number of bytes that are written untimed after a measurement found normal stores to be fast. The
+/// actual number is random, at most twice this.
 const UNTIMED_BYTES: usize = 5 * TIMED_BYTES;
 /// A write below this many bytes a nanosecond is slow.
 const SLOW_BYTES_PER_NS: u64 = 5;
-/// The number of slow measurements in a row that rules out an accident, such as another process on the core.
+/// The number of slow measurements in a row after which non-temporal stores are tried. A single slow one may
+/// be caused by another process on the core.
 const SLOW_IN_A_ROW: u32 = 2;
-/// The bytes that one policy is kept for before the other is tried again.
+/// After non-temporal stores were measured, the number of bytes written before normal stores are measured
+/// again.
 const RETRY_BYTES: usize = 4 << 20;
 
-/// Tells the caller how to make a write.
+/// The store instructions to use for one write, and whether to measure it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct StoreMode {
     pub(super) non_temporal: bool,
-    /// If set, the caller passes the duration to [`StorePolicy::record`].
+    /// If set, the caller measures the duration of the write and passes it to [`StorePolicy::record`].
     pub(super) is_timed: bool,
 }
 
-/// The state of the policy for writes to one reader, or to all.
+/// Chooses the store instructions for writes that one rank reads, or for writes that all ranks of the host
+/// read.
 #[derive(Debug)]
 pub(super) struct StorePolicy {
     stage: Cell<Stage>,
@@ -49,15 +53,15 @@ pub(super) struct StorePolicy {
     /// last one.
     slow: Cell<u32>,
     slow_ns: Cell<u64>,
-    /// The state of the random generator.
+    /// The state of the random generator that varies the number of untimed bytes.
     random: Cell<u32>,
 }
 
 #[derive(Debug, Clone, Copy)]
 enum Stage {
-    /// The bytes left that use this policy without being timed.
+    /// Writes are not timed for `left` more bytes.
     Untimed { non_temporal: bool, left: usize },
-    /// The bytes of this policy that were timed so far, and their duration.
+    /// Writes are timed: so far `bytes` bytes, which took `ns` nanoseconds.
     Timed { non_temporal: bool, bytes: usize, ns: u64 },
 }
 
@@ -75,7 +79,7 @@ impl Default for StorePolicy {
 }
 
 impl StorePolicy {
-    /// Returns how to make the next write, of `bytes` bytes.
+    /// Returns which store instructions the next write uses, which has `bytes` bytes, and whether to time it.
     #[inline]
     pub(super) fn mode(&self, bytes: usize) -> StoreMode {
         match self.stage.get() {
@@ -90,7 +94,8 @@ impl StorePolicy {
         }
     }
 
-    /// Records the duration of a write that was to be timed.
+    /// Records that a write of `more` bytes took `time`. It is called if [`StoreMode::is_timed`] was set for
+    /// the write.
     pub(super) fn record(&self, more: usize, time: Duration) {
         let Stage::Timed { non_temporal, bytes, ns } = self.stage.get() else { return };
         let (bytes, ns) = (bytes + more, ns + time.as_nanos() as u64);
@@ -107,9 +112,9 @@ impl StorePolicy {
 
     fn measured_fast(&self) -> Stage {
         self.slow.set(0);
-        // The distance varies: where readers take turns, a fixed one might always time writes for one of
-        // them. A linear congruential generator with the factors of Numerical Recipes; its high bits are good
-        // enough.
+        // The number of untimed bytes is random: if it were fixed and the caller wrote to several readers in
+        // turn, it might always time the writes to one of them. The generator is linear congruential with the
+        // factors of Numerical Recipes; its high bits are good enough.
         self.random.set(self.random.get().wrapping_mul(1_664_525).wrapping_add(1_013_904_223));
         let further = ((self.random.get() >> 16) as usize * UNTIMED_BYTES) >> 16;
         Stage::Untimed { non_temporal: false, left: UNTIMED_BYTES + further }
@@ -123,7 +128,8 @@ impl StorePolicy {
 
     fn measured_non_temporal(&self, ns: u64) -> Stage {
         let gains = ns < self.slow_ns.get();
-        // When normal stores are tried again later, one slow measurement is enough.
+        // If non-temporal stores are faster, one slow measurement is enough when normal stores are tried
+        // again.
         self.slow.set(if gains { SLOW_IN_A_ROW - 1 } else { 0 });
         Stage::Untimed { non_temporal: gains, left: RETRY_BYTES }
     }

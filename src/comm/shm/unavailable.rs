@@ -7,39 +7,42 @@ use rustix::io::Errno;
 /// A reason why the ranks of a host cannot share memory.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Unavailable {
-    /// More ranks than the system can pass descriptors for in one message.
+    /// The host has more ranks than one message on a unix socket can carry file descriptors for.
     #[error("{ranks} ranks of a host are more than the {max} that can share memory")]
     TooManyRanks { ranks: usize, max: usize },
     #[error("cannot get random numbers: {0}")]
     Random(#[from] getrandom::Error),
-    /// Not enough memory, or less than the control group allows.
+    /// The machine has too little memory, or a limit of the control group (cgroup) or of the file size is too
+    /// low.
     #[error("cannot create {bytes} bytes of shared memory: {source}{}", hint(source))]
     Memory { bytes: usize, source: io::Error },
-    /// The memory cannot be mapped, or is not sealed, so that it might become shorter.
+    /// The shared memory cannot be mapped, or it is not sealed: another process could then shorten it.
     #[error("cannot map the shared memory: {source}{}", hint(source))]
     Map { source: io::Error },
     #[error("no file descriptor is left: {source}{}", hint(source))]
     Descriptors { source: io::Error },
-    /// The receiver has reached its limit of open files: the system drops descriptors beyond it.
+    /// The kernel dropped file descriptors from a received message, because this process has reached its
+    /// limit of open files.
     #[error("{received} of {sent} file descriptors arrived: this process may open no more (`ulimit -n`)")]
     DescriptorsDropped { received: usize, sent: usize },
     #[error("cannot {what} a unix socket: {source}{}", hint(source))]
     Socket { what: &'static str, source: io::Error },
     #[error("rank {rank} closed its socket: {source}")]
     PeerGone { rank: usize, source: io::Error },
-    /// The rank is usually in another PID or mount namespace, or on another machine of equal name.
+    /// Rank `rank` has not mapped this rank's shared memory. It is usually in another PID or mount namespace,
+    /// or on another machine of equal host name.
     #[error(
         "rank {rank} cannot see the shared memory of this rank (is it in another container or namespace?)"
     )]
     NotShared { rank: usize },
     #[error("rank {rank} sent an invalid message")]
     InvalidMessage { rank: usize },
-    /// A reason that another rank reported.
+    /// Rank `rank` reported why it cannot share memory.
     #[error("rank {rank}: {what}")]
     PeerReported { rank: usize, what: String },
 }
 
-/// A hint what to do about the error.
+/// Returns a hint on the cause of `error` and its remedy; an empty text for other causes.
 fn hint(error: &io::Error) -> &'static str {
     match Errno::from_io_error(error) {
         Some(Errno::MFILE) => " (this process may open no more files: `ulimit -n`)",

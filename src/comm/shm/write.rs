@@ -7,7 +7,7 @@ use super::segment::View;
 use super::store_policy::{self, StorePolicy};
 use crate::kernels::copy;
 
-/// Copies of at least this many bytes prefetch lines, this many bytes at a time.
+/// Copies of at least this many bytes prefetch cache lines of the target, this many bytes at a time.
 const PREFETCH_BYTES: usize = 512;
 const LINE_BYTES: usize = 64;
 
@@ -30,9 +30,9 @@ impl View<'_> {
         }
     }
 
-    /// Copies one of several parts. Returns whether it used non-temporal stores. Then [`store_fence`] must
-    /// follow the last part before the data is announced. One fence for all parts is enough; one after each 4
-    /// KiB would add a third to the time.
+    /// Copies `bytes`, one of several parts of the data, into the view. Returns whether it used non-temporal
+    /// stores. If so, the caller must call [`store_fence`] after the last part, before it announces the data.
+    /// One fence for all parts is enough; one after each 4 KiB would add a third to the time.
     #[inline(always)]
     pub(super) fn write_part(self, policy: &StorePolicy, bytes: &[u8]) -> bool {
         if bytes.len() < store_policy::MIN_BYTES {
@@ -62,7 +62,7 @@ impl View<'_> {
         #[cfg(target_arch = "x86_64")]
         {
             use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
-            // Whole lines; the bytes before and behind them use normal stores.
+            // Whole cache lines use non-temporal stores; the bytes before and behind them use normal stores.
             let before = self.start.align_offset(LINE_BYTES).min(bytes.len());
             let (first, rest) = bytes.split_at(before);
             let (lines, last) = rest.as_chunks::<LINE_BYTES>();
@@ -91,12 +91,12 @@ impl View<'_> {
     #[inline(always)]
     pub(crate) fn write_without_prefetch(self, bytes: &[u8]) {
         assert_eq!(bytes.len(), self.bytes);
-        // SAFETY: both have so many bytes, and are apart. A view that is written belongs to another rank than
-        // the borrowed memory, or to memory that no program has.
+        // SAFETY: source and target both have `self.bytes` bytes and do not overlap. The view belongs to
+        // another rank than the borrowed memory, or to memory that no program can borrow.
         unsafe { copy(bytes.as_ptr(), self.start, self.bytes) };
     }
 
-    /// Copies `bytes`, prefetching each group of lines for writing before it is written.
+    /// Copies `bytes` and asks the processor for each group of cache lines before it writes to them.
     #[allow(unsafe_code)]
     fn write_with_prefetch(self, bytes: &[u8]) {
         assert_eq!(bytes.len(), self.bytes);
@@ -113,17 +113,17 @@ impl View<'_> {
 /// Orders earlier non-temporal stores of this thread before later stores (`sfence`).
 #[allow(unsafe_code)]
 pub(super) fn store_fence() {
-    // SAFETY: every x86-64 has it.
+    // SAFETY: every x86-64 processor has this instruction.
     #[cfg(target_arch = "x86_64")]
     unsafe {
         std::arch::x86_64::_mm_sfence();
     }
 }
 
-/// True if prefetching lines for writing makes copies quicker. Other cores have read these lines, so a store
-/// needs a round trip to them. Measured on two cores of a Xeon (Cascade Lake): 18 instead of 12 GB/s from 16
-/// KiB on. On an EPYC (Zen 5) it is a tenth to a third slower. Processors that are not known to gain do not
-/// prefetch.
+/// True if this processor copies faster when it prefetches the target's cache lines for writing. Other cores
+/// have read these lines, so a store needs a round trip to them. Measured on two cores of a Xeon (Cascade
+/// Lake): 18 instead of 12 GB/s from 16 KiB on. On an EPYC (Zen 5) copies with prefetching are a tenth to a
+/// third slower. So only processors that are known to gain prefetch.
 static PREFETCH: LazyLock<bool> = LazyLock::new(|| {
     #[cfg(target_arch = "x86_64")]
     {
@@ -134,7 +134,7 @@ static PREFETCH: LazyLock<bool> = LazyLock::new(|| {
     false
 });
 
-/// Asks the processor to fetch the lines of `bytes` bytes for writing. Unmapped memory is ignored.
+/// Asks the processor to fetch the cache lines of `bytes` bytes for writing. It ignores unmapped addresses.
 #[inline(always)]
 fn prefetch_for_write(start: *const u8, bytes: usize) {
     for at in (0..bytes).step_by(LINE_BYTES) {

@@ -1,9 +1,9 @@
 //! Hierarchical algorithms: the ranks of a host reduce among themselves first, and the network carries only
 //! sums.
 //!
-//! Rail i is rank i of each host; there are as many rails as the smallest host has ranks. A rail owns the
-//! i-th part of the buffer. The table shows which shares are summed on two hosts with the ranks 0, 1 and 2,
-//! 3. (`01` = summed over the ranks 0 and 1, one column for each rail's part.)
+//! Rail i is the rank with index i on each host; there are as many rails as the smallest host has ranks. Rail
+//! i owns the i-th part of the buffer. The table shows the sums in the buffers of two hosts, with the ranks
+//! 0, 1 and 2, 3, after each stage. (`01` = summed over the ranks 0 and 1, one column for each rail's part.)
 //!
 //! ```text
 //!          start   add inside   add and gather across   gather inside
@@ -14,22 +14,23 @@
 //! ```
 //!
 //! Across the hosts each rail is a ring of its own, for which its part is cut in one block for each host. Two
-//! hosts exchange the whole part instead. All rails use the network at once, and 2·S·(H−1)/H bytes leave each
-//! of H hosts. With a ring over all P ranks it is 2·S·(P−1)/P. A reduce-scatter is the first half of this, an
-//! all-gather the second half.
+//! hosts exchange the whole part instead. All rails use the network at once. For a buffer of S bytes,
+//! 2·S·(H−1)/H bytes leave each of H hosts. With a ring over all P ranks it is 2·S·(P−1)/P. A reduce-scatter
+//! has only the stages that add, an all-gather only those that gather.
 //!
-//! Each stage follows the one before byte for byte. The connections inside a host carry the first stage and
-//! the last one. So the buffer is processed in chunks: while one chunk is on the network, the next ones are
-//! added.
+//! Each stage processes the bytes that the stage before has completed. The connections inside a host carry
+//! the first stage and the last one. So the buffer is processed in chunks: while one chunk is on the network,
+//! the next ones are added inside the hosts.
 
 use std::ops::Range;
 
 use super::{Apply, Blocks, Dependency, Plan, Stream, Topology, block};
 
-/// Chunks that are added before the sums of the first are gathered. They hide the latency of the network.
+/// The number of further chunks that are added before the sums of a chunk are gathered. They hide the latency
+/// of the network.
 const CHUNKS_AHEAD: usize = 2;
 
-/// The phases of an all-reduce that a plan does.
+/// The phases of an all-reduce that a plan has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phases {
     Reduce,
@@ -37,7 +38,7 @@ enum Phases {
     Both,
 }
 
-/// All-reduce, as `rank` sees it, in chunks of about `chunk` elements.
+/// Returns the plan of `rank` for an all-reduce of `count` elements, in chunks of about `chunk` elements.
 pub(super) fn all_reduce(rank: usize, topology: &Topology, count: usize, chunk: usize) -> Plan {
     let (hosts, rails) = (topology.hosts().len(), topology.rails());
     let chunks = count.div_ceil(chunk.max(1)).max(1);
@@ -51,13 +52,13 @@ pub(super) fn all_reduce(rank: usize, topology: &Topology, count: usize, chunk: 
     })
 }
 
-/// Reduce-scatter in place over hosts of equal size: in the end the rank's own block is summed over all
-/// ranks.
+/// Returns the plan of `rank` for a reduce-scatter in place over hosts of equal size: in the end the rank's
+/// own block is summed over all ranks.
 pub(super) fn reduce_scatter(rank: usize, topology: &Topology, blocks: &Blocks, chunk: usize) -> Plan {
     block_stages(rank, topology, Phases::Reduce, blocks, chunk)
 }
 
-/// All-gather over hosts of equal size.
+/// Returns the plan of `rank` for an all-gather over hosts of equal size.
 pub(super) fn all_gather(rank: usize, topology: &Topology, blocks: &Blocks, chunk: usize) -> Plan {
     block_stages(rank, topology, Phases::Gather, blocks, chunk)
 }
@@ -76,8 +77,9 @@ fn subrange(outer: &Range<usize>, inner: &Range<usize>) -> Range<usize> {
     outer.start + inner.start..outer.start + inner.end
 }
 
-/// Returns the plan over `chunks`; `block(chunk, host, rail)` is the range that this rail of this host owns.
-/// `blocks_per_part` is the number of blocks of a part: one for each host, or one if two hosts exchange all.
+/// Returns the plan of `rank` over `chunks` chunks. `block(chunk, host, rail)` is the range of the buffer
+/// that the rank of this rail on this host owns. `blocks_per_part` is the number of blocks of a rail's part:
+/// one for each host, or one if two hosts exchange whole parts.
 fn stages(
     rank: usize,
     topology: &Topology,
@@ -113,17 +115,17 @@ fn stages(
 struct Position<'a> {
     topology: &'a Topology,
     host: usize,
-    /// The index of the rank on its host. It is the rank's rail, if there are so many.
+    /// The index of the rank on its host. It is also the rank's rail, if it is less than the number of rails.
     local_rank: usize,
     blocks_per_part: usize,
 }
 
 impl Position<'_> {
-    /// Reduce-scatter inside the host: each rail gets its part from all others, in a fixed order. Returns the
-    /// stream that completes this rank's part.
+    /// Adds the reduce-scatter inside the host: the rank of each rail adds up its part from all ranks of the
+    /// host, in a fixed order. Returns the stream that completes this rank's part.
     ///
-    /// The blocks of a part come in the order in which the ring uses them: that of the previous host first,
-    /// the own one last.
+    /// The blocks of a part are sent in the order in which the ring across the hosts needs them: the block of
+    /// the previous host first, the block of this host last.
     fn reduce_scatter_in_host(
         self,
         plan: &mut Plan,
@@ -146,8 +148,9 @@ impl Position<'_> {
         sum
     }
 
-    /// Reduce-scatter of this rail's part around the hosts, after `inside` has it. Returns the stream that
-    /// the block of this host, which is complete in the end, has to wait for.
+    /// Adds the reduce-scatter of this rail's part in a ring across the hosts, after the stream `inside` has
+    /// summed the part over this host. Returns the dependency for a stream that sends the block of this host,
+    /// which is then summed over all ranks.
     fn reduce_scatter_across_hosts(
         self,
         plan: &mut Plan,
@@ -169,9 +172,10 @@ impl Position<'_> {
         Some(Dependency { stream: sums, lead: -lead(others) })
     }
 
-    /// All-reduce of this rail's part between two hosts, after `inside` has it. Both add the same two
-    /// numbers, and addition commutes to the last bit. The part is sent from the memory that it is received
-    /// into, so nothing is received that was not sent before.
+    /// Adds the all-reduce of this rail's part between two hosts, after the stream `inside` has summed the
+    /// part over this host. Both ranks add the same two numbers, and swapped operands give equal bits. The
+    /// part is sent from the memory that the other rank's part is received into, so each element is sent
+    /// before it is received.
     fn exchange_pair(
         self,
         plan: &mut Plan,
@@ -185,8 +189,8 @@ impl Position<'_> {
         Some(Dependency { stream, lead: 0 })
     }
 
-    /// All-gather of this rail's part around the hosts. The dependency `own` holds for the block of this
-    /// host. Returns the stream of the others' blocks.
+    /// Adds the all-gather of this rail's part in a ring across the hosts. The block of this host is sent
+    /// when the dependency `own` allows it. Returns the stream that receives the blocks of the other hosts.
     fn all_gather_across_hosts(
         self,
         plan: &mut Plan,
@@ -202,8 +206,9 @@ impl Position<'_> {
         Some(copies)
     }
 
-    /// All-gather inside the host: each rail sends its part to all others. It sends the block of this host as
-    /// its dependency allows, and then the others' as they come.
+    /// Adds the all-gather inside the host: the rank of each rail sends its part to all other ranks of the
+    /// host. It sends the block of this host when the dependency `own` allows it, and the blocks of other
+    /// hosts as the stream `copies` receives them.
     fn all_gather_in_host(
         self,
         plan: &mut Plan,
@@ -228,7 +233,7 @@ impl Position<'_> {
         self.topology.hosts().len()
     }
 
-    /// Returns whether two hosts exchange whole parts.
+    /// Returns whether there are two hosts that exchange whole parts, instead of a ring of hosts.
     fn is_pair(self) -> bool {
         self.blocks_per_part < self.hosts()
     }
