@@ -21,7 +21,7 @@ mod points {
         pub point: &'static str,
         /// Number of the collective or message.
         pub seq: u64,
-        /// Bytes of it transferred so far, to or from one peer.
+        /// Bytes of that collective or message transferred so far, to or from one peer.
         pub bytes: usize,
     }
 

@@ -4,7 +4,7 @@
 //! use convoke_comm::ReduceOp;
 //!
 //! # fn main() -> Result<(), convoke_comm::CommError> {
-//! let world = convoke_comm::init()?; // what the launcher says; alone: a world of one
+//! let world = convoke_comm::init()?; // the launcher's job; without a launcher, a world of one rank
 //! let mut gradients = vec![world.rank() as f32; 1000];
 //! world.all_reduce(&mut gradients, ReduceOp::Avg)?;
 //! if world.rank() == 0 {
@@ -19,12 +19,13 @@
 //! - [`Group`] has the collectives and messages; [`Group::new`] needs a store and no environment.
 //! - [`Mesh`] arranges a group's ranks along named axes, to combine tensor, data and other parallelism.
 //! - [`Element`], [`ReduceOp`] and [`Reduction`] define element types and reductions.
-//! - [`CommError`] names the rank, the cause and the progress; all ranks get one cause.
+//! - [`CommError`] names the rank, the cause, and how far the call came; all ranks get the same cause.
 //!
 //! - [`Nonblocking`] and [`Work`] are the nonblocking operations: in scopes, as futures, with callbacks.
 //!
-//! The waiting thread does the work. The first nonblocking operation starts a background thread; nothing
-//! runs while no operation is in progress. `docs/internals/collectives.md` describes the internals.
+//! A thread that waits for an operation carries out its transfers. The first nonblocking operation starts a
+//! background thread; nothing runs while no operation is in progress. `docs/internals/collectives.md`
+//! describes the internals.
 //!
 //! Each layer depends only on those before it. The modules of one layer do not depend on each other:
 //!

@@ -1,7 +1,7 @@
 //! Logging through the `log` crate.
 //!
-//! If the program has a logger, that one is used. Otherwise CONVOKE_LOG=info installs the stderr logger
-//! here.
+//! If the program has a logger, its logger is used. Otherwise this module installs a logger to stderr if
+//! CONVOKE_LOG names a level, such as `info`.
 
 use std::io::{self, Write};
 use std::sync::{Once, OnceLock};
@@ -12,11 +12,11 @@ use log::{LevelFilter, Log, Metadata, Record};
 
 use crate::error::CommError;
 
-/// Variable that names the least severe level that is written.
+/// Environment variable that names the least severe level that is written.
 const VARIABLE: &str = "CONVOKE_LOG";
 
-/// Writes the log records of this crate to stderr, one line each: `convoke[PID] 1.234 s info: ...`. The
-/// time counts from the first session.
+/// Writes the log records of this crate to stderr, one line each: `convoke[PID] 1.234 s info: ...`. The time
+/// is counted from the first session of this process.
 #[derive(Debug)]
 struct Stderr {
     since: OnceLock<Instant>,
@@ -58,8 +58,8 @@ impl Log for Stderr {
         let seconds = self.since.get().map_or(0.0, |since| since.elapsed().as_secs_f64());
         let level = record.level().as_str().to_ascii_lowercase();
         let line = format!("convoke[{}] {seconds:.3} s {level}: {}\n", std::process::id(), record.args());
-        // One write, so that lines of several processes do not mix. A failed write has no recipient for its
-        // error.
+        // One write, so that lines of several processes do not mix. If the write fails, there is nowhere to
+        // report it.
         let _ = io::stderr().lock().write_all(line.as_bytes());
     }
 

@@ -30,18 +30,18 @@ use crate::plan::fingerprint;
 /// let tp = if world.size().is_multiple_of(2) { 2 } else { 1 };
 /// let mesh = Mesh::new(&world, &[("dp", world.size() / tp), ("tp", tp)])?;
 ///
-/// // This rank has some rows of the weights, and the inputs that they meet.
+/// // This rank has some rows of the weight matrix, and the inputs that are multiplied by these rows.
 /// let (inputs, outputs) = (12 / tp, 4);
 /// let mut weights = vec![0.1_f32; inputs * outputs];
 /// let sample = vec![1.0_f32; inputs];
 ///
-/// // Forward: what the rows give is summed over those who have the others.
+/// // Forward: each rank has the outputs of its rows; they are summed over the ranks with the other rows.
 /// let mut activations: Vec<f32> = (0..outputs)
 ///     .map(|output| (0..inputs).map(|input| sample[input] * weights[input * outputs + output]).sum())
 ///     .collect();
 /// mesh.group("tp")?.all_reduce(&mut activations, ReduceOp::Sum)?;
 ///
-/// // Backward: gradients are averaged over those who have the same rows, and have seen other samples.
+/// // Backward: gradients are averaged over the ranks that have the same rows and saw other samples.
 /// let mut gradients: Vec<f32> =
 ///     sample.iter().flat_map(|x| activations.iter().map(move |a| a * x)).collect();
 /// mesh.group("dp")?.all_reduce(&mut gradients, ReduceOp::Avg)?;
@@ -52,16 +52,16 @@ use crate::plan::fingerprint;
 /// # }
 /// ```
 ///
-/// Clones and [submeshes](Self::submesh) share the groups of one mesh, which are left when the last is
-/// dropped. Counterpart of `torch.distributed.device_mesh`.
+/// Clones and [submeshes](Self::submesh) share the groups of one mesh. This rank leaves these groups when the
+/// last clone or submesh is dropped. Counterpart of `torch.distributed.device_mesh`.
 #[derive(Clone)]
 pub struct Mesh {
     inner: Arc<MeshInner>,
-    /// The axes of the whole mesh that this mesh has.
+    /// The axes of this mesh or submesh, as indices among the axes of the whole mesh.
     axes: Vec<usize>,
 }
 
-/// The mesh of all ranks.
+/// The mesh of all ranks, which clones and submeshes share.
 struct MeshInner {
     group: Group,
     names: Vec<String>,
@@ -76,13 +76,13 @@ impl Mesh {
     /// Arranges the ranks of `group` along `axes`, each with name and size, and makes a group along each
     /// axis.
     ///
-    /// All ranks of `group` call it with equal axes. It makes the groups at once, because making them takes
-    /// all ranks, while only some may ask for a group later. They have the properties described at
-    /// [`Group::subgroup`], and are named after their axes.
+    /// All ranks of `group` call `new` with equal axes. It makes the groups of all axes at once, because all
+    /// ranks must take part in making them, while only some may use a group later. The groups have the
+    /// properties described at [`Group::subgroup`], and are named after their axes.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if there is no axis, two have one name, or the sizes do not multiply
-    /// to the number of ranks. Also on all ranks if their axes differ. Otherwise the errors of
+    /// [`CommError::InvalidArgument`] if there is no axis, two axes have the same name, or the sizes do not
+    /// multiply to the number of ranks. Also on all ranks if their axes differ. Otherwise the errors of
     /// [`Group::subgroup`].
     ///
     /// # Cost
@@ -142,7 +142,7 @@ impl Mesh {
         self.axes.iter().map(|&axis| self.inner.coordinates[axis]).collect()
     }
 
-    /// Returns the coordinate of this rank along one axis, which is its rank in the group along it.
+    /// Returns the coordinate of this rank along `axis`, which is its rank in the group along that axis.
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`] if there is no such axis.
@@ -152,7 +152,7 @@ impl Mesh {
     }
 
     /// Returns the rank at these coordinates, one for each axis, in the group of the whole mesh. Along axes
-    /// that only the whole mesh has, it is at the coordinates of this rank.
+    /// that a submesh lacks, the coordinates of this rank apply.
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`] if the coordinates are outside the shape.
@@ -167,8 +167,8 @@ impl Mesh {
         Ok(self.inner.rank_at(&self.axes, coordinates))
     }
 
-    /// Returns all ranks of the mesh, as ranks in the group of the whole mesh; the last axis varies
-    /// fastest. Those of a submesh have this rank's coordinates along the other axes.
+    /// Returns all ranks of the mesh, as ranks in the group of the whole mesh; the last axis varies fastest.
+    /// The ranks of a submesh have this rank's coordinates along the axes that the submesh lacks.
     #[must_use]
     pub fn ranks(&self) -> Vec<usize> {
         self.inner.ranks(&self.axes)
@@ -183,11 +183,11 @@ impl Mesh {
         Ok(&self.inner.axis_groups[self.axis(axis)?])
     }
 
-    /// Returns the mesh of some axes in the given order: the ranks that differ only along them. It needs no
-    /// communication; its groups are those of the whole mesh.
+    /// Returns a submesh with only these axes, in the given order: the ranks whose coordinates differ from
+    /// this rank's only along them. It needs no communication; it uses the groups of the whole mesh.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if there is no axis, one is unknown or named twice.
+    /// [`CommError::InvalidArgument`] if `axes` is empty, or an axis is unknown or named twice.
     #[doc(alias = "__getitem__")]
     pub fn submesh(&self, axes: &[&str]) -> Result<Self, CommError> {
         let invalid =
@@ -204,8 +204,8 @@ impl Mesh {
 
     /// Makes a new group of all ranks of this mesh; the last axis varies fastest.
     ///
-    /// All ranks of the *whole* mesh call it with equal axes, also on a submesh: it makes one group for
-    /// each such submesh. Each call makes a new group.
+    /// All ranks of the *whole* mesh call it with equal axes, also on a submesh: it makes one group for each
+    /// submesh along these axes. Each call makes a new group.
     ///
     /// # Errors
     /// The errors of [`Group::subgroup`].
@@ -245,8 +245,8 @@ impl fmt::Debug for Mesh {
 }
 
 impl MeshInner {
-    /// Makes the group of the ranks that differ from this one only along `axes`, within the time limit of
-    /// `call`.
+    /// Makes the group of the ranks whose coordinates differ from this rank's only along `axes`, within the
+    /// time limit of the handle `call`.
     fn new_group(
         &self,
         call: &Group,
@@ -267,7 +267,7 @@ impl MeshInner {
         place.iter().zip(&self.shape).fold(0, |rank, (at, size)| rank * size + at)
     }
 
-    /// Returns all ranks that differ from this one only along `axes`.
+    /// Returns all ranks whose coordinates differ from this rank's only along `axes`.
     fn ranks(&self, axes: &[usize]) -> Vec<usize> {
         let shape: Vec<usize> = axes.iter().map(|&axis| self.shape[axis]).collect();
         let places = (0..shape.iter().product()).map(|place| coordinates(&shape, place));
@@ -284,7 +284,7 @@ fn coordinates(shape: &[usize], mut place: usize) -> Vec<usize> {
     coordinates
 }
 
-/// Returns a fingerprint of the axes, which ranks compare.
+/// Returns a hash of the axes' names and sizes, by which ranks check that their axes are equal.
 fn axes_fingerprint(names: &[String], shape: &[usize]) -> u64 {
     let names = names.iter().flat_map(|name| name.bytes().map(usize::from).chain([usize::MAX]));
     fingerprint(&names.chain(shape.iter().copied()).collect::<Vec<_>>())

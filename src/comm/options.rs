@@ -18,7 +18,8 @@ pub struct GroupOptions {
     pub(crate) algorithms: String,
     pub(crate) locality_domain: String,
     pub(crate) shared_memory: bool,
-    /// Distinguishes the connections of groups of one generation; 0 except for subgroups.
+    /// Distinguishes the connections of a group from those of its subgroups, which share its generation; 0
+    /// except for subgroups.
     pub(crate) id: u64,
 }
 
@@ -92,16 +93,16 @@ impl GroupOptions {
         self
     }
 
-    /// Sets the incarnation of the group. Without it, rank 0 draws one, and the others read it from the
-    /// store.
+    /// Sets the generation, the random id of one incarnation of the group, which is equal on all ranks.
+    /// Without it, rank 0 draws a generation, and the other ranks read it from the store.
     #[must_use]
     pub fn generation(mut self, generation: Generation) -> Self {
         self.generation = Some(generation);
         self
     }
 
-    /// Sets the secret by which ranks authenticate each other. Without it the group is open: connections
-    /// are bound to the generation, which prevents mix-ups but no attack.
+    /// Sets the secret by which ranks authenticate each other. Without a token, connections carry only the
+    /// generation, which prevents mix-ups of groups but no attack.
     #[must_use]
     pub fn token(mut self, token: Token) -> Self {
         self.token = Some(token);
@@ -127,7 +128,7 @@ impl GroupOptions {
     }
 
     /// Enables shared memory between the ranks of one host, where the system allows it; enabled by default.
-    /// If disabled, they use TCP connections. All ranks must pass one value.
+    /// If disabled, ranks of one host use TCP connections. All ranks must pass the same value.
     #[must_use]
     pub fn shared_memory(mut self, shared: bool) -> Self {
         self.shared_memory = shared;

@@ -25,7 +25,7 @@ use crate::group::Group;
 use crate::group::device::{AttachDevice, GroupDevice};
 use crate::nccl::{Communicator, Library};
 
-/// A group's device backend on this rank. Dropping its last handle shuts it down.
+/// A group's device backend on this rank. Dropping the last group handle that holds it shuts it down.
 pub(super) struct DeviceBackend {
     pub(super) core: Arc<Core>,
     watchdog: Option<JoinHandle<()>>,
@@ -33,7 +33,7 @@ pub(super) struct DeviceBackend {
 
 /// The state that the backend shares with its watchdog.
 pub(super) struct Core {
-    /// The host side.
+    /// The host side of the group.
     pub(super) group: Group,
     pub(super) context: Arc<CudaContext>,
     pub(super) options: DeviceOptions,
@@ -41,19 +41,19 @@ pub(super) struct Core {
     pub(super) failure: OnceLock<Failure>,
     pub(super) events: Arc<EventPool>,
     pub(super) pending: Mutex<PendingOperations<Arc<DeviceOperation>>>,
-    /// Notified when `pending` has changed so that the watchdog should check it.
+    /// Notified when the watchdog has something to check in `pending`, or must end.
     pub(super) wakeup: Condvar,
     pub(super) closing: AtomicBool,
-    /// Set when NCCL was aborted, or need not be.
+    /// Set when the abort after a failure has started; a thread that finds it set need not start one.
     pub(super) abort_started: AtomicBool,
-    /// Once set, operations that end may have been aborted.
+    /// Set before NCCL is aborted: an operation that ends later may have been aborted, so it has failed.
     pub(super) aborting: AtomicBool,
     /// Set when the abort of NCCL is done.
     pub(super) abort_finished: AtomicBool,
     /// Held by a caller of NCCL until the call is finished: a communicator takes one call at a time.
     nccl_calls: Mutex<()>,
     pub(super) callback_queue: Arc<CallbackQueue>,
-    /// The one-byte buffer of barriers.
+    /// The one-byte buffer that a barrier all-reduces.
     barrier_buffer: Mutex<CudaSlice<u8>>,
     pub(super) seq: AtomicU64,
     pub(super) flight: GroupRecorder,
@@ -63,8 +63,8 @@ pub(super) struct Core {
 pub(super) enum DeviceTransport {
     Nccl {
         library: &'static Library,
-        /// Locked only during a call, so that the watchdog can check and abort. `None` when it has been
-        /// aborted.
+        /// Locked only during a call of NCCL, so that the watchdog can check and abort it. `None` when NCCL
+        /// was aborted or shut down.
         communicator: Mutex<Option<Communicator>>,
     },
     Staged(Mutex<Staging>),
@@ -148,14 +148,14 @@ impl GroupDevice for DeviceBackend {
 impl Drop for DeviceBackend {
     fn drop(&mut self) {
         if self.core.group.is_forked() {
-            // In a forked child the thread does not exist, and NCCL's resources are the parent's.
+            // In a forked child the watchdog thread does not exist, and NCCL's resources are the parent's.
             std::mem::forget(Arc::clone(&self.core));
             std::mem::forget(self.watchdog.take());
             return;
         }
         let _ = bind(&self.core.context);
         if thread::panicking() {
-            // The host side does this too: the others must not wait for this rank.
+            // As on the host side, a panic ends the group, so that other ranks do not wait for this rank.
             let rank = self.core.group.rank();
             let cause = Cause::PeerLost { rank, how: LossReason::Panicked };
             self.core.fail(Failure::Own(Report::new(rank, cause)));
@@ -173,17 +173,17 @@ impl Drop for DeviceBackend {
 }
 
 impl Core {
-    /// The number of calls so far.
+    /// The number of device operations that this rank has started.
     pub(super) fn calls(&self) -> u64 {
         self.seq.load(Ordering::Relaxed)
     }
 
-    /// The one-byte buffer of barriers.
+    /// The one-byte buffer that a barrier all-reduces.
     pub(super) fn barrier_buffer(&self) -> MutexGuard<'_, CudaSlice<u8>> {
         self.barrier_buffer.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The communicator, and its library.
+    /// The communicator, and its library; `None` if the group is staged through the host.
     pub(super) fn nccl(&self) -> Option<(&'static Library, MutexGuard<'_, Option<Communicator>>)> {
         match &self.transport {
             DeviceTransport::Nccl { library, communicator } => Some((library, lock(communicator))),
@@ -205,8 +205,8 @@ impl Core {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Leaves callbacks of operations that this thread completed to the watchdog, since they are the
-    /// program's code.
+    /// Wakes the watchdog if this thread completed operations with callbacks: the watchdog runs callbacks,
+    /// since they are the program's code.
     pub(super) fn notify_callbacks(&self) {
         if self.callback_queue.has_queued() {
             self.wake_watchdog();
@@ -214,13 +214,13 @@ impl Core {
     }
 
     pub(super) fn wake_watchdog(&self) {
-        // With the lock held, the watchdog has either seen the change or sleeps and is woken.
+        // Once this thread has the lock, the watchdog has either seen the change or sleeps and is woken.
         let _pending = self.pending();
         self.wakeup.notify_all();
     }
 
-    /// Waits until no operation is under way, or until `until`. Returns whether that is so. Operations are
-    /// still subject to their own timeouts.
+    /// Waits until no operation is in progress or the device backend has failed. Returns false if `until`
+    /// passes before. Operations are still subject to their own timeouts.
     pub(super) fn finish_all(&self, until: Instant) -> bool {
         let mut last_check = Instant::now();
         let finished = Backoff::poll_until(until, || {
@@ -280,7 +280,8 @@ pub(super) fn lock(communicator: &Mutex<Option<Communicator>>) -> MutexGuard<'_,
 impl Drop for Core {
     fn drop(&mut self) {
         if !self.group.is_forked() {
-            // The memory of the barrier buffer is freed next, on any thread.
+            // The barrier buffer is dropped next, on any thread; freeing its memory needs the context on that
+            // thread.
             let _ = bind(&self.context);
         }
     }

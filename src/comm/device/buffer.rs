@@ -14,7 +14,7 @@ use crate::error::DeviceError;
 /// Elements on a device, also of types that cudarc's [`CudaSlice`] does not know, such as
 /// [`Complex`](crate::Complex).
 ///
-/// It is freed on its stream after the operations under way on it.
+/// Its memory is freed in the order of its stream, after the operations enqueued there.
 pub struct DeviceBuffer<T: Element> {
     bytes: CudaSlice<u8>,
     len: usize,
@@ -25,7 +25,7 @@ impl<T: Element> DeviceBuffer<T> {
     /// Returns `len` elements of zero bits, allocated on `stream`.
     ///
     /// # Errors
-    /// [`DeviceError::Driver`] if there is no such memory.
+    /// [`DeviceError::Driver`] if the memory cannot be allocated.
     pub fn zeros(stream: &Arc<CudaStream>, len: usize) -> Result<Self, DeviceError> {
         // At least one byte: CUDA has no empty memory.
         let bytes =
@@ -38,20 +38,21 @@ impl<T: Element> DeviceBuffer<T> {
     /// A copy of `values`.
     ///
     /// # Errors
-    /// [`DeviceError::Driver`].
+    /// [`DeviceError::Driver`] if the allocation or a copy fails.
     pub fn from_slice(stream: &Arc<CudaStream>, values: &[T]) -> Result<Self, DeviceError> {
         let mut buffer = Self::zeros(stream, values.len())?;
         buffer.write(stream, values)?;
         Ok(buffer)
     }
 
-    /// Replaces the first elements by `values`, behind the earlier work of `stream`. Two copies.
+    /// Replaces the first elements by `values`, after the earlier work of `stream`. Two copies: one on the
+    /// host, one to the device.
     ///
     /// # Errors
-    /// [`DeviceError::Driver`].
+    /// [`DeviceError::Driver`] if the copy fails.
     ///
     /// # Panics
-    /// If there are more than the buffer has.
+    /// If `values` is longer than the buffer.
     pub fn write(&mut self, stream: &Arc<CudaStream>, values: &[T]) -> Result<(), DeviceError> {
         let mut bytes = vec![0; size_of_val(values)];
         T::write(values, &mut bytes);
@@ -59,10 +60,11 @@ impl<T: Element> DeviceBuffer<T> {
         stream.memcpy_htod(&bytes, &mut part).map_err(DeviceError::driver("a copy to the device failed"))
     }
 
-    /// Returns the elements, after `stream` has done all its earlier work. Two copies.
+    /// Returns the elements, after `stream` has done all its earlier work. Two copies: one from the device,
+    /// one on the host.
     ///
     /// # Errors
-    /// [`DeviceError::Driver`].
+    /// [`DeviceError::Driver`] if the copy fails.
     pub fn read(&self, stream: &Arc<CudaStream>) -> Result<Vec<T>, DeviceError> {
         let part = self.bytes.slice(..self.len * size_of::<T>());
         let bytes = stream.clone_dtoh(&part).and_then(|bytes| stream.synchronize().map(|()| bytes));
@@ -74,7 +76,7 @@ impl<T: Element> DeviceBuffer<T> {
     /// Returns the first `len` elements, for use by operations.
     ///
     /// # Panics
-    /// If there are fewer.
+    /// If the buffer has fewer elements.
     pub fn first(&mut self, len: usize) -> DevicePrefix<'_, T> {
         assert!(len <= self.len, "{len} of {} elements", self.len);
         DevicePrefix { buffer: self, len }

@@ -14,7 +14,7 @@ use crate::error::CommError;
 pub(super) struct CallWait {
     pub(super) call: Call,
     pub(super) seq: u64,
-    /// The time limit, which has begun.
+    /// The time limit of the call, counted from its start.
     limit: TimeLimit,
     last_check: Instant,
     backoff: Backoff,
@@ -25,15 +25,16 @@ impl CallWait {
         Self { call, seq, limit: limit.started(), last_check: Instant::now(), backoff: Backoff::default() }
     }
 
-    /// The time that is left.
+    /// The time that is left until the time limit.
     pub(super) fn remaining(&self) -> Duration {
         self.limit.deadline().saturating_duration_since(Instant::now())
     }
 }
 
 impl Core {
-    /// Waits a little. Returns an error if the group has ended, or if the time is over, which ends the group.
-    /// The waiting thread may be the watchdog in a callback, so this also checks the group.
+    /// Pauses between two polls. Returns an error if the group has ended, or if the time limit has passed,
+    /// which ends the group. It also checks the health of the group: the waiting thread may be the watchdog
+    /// itself, in a callback.
     pub(super) fn pause(&self, call_wait: &mut CallWait) -> Result<(), CommError> {
         let now = Instant::now();
         if now - call_wait.last_check >= CHECK_INTERVAL {
@@ -48,7 +49,7 @@ impl Core {
         Ok(())
     }
 
-    /// Polls until `ask` returns a value.
+    /// Calls `ask` until it returns a value; between the calls it waits and fails like [`Self::pause`].
     pub(super) fn wait_for<T>(
         &self,
         call_wait: &mut CallWait,

@@ -1,7 +1,7 @@
 //! CUDA's driver, opened so that nothing panics.
 //!
 //! cudarc looks up each function at its first call, and panics if the library or the function is missing. So
-//! both are checked first: with a context, all functions that are needed can be called.
+//! this module checks for the library and all needed functions before it returns a context.
 
 use std::sync::{Arc, OnceLock};
 
@@ -54,7 +54,7 @@ const FUNCTIONS: [&str; 39] = [
     "cuLaunchKernel",
 ];
 
-/// Opens device `ordinal`, from 0, among those visible to this process. It is the primary context, which
+/// Opens device `ordinal`, from 0, among those visible to this process. Returns its primary context, which
 /// other libraries of the process, such as NCCL, use too.
 ///
 /// # Errors
@@ -81,7 +81,7 @@ pub fn count() -> Result<usize, DeviceError> {
 }
 
 /// Opens the device of this rank. If the process sees only one device, as with `convoke --gpu-bind`, it is
-/// that one. Otherwise its number is the rank's [local rank](Group::local_rank_and_size).
+/// that device. Otherwise the device number is the rank's [local rank](Group::local_rank_and_size).
 ///
 /// # Errors
 /// [`CommError::Device`] as [`open`].
@@ -91,13 +91,13 @@ pub fn open_for_rank(group: &Group) -> Result<Arc<CudaContext>, CommError> {
     Ok(open(ordinal)?)
 }
 
-/// Makes a context the current one of this thread. The first attempt may report an error that an earlier drop
-/// left in cudarc, once. That is no reason to end a group, so it tries twice.
+/// Makes a context the current one of this thread. cudarc keeps an error that occurs while it drops a value,
+/// and returns it once from a later call. Such an error is no reason to end a group, so this tries twice.
 pub(super) fn bind(context: &CudaContext) -> Result<(), DriverError> {
     context.bind_to_thread().or_else(|_| context.bind_to_thread())
 }
 
-/// Checks that the driver is there, with all functions that are called.
+/// Checks that the driver is installed, with all functions that are called.
 fn check() -> Result<(), DeviceError> {
     static CHECKED: OnceLock<Result<(), DeviceError>> = OnceLock::new();
     CHECKED.get_or_init(check_functions).clone()
@@ -109,7 +109,7 @@ fn check_functions() -> Result<(), DeviceError> {
     if !unsafe { sys::is_culib_present() } {
         return Err(DeviceError::NoDriver);
     }
-    // SAFETY: it is there.
+    // SAFETY: the library is present.
     let library = unsafe { sys::culib() };
     // SAFETY: only checks whether the symbol exists.
     let has = |name: &&str| unsafe { library.get::<unsafe extern "C" fn()>(name.as_bytes()) }.is_ok();

@@ -39,9 +39,9 @@ float8! { F8E4M3, F8E4M3; F8E5M2, F8E5M2; }
 /// The type of an element, as a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ElementType {
-    /// The type, or one of the same size.
+    /// The element type; for an 8-bit float, another type of the same size.
     pub(crate) dtype: Dtype,
-    /// The type, if only devices have it.
+    /// NCCL's type of an 8-bit float, which exists only on devices; `None` for other types.
     pub(crate) float8: Option<DataType>,
 }
 

@@ -22,8 +22,8 @@ use crate::flight::CallInfo;
 use crate::nccl::{Communicator, NcclCall, NcclError, Progress};
 
 impl Core {
-    /// Carries out the steps of one call, which has so many buffers, on a stream, behind its earlier work.
-    /// That is NCCL's work, or the whole call if the group is staged through the host.
+    /// Enqueues the steps of one call, with its number of buffers, on a stream, after the earlier work there.
+    /// If the group is staged through the host, the steps are complete when this returns.
     ///
     /// # Safety
     ///
@@ -49,9 +49,10 @@ impl Core {
         let mut call_wait = CallWait::new(call, seq, limit);
         // SAFETY: the caller promises it.
         let carried_out = unsafe { self.carry_out(steps, stream, &mut call_wait) };
-        // The lock is held until this operation is registered, so no other call uses NCCL before.
+        // The guard is held until this operation is pending, so no other call uses NCCL before.
         let recorded = carried_out.and_then(|nccl_guard| {
-            // Events that are captured in a graph belong to the graph, which has not been launched.
+            // While a stream captures a CUDA graph, an event would belong to the graph, which has not been
+            // launched.
             let failed = |error| self.driver_failed(error, call, seq);
             if is_captured(stream).map_err(failed)? {
                 return Ok(None);
@@ -90,7 +91,7 @@ impl Core {
         Ok(Some(operation))
     }
 
-    /// Returns the guard that keeps other calls out of NCCL.
+    /// Carries out the steps; returns the guard that keeps other calls out of NCCL, or `None` without NCCL.
     ///
     /// # Safety
     ///
@@ -102,7 +103,7 @@ impl Core {
         stream: &CudaStream,
         call_wait: &mut CallWait,
     ) -> Result<Option<MutexGuard<'_, ()>>, CommError> {
-        // Limits the number of operations under way.
+        // Waits until fewer commands are in progress: a full CUDA queue blocks its callers.
         self.wait_for(call_wait, || {
             if self.pending().is_full() {
                 self.reap();
@@ -155,7 +156,7 @@ impl Core {
                 .and_then(|()| ask(&Communicator::progress))
                 .map(|progress| progress == Progress::InProgress);
         }
-        // NCCL may be in the middle of this call; `ensure_aborted` waits for it.
+        // NCCL may still be in this call; `ensure_aborted` aborts it and waits for its end.
         entered.map(|_| nccl_guard).inspect_err(|_| self.ensure_aborted())
     }
 
@@ -186,7 +187,7 @@ impl Core {
         // SAFETY: the caller promises it.
         let staged = unsafe { staging.carry_out(&group, steps, stream, settle) };
         if let Err(CommError::Device(error)) = &staged {
-            // The other ranks wait for this one, so the group ends.
+            // The other ranks wait for this rank, so the group ends.
             self.fail(Failure::Device(error.clone()));
         }
         staged

@@ -21,7 +21,7 @@ impl EventPool {
         Arc::new(Self { context, free: Mutex::default() })
     }
 
-    /// Returns an event that completes when `stream` has done its present work.
+    /// Returns an event that completes when `stream` has executed all work enqueued so far.
     pub(super) fn record(self: &Arc<Self>, stream: &CudaStream) -> Result<RecordedEvent, DriverError> {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let event = free.map_or_else(|| self.context.new_event(None), Ok)?;
@@ -30,7 +30,7 @@ impl EventPool {
     }
 }
 
-/// An event in use.
+/// An event that was recorded on a stream.
 #[derive(Debug)]
 pub(super) struct RecordedEvent {
     /// The event; `None` once it is dropped.
@@ -41,7 +41,7 @@ pub(super) struct RecordedEvent {
 impl RecordedEvent {
     /// Returns whether the stream has passed the event. An error means that the device has failed for good.
     pub(super) fn is_complete(&self) -> Result<bool, DriverError> {
-        // The calling thread may not have used the device before.
+        // The calling thread may not have used the device before, so its context is set first.
         bind(&self.pool.context)?;
         let _capture_mode = RelaxedCapture::new()?;
         self.event.as_ref().map_or(Ok(true), CudaEvent::try_is_complete)
@@ -53,7 +53,7 @@ impl RecordedEvent {
     }
 }
 
-/// While it lives, this thread may query events even if another thread captures a graph.
+/// While this value exists, its thread may query events even if another thread captures a graph.
 struct RelaxedCapture {
     before: sys::CUstreamCaptureMode,
 }

@@ -22,17 +22,17 @@ use crate::group::device::{AttachDevice, GroupDevice};
 use crate::nccl::{Communicator, Library, NcclError, Progress, SetDevice, UniqueId, Version};
 
 impl Group {
-    /// Returns this group with a device: [`Self::on`] gives the operations on its buffers. All ranks call it,
-    /// each with its own device, usually [`device::open_for_rank`](crate::device::open_for_rank). The host
-    /// side of the group stays usable.
+    /// Returns a handle of this group with a device; [`Self::on`] gives the operations on device buffers. All
+    /// ranks call `with_device`, each with its own device, usually
+    /// [`device::open_for_rank`](crate::device::open_for_rank). The host side of the group stays usable.
     ///
-    /// Groups made from it have devices as well (by `ncclCommSplit`). If the host side learns that a rank has
-    /// died, or is aborted, operations on devices end with the same error. If NCCL reports an error, the host
-    /// side ends too.
+    /// Subgroups made from the returned handle have devices as well (by `ncclCommSplit`). If the host side
+    /// learns that a rank has died, or is aborted, operations on devices end with the same error. If NCCL
+    /// reports an error, the host side ends too.
     ///
     /// # Errors
     ///
-    /// [`CommError::Device`] on all ranks; the group goes on without devices after these:
+    /// [`CommError::Device`] on all ranks. The group stays usable without devices after these errors:
     /// [`DeviceError::Nccl`] if this rank has no usable NCCL, [`DeviceError::PeerUnavailable`] if another
     /// rank has none, [`DeviceError::VersionMismatch`], [`DeviceError::DeviceShared`].
     /// [`DeviceError::InitTimeout`] and errors of NCCL calls end the group. Otherwise the error that ended
@@ -86,7 +86,7 @@ impl Group {
     ) -> Result<Communicator, CommError> {
         let mut id = [0; 128];
         let drawn = if self.rank() == 0 { library.unique_id().map(Some) } else { Ok(None) };
-        // If rank 0 has no id, it sends zeros, so that no rank waits.
+        // If rank 0 has no id, it broadcasts zeros, so that no other rank waits for it.
         if let Ok(Some(UniqueId(drawn))) = drawn {
             id = drawn;
         }
@@ -105,8 +105,8 @@ impl Group {
         Ok(communicator)
     }
 
-    /// Waits until NCCL has finished the last call, as `progress` reports. Ends the group if it fails or
-    /// takes too long.
+    /// Waits until NCCL has finished its last call, as `progress` reports. Ends the group if that call fails
+    /// or takes longer than the limit.
     fn wait_for_nccl(
         &self,
         mut progress: impl FnMut() -> Result<Progress, NcclError>,
@@ -133,7 +133,7 @@ impl Group {
         }
     }
 
-    /// Creates the device backend. The other ranks have theirs by now, so a failure ends the group.
+    /// Creates the device backend. Other ranks may have created theirs already, so a failure ends the group.
     fn new_device_backend(
         &self,
         context: &Arc<CudaContext>,
@@ -149,7 +149,7 @@ impl Group {
         }
     }
 
-    /// Ends the group, so that no rank waits for this one.
+    /// Ends the group with `error`, so that no other rank waits for this rank.
     fn abort_with(&self, error: DeviceError) -> CommError {
         self.abort(&format!("the device of rank {} failed: {error}", self.rank()));
         error.into()
@@ -183,7 +183,8 @@ impl Core {
                 let child = self.split_communicator(place.map(|place| (ranks[0], place)), limit);
                 let child = child.inspect_err(|_| {
                     self.fail(Failure::Group);
-                    // NCCL may be in the middle of the call; `ensure_aborted` waits for it.
+                    // NCCL may still be splitting the communicator; `ensure_aborted` aborts that and waits
+                    // for its end.
                     self.ensure_aborted();
                 })?;
                 child.map(|child| DeviceTransport::Nccl { library, communicator: Mutex::new(Some(child)) })
@@ -196,8 +197,8 @@ impl Core {
         }))
     }
 
-    /// Splits the communicator: ranks with equal colors are together, in the order of their keys. A rank
-    /// without color and key gets no communicator.
+    /// Splits the NCCL communicator: ranks with equal colors get one new communicator, in the order of their
+    /// keys. A rank that passes `None` gets no communicator.
     fn split_communicator(
         &self,
         color_and_key: Option<(usize, usize)>,
@@ -208,7 +209,7 @@ impl Core {
         let failed = DeviceError::driver("the device failed");
         bind(&self.context).map_err(|error| group.abort_with(failed(error)))?;
         let _nccl_guard = self.wait_for(&mut call_wait, || self.try_lock_nccl())?;
-        // NCCL wants no other operation under way during a split.
+        // NCCL allows no other operation in progress during a split.
         self.wait_for(&mut call_wait, || {
             self.reap();
             self.notify_callbacks();
@@ -225,8 +226,8 @@ impl Core {
         Ok(child)
     }
 
-    /// Calls a function of the communicator, unless NCCL was aborted. The lock is held for the call only, so
-    /// that the watchdog can check meanwhile.
+    /// Calls `call` with the NCCL communicator, unless NCCL was aborted. The lock is released when `call`
+    /// returns, so that the watchdog can use the communicator between two calls.
     fn with_communicator<R>(
         &self,
         call: impl FnOnce(&Communicator) -> Result<R, NcclError>,
@@ -237,10 +238,10 @@ impl Core {
     }
 }
 
-/// The call that errors of a split name.
+/// The call that an error during a communicator split names.
 const SPLIT: Call = Call::new(CallKind::Subgroup, Dtype::U8, None, 0, 0);
 
-/// Returns whether the context is the device's primary one, which other libraries of the process use.
+/// Returns whether the context is the device's primary context, which other libraries of the process use.
 #[allow(unsafe_code)]
 fn is_primary(context: &CudaContext) -> bool {
     // SAFETY: retained and released once; `context` is the primary one, or unaffected.

@@ -11,10 +11,10 @@
 //! `stream` and `batch` are the operations, and `enqueue` puts them on a stream. `type_mapping` (pure) maps
 //! types and operations to NCCL's; `staged` does without NCCL, through host memory. `call_wait` bounds how
 //! long a call may block, and `operation` waits for operations. `watchdog` checks progress by the rules of
-//! `pending` (pure); `teardown` is failure and shutdown.
+//! `pending` (pure); `teardown` handles failure and shutdown.
 //!
 //! If the host side learns of a failure, such as the death of a rank, operations on GPUs end as well. A
-//! failure of the device also ends the host side. Both report one cause.
+//! failure of the device also ends the host side. Host side and device report the same cause.
 
 mod backend;
 mod batch;

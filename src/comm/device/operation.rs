@@ -22,13 +22,13 @@ pub(super) struct DeviceOperation {
     pub(super) call: Call,
     pub(super) seq: u64,
     pub(super) recorded: RecordedEvent,
-    /// The ranks that it exchanges messages with; `None` if it needs all ranks.
+    /// The ranks with which the operation exchanges messages; `None` if it needs all ranks.
     pub(super) peers: Option<SmallVec<[usize; 2]>>,
     pub(super) core: Weak<Core>,
 }
 
 impl DeviceOperation {
-    /// Returns whether the operation needs a rank.
+    /// Returns whether the operation needs rank `rank` to take part.
     pub(super) fn needs(&self, rank: usize) -> bool {
         self.peers.as_ref().is_none_or(|peers| peers.contains(&rank))
     }
@@ -61,7 +61,7 @@ impl DeviceWork for DeviceOperation {
         self.core().is_none_or(|core| core.poll_operation(self))
     }
 
-    /// Makes the watchdog poll often.
+    /// Makes the watchdog poll often, to report soon that the operation is done.
     fn request_fast_poll(&self) {
         if let Some(core) = self.core() {
             core.pending().request_fast_poll();
@@ -74,7 +74,7 @@ impl DeviceWork for DeviceOperation {
     }
 }
 
-/// A poll loop of a thread: it begins without pauses and polls less and less often.
+/// Pauses between a thread's polls: first it spins, then it yields, then it sleeps for growing times.
 #[derive(Default)]
 pub(super) struct Backoff {
     polls: u32,
@@ -83,7 +83,7 @@ pub(super) struct Backoff {
 
 impl Backoff {
     const SPINS: u32 = 100;
-    /// A shorter wait is over before a sleeping thread would have woken.
+    /// How long the thread yields before it sleeps: a sleeping thread would wake too late for a short wait.
     const YIELDS: Duration = Duration::from_micros(200);
     const MAX_SLEEP: Duration = Duration::from_millis(10);
 
@@ -108,7 +108,7 @@ impl Backoff {
         }
     }
 
-    /// Polls until there is an answer, or until `until`; at least once.
+    /// Calls `ask` until it returns a value or `until` has passed; at least once.
     pub(super) fn poll_until<T>(until: Instant, mut ask: impl FnMut() -> Option<T>) -> Option<T> {
         let mut wait = Self::default();
         loop {
@@ -136,7 +136,7 @@ impl Core {
             if until.is_some_and(|until| Instant::now() >= until) {
                 return;
             }
-            // The watchdog wakes it if the group ends.
+            // The watchdog wakes this thread if the group ends.
             if operation.completion.register_thread() {
                 wait.park(until);
             }
@@ -145,8 +145,8 @@ impl Core {
 
     /// Returns whether an operation is done, successfully or not.
     pub(super) fn poll_operation(&self, operation: &DeviceOperation) -> bool {
-        // After a failure the watchdog decides: an operation that ended by an abort has not succeeded. While
-        // NCCL aborts, a query of the driver may have to wait for a kernel.
+        // After a failure only the watchdog completes operations: one whose event passed because of an abort
+        // has not succeeded. While NCCL aborts, a query of the driver may have to wait for a kernel.
         if operation.completion.is_done() || self.has_failed() {
             return operation.completion.is_done();
         }

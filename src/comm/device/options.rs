@@ -24,9 +24,9 @@ impl DeviceOptions {
         self
     }
 
-    /// Does without NCCL: each operation copies its buffers to pinned host memory, runs there on the host
-    /// side, and copies back. The calling thread does all that before the call returns. It serves devices
-    /// that NCCL cannot connect, and finding out whether NCCL is the cause of a problem. It is never chosen
+    /// Does without NCCL: each operation copies its buffers to pinned host memory, runs on the host side, and
+    /// copies the results back. The calling thread does all that before the call returns. Use it for devices
+    /// that NCCL cannot connect, or to find out whether NCCL causes a problem. It is never chosen
     /// automatically.
     #[must_use]
     pub fn staged(mut self, staged: bool) -> Self {
@@ -36,8 +36,8 @@ impl DeviceOptions {
 
     /// Compares the calls of all ranks over the host side before each operation. A rank that makes another
     /// call leads to [`CommError::Mismatch`](crate::CommError::Mismatch) on all ranks instead of a time-out
-    /// or wrong numbers. It costs an exchange between hosts for each operation and makes the caller wait for
-    /// the others. Off by default.
+    /// or wrong numbers. The check costs an exchange between hosts for each operation and makes the caller
+    /// wait for the other ranks. Off by default.
     #[must_use]
     pub fn checked(mut self, checked: bool) -> Self {
         self.checked = checked;

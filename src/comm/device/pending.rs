@@ -1,36 +1,36 @@
-//! Operations on a device that are not known to be done. Pure: the caller tells whether one is done.
+//! Device operations that are not known to be done. Pure: the caller tells whether an operation is done.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// The interval of checks while operations are under way.
+/// The watchdog's interval between checks while operations are in progress.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(100);
-/// The interval of checks while a waiter depends on the watchdog.
+/// The watchdog's interval while a thread waits for the watchdog to report that an operation is done.
 const FAST_INTERVAL: Duration = Duration::from_micros(100);
-/// At multiples of this number of operations, the thread that adds one also reaps.
+/// At multiples of this number of operations, the thread that adds one also removes those that are done.
 const REAP_EVERY: usize = 32;
-/// The most commands that may be under way. A CUDA queue holds about 1,000 commands. A caller that finds it
-/// full blocks inside the driver, where nobody can end the call.
+/// The most commands that may be in a CUDA queue. The queue holds about 1,000 commands. A caller that finds
+/// it full blocks inside the driver, where nobody can end the call.
 const MAX_COMMANDS: usize = 512;
-/// The commands of each operation, which include our event, and those of each buffer, which are waits and
-/// events of cudarc. The last are those of each launch of NCCL, which covers several calls of a group.
+/// The commands of each operation include convoke's event. The commands of each buffer are waits and events
+/// of cudarc. Each launch of an NCCL kernel has commands too, and covers several calls of an NCCL group.
 const COMMANDS_PER_OPERATION: usize = 2;
 const COMMANDS_PER_BUFFER: usize = 3;
 const COMMANDS_PER_LAUNCH: usize = 3;
 const CALLS_PER_LAUNCH: usize = 8;
 
-/// The commands of an operation of so many NCCL calls on so many buffers.
+/// The number of CUDA commands of an operation of `calls` NCCL calls on `buffers` buffers.
 pub(super) fn commands(calls: usize, buffers: usize) -> usize {
     COMMANDS_PER_OPERATION
         + buffers * COMMANDS_PER_BUFFER
         + calls.div_ceil(CALLS_PER_LAUNCH) * COMMANDS_PER_LAUNCH
 }
 
-/// The caller's value for an operation, with its stream and deadline.
+/// An operation `what`, as the caller represents it, with its stream and deadline.
 #[derive(Debug)]
 struct Entry<P> {
     what: P,
-    /// The stream; its operations end in the order in which they began.
+    /// The stream; operations of one stream end in the order in which they began.
     stream: usize,
     deadline: Instant,
     commands: usize,
@@ -40,9 +40,9 @@ struct Entry<P> {
 #[derive(Debug)]
 pub(super) struct PendingOperations<P> {
     entries: VecDeque<Entry<P>>,
-    /// The commands of all operations together.
+    /// The number of CUDA commands of all operations together.
     commands: usize,
-    /// If set, a thread waits for a notification.
+    /// Set while a thread waits for the watchdog to report that an operation is done.
     fast_poll: bool,
 }
 
@@ -53,14 +53,14 @@ impl<P> Default for PendingOperations<P> {
 }
 
 impl<P> PendingOperations<P> {
-    /// Adds an operation of so many commands. Returns whether the caller should reap.
+    /// Adds an operation of `commands` CUDA commands. Returns whether the caller should call [`Self::reap`].
     pub(super) fn add(&mut self, what: P, stream: usize, deadline: Instant, commands: usize) -> bool {
         self.entries.push_back(Entry { what, stream, deadline, commands });
         self.commands += commands;
         self.entries.len().is_multiple_of(REAP_EVERY)
     }
 
-    /// Notes that a thread waits for a notification of an operation.
+    /// Records that a thread waits for the watchdog to report that an operation is done.
     pub(super) fn request_fast_poll(&mut self) {
         self.fast_poll = true;
     }
@@ -69,7 +69,7 @@ impl<P> PendingOperations<P> {
         self.entries.is_empty()
     }
 
-    /// Returns whether no operation should begin until some are done.
+    /// Returns whether no operation should begin until some operations are done.
     pub(super) fn is_full(&self) -> bool {
         self.commands >= MAX_COMMANDS
     }
@@ -78,8 +78,8 @@ impl<P> PendingOperations<P> {
         self.entries.iter().any(|entry| is_such(&entry.what))
     }
 
-    /// Removes the operations that are done. It asks `is_done` for each stream until one operation is not
-    /// done, and stops at the first error.
+    /// Removes and returns the operations that are done. In each stream, it asks `is_done` about each
+    /// operation until one is not done. At the first error of `is_done` it stops, and returns that error too.
     pub(super) fn reap<E>(&mut self, mut is_done: impl FnMut(&P) -> Result<bool, E>) -> (Vec<P>, Option<E>) {
         let (mut done, mut left, mut failed) = (Vec::new(), VecDeque::new(), None);
         let mut blocked: Vec<usize> = Vec::new();
@@ -111,7 +111,7 @@ impl<P> PendingOperations<P> {
         self.entries.iter().find(|entry| now >= entry.deadline).map(|entry| &entry.what)
     }
 
-    /// The time until the next check; `None` if nothing is under way.
+    /// The time until the watchdog's next check; `None` if no operation is in progress.
     pub(super) fn next_check_in(&self, now: Instant) -> Option<Duration> {
         let due = self.entries.iter().map(|entry| entry.deadline).min()?;
         let usual = if self.fast_poll { FAST_INTERVAL } else { CHECK_INTERVAL };

@@ -7,7 +7,7 @@ use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDro
 
 /// Elements on a device that other code owns, such as a tensor of another library, by their address.
 ///
-/// It frees nothing and waits for nothing: the program orders accesses from other streams.
+/// Dropping it frees nothing, and it makes no stream wait: the program orders accesses from other streams.
 #[derive(Debug)]
 pub struct RawBuffer<T> {
     at: sys::CUdeviceptr,
@@ -26,10 +26,10 @@ impl<T> RawBuffer<T> {
     ///
     /// # Safety
     ///
-    /// The elements exist, aligned for their type, as long as operations on this buffer are under way on any
-    /// stream. Nobody writes them meanwhile, nor reads elements that an operation writes. An operation that
-    /// ended with an error may be under way until its stream has been synchronized: NCCL aborts at once, but
-    /// not kernels queued behind one that does not end.
+    /// The elements exist, aligned for their type, as long as operations on this buffer are in progress on
+    /// any stream. Until then nobody else writes the elements, nor reads elements that an operation writes.
+    /// An operation that ended with an error may be in progress until its stream has been synchronized: NCCL
+    /// aborts at once, but not kernels queued behind one that does not end.
     #[must_use]
     pub unsafe fn new(at: sys::CUdeviceptr, len: usize, stream: Arc<CudaStream>) -> Self {
         Self { at, len, stream, element: PhantomData }

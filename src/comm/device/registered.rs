@@ -18,8 +18,8 @@ use crate::nccl::{NcclError, RegistrationHandle};
 const DEREGISTER_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A buffer registered with NCCL because it is used often; from [`Group::register`]. It gives access to the
-/// elements like the buffer itself. Dropping it deregisters the buffer when all operations of the group under
-/// way are done. If they are not within 10 seconds, the memory is never freed.
+/// elements like the buffer itself. Dropping it waits at most 10 seconds for all device operations of the
+/// group, and deregisters the buffer. If they are not done by then, the memory is never freed.
 pub struct Registration<T> {
     /// The registration; taken by `drop`.
     registration: Option<RegistrationHandle>,
@@ -38,12 +38,14 @@ pub struct Unregistered<T> {
 
 impl Group {
     /// Registers a buffer that will be used often, as with `ncclCommRegister`. If the machine supports it,
-    /// operations on it need no copies into NCCL's own memory. It is local to this rank. NCCL gains only if
-    /// all ranks register theirs, and only with memory that the driver shares between processes.
+    /// operations on the buffer need no copies into NCCL's own memory. The registration is local to this
+    /// rank. NCCL omits the copies only if all ranks register their buffers, and only for memory that the
+    /// driver can share between processes.
     ///
     /// # Errors
-    /// [`Unregistered`], with the buffer: [`CommError::Unsupported`] if this version of NCCL cannot (2.19 is
-    /// the first) or the group goes through the host. [`CommError::Device`].
+    /// [`Unregistered`], with the buffer and one of these errors: [`CommError::Unsupported`] if NCCL is older
+    /// than 2.19 or the group is staged through the host. [`CommError::Device`] if the group has no device,
+    /// or NCCL fails or is busy.
     #[allow(clippy::result_large_err)] // with the buffer, which must not be lost
     pub fn register<T>(&self, buffer: CudaSlice<T>) -> Result<Registration<T>, Unregistered<T>> {
         match self.register_buffer(&buffer) {

@@ -1,4 +1,5 @@
-//! Operations without NCCL: device to pinned host memory, the host side of the group, and back.
+//! Operations without NCCL: they copy from the device to pinned host memory, use the host side, and copy
+//! back.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -20,16 +21,17 @@ use half::{bf16, f16};
 
 /// The alignment of buffers in pinned memory.
 const ALIGNMENT: usize = 64;
-/// The tag of messages on the host side.
+/// The tag of the host side's messages that carry messages between devices.
 const TAG: u32 = u32::MAX;
 
 /// Pinned host memory, which grows as it is needed.
 pub(crate) struct Staging {
     context: Arc<CudaContext>,
-    /// The memory of `bytes` bytes, or null.
+    /// The start of the memory, of `bytes` bytes; null if there is none.
     start: *mut u8,
     bytes: usize,
-    /// If set, copies may be under way, and the memory is never freed.
+    /// Set while copies may use the memory. If it is still set when the memory would be freed, the memory is
+    /// leaked.
     busy: bool,
 }
 
@@ -37,7 +39,7 @@ pub(crate) struct Staging {
 #[allow(unsafe_code)]
 unsafe impl Send for Staging {}
 
-/// The locations of a step's bytes in host memory.
+/// A step, with the ranges of pinned memory for its input and output.
 struct StagedCall {
     step: NcclCall<ElementType, DeviceReduction>,
     send: Range<usize>,
@@ -50,8 +52,8 @@ impl Staging {
         Self { context, start: std::ptr::null_mut(), bytes: 0, busy: false }
     }
 
-    /// Carries out steps on the data of `stream` when its earlier work is done. The stream has executed
-    /// everything when it returns; `settle` waits for that.
+    /// Carries out steps on device memory after the earlier work of `stream`. On success the stream has
+    /// executed all copies; `settle` waits until the stream has executed what is enqueued.
     ///
     /// # Safety
     ///
@@ -65,7 +67,8 @@ impl Staging {
         mut settle: impl FnMut() -> Result<(), CommError>,
     ) -> Result<(), CommError> {
         if self.busy {
-            // A call failed, and its copies may still be under way, so that memory is left to them.
+            // An earlier call failed, and its copies may still use the memory, so the memory is leaked and
+            // replaced.
             self.free();
         }
         let mut end = 0;
@@ -109,7 +112,7 @@ impl Staging {
         // SAFETY: the caller promises it; ranges of different steps are disjoint.
         let slice = |range: &Range<usize>| unsafe { self.slice::<u8>(range) };
         let mut messages = group.batch();
-        // Messages of a rank to itself, in order.
+        // Sends of this rank to itself, in order; its receives from itself copy from them.
         let mut own =
             staged.iter().filter(|staged| matches!(staged.step, NcclCall::Send { to, .. } if to == me));
         for StagedCall { step, send, recv } in staged {
@@ -177,7 +180,7 @@ impl Staging {
                         run_reduction(group, step, send, recv, reduction::<$rust>(by)?)
                     })*
                     Dtype::Bool => {
-                        // Reduced as bytes, not as `bool`: a device's truth values may be any bytes.
+                        // Reduced as bytes, not as `bool`: a device's boolean values may be any bytes.
                         let op = match by.op {
                             ReduceOp::Sum | ReduceOp::Max | ReduceOp::Bor => ReduceOp::Max,
                             ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => ReduceOp::Min,
@@ -242,7 +245,7 @@ impl Drop for Staging {
     }
 }
 
-/// Assigns the buffers of a step ranges behind `end`.
+/// Assigns ranges of pinned memory, from `end` on, to the buffers of a step.
 fn assign_ranges(step: NcclCall<ElementType, DeviceReduction>, group: &Group, end: &mut usize) -> StagedCall {
     let ranks = group.size();
     let (sent, received, datatype) = match step {
@@ -263,7 +266,7 @@ fn assign_ranges(step: NcclCall<ElementType, DeviceReduction>, group: &Group, en
     StagedCall { step, send: next(sent), recv: next(received) }
 }
 
-/// The address of the step's input on this rank, if it has one.
+/// The device address of the step's input on this rank, if it has one.
 fn source(step: &NcclCall<ElementType, DeviceReduction>, group: &Group) -> Option<Address> {
     match *step {
         NcclCall::AllReduce { send, .. }
@@ -276,7 +279,7 @@ fn source(step: &NcclCall<ElementType, DeviceReduction>, group: &Group) -> Optio
     }
 }
 
-/// The address of the step's output on this rank, if it has one.
+/// The device address of the step's output on this rank, if it has one.
 fn target(step: &NcclCall<ElementType, DeviceReduction>, group: &Group) -> Option<Address> {
     match *step {
         NcclCall::AllReduce { recv, .. }
@@ -289,7 +292,7 @@ fn target(step: &NcclCall<ElementType, DeviceReduction>, group: &Group) -> Optio
     }
 }
 
-/// The reduction of elements of one type.
+/// The host side's reduction that is equivalent to the device reduction `by`, on elements `T`.
 fn reduction<T: Element>(by: DeviceReduction) -> Result<Reduction<T>, CommError> {
     match by.factor.and_then(T::Factor::from_bytes) {
         Some(factor) => Ok(Reduction::premul_sum(factor)),

@@ -12,23 +12,23 @@ use crate::group::Group;
 use crate::group::work::Work;
 use crate::reduction::Reduction;
 
-/// `CU_STREAM_PER_THREAD`.
+/// `CU_STREAM_PER_THREAD`, the handle of the per-thread default stream.
 const PER_THREAD: usize = 2;
 
 /// The operations of a group on buffers of its device, on one stream; from [`Group::on`].
 ///
 /// Each method has the meaning and arguments of the method of that name of [`Group`]. It enqueues the
-/// operation behind the earlier work of the stream and returns at once. Later work on the stream runs after
-/// the operation without further waits. [`Work::wait_on`] orders another stream behind it, which cudarc's
-/// buffers do by themselves. The host waits with [`Work::wait`]. Ranks enqueue the same operations in the
-/// same order, also from several threads and streams.
+/// operation after the earlier work of the stream and returns at once. Later work on the stream runs after
+/// the operation without further waits. [`Work::wait_on`] makes another stream wait for the operation;
+/// cudarc's buffers do that by themselves. The host waits with [`Work::wait`]. Ranks enqueue the same
+/// operations in the same order, also from several threads and streams.
 ///
 /// # Errors
 ///
 /// All methods return [`CommError::InvalidArgument`] if a buffer is on another device, a length or rank does
-/// not fit, or the operation has no meaning. They return [`CommError::Unsupported`] if NCCL cannot do it with
-/// that type. In both cases nothing was enqueued. [`CommError::Device`] if the device or NCCL failed,
-/// otherwise the error that ended the group.
+/// not fit, or the reduction is not defined for the type. They return [`CommError::Unsupported`] if NCCL
+/// lacks the operation for that type. In both cases nothing was enqueued. [`CommError::Device`] if the device
+/// or NCCL failed, otherwise the error that ended the group.
 #[derive(Debug)]
 pub struct OnStream<'a> {
     group: &'a Group,
@@ -41,7 +41,8 @@ impl Group {
     ///
     /// # Errors
     /// [`CommError::Device`] if the group has no device ([`Self::with_device`]).
-    /// [`CommError::InvalidArgument`] if the stream is of another context, or the default one of each thread.
+    /// [`CommError::InvalidArgument`] if the stream is of another context, or is the per-thread default
+    /// stream.
     pub fn on<'a>(&'a self, stream: &'a Arc<CudaStream>) -> Result<OnStream<'a>, CommError> {
         let core = Arc::clone(&DeviceBackend::of(self)?.core);
         check_context("a stream", stream.context(), &core.context)?;
@@ -55,9 +56,9 @@ impl Group {
     }
 }
 
-#[allow(clippy::missing_errors_doc)] // said of the type
+#[allow(clippy::missing_errors_doc)] // documented at the type
 impl OnStream<'_> {
-    /// Several operations that are enqueued as one.
+    /// Returns an empty batch of operations, which are enqueued as one.
     pub fn batch(&self) -> DeviceBatch<'_> {
         DeviceBatch::new(self.group, Arc::clone(&self.core), self.stream)
     }
@@ -85,7 +86,7 @@ impl OnStream<'_> {
         batch.enqueue()
     }
 
-    /// Replaces `buf` on every rank by that of rank `root`.
+    /// Replaces `buf` on every rank by the `buf` of rank `root`.
     pub fn broadcast<T: DeviceElement>(
         &self,
         buf: &mut impl DevicePtrMut<T>,
@@ -132,7 +133,7 @@ impl OnStream<'_> {
         batch.enqueue()
     }
 
-    /// Gives each rank its block of the elementwise `op` over all ranks' `send`.
+    /// Reduces all ranks' `send` elementwise by `op`, and gives each rank its block of the result.
     pub fn reduce_scatter<T: DeviceElement>(
         &self,
         send: &impl DevicePtr<T>,
@@ -156,7 +157,7 @@ impl OnStream<'_> {
         batch.enqueue()
     }
 
-    /// Gives each rank its block of `send` of rank `root`.
+    /// Gives each rank its block of the `send` of rank `root`.
     pub fn scatter<T: DeviceElement>(
         &self,
         send: &impl DevicePtr<T>,
@@ -168,7 +169,7 @@ impl OnStream<'_> {
         batch.enqueue()
     }
 
-    /// Gives each rank its block of every rank's `send`.
+    /// Gives each rank the blocks for that rank from the `send` of all ranks.
     pub fn all_to_all<T: DeviceElement>(
         &self,
         send: &impl DevicePtr<T>,
@@ -261,7 +262,7 @@ impl OnStream<'_> {
         batch.enqueue()
     }
 
-    /// Makes the stream wait until the streams of all ranks have reached the barrier.
+    /// Makes the stream wait until the streams of all ranks have reached their barriers.
     pub fn barrier(&self) -> Result<Work<()>, CommError> {
         let mut barrier_buffer = self.core.barrier_buffer();
         let mut batch = self.batch();

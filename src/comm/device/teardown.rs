@@ -23,7 +23,7 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 pub(super) enum Failure {
     /// The host side has ended, and knows the reason.
     Group,
-    /// A failure that this rank found, and that no other part of the group can report.
+    /// A failure that this rank found in the device backend, such as a time-out, with its cause.
     Own(Report),
     /// A failure of the device or NCCL.
     Device(DeviceError),
@@ -38,7 +38,7 @@ impl Core {
         }
     }
 
-    /// Ends the group because the device does not do what it should.
+    /// Ends the group because a call of the CUDA driver failed; returns the error for `call`.
     pub(super) fn driver_failed(&self, error: DriverError, call: Call, seq: u64) -> CommError {
         self.fail(Failure::Device(DeviceError::driver("the device failed")(error)));
         self.error(call, seq)
@@ -49,8 +49,8 @@ impl Core {
         self.error(call, seq)
     }
 
-    /// Ends the device backend. It also ends the host side, so that all ranks know, and the watchdog aborts
-    /// operations under way.
+    /// Ends the device backend. It also ends the host side, so that all ranks learn of the failure, and wakes
+    /// the watchdog, which aborts operations in progress.
     pub(super) fn fail(&self, failure: Failure) {
         let (cause, of_group) = match &failure {
             Failure::Group => (None, true),
@@ -81,8 +81,8 @@ impl Core {
             return;
         }
         let DeviceTransport::Nccl { communicator, .. } = &self.transport else { return };
-        // If a call is being made now, the next check is early enough. A call that hangs must not block the
-        // watchdog.
+        // If another thread holds the lock for a call, the next check is early enough: a call that hangs must
+        // not block the watchdog.
         let Ok(guard) = communicator.try_lock() else { return };
         let state = guard.as_ref().map(Communicator::progress);
         drop(guard);
@@ -100,7 +100,7 @@ impl Core {
         )));
     }
 
-    /// Ends the group because a rank has left that an operation needs.
+    /// Ends the group because rank `rank`, which a pending operation needs, has left.
     pub(super) fn peer_left(&self, rank: usize) {
         self.fail(Failure::Own(Report::new(
             self.group.rank(),
@@ -119,21 +119,22 @@ impl Core {
         }
     }
 
-    /// Aborts NCCL, then completes all operations with the error. If the abort takes long, because a kernel
-    /// before NCCL's own does not end, they are completed nevertheless.
+    /// Aborts NCCL, then completes all operations with the error. If the abort takes longer than a second,
+    /// because an earlier kernel does not end, the operations are completed nevertheless.
     pub(super) fn abort_all(self: &Arc<Self>) {
         self.ensure_aborted();
-        // Without the lock: completing runs code of the program, which may hold other locks.
+        // The lock is released first: completing an operation runs code of the program, which may hold other
+        // locks.
         let ended = self.pending().drain();
         for operation in ended {
             operation.completion.complete(Err(self.error(operation.call, operation.seq)));
         }
     }
 
-    /// Aborts NCCL, once. Returns when that is done, or after a second.
+    /// Aborts NCCL, once. Returns when the abort is done, or after a second.
     ///
-    /// A thread whose call is under way does not return before. Up to NCCL 2.26 the state of a call belongs
-    /// to the thread, and nobody else may use the stream meanwhile.
+    /// A thread whose NCCL call is in progress waits here before it returns. Up to NCCL 2.26 the state of a
+    /// call belongs to the calling thread, and nobody else may use the stream until the call has ended.
     pub(super) fn ensure_aborted(self: &Arc<Self>) {
         if !self.abort_started.swap(true, Ordering::SeqCst) {
             let core = Arc::clone(self);
@@ -142,7 +143,7 @@ impl Core {
                 core.abort_finished.store(true, Ordering::SeqCst);
             };
             if thread::Builder::new().name("convoke-abort".to_owned()).spawn(act).is_err() {
-                // It stays until the process ends.
+                // Without a thread to abort it, the communicator stays until the process ends.
                 self.abort_finished.store(true, Ordering::SeqCst);
             }
         }
@@ -182,7 +183,7 @@ impl Core {
         };
         match self.failure.get() {
             Some(Failure::Device(error)) => error.clone().into(),
-            // The host side may have ended before, for another reason, which all ranks report.
+            // The host side may have ended before, for another reason; then all ranks report that reason.
             Some(Failure::Own(report)) => of_group().unwrap_or_else(|| own(report)),
             Some(Failure::Group) | None => of_group().unwrap_or_else(|| {
                 let reason = "the group has ended".to_owned();
@@ -198,7 +199,7 @@ impl Core {
         let until = Instant::now() + SHUTDOWN_TIMEOUT;
         let Some(nccl_guard) = self.lock_nccl(until) else { return };
         if self.has_failed() || bind(&self.context).is_err() {
-            // The watchdog aborts NCCL, which may take as long as a kernel.
+            // After a failure the watchdog aborts NCCL, which may take as long as a kernel.
             return;
         }
         let Some(communicator) = lock(communicator).take() else { return };

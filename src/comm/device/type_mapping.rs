@@ -1,4 +1,4 @@
-//! The mapping of types and operations to NCCL's. Pure.
+//! Maps element types and reductions to NCCL's types and reductions. Pure.
 
 use half::{bf16, f16};
 use smallvec::SmallVec;
@@ -7,17 +7,18 @@ use super::element::ElementType;
 use crate::dtype::{Dtype, ReduceOp};
 use crate::nccl::{DataType, NcclCall, RedOp, Version};
 
-/// The first version that adds floating-point numbers of 8 bits.
+/// The first version of NCCL with 8-bit floating-point types.
 const FLOAT8_SINCE: Version = Version { major: 2, minor: 24, patch: 0 };
 
-/// The reduction: the operation, and the bytes of this rank's factor in the type of factors.
+/// A reduction on a device: the operation, and for `PremulSum` the bytes of this rank's factor, a value of
+/// the type `Element::Factor`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct DeviceReduction {
     pub(crate) op: ReduceOp,
     pub(crate) factor: Option<[u8; 16]>,
 }
 
-/// The ranks that messages go to and come from; `None` if there are other operations than messages.
+/// The ranks with which `steps` exchange messages; `None` if a step is not a message.
 pub(super) fn peers(steps: &[NcclCall<ElementType, DeviceReduction>]) -> Option<SmallVec<[usize; 2]>> {
     let peer = |step: &NcclCall<ElementType, DeviceReduction>| match *step {
         NcclCall::Send { to: peer, .. } | NcclCall::Recv { from: peer, .. } => Some(peer),
@@ -26,7 +27,7 @@ pub(super) fn peers(steps: &[NcclCall<ElementType, DeviceReduction>]) -> Option<
     steps.iter().map(peer).collect()
 }
 
-/// Maps a call to NCCL's. The error tells what NCCL cannot do.
+/// Translates a call on convoke's element types to NCCL's types. The error says what NCCL `version` lacks.
 pub(crate) fn to_nccl(
     step: NcclCall<ElementType, DeviceReduction>,
     version: Version,
@@ -84,12 +85,12 @@ pub fn accepts(op: ReduceOp, dtype: Dtype) -> bool {
         .is_ok()
 }
 
-/// NCCL's type for elements that are only moved, and the number of those in each element.
+/// NCCL's type for elements that are moved and not reduced, and how many of its values make one element.
 fn transfer_type(datatype: ElementType) -> (DataType, usize) {
     native_type(datatype.dtype).map_or((DataType::U8, datatype.size_bytes()), |plain| (plain, 1))
 }
 
-/// NCCL's type of the same name.
+/// NCCL's type with the same meaning; `None` if NCCL has none.
 fn native_type(dtype: Dtype) -> Option<DataType> {
     Some(match dtype {
         Dtype::I8 => DataType::I8,
@@ -106,7 +107,7 @@ fn native_type(dtype: Dtype) -> Option<DataType> {
     })
 }
 
-/// NCCL's type for elements that are reduced, the number of those in each element, and the operation.
+/// NCCL's type for elements that are reduced, how many of its values make one element, and NCCL's operation.
 fn reduction_type(
     datatype: ElementType,
     by: DeviceReduction,
@@ -129,17 +130,17 @@ fn reduction_type(
         if version < FLOAT8_SINCE {
             return Err(format!("{} before {FLOAT8_SINCE}; this is {version}", cannot()));
         }
-        // NCCL would multiply by 1/n, rounded to 8 bits.
+        // Averages are refused: NCCL would multiply by 1/n, rounded to 8 bits.
         let op = Some(by.op).filter(|op| *op != ReduceOp::Avg).and_then(real);
         return Ok((float8, 1, op.ok_or_else(cannot)?));
     }
     match (datatype.dtype, by.op) {
-        // The values are 0 and 1, so the maximum is OR and the minimum is AND.
+        // Boolean values are 0 and 1, so the maximum is OR and the minimum is AND.
         (Dtype::Bool, ReduceOp::Sum | ReduceOp::Max | ReduceOp::Bor) => Ok((DataType::U8, 1, RedOp::Max)),
         (Dtype::Bool, ReduceOp::Product | ReduceOp::Min | ReduceOp::Band) => {
             Ok((DataType::U8, 1, RedOp::Min))
         }
-        // Sums of the real and the imaginary parts.
+        // The sum of complex numbers is the sums of their real and imaginary parts.
         (Dtype::ComplexF32, ReduceOp::Sum) => Ok((DataType::F32, 2, RedOp::Sum)),
         (Dtype::ComplexF64, ReduceOp::Sum) => Ok((DataType::F64, 2, RedOp::Sum)),
         (Dtype::ComplexF32, ReduceOp::Avg) => Ok((DataType::F32, 2, RedOp::Avg)),
@@ -152,8 +153,8 @@ fn reduction_type(
     }
 }
 
-/// The bytes of a factor in the type of the elements, as NCCL wants it. Factors of 16-bit floats are `f32`
-/// here.
+/// The bytes of a factor in the type of the elements, as NCCL wants it. For 16-bit floats, `factor` holds an
+/// `f32`.
 fn factor_bytes(dtype: Dtype, factor: [u8; 16]) -> [u8; 8] {
     let (mut bytes, of_half) = ([0; 8], f32::from_ne_bytes([factor[0], factor[1], factor[2], factor[3]]));
     bytes.copy_from_slice(&factor[..8]);

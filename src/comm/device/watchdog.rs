@@ -10,21 +10,21 @@ use super::backend::Core;
 use super::driver::bind;
 use super::pending::CHECK_INTERVAL;
 
-/// The interval of checks while nothing is under way. A rank whose group has ended must abort NCCL, since the
-/// other ranks of its host wait for that.
+/// The interval of checks while no operation is in progress. A rank whose group has ended must abort NCCL,
+/// since the other ranks of its host wait for that abort.
 const IDLE: Duration = Duration::from_secs(1);
-/// The time for operations with a rank that has left: its own part was done when it left.
+/// The time that operations with a rank may take after it left the group: its own part was done when it left.
 const LEFT_RANK_GRACE: Duration = Duration::from_secs(1);
 
 impl Core {
     /// The loop of the watchdog until the backend is closed.
     pub(super) fn run_watchdog(self: &Arc<Self>) {
-        // If it fails, queries of events fail too and report the error.
+        // If binding fails, queries of events fail too and report the error.
         let _ = bind(&self.context);
         let (mut last_check, mut absent) = (Instant::now(), BTreeMap::new());
         loop {
             let closing = self.wait_for_work();
-            // First the checks without the driver, whose calls may block.
+            // First the checks that do not call the driver, since driver calls may block.
             if last_check.elapsed() >= CHECK_INTERVAL && !closing {
                 self.check_health();
                 last_check = Instant::now();
@@ -44,8 +44,8 @@ impl Core {
             if self.has_failed() {
                 self.abort_all();
             }
-            // Callbacks, wakers and memory that nobody waits for are the program's code. If it panics, the
-            // group ends.
+            // Callbacks, wakers, and drops of buffers without a handle run the program's code. If it panics,
+            // the group ends.
             if !self.callback_queue.run() {
                 self.group.abort("a callback panicked");
             }
@@ -68,7 +68,7 @@ impl Core {
             Some(time) => {
                 drop(self.wakeup.wait_timeout(pending, time).unwrap_or_else(PoisonError::into_inner))
             }
-            // The backend has ended and all operations are completed: wait for the close.
+            // The backend has ended and all operations are completed: wait until the backend is closed.
             None => drop(self.wakeup.wait(pending).unwrap_or_else(PoisonError::into_inner)),
         }
         closing()

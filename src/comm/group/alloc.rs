@@ -14,10 +14,10 @@ use crate::shm::fd_passing::{self, FdReceiver, FdSender};
 use crate::shm::region::OwnedRegion;
 use crate::shm::segment::{self, Segment};
 
-/// A slice of elements in memory that the other ranks of the host can access, from [`Group::alloc`].
+/// This rank's elements, from [`Group::alloc`], in memory that the other ranks of the host can access.
 ///
-/// Other ranks access it only during a collective to which this rank passes it. After a failed collective,
-/// the passed elements are zero, in private memory.
+/// Other ranks access the elements only during a collective to which this rank passes them. After a failed
+/// collective, the passed elements are zero, in private memory.
 pub struct SharedBuffer<T: Element> {
     elements: Elements<T>,
 }
@@ -27,17 +27,18 @@ enum Elements<T: Element> {
     Private(Vec<T>),
 }
 
-/// Bytes of the broadcast that announces the memory: a success flag, the id, the socket information.
+/// Bytes that rank 0 broadcasts before it passes the memory's file descriptor: a success flag, the
+/// allocation's id, and the socket's name and secret.
 const ANNOUNCEMENT_BYTES: usize = 1 + 8 + size_of::<fd_passing::SocketInfo>();
 
 impl Group {
-    /// Allocates zeroed memory for `len` elements that all ranks of the host can access. In it, an
-    /// [all-reduce](Self::all_reduce) of more than 8 KiB copies nothing: it reduces the ranks' elements in
-    /// place.
+    /// Allocates zeroed memory for `len` elements that all ranks of the host can access. An
+    /// [all-reduce](Self::all_reduce) of more than 8 KiB in this memory copies nothing: it reduces the ranks'
+    /// elements in place.
     ///
-    /// All ranks of the group call it, as a collective; each gets its own buffer, of the length that it
-    /// passes. An all-reduce works in place if all ranks pass the whole buffer of one `alloc`, or equal
-    /// pages of it. Otherwise, and in all other collectives, it is treated as any buffer.
+    /// All ranks of the group call `alloc`, as a collective; each rank gets its own buffer, of the length
+    /// that it passes. An all-reduce works in place if all ranks pass the whole buffer of one `alloc`, or
+    /// equal pages of it. Otherwise, and in all other collectives, the buffer is treated as any other buffer.
     ///
     /// If not all ranks share memory, or the allocation fails (which is logged), all ranks get private
     /// memory. [`SharedBuffer::is_shared`] tells which.
@@ -66,7 +67,7 @@ impl Group {
         Ok(SharedBuffer { elements })
     }
 
-    /// Allocates memory with all ranks; returns `None` on all ranks if that fails on any.
+    /// Allocates memory with all ranks; returns `None` on all ranks if a rank fails or asks for 0 bytes.
     fn share<T: Element>(
         &self,
         allocations: &Allocations,
@@ -102,7 +103,8 @@ impl Group {
         if announcement[0] == 0 {
             return Ok(None);
         }
-        // Each step is complete on all ranks before the next one starts.
+        // Each step completes on all ranks before the next step, so that no rank waits for a rank that
+        // failed.
         let receiver = (rank > 0).then(|| FdReceiver::new(&socket_info)).transpose();
         let Some(receiver) = self.all_succeeded(receiver)? else { return Ok(None) };
         let sent = sender.as_ref().map_or(Ok(()), |sender| sender.send(self.size() - 1));
@@ -124,7 +126,7 @@ impl Group {
         Ok(Some((owned, allocation)))
     }
 
-    /// Returns the result of this rank if all ranks succeeded, else `None` on all ranks.
+    /// Returns this rank's result `done` if it is `Ok` on all ranks, else `None` on all ranks.
     fn all_succeeded<R>(&self, done: io::Result<R>) -> Result<Option<R>, CommError> {
         let mut all = [u8::from(done.is_ok())];
         self.all_reduce(&mut all, ReduceOp::Min)?;
@@ -145,10 +147,10 @@ impl Group {
     }
 }
 
-/// The buffer of a rank and the allocation that contains it.
+/// This rank's buffer, and the allocation of all ranks that contains it.
 type OwnedAllocation<T> = (OwnedRegion<T>, Arc<Allocation>);
 
-/// Id of an allocation, regions of all ranks, total size in bytes.
+/// Id of an allocation, byte range of each rank's buffer in it, total size in bytes.
 type AllocationLayout = (u64, Vec<std::ops::Range<usize>>, usize);
 
 fn map<T: Element>(

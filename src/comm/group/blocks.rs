@@ -10,13 +10,13 @@ impl Group {
     /// All ranks pass the same length and type; `recv` is `size` times as long as `send`.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`], before anything is sent, if the lengths do not fit.
-    /// [`CommError::Mismatch`] if ranks disagree. Otherwise the error that ended the group; `recv` is then
-    /// unspecified.
+    /// [`CommError::InvalidArgument`], before anything is sent, if `recv` is not `size` times as long as
+    /// `send`. [`CommError::Mismatch`] if ranks pass different lengths or types. Otherwise the error that
+    /// ended the group; `recv` is then unspecified.
     ///
     /// # Cost
-    /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes: few in one round, many around a
-    /// ring. On hosts of L ranks, if all have as many, S·(P−L) bytes leave each host.
+    /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes: small blocks in one round of
+    /// messages, large blocks around a ring. If every host has L ranks, S·(P−L) bytes leave each host.
     pub fn all_gather<T: Element>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
         self.carry_out(self.prepare_all_gather(send, recv)).map(drop)
     }
@@ -47,19 +47,19 @@ impl Group {
         self.planned(call, BorrowedBuffer::default().with_mut(0, buf), None)
     }
 
-    /// Fills `recv` with the elementwise `op` over this rank's block of all ranks' `send`.
+    /// Reduces block r of every rank's `send` elementwise by `op` into `recv` of rank r.
     ///
-    /// All ranks pass the same length, type and `op`; `send` is `size` times as long as `recv`. The order of
-    /// adding is fixed, from run to run.
+    /// All ranks pass the same length, type and `op`; `send` is `size` times as long as `recv`. Operands are
+    /// combined in the same order in every run.
     ///
     /// # Errors
     /// The errors of [`Self::all_gather`]; [`CommError::InvalidArgument`] also if `op` is not defined for
     /// the type.
     ///
     /// # Cost
-    /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes: few in one round, many around a
-    /// ring, for which `send` is copied. On hosts of L ranks, if all have as many, S·(P−L) bytes leave each
-    /// host.
+    /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes: small blocks in one round of
+    /// messages, large blocks around a ring, for which `send` is copied. If every host has L ranks, S·(P−L)
+    /// bytes leave each host.
     pub fn reduce_scatter<T: Element>(
         &self,
         send: &[T],
@@ -114,7 +114,7 @@ impl Group {
     /// the root has all blocks.
     ///
     /// # Errors
-    /// The errors of [`Self::all_gather`]; [`CommError::InvalidArgument`] also if there is no such rank.
+    /// The errors of [`Self::all_gather`]; [`CommError::InvalidArgument`] also if there is no rank `root`.
     ///
     /// # Cost
     /// Each rank sends its block to the root, which receives all blocks concurrently.
@@ -137,10 +137,10 @@ impl Group {
         self.planned(call, BorrowedBuffer::default().with_ref(self.own_range(send.len()).start, send), None)
     }
 
-    /// Fills `recv` with this rank's block of the `send` of rank `root`.
+    /// Fills `recv` of every rank with the block for that rank in the `send` of rank `root`.
     ///
     /// All ranks pass the same length, type and `root`. On the root, `send` is `size` times as long as
-    /// `recv`; on other ranks it is ignored and may be empty. The root may return before the others have
+    /// `recv`; on other ranks it is ignored and may be empty. The root may return before the other ranks have
     /// their blocks.
     ///
     /// # Errors
@@ -200,7 +200,8 @@ impl Group {
         self.planned(call::<T>(CallKind::AllToAll, None, 0, count), buffer, None)
     }
 
-    /// In-place form of [`Self::all_to_all`]: `buf` is sent, and replaced by the received blocks.
+    /// In-place form of [`Self::all_to_all`]: sends the blocks of `buf`, and replaces them by the received
+    /// blocks.
     ///
     /// # Errors
     /// The errors of [`Self::all_to_all`].
@@ -218,7 +219,8 @@ impl Group {
         self.planned(call, buffer.with_mut(buf.len(), buf), None)
     }
 
-    /// Returns the length of each of the `size` blocks of a buffer.
+    /// Returns the length of one block if a buffer of `len` elements is `size` equal blocks, else an error
+    /// with `name`.
     fn block_len(&self, name: &str, len: usize) -> Result<usize, CommError> {
         if len.is_multiple_of(self.size()) {
             return Ok(len / self.size());
@@ -237,7 +239,7 @@ impl Group {
         Err(CommError::InvalidArgument(format!("{name} has {len} elements, not {size} blocks of {block}")))
     }
 
-    /// Returns the range of this rank's block in a buffer with blocks of `len`.
+    /// Returns the range of this rank's block in a buffer whose blocks have `len` elements.
     pub(super) fn own_range(&self, len: usize) -> Range<usize> {
         self.rank() * len..(self.rank() + 1) * len
     }
@@ -252,14 +254,15 @@ impl Group {
     }
 }
 
-/// Splits a buffer into the parts before `own`, in it, and after it.
+/// Splits a buffer into the slices before the range `own`, in the range, and after it.
 pub(super) fn split_around<T>(buf: &mut [T], own: Range<usize>) -> (&mut [T], &mut [T], &mut [T]) {
     let (rest, behind) = buf.split_at_mut(own.end);
     let (before, own) = rest.split_at_mut(own.start);
     (before, own, behind)
 }
 
-/// Describes a receive buffer: peers fill `recv` around the block `own`, which is copied from `send`.
+/// Describes the buffers of a gathering collective: `send` is copied to the range `own` of `recv`, and data
+/// of other ranks fill the rest.
 pub(super) fn recv_around_own<'a, T: Element>(
     send: &'a [T],
     recv: &'a mut [T],
@@ -269,8 +272,8 @@ pub(super) fn recv_around_own<'a, T: Element>(
     BorrowedBuffer::default().with_copy(send, into).with_mut(0, before).with_mut(own.end, behind)
 }
 
-/// Describes the buffers of a reduce-scatter. `recv` starts as this rank's input to its block; the blocks
-/// of other ranks are a copy of `send`, or `send` itself, which is then only read.
+/// Describes the buffers of a reduce-scatter. `recv` starts as this rank's input to its own block. The blocks
+/// of other ranks are a copy of `send` if `copied`; otherwise they are `send` itself, which is only read.
 pub(super) fn reduce_scatter_buffers<'a, T: Element>(
     copied: bool,
     send: &'a [T],

@@ -58,8 +58,9 @@ mutable!(Vec<T>, Box<[T]>, SharedBuffer<T>, &mut [T]);
 
 /// All buffers of one operation, and the value that their owner gets back.
 ///
-/// Sealed: one buffer, a pair of send and receive buffers, a list of buffers, [`AnySource`], or nothing. So
-/// dropping a value touches no borrowed elements, and moving it moves no elements.
+/// The trait is sealed: it is implemented for one buffer, a pair of send and receive buffers, a list of
+/// buffers, [`AnySource`], and nothing. Dropping one of these types accesses no borrowed elements, and moving
+/// it moves no elements.
 pub trait OperationBuffers: sealed::Sealed + Sized + Send {
     /// The value that is returned when the operation is done.
     type Output;

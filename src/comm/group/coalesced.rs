@@ -1,4 +1,4 @@
-//! Coalesced collectives: lists of buffers that are sent as one.
+//! Coalesced collectives: one operation on a list of buffers, as if they were one buffer.
 
 use super::{
     BorrowedBuffer, Call, CallKind, CommError, Element, Group, Prepared, ReduceOp, Reduction, call, check_len,
@@ -90,7 +90,7 @@ impl Group {
     /// Runs [`Self::all_gather`] on each pair of buffers of two lists, at the cost of one call.
     ///
     /// All ranks pass the same lengths in the same order and the same type; each of `recvs` is `size` times
-    /// as long as its partner in `sends`.
+    /// as long as the buffer at the same index of `sends`.
     ///
     /// # Errors
     /// The errors of [`Self::all_gather`]; [`CommError::InvalidArgument`] also if the lists are not equally
@@ -128,7 +128,7 @@ impl Group {
     /// Runs [`Self::reduce_scatter`] on each pair of buffers of two lists, at the cost of one call.
     ///
     /// All ranks pass the same lengths in the same order, the same type and `op`; each of `sends` is `size`
-    /// times as long as its partner in `recvs`.
+    /// times as long as the buffer at the same index of `recvs`.
     ///
     /// # Errors
     /// The errors of [`Self::reduce_scatter`]; [`CommError::InvalidArgument`] also if the lists are not
@@ -191,14 +191,14 @@ fn concatenated<'a, T: Element>(bufs: impl Iterator<Item = &'a mut [T]>) -> (Bor
     (buffer, lens)
 }
 
-/// Returns the call on buffers of these lengths, on which all ranks must agree.
+/// Returns the descriptor of a collective call on buffers of lengths `lens`; it must be equal on all ranks.
 fn list_call<T: Element>(kind: CallKind, op: Option<ReduceOp>, lens: &[usize]) -> Call {
     let hash = fingerprint(lens);
-    // The fingerprint is never 0, which means a call without a list.
+    // 0 stands for a call without a list, so the fingerprint is never 0.
     call::<T>(kind, op, (hash ^ hash >> 32) as u32 | 1, lens.iter().sum())
 }
 
-/// Returns the call of [`list_call`] for an operation with a root.
+/// Returns the descriptor of [`list_call`] with the rank `root`.
 fn rooted_list_call<T: Element>(kind: CallKind, op: Option<ReduceOp>, root: usize, lens: &[usize]) -> Call {
     let list = list_call::<T>(kind, op, lens);
     Call { root: root as u32, ..list }.with_lens((list.root ^ list.root >> 24) & 0x00FF_FFFF | 1)

@@ -14,8 +14,8 @@ impl Group {
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`], before anything is sent, if `op` is not defined for the type
-    /// ([`ReduceOp::accepts`](crate::ReduceOp::accepts)). [`CommError::Mismatch`] on all ranks if they
-    /// disagree. Otherwise the error that ended the group; `buf` is then unspecified.
+    /// ([`ReduceOp::accepts`](crate::ReduceOp::accepts)). [`CommError::Mismatch`] on all ranks if their calls
+    /// differ. Otherwise the error that ended the group; `buf` is then unspecified.
     ///
     /// # Cost
     /// For P ranks and S bytes, small buffers take log2(P) exchanges of S bytes. Large ones take a ring of
@@ -71,18 +71,19 @@ impl Group {
         self.prepare_all_reduce(recv, op)
     }
 
-    /// Replaces `buf` on every rank by that of rank `root`.
+    /// Replaces `buf` on every rank by the `buf` of rank `root`.
     ///
-    /// All ranks pass the same length, type and `root`. The root may return before the others have all
+    /// All ranks pass the same length, type and `root`. The root may return before the other ranks have all
     /// data.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if there is no such rank. [`CommError::Mismatch`] if ranks disagree;
-    /// a root that has returned gets it from its next call. Otherwise the error that ended the group.
+    /// [`CommError::InvalidArgument`] if there is no rank `root`. [`CommError::Mismatch`] if the ranks' calls
+    /// differ; a root that has already returned gets this error from its next call. Otherwise the error
+    /// that ended the group.
     ///
     /// # Cost
-    /// Small buffers: a tree of log2(P) steps. Large ones: a chain in which every rank sends S bytes at
-    /// most. S bytes go to each other host.
+    /// With P ranks and S bytes, small buffers take a tree of log2(P) steps. Large ones take a chain in which
+    /// every rank sends S bytes at most. S bytes go to each other host.
     pub fn broadcast<T: Element>(&self, buf: &mut [T], root: usize) -> Result<(), CommError> {
         self.carry_out(self.prepare_broadcast(buf, root)).map(drop)
     }
@@ -93,20 +94,21 @@ impl Group {
         self.planned(call, BorrowedBuffer::default().with_mut(0, buf), None)
     }
 
-    /// Replaces `buf` on rank `root` by the elementwise `op` over all ranks' `buf`. On the other ranks it is
-    /// unspecified afterwards.
+    /// Replaces `buf` on rank `root` by the elementwise `op` over all ranks' `buf`. On the other ranks `buf`
+    /// is unspecified afterwards.
     ///
     /// All ranks pass the same length, type, `op` and `root`. A rank other than the root may return before
-    /// the root has everything.
+    /// the root has all data.
     ///
     /// # Errors
-    /// The errors of [`Self::all_reduce`]; [`CommError::InvalidArgument`] also if there is no such rank.
+    /// The errors of [`Self::all_reduce`]; [`CommError::InvalidArgument`] also if there is no rank `root`.
     ///
     /// # Cost
-    /// Small buffers: a tree of log2(P) steps. Large ones: a chain in which every rank sends S bytes at
-    /// most. S bytes come from each other host.
+    /// With P ranks and S bytes, small buffers take a tree of log2(P) steps. Large ones take a chain in which
+    /// every rank sends S bytes at most. S bytes come from each other host.
     ///
-    /// Sums of 16-bit floats, up to 16 ranks: one round, or two, in which every rank sends S bytes.
+    /// Sums of 16-bit floats on up to 16 ranks take one or two rounds of messages, in which every rank sends
+    /// S bytes.
     pub fn reduce<T: Element>(
         &self,
         buf: &mut [T],
@@ -165,7 +167,7 @@ impl Group {
         self.planned(call, BorrowedBuffer::default().with_scratch(0, send.to_vec()), Some(kernel))
     }
 
-    /// Returns when all ranks have called it.
+    /// Returns when all ranks have called `barrier`.
     ///
     /// # Errors
     /// The error that ended the group.
@@ -176,19 +178,20 @@ impl Group {
         self.carry_out(self.prepare_barrier()).map(drop)
     }
 
-    /// Returns when all ranks have called it, like [`Self::barrier`]. If some do not within `timeout` of
-    /// this rank's call, the error on every rank names all of them.
+    /// Returns when all ranks have called it, like [`Self::barrier`]. If ranks do not call it within
+    /// `timeout` of this rank's call, the error on every rank names all of these late ranks.
     ///
     /// Use it to find hung ranks; an error of `barrier` names only ranks for which some rank happened to
-    /// wait. A late rank ends the group, as with every timeout: it might still send data of an earlier
-    /// call, which the others could not tell apart. [`Self::shrink`] continues with the ranks that came.
+    /// wait. A late rank ends the group, as with every timeout: it might still send data of an earlier call,
+    /// which other ranks could not tell from later data. [`Self::shrink`] makes a group of the ranks that
+    /// arrived.
     ///
     /// # Errors
-    /// [`CommError::Timeout`], whose `missing` lists the ranks that did not come, up to 64. Otherwise the
-    /// error that ended the group.
+    /// [`CommError::Timeout`], whose `missing` lists the late ranks, up to 64. Otherwise the error that ended
+    /// the group.
     ///
     /// # Cost
-    /// Each rank sends every other a message of 80 bytes.
+    /// Each rank sends every other rank a message of 80 bytes.
     ///
     /// Counterpart of `torch.distributed.monitored_barrier` with `wait_all_ranks` always on. That costs no
     /// time, since the ranks report to each other instead of to one rank.

@@ -1,5 +1,5 @@
-//! The device backend of a group, as the host side uses it. The module `device` implements the traits: it
-//! depends on groups, and groups do not depend on it.
+//! The interface of a group's device backend to the host side. The module `device` implements these traits:
+//! it depends on groups, and groups do not depend on it.
 
 use std::any::Any;
 use std::sync::{Arc, PoisonError, Weak};
@@ -18,21 +18,23 @@ pub(crate) trait GroupDevice: Any + Send + Sync {
     /// Ends the device backend for `reason`, and aborts the operations in progress.
     fn abort(&self, reason: &str);
 
-    /// Shuts down now, though handles exist. Operations in progress complete first.
+    /// Shuts down the device backend although group handles still hold it. Operations in progress complete
+    /// first.
     fn destroy(&self);
 
-    /// Makes the device backend of a subgroup of `ranks`, in this order, within `limit`. `None` if this rank
-    /// is not among them. All ranks of the group call it, each with the ranks of its own subgroup.
+    /// Makes the device backend of a subgroup of `ranks`, in this order, within the time `limit`. Returns
+    /// `None` if this rank is not in `ranks`. All ranks of the group call it, each with the ranks of its own
+    /// subgroup.
     ///
     /// # Errors
     /// [`CommError::Device`], or the error that ended the group.
     fn split(&self, ranks: &[usize], limit: TimeLimit) -> Result<Option<AttachDevice>, CommError>;
 }
 
-/// Returns a handle of a new group with the device backend that was made for it.
+/// Function that returns a handle of the new group with the device backend that was made for it.
 pub(crate) type AttachDevice = Box<dyn FnOnce(&Group) -> Result<Group, CommError>>;
 
-/// An operation on a device, as its [`Work`](super::work::Work) uses it.
+/// A device operation, as the [`Work`](super::work::Work) that waits for it sees it.
 pub(crate) trait DeviceWork: Send + Sync {
     fn completion(&self) -> &Arc<Completion>;
 
@@ -42,7 +44,8 @@ pub(crate) trait DeviceWork: Send + Sync {
     /// Returns whether the operation is done, successfully or not.
     fn poll(&self) -> bool;
 
-    /// Requests frequent polls, so that a waiter for the completion learns soon that the operation is done.
+    /// Requests frequent polls of the device, so that a waiter for the completion learns soon that the
+    /// operation is done.
     fn request_fast_poll(&self);
 
     /// Makes `stream`, but not the host, wait until the operation is done.
@@ -87,7 +90,8 @@ impl Group {
         self.device.as_ref().ok_or_else(without)
     }
 
-    /// Makes the device backend of a subgroup ([`GroupDevice::split`]); `None` if this handle has none.
+    /// Makes the device backend of a subgroup ([`GroupDevice::split`]); `None` if this handle has no device
+    /// backend.
     pub(super) fn split_device(&self, ranks: &[usize]) -> Result<Option<AttachDevice>, CommError> {
         match self.device_backend() {
             Ok(backend) => backend.split(ranks, self.limit()),
@@ -95,19 +99,19 @@ impl Group {
         }
     }
 
-    /// Returns the error for `call` if the group has ended.
+    /// Returns the error that ended the group, with the failed call `call`; `Ok` if the group has not ended.
     pub(crate) fn check(&self, call: Option<Call>) -> Result<(), CommError> {
         self.inner.check_caller()?;
         self.inner.shared.as_ref().map_or(Ok(()), |shared| shared.check(call))
     }
 
-    /// Returns an error if the group has ended for all ranks; that this rank destroyed its handle does not
-    /// count.
+    /// Returns an error if the group has ended on all ranks. A call of [`Group::destroy`] on this rank is not
+    /// such an end.
     pub(crate) fn check_alive(&self) -> Result<(), CommError> {
         self.inner.shared.as_ref().map_or(Ok(()), |shared| shared.check(None))
     }
 
-    /// Returns the ranks that have left in good order, or whose loss is about to be reported.
+    /// Returns the other ranks that have left without an error, or whose loss the group is about to report.
     pub(crate) fn absent_ranks(&self) -> Vec<usize> {
         let Some(shared) = &self.inner.shared else { return Vec::new() };
         let here = shared.live_ranks().live;
@@ -125,14 +129,14 @@ impl Group {
         self.inner.is_forked()
     }
 
-    /// Ends the group, unless it has ended: all ranks learn the cause.
+    /// Ends the group with `cause` on all ranks, unless it has ended already.
     pub(crate) fn end(&self, cause: Cause) {
         if let Some(shared) = self.inner.shared.as_ref().filter(|_| !self.is_forked()) {
             shared.end(cause);
         }
     }
 
-    /// Compares the device calls of all ranks.
+    /// Checks over the host side that all ranks make the device call `call`, which has number `seq`.
     ///
     /// # Errors
     /// [`CommError::Mismatch`] on all ranks, which ends the group.

@@ -6,10 +6,10 @@ impl Group {
     /// Sends `buf` to rank `to`, which must receive it with equal tag, type and length.
     ///
     /// Returns when `buf` may be reused. Up to 64 KiB that is usually before the receiver has posted its
-    /// receive (eager), so two ranks may both send first. Larger messages wait for the receiver
+    /// receive (eager), so two ranks may both send before they receive. Larger messages wait for the receiver
     /// (rendezvous). Messages of one sender with one tag are received in the order in which they were sent.
     ///
-    /// A rank may send to itself. That never waits: if no receive is posted, the message is copied,
+    /// A rank may send to itself. Such a send never waits: if no receive is posted, the message is copied,
     /// whatever its length, and kept until it is received.
     ///
     /// # Errors
@@ -24,7 +24,7 @@ impl Group {
         Ok(Some(Operation::Send { to, call: message::<T>(tag, buf.len()), buffer }))
     }
 
-    /// Fills `buf` with the next message with this `tag` from rank `from`, which may be this one.
+    /// Fills `buf` with the next message with this `tag` from rank `from`, which may be this rank.
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`] if there is no rank `from`. [`CommError::Mismatch`] if the message
@@ -48,11 +48,11 @@ impl Group {
         }))
     }
 
-    /// Fills `buf` with the next message with this `tag` from any rank, this one included; returns the
+    /// Fills `buf` with the next message with this `tag` from any rank, this rank included; returns the
     /// sender.
     ///
-    /// Among messages that have arrived, the earliest is received. Receives with and without a named sender
-    /// get messages in the order in which they were called.
+    /// Among messages that have arrived, the earliest is received. Receives from a named rank and from any
+    /// rank get messages in the order in which the receives were called.
     ///
     /// # Errors
     /// The errors of [`Self::recv`].

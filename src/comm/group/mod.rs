@@ -44,43 +44,43 @@ use crate::shm::allocations::Allocations;
 use device::GroupDevice;
 pub(crate) use subgroup::SubgroupAgreement;
 
-/// Number of cached plans; a plan serves later calls with an equal descriptor.
+/// Number of cached plans (schedules of transfers). Later calls with an equal descriptor use the cached plan.
 const PLANS: usize = 16;
 
-/// A checked operation with its buffers; `None` if there is nothing to do.
+/// A checked operation with its buffers, ready to start; `None` if nothing is left to do.
 ///
-/// Each operation has a `prepare_*` function. The blocking form runs its result; the nonblocking form
-/// starts it.
+/// Each operation has a `prepare_*` function. The blocking form runs the prepared operation; the nonblocking
+/// form starts it.
 type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
 
 /// A process group: ranks that communicate, like an MPI communicator.
 ///
-/// All ranks make the same collective calls in one order. The program must order calls on one group from
-/// several threads.
+/// All ranks call the same collectives in the same order. If several threads use one group, the program must
+/// order their calls.
 ///
 /// Results are equal to the last bit on all ranks. They are also equal between runs with an equal number of
 /// ranks and an equal distribution over hosts. Payloads of NaN are excepted.
 ///
 /// A call that fails with [`CommError::context`] ends the group on all ranks. Clones are handles of one
-/// group. When the last handle is dropped, or one is [destroyed](Self::destroy), the group says goodbye to
-/// its peers and frees all threads, sockets and files.
+/// group. When the last handle is dropped, or one is [destroyed](Self::destroy), this rank tells its peers
+/// that it leaves, and frees all threads, sockets and files of the group.
 ///
-/// An operation that was started, and whose [`Work`](crate::Work) was dropped, completes before the group
-/// says goodbye, within its timeout. So a message of [`Self::isend`] arrives although `main` returns.
-/// Pending receives are cancelled. The group leaves at once after a panic, and soon if another rank waits
-/// for a call that this rank has not started. `std::process::exit` drops nothing: call
+/// An operation that was started, and whose [`Work`](crate::Work) was dropped, completes before this rank
+/// leaves, within the operation's timeout. So a message of [`Self::isend`] arrives although `main` returns.
+/// Pending receives are cancelled. This rank leaves at once after a panic, and soon if another rank waits for
+/// a call that this rank has not started. `std::process::exit` drops nothing: call
 /// [`Work::wait`](crate::Work::wait) before it.
 #[derive(Clone)]
 pub struct Group {
     inner: Arc<Inner>,
     timeout: Duration,
-    /// Time left for all parts of one call; set on a handle that runs these parts.
+    /// Time limit that all parts of one call share; set only on the handle that runs these parts.
     fixed_limit: Option<TimeLimit>,
-    /// Name of subgroups that are made through this handle.
+    /// Text that this handle adds to the names of subgroups made through it.
     subgroup_name: Option<Arc<str>>,
-    /// Choice of algorithms for groups made through this handle, if it differs from that of this group.
+    /// Choice of algorithms for groups made through this handle, if it differs from this group's choice.
     tuning: Option<Arc<Tuning>>,
-    /// The device backend of this handle; each handle has its own.
+    /// The device backend of this handle; other handles of the group have their own.
     #[cfg(feature = "nccl")]
     device: Option<Arc<dyn GroupDevice>>,
 }
@@ -95,33 +95,34 @@ struct Inner {
     generation: Generation,
     tuning: Tuning,
     topology: Topology,
-    /// The allocations of programs in shared memory; `None` unless all ranks share memory.
+    /// The shared-memory allocations of [`Group::alloc`]; `None` unless all ranks share memory.
     memory: Option<Arc<Allocations>>,
     /// The engine; `None` in a group of one, which has no peers.
     shared: Option<Shared>,
     /// The engine of a group of one, made for its first message to itself.
     self_engine: OnceLock<Shared>,
     plans: Mutex<Vec<(Call, Arc<Plan>)>>,
-    /// Process that made the group: a forked child must not use its connections.
+    /// Id of the process that made the group: a forked child must not use the group's connections.
     pid: u32,
-    /// Number of forks between the first process and that one.
+    /// Number of forks between the first process of the program and the process that made the group.
     forks: u32,
     keep: Option<KeepAlive>,
     destroyed: AtomicBool,
-    /// The device backends of all handles: a handle without one also ends those of others.
+    /// The device backends of all handles, so that a handle that ends the group ends all of them.
     #[cfg(feature = "nccl")]
     device_backends: Mutex<Vec<Weak<dyn GroupDevice>>>,
-    /// The store, which subgroups use too.
+    /// The store through which the ranks met; subgroups use it too.
     store: Arc<dyn Store>,
     store_rank: Option<usize>,
     options: GroupOptions,
-    /// Number of subgroups made so far, equal on all ranks. Locked while the ranks agree on the next.
+    /// Number of subgroups made so far, equal on all ranks. Locked while the ranks agree on the next
+    /// subgroup.
     subgroups: Mutex<u64>,
-    /// True once the survivors have formed a new group. Locked while they form it.
+    /// True once [`Group::shrink`] has decided on a new group. Locked during that call.
     shrunk: Mutex<bool>,
-    /// The ranks' ranks in the first ancestor of this group.
+    /// For each rank of this group, its rank in the first ancestor, from which this group was made.
     origin: Vec<usize>,
-    /// The sharing of cores between this rank and others; `None` in a group of one.
+    /// How this rank shares CPU cores with other ranks of its host; `None` in a group of one.
     sharing: Option<CoreSharing>,
 }
 
@@ -296,9 +297,9 @@ impl Group {
     /// [`CommError::Destroyed`]. Subgroups are not affected.
     ///
     /// First waits until all operations in progress on this rank complete, each within its time limit;
-    /// [`Self::abort`] ends them at once. A peer that needs this rank later gets [`CommError::PeerLost`]
-    /// with [`LossReason::Left`](crate::LossReason::Left). Ranks may destroy a group at different times. In a
-    /// forked child and inside a reduction function, the call does nothing.
+    /// [`Self::abort`] ends operations at once. A peer that needs this rank later gets
+    /// [`CommError::PeerLost`] with [`LossReason::Left`](crate::LossReason::Left). Ranks may destroy a group
+    /// at different times. In a forked child and inside a reduction function, the call does nothing.
     pub fn destroy(&self) {
         let refused = self.inner.check_caller().is_err();
         if refused || self.inner.destroyed.swap(true, Ordering::Relaxed) {
@@ -317,14 +318,14 @@ impl Group {
     /// Runs an operation and waits for it.
     #[inline]
     fn carry_out(&self, mut prepared: Prepared<'_>) -> Result<Option<Envelope>, CommError> {
-        // Operations are large, so the engine takes it by reference instead of moving it.
+        // Operations are large, so the engine takes this one by reference instead of moving it.
         if let (Ok(operation @ Some(_)), Some(shared)) = (&mut prepared, self.inner.shared()) {
             return shared.call(operation, self.limit());
         }
         prepared.map(|_| None)
     }
 
-    /// Returns a handle for the parts of one call, which share its time limit.
+    /// Returns a handle whose calls are parts of one call: they share one time limit, which starts now.
     pub(crate) fn with_fixed_deadline(&self) -> Self {
         Self { fixed_limit: Some(self.limit().started()), ..self.clone() }
     }
@@ -352,7 +353,7 @@ impl Group {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
 
-    /// Prepares a collective over `buffer`. `plan` is called only if there is work to do.
+    /// Prepares a collective over `buffer`; `plan` returns its schedule of transfers.
     fn collective<'a>(
         &self,
         call: Call,
@@ -368,7 +369,7 @@ impl Group {
         Ok(Some(Operation::Collective { call, transport: Transport::Connections(plan()), buffer, kernel }))
     }
 
-    /// Prepares a collective whose plan depends only on the call.
+    /// Prepares a collective whose plan (schedule of transfers) depends only on the descriptor `call`.
     #[inline(always)]
     fn planned<'a>(&self, call: Call, buffer: BorrowedBuffer<'a>, kernel: Option<Kernel>) -> Prepared<'a> {
         if self.inner.runs_in_shared_memory(&call) {
@@ -396,7 +397,7 @@ impl Inner {
         fork_count() != self.forks
     }
 
-    /// Returns the engine, if there is one.
+    /// Returns the engine; `None` in a group of one that has not needed an engine yet.
     fn shared(&self) -> Option<&Shared> {
         self.shared.as_ref().or_else(|| self.self_engine.get())
     }
@@ -413,12 +414,13 @@ impl Inner {
             ..BootstrapConfig::single_rank(self.options.clone(), self.tuning.clone())
         };
         let shared = Shared::new(bootstrap::single_rank_engine(&config, self.generation)?);
-        // Another thread may have set it first; the second engine is unused.
+        // If another thread has set the engine first, this second engine is dropped unused.
         let _ = self.self_engine.set(shared);
         Ok(())
     }
 
-    /// Checks that this process and thread may use the group.
+    /// Returns an error if the group was destroyed, this thread runs a reduction function, or this process is
+    /// a fork.
     fn check_caller(&self) -> Result<(), CommError> {
         if self.destroyed.load(Ordering::Relaxed) {
             return Err(CommError::Destroyed { group: self.name.clone() });
@@ -434,15 +436,17 @@ impl Inner {
         Err(CommError::InvalidArgument(what))
     }
 
-    /// Returns true if a call runs in the memory that all ranks share. All ranks decide alike.
+    /// Returns true if a collective runs in the memory that all ranks share; the answer is equal on all
+    /// ranks.
     fn runs_in_shared_memory(&self, call: &Call) -> bool {
-        // Inputs that are wider than elements need a copy of the buffer, which only plans over streams make.
+        // Wide inputs (`f32` for 16-bit elements) need a copy of the buffer, which only plans over
+        // connections make.
         let wide = matches!(Rounding::of(call), Rounding::Once { wide_inputs: true });
         self.memory.is_some() && shm::is_supported(call.kind) && !wide && !self.tuning.has_override(call.kind)
     }
 
-    /// Returns true if a reduce-scatter overwrites the blocks of other ranks, so that it needs a copy of
-    /// the input. The ring and hierarchy algorithms do.
+    /// Returns true if a reduce-scatter overwrites the blocks of other ranks, so that it needs a copy of the
+    /// input. The ring and hierarchy algorithms overwrite these blocks.
     fn needs_scratch_copy(&self, call: &Call) -> bool {
         let (bytes, rounding) = (call.bytes() as usize, Rounding::of(call));
         !self.runs_in_shared_memory(call)
@@ -482,9 +486,10 @@ impl Inner {
             CallKind::Scan => plan::scan(rounding, rank, world, count),
             CallKind::ExclusiveScan => plan::exclusive_scan(rounding, rank, world, count),
             CallKind::AllToAll => plan::all_to_all(rank, &blocks(), &blocks()),
-            // The ranks exchange no data, only the state that they have arrived.
+            // The ranks exchange no data, only notices that they have arrived.
             CallKind::MonitoredBarrier => Plan::default(),
-            // The call does not determine unequal blocks, so their callers make the plan.
+            // Descriptors of calls do not contain unequal block lengths, so callers make the plans of these
+            // calls.
             CallKind::Barrier
             | CallKind::PointToPoint
             | CallKind::AllGatherV
@@ -504,9 +509,9 @@ impl Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         if self.is_forked() {
-            // A forked child must not say goodbye for its parent. Its sockets were closed at the fork
-            // (`links::fork`) and must not be closed again. Dropping the rest may wait for threads that a
-            // forked child does not have.
+            // A forked child must not tell peers that its parent leaves. The child's sockets were closed at
+            // the fork (`links::fork`) and must not be closed again. Dropping the engine may wait for threads
+            // that a forked child does not have.
             std::mem::forget((self.shared.take(), self.self_engine.take(), self.keep.take()));
         } else if let Some(shared) = self.shared() {
             if std::thread::panicking() {

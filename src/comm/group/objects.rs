@@ -17,12 +17,12 @@ const NOT_SERIALIZABLE: u64 = u64::MAX;
 impl Group {
     /// Broadcasts the object of rank `root` to all ranks.
     ///
-    /// The root passes `Some`, the others may pass `None`. All ranks name the same type.
+    /// The root passes `Some`, other ranks may pass `None`. All ranks name the same type.
     ///
     /// # Errors
     /// [`CommError::Object`] on all ranks if the object cannot be serialized or exceeds 1 GiB, and on ranks
     /// that cannot deserialize it. [`CommError::InvalidArgument`] on a root that passes `None`; the other
-    /// ranks then wait for it. Otherwise the errors of [`Self::broadcast`].
+    /// ranks then wait for its object. Otherwise the errors of [`Self::broadcast`].
     ///
     /// # Cost
     /// Two broadcasts, of 8 bytes and of the object's size.
@@ -52,9 +52,8 @@ impl Group {
     /// Gathers the objects of all ranks on all ranks, in rank order.
     ///
     /// # Errors
-    /// [`CommError::Object`] on all ranks, naming the first rank whose object cannot be serialized or
-    /// exceeds 1 GiB, and on ranks that cannot deserialize one. Otherwise the errors of
-    /// [`Self::all_gather`].
+    /// [`CommError::Object`] on all ranks, naming the first rank whose object cannot be serialized or exceeds
+    /// 1 GiB, and on ranks that cannot deserialize an object. Otherwise the errors of [`Self::all_gather`].
     ///
     /// # Cost
     /// Two all-gathers, of 8 bytes and of the objects' sizes.
@@ -72,10 +71,10 @@ impl Group {
         deserialize_all(&bytes, &lens)
     }
 
-    /// Gathers the objects of all ranks on rank `root`, in rank order; returns `None` on the others.
+    /// Gathers the objects of all ranks on rank `root`, in rank order; returns `None` on other ranks.
     ///
     /// # Errors
-    /// The errors of [`Self::all_gather_object`]; [`CommError::InvalidArgument`] if there is no such rank.
+    /// The errors of [`Self::all_gather_object`]; [`CommError::InvalidArgument`] if there is no rank `root`.
     ///
     /// # Cost
     /// An all-gather of 8 bytes, so that all ranks learn of an object that cannot be sent, and a gather of
@@ -99,12 +98,13 @@ impl Group {
 
     /// Scatters the objects of rank `root`, one for each rank, in rank order.
     ///
-    /// The root passes `Some`, the others may pass `None`.
+    /// The root passes `Some`, other ranks may pass `None`.
     ///
     /// # Errors
-    /// [`CommError::Object`] on all ranks if the root cannot serialize an object or it exceeds 1 GiB, and
-    /// on a rank that cannot deserialize its own. [`CommError::InvalidArgument`] on a root without one
-    /// object for each rank; the others then wait for it. Otherwise the errors of [`Self::scatter`].
+    /// [`CommError::Object`] on all ranks if the root cannot serialize an object or an object exceeds 1 GiB,
+    /// and on a rank that cannot deserialize its own. [`CommError::InvalidArgument`] on a root that does not
+    /// pass one object for each rank; other ranks then wait for it. Otherwise the errors of
+    /// [`Self::scatter`].
     ///
     /// # Cost
     /// A broadcast of 8 bytes for each rank, and a scatter of the objects' sizes.
@@ -145,7 +145,8 @@ impl Group {
         deserialize(root, &bytes)
     }
 
-    /// Checks the sizes of all ranks; returns them as lengths, with the bytes of this rank.
+    /// Checks the sizes of all ranks' serialized objects; returns them, with this rank's serialized object
+    /// `mine`.
     fn lens(&self, sizes: &[u64], mine: Serialized) -> Result<(Vec<usize>, Vec<u8>), CommError> {
         for (rank, &size) in sizes.iter().enumerate() {
             check_size(rank, size, Some(&mine).filter(|_| rank == self.rank()))?;
@@ -155,7 +156,7 @@ impl Group {
     }
 }
 
-/// A serialized object, or the serialization error.
+/// The bytes of a serialized object, or the serialization error.
 type Serialized = Result<Vec<u8>, String>;
 
 fn serialize<T: Serialize>(object: &T) -> Serialized {
@@ -166,7 +167,8 @@ fn serialized_size(written: &Serialized) -> u64 {
     written.as_ref().map_or(NOT_SERIALIZABLE, |bytes| bytes.len() as u64)
 }
 
-/// Allocates a receive buffer. Other ranks determine its length, so running out of memory is an error.
+/// Allocates a receive buffer. Other ranks determine its length, so a failed allocation is an error, not an
+/// abort.
 fn buffer(len: usize) -> Result<Vec<u8>, CommError> {
     let mut bytes = Vec::new();
     let refused =
@@ -176,7 +178,8 @@ fn buffer(len: usize) -> Result<Vec<u8>, CommError> {
     Ok(bytes)
 }
 
-/// Checks that an object of this size can be sent; `mine` is set if this rank serialized it.
+/// Checks that the object of rank `rank`, of `size` bytes, can be sent. `mine` is the object if this rank
+/// serialized it.
 fn check_size(rank: usize, size: u64, mine: Option<&Serialized>) -> Result<(), CommError> {
     let what = match (size, mine) {
         (NOT_SERIALIZABLE, Some(Err(error))) => format!("cannot be serialized: {error}"),

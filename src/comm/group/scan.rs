@@ -6,14 +6,14 @@ use crate::kernels::Kernel;
 impl Group {
     /// Replaces `buf` on rank r by the elementwise `op` over the `buf` of ranks 0 to r.
     ///
-    /// All ranks pass the same length, type and `op`. The order of adding is that of the ranks.
+    /// All ranks pass the same length, type and `op`. Operands are combined in rank order.
     ///
     /// # Errors
     /// The errors of [`Self::all_reduce`]; [`CommError::InvalidArgument`] also for [`ReduceOp::Avg`], which
     /// scans do not define.
     ///
     /// # Cost
-    /// A chain through all ranks, in which every rank sends S bytes at most.
+    /// A chain through all ranks, in which every rank sends at most the bytes of `buf`.
     pub fn scan<T: Element>(&self, buf: &mut [T], op: impl Into<Reduction<T>>) -> Result<(), CommError> {
         self.carry_out(self.prepare_scan(buf, &op.into())).map(drop)
     }
@@ -27,13 +27,14 @@ impl Group {
     /// Replaces `buf` on rank r by the elementwise `op` over the `buf` of ranks 0 to r − 1. On rank 0,
     /// `buf` is not changed.
     ///
-    /// All ranks pass the same length, type and `op`. The order of adding is that of the ranks.
+    /// All ranks pass the same length, type and `op`. Operands are combined in rank order.
     ///
     /// # Errors
     /// The errors of [`Self::scan`].
     ///
     /// # Cost
-    /// A chain through all ranks, in which every rank sends 2·S bytes at most; `buf` is copied.
+    /// A chain through all ranks, in which every rank sends at most twice the bytes of `buf`; `buf` is
+    /// copied.
     pub fn exclusive_scan<T: Element>(
         &self,
         buf: &mut [T],

@@ -1,13 +1,15 @@
 //! Shrinks a group to the survivors of a failure.
 //!
-//! Each rank that calls `shrink` registers in the store. The lowest survivor decides the membership once no
-//! other rank is awaited. A rank whose time limit expires earlier decides instead. The decision is one
-//! `compare_set`, so there is exactly one, and each rank sees whether it is a member. The members form a
-//! group under a generation that only the decision contains, and cross a barrier in it.
+//! Each rank that calls `shrink` registers in the store. The lowest survivor decides the membership once
+//! every rank that is not known to be lost has registered. A rank whose time limit expires earlier decides
+//! instead. The decision is one `compare_set`, so all ranks read the same decision, and each sees whether it
+//! is a member. The members form a group under a generation that only the decision contains, and cross a
+//! barrier in that group.
 //!
-//! If a member dies meanwhile, the others agree again, under the name of the group that failed to form. A
-//! rank that had already left the barrier does so too when it shrinks that group, so all meet. The store
-//! holds global ranks, which both kinds of members share.
+//! If a member dies before the barrier completes, the other members agree again, under the name of the group
+//! that failed. A rank that had already left the barrier shrinks that group later and uses the same store
+//! keys, so it joins the agreement. The store holds ranks in the first ancestor, which are equal for both
+//! kinds of callers.
 
 use std::collections::BTreeSet;
 use std::sync::PoisonError;
@@ -22,19 +24,19 @@ use crate::json;
 
 /// Time limit of one store request.
 const STORE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Poll interval of the rank that decides; the other ranks double their interval up to the longest.
+/// Poll interval of the rank that decides. Other ranks start with it, and double it up to the longest.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 const MAX_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// A failed group, or one that did not form; its name and generation prefix the keys of the next agreement.
+/// A group that failed or did not form; the members agree on the next group under its name and generation.
 struct FailedGroup {
     name: String,
     generation: Generation,
-    /// Global ranks of its members, by rank.
+    /// Rank of each member in the group's first ancestor, indexed by rank.
     ranks: Vec<usize>,
 }
 
-/// The members of the shrunk group, and its generation.
+/// The decision that the store holds: the members of the shrunk group, and its generation.
 #[derive(Serialize, Deserialize)]
 struct Decision {
     generation: String,
@@ -42,26 +44,28 @@ struct Decision {
 }
 
 impl Group {
-    /// Returns a group of the surviving ranks, in the order of their ranks here, after a failure or an
-    /// abort.
+    /// Returns a group of the ranks that survived a failure or an abort of this group, in the order of their
+    /// ranks.
     ///
-    /// All survivors call it. It does not wait for ranks that are known to be dead or have dropped this
-    /// group. It excludes ranks that do not come within `within` of the first call, and a rank that caused
+    /// All survivors call `shrink`. It does not wait for ranks that are known to be dead or have dropped this
+    /// group. It excludes ranks that do not call it within `within` of the first call, and a rank that caused
     /// [`CommError::PeerLost`]. One write to the store decides the members; an excluded rank gets an error.
     /// If the group has not failed, it is aborted first, so that no rank waits in it.
     ///
     /// The new group has the timeouts of this handle and a generation of its own, and may be shrunk again.
-    /// Subgroups and meshes must be made again from it. This group stays as it is, and may be dropped.
+    /// Subgroups and meshes must be made again from the new group. The old group remains ended, and may be
+    /// dropped.
     ///
     /// # Errors
-    /// [`CommError::Excluded`] if the others continued without this rank. [`CommError::Store`] if the store
+    /// [`CommError::Excluded`] if other ranks continued without this rank. [`CommError::Store`] if the store
     /// cannot be reached; a store that rank 0 serves is lost with rank 0. [`CommError::InvalidArgument`] if
-    /// this group has been shrunk already. The errors of [`Group::new`] if all members live but the new
-    /// group does not form.
+    /// this group has been shrunk already. The errors of [`Group::new`] if all members live but the new group
+    /// does not form.
     ///
     /// # Cost
     /// A few store requests for each rank, then the cost of a new group of that size. Each further death
-    /// during the call costs another such round, with `within` to arrive and to form.
+    /// during the call costs the same again; `within` then limits anew the time to arrive and the time to
+    /// form.
     ///
     /// Counterpart of `MPI_Comm_shrink` of ULFM.
     pub fn shrink(&self, within: Duration) -> Result<Self, CommError> {
@@ -77,8 +81,8 @@ impl Group {
         self.abort("it called shrink to continue with the surviving ranks");
         let (name, ranks) = (self.name().to_owned(), self.global_ranks().to_vec());
         let mut failed_group = FailedGroup { name, generation: self.generation(), ranks };
-        // Groups that formed here and failed at once. They are kept, since dropping them would look like
-        // the loss of this rank.
+        // Groups that this call formed and that failed in their barrier. They are kept: other ranks would
+        // take a dropped group for the loss of this rank.
         let mut formed: Vec<Self> = Vec::new();
         let mut failed = None;
         loop {
@@ -89,7 +93,7 @@ impl Group {
                 return Err(CommError::Excluded { group: self.name().to_owned(), survivors });
             }
             if let Some(error) = failed.take().filter(|_| ranks.len() == failed_group.ranks.len()) {
-                // All members live, but the group does not form.
+                // No member was excluded, so all members live, but the group does not form.
                 return Err(error);
             }
             *shrunk = true;
@@ -97,7 +101,7 @@ impl Group {
             failed_group = FailedGroup { name: format!("{}/shrunk", failed_group.name), generation, ranks };
             let options = self.inner.options.clone().name(failed_group.name.clone()).generation(generation);
             let Some(mut config) = self.bootstrap_config(&survivors, options) else { continue };
-            // The dead ranks have freed cores, so the sharing is computed again.
+            // The dead ranks have freed CPU cores, so the sharing of cores is computed again.
             config.sharing = None;
             let error = match self.join_successor(config, within) {
                 Ok(group) => match group.with_timeout(within).barrier() {
@@ -119,7 +123,8 @@ impl Group {
         }
     }
 
-    /// Agrees with the ranks that come on the members of the next group.
+    /// Agrees with the ranks that call `shrink` on the generation and members of the next group. `gone`
+    /// returns the ranks that are known to be lost.
     fn decide(
         &self,
         failed_group: &FailedGroup,
@@ -154,7 +159,8 @@ impl Group {
                     return read(&store.compare_set(&decided, b"", &decision, soon())?);
                 }
                 if late {
-                    // The others consider this rank lost, and none of them has come.
+                    // The other ranks consider this rank lost and none has decided, so this rank excludes
+                    // itself.
                     return Ok((failed_group.generation, here));
                 }
             } else {
@@ -169,8 +175,8 @@ impl Group {
         }
     }
 
-    /// Returns the ranks of `failed_group` that will not come. Their processes have ended or have dropped
-    /// these groups, or a group ended because of them.
+    /// Returns the ranks of `failed_group` that will not register. Their processes have ended, they have
+    /// dropped this group or one of `formed`, or they caused one of these groups to end.
     fn missing_ranks(&self, failed_group: &FailedGroup, formed: &[Self]) -> BTreeSet<usize> {
         let (mut present, mut lost) = (BTreeSet::new(), BTreeSet::new());
         for group in formed.iter().chain([self]) {

@@ -11,20 +11,19 @@ use crate::plan::{Tuning, fingerprint};
 
 /// Color of a rank that joins no group.
 const NO_COLOR: i64 = -1;
-/// Marks a split in the comparison between ranks; a list of ranks has a fingerprint instead.
+/// Value that ranks compare in a call of `split`; for a list of ranks they compare its fingerprint.
 const SPLIT: u64 = 0;
-/// Numbers that each rank contributes to the agreement on a subgroup.
+/// Numbers that each rank contributes to the agreement on the next subgroup.
 const VALUES_PER_RANK: usize = 3;
-/// Limit, in bytes, on the record that a rank contributes: its address, its cores, its choice of
-/// algorithms.
+/// Limit, in bytes, on the connection record of a rank: its address, its cores, its choice of algorithms.
 const MAX_RECORD_BYTES: i64 = 1 << 20;
 
-/// The agreement of all ranks to make certain groups next.
+/// The agreement of all ranks on the subgroups that they make next.
 #[derive(Debug)]
 pub(crate) struct SubgroupAgreement<'a> {
-    /// Number of agreements before this one.
+    /// Number of agreements on subgroups of this group before this one.
     number: u64,
-    /// The two numbers that each rank contributed.
+    /// For each rank, the two numbers that it contributed; for a split, color and key.
     values: Vec<[i64; 2]>,
     /// Held until the groups are made, so that threads of a rank make subgroups one after the other, and
     /// all ranks exchange records in one order.
@@ -32,21 +31,22 @@ pub(crate) struct SubgroupAgreement<'a> {
 }
 
 impl Group {
-    /// Makes a group of these ranks in the given order: the first becomes rank 0. Returns `None` on other
-    /// ranks.
+    /// Makes a group of `ranks` in the given order: the first becomes rank 0. Returns `None` on ranks outside
+    /// the list.
     ///
     /// All ranks of this group call it with an equal list, also those outside the list. The new group has
     /// the timeouts of this handle and its own connections. It works and fails independently, and may
     /// outlive this group.
     ///
-    /// The ranks make their subgroups in one order, like all collectives. Concurrent threads must give
-    /// theirs different [names](Self::with_subgroup_name). Then threads that run in different orders on two
-    /// ranks get an error instead of the wrong group.
+    /// All ranks make their subgroups in the same order, like all collectives. Threads that make subgroups
+    /// concurrently must give them different [names](Self::with_subgroup_name). Then threads that run in
+    /// different orders on two ranks get an error instead of the wrong group.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if the list is empty, names a rank twice, or names one that does not
-    /// exist. Also on all ranks if their lists differ. [`CommError::Bootstrap`] if the new group does not
-    /// form. Otherwise the errors of [`Self::all_gather`]. The time limit of a call covers all of it.
+    /// [`CommError::InvalidArgument`] if the list is empty, contains a rank twice, or contains a rank that
+    /// does not exist. Also on all ranks if their lists differ. [`CommError::Bootstrap`] if the new group
+    /// does not form. Otherwise the errors of [`Self::all_gather`]. The time limit of a call covers all of
+    /// these steps.
     ///
     /// # Cost
     /// All-gathers of 24 bytes, of 8 bytes, and of some hundred bytes per rank; then the connections of the
@@ -65,15 +65,15 @@ impl Group {
         group.form(&agreed, ranks)
     }
 
-    /// Partitions this group, like `MPI_Comm_split`: ranks with equal `color` form a group. They are
-    /// ordered by `key`, and by their ranks here if keys are equal. Returns `None` on ranks without a
-    /// color.
+    /// Partitions this group, like `MPI_Comm_split`: ranks with equal `color` form a group. In each new
+    /// group, ranks are ordered by `key`, and by their ranks in this group if keys are equal. Returns `None`
+    /// on ranks that pass no color.
     ///
     /// All ranks of this group call it. The new groups have the properties described at [`Self::subgroup`].
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] on all ranks if some make other subgroups. [`CommError::Bootstrap`]
-    /// if the new group does not form. Otherwise the errors of [`Self::all_gather`].
+    /// [`CommError::InvalidArgument`] on all ranks if some make subgroups by another function or name.
+    /// [`CommError::Bootstrap`] if the new group does not form. Otherwise the errors of [`Self::all_gather`].
     ///
     /// # Cost
     /// The cost of [`Self::subgroup`].
@@ -87,18 +87,18 @@ impl Group {
         group.form(&agreed, &together)
     }
 
-    /// Returns a handle whose subgroups contain `name` in their names. Errors show it, and subgroups with
-    /// different names are never confused.
+    /// Returns a handle that adds `name` to the names of the subgroups that it makes. Errors show the name,
+    /// and ranks that pass different names get an error instead of a group.
     #[must_use]
     pub fn with_subgroup_name(&self, name: &str) -> Self {
         Self { subgroup_name: Some(name.into()), ..self.clone() }
     }
 
-    /// Returns a handle whose subgroups use these overrides of algorithms instead of this group's, to
-    /// measure several in one job. For the syntax see [`GroupOptions::algorithms`]; an empty text overrides
-    /// nothing.
+    /// Returns a handle whose subgroups use these overrides of algorithms instead of this group's, to measure
+    /// several algorithms in one job. For the syntax see [`GroupOptions::algorithms`]; an empty text
+    /// overrides nothing.
     ///
-    /// All ranks pass an equal text: they compare it when a group forms, and a difference is
+    /// All ranks pass an equal text: they compare the texts when a subgroup forms, and a difference is
     /// [`CommError::Bootstrap`].
     ///
     /// # Errors
@@ -108,34 +108,35 @@ impl Group {
         Ok(Self { tuning: Some(Arc::new(tuning)), ..self.clone() })
     }
 
-    /// Returns the ranks of this group's members in its first ancestor. For subgroups of the world, and
-    /// their subgroups, these are ranks in the world.
+    /// Returns, for each rank of this group, its rank in the group's first ancestor. For subgroups of the
+    /// world, and their subgroups, these are ranks in the world.
     #[must_use]
     #[doc(alias = "get_process_group_ranks")]
     pub fn global_ranks(&self) -> &[usize] {
         &self.inner.origin
     }
 
-    /// Returns the rank in the first ancestor of rank `rank` of this group; `None` if there is no such
-    /// rank.
+    /// Returns the rank that rank `rank` of this group has in the group's first ancestor; `None` if there is
+    /// no rank `rank`.
     #[must_use]
     #[doc(alias = "get_global_rank")]
     pub fn global_rank(&self, rank: usize) -> Option<usize> {
         self.inner.origin.get(rank).copied()
     }
 
-    /// Returns the rank in this group of the member with rank `global_rank` in its first ancestor; `None`
-    /// if it is not a member.
+    /// Returns the rank in this group of the member with rank `global_rank` in the group's first ancestor;
+    /// `None` if no member has that rank.
     #[must_use]
     #[doc(alias = "get_group_rank")]
     pub fn group_rank(&self, global_rank: usize) -> Option<usize> {
         self.inner.origin.iter().position(|&origin| origin == global_rank)
     }
 
-    /// Agrees with all ranks to make `what`, identified by `mark`, next, and exchanges the numbers `values`.
+    /// Agrees with all ranks on the subgroup to make next, and exchanges the two numbers `values` of each
+    /// rank. Ranks compare `mark`, which identifies the subgroup; `what` describes it in the error.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] on all ranks if some make another group. Otherwise the errors of
+    /// [`CommError::InvalidArgument`] on all ranks if some make another subgroup. Otherwise the errors of
     /// [`Self::all_gather`].
     pub(crate) fn agree(
         &self,
@@ -145,7 +146,7 @@ impl Group {
     ) -> Result<SubgroupAgreement<'_>, CommError> {
         let name = self.subgroup_name.as_deref().unwrap_or_default();
         let mark = fingerprint(&[mark as usize, name_fingerprint(name) as usize]) as i64;
-        // The lock makes the numbers follow the order of the agreements, also between threads.
+        // The lock numbers agreements in the order in which they are made, also if several threads make them.
         let mut made = self.inner.subgroups.lock().unwrap_or_else(PoisonError::into_inner);
         let mut all = vec![0; VALUES_PER_RANK * self.size()];
         self.own_block_mut(&mut all, VALUES_PER_RANK).copy_from_slice(&[mark, values[0], values[1]]);
@@ -169,7 +170,7 @@ impl Group {
     /// Makes the group of `ranks`; returns `None` if this rank is not a member. All ranks of this group
     /// call it.
     ///
-    /// Disjoint groups may share one agreement; overlapping ones also need different names.
+    /// One agreement may serve several disjoint groups; overlapping groups also need different names.
     pub(crate) fn form(
         &self,
         agreed: &SubgroupAgreement<'_>,
@@ -182,7 +183,7 @@ impl Group {
         let mut options = self.inner.options.clone().name(name).generation(self.generation());
         options.id =
             fingerprint(&[options.id as usize, number as usize, first, name_fingerprint(own) as usize]);
-        // Ranks outside the groups take part too: NCCL splits a communicator with all of its ranks.
+        // Ranks outside `ranks` take part too: NCCL splits a communicator with all of its ranks.
         #[cfg(feature = "nccl")]
         let attach_device = self.split_device(ranks)?;
         let rest = self.limit().deadline().saturating_duration_since(Instant::now());
@@ -220,7 +221,7 @@ impl Group {
         Ok(Some(group))
     }
 
-    /// Exchanges the records of all ranks.
+    /// Exchanges the connection records of all ranks; `own` is this rank's record.
     fn exchange_records(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
         let mut lens = vec![0; self.size()];
         self.own_block_mut(&mut lens, 1).copy_from_slice(&[own.len() as i64]);
@@ -243,8 +244,8 @@ impl Group {
         Ok(values.collect())
     }
 
-    /// Returns a bootstrap configuration for `ranks` of this group, with the timeout of this handle;
-    /// `None` if this rank is not among them.
+    /// Returns a bootstrap configuration for `ranks` of this group, with the timeout of this handle; `None`
+    /// if this rank is not in `ranks`.
     pub(super) fn bootstrap_config(&self, ranks: &[usize], options: GroupOptions) -> Option<BootstrapConfig> {
         Some(BootstrapConfig {
             store: Arc::clone(&self.inner.store),
@@ -258,7 +259,7 @@ impl Group {
             is_successor: false,
             options: options.timeout(self.timeout),
             tuning: self.tuning.as_deref().unwrap_or(&self.inner.tuning).clone(),
-            // Only the first group receives the launcher's notice of a dead peer.
+            // Only the group that a session makes receives the launcher's notices of dead peers.
             agent: None,
             sharing: self.inner.sharing,
         })
@@ -274,7 +275,8 @@ impl Group {
         Ok(self.restore_init_timeout(Self::join(config, self.inner.keep.clone())?))
     }
 
-    /// Restores the `init_timeout` of a group that had less time to form, for the groups made from it.
+    /// Sets the `init_timeout` of `group`, which had less time to form, to that of this group again: groups
+    /// made from it inherit the option.
     fn restore_init_timeout(&self, mut group: Self) -> Self {
         if let Some(inner) = Arc::get_mut(&mut group.inner) {
             inner.options.init_timeout = self.inner.options.init_timeout;

@@ -13,12 +13,13 @@ impl Group {
     /// All ranks pass the same type and `lens`.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`], before anything is sent, if the lengths do not fit.
-    /// [`CommError::Mismatch`] if ranks disagree, also about `lens`. Otherwise the error that ended the
+    /// [`CommError::InvalidArgument`], before anything is sent, if the buffers do not fit `lens`.
+    /// [`CommError::Mismatch`] if ranks pass different types or `lens`. Otherwise the error that ended the
     /// group; `recv` is then unspecified.
     ///
     /// # Cost
-    /// Each rank sends less than `recv` holds: small blocks in one round, large ones around a ring.
+    /// Each rank sends fewer bytes than `recv` holds: small blocks in one round of messages, large ones
+    /// around a ring.
     pub fn all_gather_v<T: Element>(
         &self,
         send: &[T],
@@ -45,8 +46,8 @@ impl Group {
         self.collective(call, plan, recv_around_own(send, recv, own.clone()).with_ref(own.start, send), None)
     }
 
-    /// Fills `recv` with the elementwise `op` over this rank's block of all ranks' `send`, in which rank i
-    /// has a block of `lens[i]` elements.
+    /// Reduces block r of every rank's `send` elementwise by `op` into `recv` of rank r; block i has
+    /// `lens[i]` elements.
     ///
     /// All ranks pass the same type, `op` and `lens`.
     ///
@@ -55,8 +56,8 @@ impl Group {
     /// the type.
     ///
     /// # Cost
-    /// Each rank sends less than `send` holds: small blocks in one round, large ones around a ring, for
-    /// which `send` is copied.
+    /// Each rank sends fewer bytes than `send` holds: small blocks in one round of messages, large ones
+    /// around a ring, for which `send` is copied.
     pub fn reduce_scatter_v<T: Element>(
         &self,
         send: &[T],
@@ -92,14 +93,14 @@ impl Group {
         )
     }
 
-    /// Fills `recv` of rank `root` with the `send` of all ranks, in rank order; there rank i has `lens[i]`
-    /// elements.
+    /// Fills `recv` of rank `root` with the `send` of all ranks, in rank order. On the root, `lens[i]` is the
+    /// number of elements of rank i.
     ///
     /// All ranks pass the same type and `root`. On ranks other than the root, `recv` and `lens` are ignored
     /// and may be empty.
     ///
     /// # Errors
-    /// The errors of [`Self::all_gather_v`]; [`CommError::InvalidArgument`] also if there is no such rank.
+    /// The errors of [`Self::all_gather_v`]; [`CommError::InvalidArgument`] also if there is no rank `root`.
     /// [`CommError::Protocol`] names a rank that sends another length than the root expects.
     ///
     /// # Cost
@@ -135,8 +136,8 @@ impl Group {
         self.collective(call::<T>(CallKind::GatherV, None, root as u32, 0), plan, buffer, None)
     }
 
-    /// Fills `recv` with this rank's block of the `send` of rank `root`, in which rank i has `lens[i]`
-    /// elements.
+    /// Fills `recv` of every rank with the block for that rank in the `send` of rank `root`. On the root,
+    /// `lens[i]` is the number of elements for rank i.
     ///
     /// All ranks pass the same type and `root`. On ranks other than the root, `send` and `lens` are ignored
     /// and may be empty.
@@ -221,7 +222,7 @@ impl Group {
             .ok_or_else(|| CommError::InvalidArgument("the sum of the lengths is too large".to_owned()))
     }
 
-    /// Returns blocks of which only that of this rank is not empty.
+    /// Returns blocks that are empty, except that of this rank, which has `len` elements.
     fn own_block_only(&self, len: usize) -> Blocks {
         let mut lens = vec![0; self.size()];
         lens[self.rank()] = len;

@@ -19,9 +19,9 @@ use crate::engine::{Completion, Outcome};
 /// An operation in progress, and its buffers; a request in the terms of MPI.
 ///
 /// [`wait`](Self::wait), or `.await` under any async runtime, returns the buffers with the result. The
-/// operation progresses whether or not a thread waits; a waiting thread helps. A dropped handle does not
-/// stop its operation: the buffers are freed when it is done. When the last handle of the group is dropped,
-/// it waits for the operation; in a scope, the scope waits.
+/// operation progresses whether or not a thread waits; a waiting thread carries out transfers itself. A
+/// dropped handle does not stop its operation: the buffers are freed when the operation is done. Dropping the
+/// last handle of the group waits for the operation; in a scope, the end of the scope waits for it.
 ///
 /// After an error the buffers are not returned, since their contents are unspecified; no rank accesses them
 /// any more.
@@ -37,8 +37,8 @@ struct State<M> {
     #[cfg(feature = "nccl")]
     device_operation: Option<Arc<dyn DeviceWork>>,
     group: Group,
-    /// Always initialised. It is not a plain `M`: the engine writes through pointers into it, and moving a
-    /// `Box` or `&mut` would assert exclusive access.
+    /// The buffers, always initialised. They are not a plain `M`: the engine writes through pointers into
+    /// them, and moving a `Box` or `&mut` would assert exclusive access.
     memory: MaybeUninit<M>,
 }
 
@@ -67,7 +67,7 @@ impl<M: OperationBuffers> Work<M> {
         }
     }
 
-    /// Waits at most `time`; returns the handle if the operation is not done by then. It does not change
+    /// Waits at most `time`; returns the handle if the operation is not done by then. `time` does not change
     /// the time limit of the operation, whose expiry ends the group.
     ///
     /// # Errors
@@ -105,9 +105,9 @@ impl<M: OperationBuffers> Work<M> {
         self.completion().is_none_or(|completion| completion.is_done())
     }
 
-    /// Registers a `callback` that is called once when the operation is done, successfully or not; at once
-    /// if it is done. The thread that detects completion calls it, without holding locks. It may start
-    /// operations, but should not wait for them.
+    /// Registers a `callback` that is called once when the operation is done, successfully or not; at once if
+    /// it is done already. The thread that detects completion calls it, without holding locks. `callback` may
+    /// start operations, but should not wait for them.
     pub fn on_complete(&self, callback: impl FnOnce() + Send + 'static) {
         self.request_fast_poll();
         match self.completion() {
@@ -120,9 +120,9 @@ impl<M: OperationBuffers> Work<M> {
         }
     }
 
-    /// Returns a file descriptor that polls as readable once the operation is done, for event loops.
-    /// Returns `None` if it was done from the start. Callers must not read from it. It lives as long as the
-    /// handle.
+    /// Returns a file descriptor that polls as readable once the operation is done, for event loops. Returns
+    /// `None` if the operation was done from the start. Callers must not read from the descriptor. It is
+    /// valid as long as the handle exists.
     ///
     /// # Errors
     /// [`CommError::System`] if the process has no descriptor left.
@@ -147,8 +147,8 @@ impl<M: OperationBuffers> Work<M> {
         false
     }
 
-    /// Starts polling of a device operation for a caller that waits without polling, since no thread drives
-    /// a device.
+    /// Makes the watchdog poll a device operation often, for a caller that waits without polling: no other
+    /// thread notices that the operation is done.
     fn request_fast_poll(&self) {
         #[cfg(feature = "nccl")]
         if let Some(device_operation) = self.device_operation() {
@@ -196,7 +196,7 @@ impl Work<()> {
         Self { state: Some(State { completion, device_operation, group, memory: MaybeUninit::new(()) }) }
     }
 
-    /// Makes a stream wait until the operation is done, without blocking the host. Work enqueued on it
+    /// Makes `stream` wait until the operation is done, without blocking the host. Work enqueued on `stream`
     /// later sees the result.
     ///
     /// # Errors
@@ -229,7 +229,7 @@ impl<M: OperationBuffers> Future for Work<M> {
     }
 }
 
-/// No field is pinned: the elements are not stored in the handle.
+/// No field is pinned: the handle does not store the elements themselves.
 impl<M: OperationBuffers> Unpin for Work<M> {}
 
 impl<M: OperationBuffers> Drop for Work<M> {
@@ -257,8 +257,8 @@ impl<M: OperationBuffers> Drop for Work<M> {
     }
 }
 
-/// The buffers of an operation whose handle was dropped. They are dropped with this value, which lives until
-/// the operation is done. Until then they are only moved as bytes, never as an `M`.
+/// The buffers of an operation whose handle was dropped. This value and its buffers are dropped when the
+/// operation is done. Until then they are only moved as bytes, never as an `M`.
 struct KeptBuffers<M: OperationBuffers>(MaybeUninit<M>);
 
 impl<M: OperationBuffers> Drop for KeptBuffers<M> {
@@ -290,7 +290,7 @@ pub fn wait_all<M: OperationBuffers>(
 }
 
 /// Waits until one operation is done and removes it from the list. Returns its former index and its result;
-/// `None` if the list is empty. Later entries move up.
+/// `None` if the list is empty. The index of each later entry decreases by one.
 ///
 /// # Errors
 /// The error of the operation that is done.

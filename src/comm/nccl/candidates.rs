@@ -3,31 +3,31 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// The variable that names the library; if it is set, no other place is tried.
+/// The environment variable that names the library; if it is set, no other place is tried.
 pub(super) const LIBRARY_VARIABLE: &str = "CONVOKE_NCCL_SO";
-/// The names of the library: with a number in run-time packages, without it in those with headers.
+/// The names of the library: with a number in run-time packages, without it in development packages.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 /// The path in a wheel, below `site-packages`.
 const IN_WHEEL: &str = "nvidia/nccl/lib/libnccl.so.2";
-/// The variables in which Python environments give their folders.
+/// The environment variables in which Python environments give their folders.
 const ENVIRONMENTS: [&str; 2] = ["VIRTUAL_ENV", "CONDA_PREFIX"];
-/// The prefixes of Python without an environment.
+/// The installation prefixes of Python outside of virtual environments.
 const SYSTEM: [&str; 3] = ["/usr/local", "/usr", "/opt/conda"];
 /// The folders of packages below `lib/python3.*`.
 const PACKAGES: [&str; 2] = ["site-packages", "dist-packages"];
 
-/// A library that may be there.
+/// A place where the library may be.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Candidate {
     /// A name for the system's loader, or a path.
     pub(super) path: PathBuf,
-    /// If set, the path is a guess, and it is not mentioned if it does not exist.
+    /// If set, the path is a guess, and errors do not mention it if it does not exist.
     pub(super) guessed: bool,
 }
 
 /// Returns all places in the order in which they are tried. First are the names that the loader finds: in
-/// `LD_LIBRARY_PATH`, the system's folders, or already loaded, as by a Python program with PyTorch. Then come
-/// Python's wheels.
+/// `LD_LIBRARY_PATH`, in the system's folders, or already loaded, as by a Python program with PyTorch. The
+/// wheels of Python follow.
 pub(super) fn candidates(
     variable: impl Fn(&str) -> Option<OsString>,
     list: impl Fn(&Path) -> Vec<PathBuf>,

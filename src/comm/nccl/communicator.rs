@@ -1,4 +1,4 @@
-//! A communicator of NCCL: the part of a GPU group in this process.
+//! A communicator of NCCL: this rank's part of a GPU group.
 //!
 //! All calls return at once, also those that set up connections. A call is [`Progress::InProgress`]
 //! until [`Communicator::progress`] reports otherwise. The caller makes the device the current one of its
@@ -15,7 +15,7 @@ use super::types::{
     Address, Comm, Config, DataType, HOST_IMMEDIATE, IN_PROGRESS, NcclCall, RedOp, SUCCESS, UniqueId,
 };
 
-/// The state of a call.
+/// The state of an NCCL call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Progress {
     Done,
@@ -45,7 +45,7 @@ pub(crate) struct RegistrationHandle(NonNull<c_void>);
 unsafe impl Send for RegistrationHandle {}
 
 impl Library {
-    /// Creates a unique id for a group. One rank creates it and sends it to the others.
+    /// Creates a unique id for a group. One rank creates it and sends it to the other ranks.
     pub(crate) fn unique_id(&'static self) -> Result<UniqueId, NcclError> {
         let mut id = UniqueId([0; 128]);
         let functions = self.functions();
@@ -87,7 +87,7 @@ impl Library {
 
 #[allow(unsafe_code)]
 impl Communicator {
-    /// Returns whether the last call is done.
+    /// Returns whether the last call on this communicator is done.
     pub(crate) fn progress(&self) -> Result<Progress, NcclError> {
         let mut state = SUCCESS;
         // SAFETY: writes one number; the handle is valid while `self` is.
@@ -96,11 +96,11 @@ impl Communicator {
         self.check("NCCL", state)
     }
 
-    /// Enqueues calls on a stream, several as one.
+    /// Enqueues calls on a stream; several calls become one NCCL group call.
     ///
     /// # Safety
     /// `stream` is a stream of this communicator's device. The memory at the addresses is on that device,
-    /// long enough, and stays so until the stream has come past the calls.
+    /// long enough, and stays so until the stream has executed the calls.
     pub(crate) unsafe fn enqueue(
         &self,
         steps: &[NcclCall],
@@ -181,7 +181,7 @@ impl Communicator {
         self.check(name, result)
     }
 
-    /// The number of an operation. An operation with a factor is created for this call.
+    /// Returns NCCL's number of a reduction. A reduction with a factor is created for this one call.
     fn create_reduction(&self, op: RedOp, datatype: DataType) -> Result<CreatedReduction<'_>, NcclError> {
         let mut made = CreatedReduction { number: 0, owner: None };
         if let RedOp::PremulSum(mut factor) = op {
@@ -199,7 +199,8 @@ impl Communicator {
         Ok(made)
     }
 
-    /// Registers memory that will be used often with NCCL, for direct access; `None` if this version cannot.
+    /// Registers memory that will be used often with NCCL, for direct access; `None` if this NCCL version has
+    /// no registration.
     ///
     /// # Safety
     /// The memory is on the communicator's device, and stays until it is [deregistered](Self::deregister).
@@ -225,7 +226,7 @@ impl Communicator {
     }
 
     /// Begins an orderly shutdown, in which enqueued operations are carried out. Call [`Self::progress`]
-    /// until it is done, then [`Self::destroy`].
+    /// until the shutdown is done, then [`Self::destroy`].
     pub(crate) fn finalize(&self) -> Result<Progress, NcclError> {
         // SAFETY: the handle is valid.
         let result = unsafe { (self.functions.comm_finalize)(self.raw()) };
@@ -259,8 +260,8 @@ impl Communicator {
     }
 }
 
-/// A reduction. If it was created for one call, dropping this value destroys it; NCCL keeps it for calls
-/// under way.
+/// A reduction operation of NCCL. If it was created for one call, dropping this value destroys it; NCCL keeps
+/// it until calls in progress are done.
 struct CreatedReduction<'a> {
     number: c_int,
     owner: Option<&'a Communicator>,
@@ -304,7 +305,7 @@ fn check(
 }
 
 /// # Safety
-/// It is null or a text that ends with a zero.
+/// `at` is null or points to a text that ends with a zero byte.
 #[allow(unsafe_code)]
 unsafe fn text(at: *const std::ffi::c_char) -> Option<String> {
     if at.is_null() {

@@ -29,7 +29,7 @@ impl fmt::Debug for SetDevice {
     }
 }
 
-/// The last call of a communicator.
+/// The call that frees a communicator: `ncclCommDestroy` or `ncclCommAbort`.
 pub(super) struct FreeCall {
     pub(super) call: unsafe extern "C" fn(*mut Comm) -> c_int,
     pub(super) handle: NonNull<Comm>,
@@ -41,8 +41,8 @@ pub(super) struct FreeCall {
 unsafe impl Send for FreeCall {}
 
 impl FreeCall {
-    /// Frees it on this thread, however long that takes. It does nothing if the device is gone, as in a
-    /// process that exits, since NCCL cannot free it then.
+    /// Frees the communicator on this thread, however long that takes. It does nothing if the device is gone,
+    /// as in a process that exits, since NCCL cannot free a communicator then.
     pub(super) fn run_here(self) {
         if (self.set_device.0)() {
             // SAFETY: the handle is valid, and used for the last time.
@@ -51,9 +51,9 @@ impl FreeCall {
         }
     }
 
-    /// Frees it on a new thread, and waits a second at most. NCCL waits for the other ranks of the host to
-    /// close their connections, or for a kernel to end. If no thread can be started, it stays until the
-    /// process ends.
+    /// Frees the communicator on a new thread, and waits a second at most. NCCL waits for the other ranks of
+    /// the host to close their connections, or for a kernel to end. If no thread can be started, the
+    /// communicator stays until the process ends.
     pub(super) fn run_on_thread(self) {
         let (done, finished) = sync_channel::<()>(1);
         let act = move || {

@@ -11,7 +11,7 @@ macro_rules! functions {
         required { $($field:ident = $name:literal ($($argument:ty),*) -> $result:ty;)* }
         optional { $($newer:ident = $newer_name:literal ($($newer_argument:ty),*) -> $newer_result:ty;)* }
     ) => {
-        /// All functions that are called; `None` for those that older versions lack.
+        /// All functions that convoke calls; `None` for those that older versions lack.
         #[allow(missing_debug_implementations)] // addresses
         pub(super) struct Functions {
             $(pub(super) $field: unsafe extern "C" fn($($argument),*) -> $result,)*
@@ -19,7 +19,7 @@ macro_rules! functions {
         }
 
         impl Functions {
-            /// Looks up the functions of a library. The error is the name of the first that is missing.
+            /// Looks up the functions of a library. The error is the name of the first missing function.
             ///
             /// # Safety
             /// The library is NCCL, 2.18 or newer: functions of these names are those of its header.

@@ -23,9 +23,10 @@ pub struct Library {
 impl Library {
     /// Returns the library of this process, which is looked for once.
     ///
-    /// `CONVOKE_NCCL_SO` names it. Otherwise it is `libnccl.so.2` as the system's loader finds it: already
-    /// loaded, as by a Python program, in `LD_LIBRARY_PATH`, or in the system's packages. The last choice is
-    /// the wheel `nvidia-nccl-cu*` in `VIRTUAL_ENV`, `CONDA_PREFIX` or the system's Python.
+    /// The environment variable `CONVOKE_NCCL_SO` names it. Otherwise it is `libnccl.so.2` as the system's
+    /// loader finds it: already loaded, as by a Python program, in `LD_LIBRARY_PATH`, or in the system's
+    /// packages. The last choice is the wheel `nvidia-nccl-cu*` in `VIRTUAL_ENV`, `CONDA_PREFIX` or the
+    /// system's Python.
     ///
     /// # Errors
     /// [`NcclError::NotFound`] with all that was tried, [`NcclError::TooOld`], [`NcclError::Unusable`].
@@ -36,8 +37,8 @@ impl Library {
         loaded.as_ref().map_err(Clone::clone)
     }
 
-    /// Opens the first of `candidates` that exists and is new enough. The error describes the first that
-    /// exists.
+    /// Opens the first of `candidates` that exists and is new enough. If none is, the error describes the
+    /// first candidate that exists.
     pub(super) fn open(candidates: &[Candidate]) -> Result<Self, NcclError> {
         let (mut tried, mut refused) = (Vec::new(), None);
         for candidate in candidates {

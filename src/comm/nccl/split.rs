@@ -1,4 +1,4 @@
-//! PendingSplit a communicator.
+//! Splits a communicator.
 
 use std::ffi::c_int;
 use std::ptr::{self, NonNull};
@@ -9,13 +9,13 @@ use super::free::SetDevice;
 use super::functions::Functions;
 use super::types::{Comm, Config, NO_COLOR};
 
-/// A split that is under way: NCCL writes the new communicator here when it is done.
+/// A split in progress: NCCL writes the new communicator to `into` when the split is done.
 pub(crate) struct PendingSplit {
     functions: &'static Functions,
     set_device: SetDevice,
     /// The destination of NCCL's write; its address stays fixed until NCCL has written.
     into: Box<SplitResult>,
-    /// Set when NCCL writes no more.
+    /// Set once NCCL will no longer write to `into`.
     settled: bool,
 }
 
@@ -35,11 +35,12 @@ impl Default for SplitResult {
 
 #[allow(unsafe_code)]
 impl Communicator {
-    /// Begins to split this communicator: ranks with the same color are together, in the order of their
-    /// keys. All ranks call it, those that want no communicator with `None`. When [`Self::progress`] of this
-    /// communicator reports that it is done, [`PendingSplit::into_communicator`] has the new one.
+    /// Begins to split this communicator: ranks with the same color get one new communicator, in the order of
+    /// their keys. All ranks call it; those that want no communicator pass `None`. When [`Self::progress`] of
+    /// this communicator reports that the split is done, [`PendingSplit::into_communicator`] returns the new
+    /// one.
     ///
-    /// The result of the call itself does not tell that: only `progress` does.
+    /// The result of this call does not tell whether the split is done: only `progress` does.
     pub(crate) fn begin_split(
         &self,
         color_and_key: Option<(usize, usize)>,
@@ -62,8 +63,8 @@ impl Communicator {
 }
 
 impl PendingSplit {
-    /// Returns the new communicator; `None` for a rank without a color. Call it only when the parent's call
-    /// is done.
+    /// Returns the new communicator; `None` for a rank without a color. Call it only when the parent
+    /// communicator reports that the split is done.
     pub(crate) fn into_communicator(mut self) -> Option<Communicator> {
         self.settled = true;
         let handle = Some(NonNull::new(self.into.0)?);

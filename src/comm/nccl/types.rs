@@ -8,7 +8,7 @@ pub(super) const SUCCESS: c_int = 0;
 pub(super) const IN_PROGRESS: c_int = 7;
 /// `NCCL_SPLIT_NOCOLOR`.
 pub(super) const NO_COLOR: c_int = -1;
-/// `ncclScalarHostImmediate`: NCCL reads a factor during the call.
+/// `ncclScalarHostImmediate`: NCCL reads a factor from host memory during the call.
 pub(super) const HOST_IMMEDIATE: c_int = 1;
 /// `NCCL_CONFIG_UNDEF_INT`.
 const UNDEFINED: c_int = c_int::MIN;
@@ -40,7 +40,7 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// A configuration in which calls return before they are carried out.
+    /// Returns a configuration in which calls return before NCCL has carried them out.
     pub(super) fn nonblocking() -> Self {
         Self {
             size: size_of::<Self>(),
@@ -95,13 +95,13 @@ pub(crate) enum RedOp {
     Max,
     Min,
     Avg,
-    /// A sum of shares, each multiplied by its rank's factor. The bytes of this rank's factor, in the
-    /// elements' type, come first.
+    /// A sum of all ranks' elements, each multiplied by its rank's factor. The array starts with the bytes of
+    /// this rank's factor, in the elements' type.
     PremulSum([u8; 8]),
 }
 
 impl RedOp {
-    /// The number of the operation; of one with a factor, that of a sum.
+    /// NCCL's number of the operation; for one with a factor, the number of a plain sum.
     pub(super) const fn number(self) -> c_int {
         match self {
             Self::Sum | Self::PremulSum(_) => 0,
@@ -116,8 +116,8 @@ impl RedOp {
 /// An address on a device.
 pub(crate) type Address = u64;
 
-/// One call on elements `T` with the reduction `O`. Counts are of elements; those of `AllGather` and
-/// `ReduceScatter` are of one rank's block. NCCL has its own `T` and `O`.
+/// One NCCL call on elements of type `T` with the reduction `O`; the defaults are NCCL's own types. Counts
+/// are of elements; those of `AllGather` and `ReduceScatter` are of one rank's block.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum NcclCall<T = DataType, O = RedOp> {
     AllReduce { send: Address, recv: Address, count: usize, datatype: T, op: O },

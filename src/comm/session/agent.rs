@@ -1,4 +1,4 @@
-//! Reads the first message of convoke's launcher from the inherited channel.
+//! Reads the first message that convoke's launcher sends to a worker, from the inherited channel.
 
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
@@ -7,10 +7,10 @@ use convoke_env::{AgentChannel, Generation, ToWorker, Token};
 
 use crate::error::CommError;
 
-/// Time limit for the first message on the agent channel. The launcher runs before this process starts.
+/// Time limit for the first message on the agent channel. It is short: the launcher is running already.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The first message on the agent channel.
+/// The content of the launcher's first message on the agent channel, and the channel.
 #[derive(Debug, Clone)]
 pub(super) struct AgentHello {
     pub(super) generation: Generation,
@@ -18,11 +18,11 @@ pub(super) struct AgentHello {
     pub(super) channel: Option<Arc<Mutex<AgentChannel>>>,
 }
 
-/// Returns the first message on the inherited channel; `None` without a channel.
+/// Returns the launcher's first message on the inherited channel; `None` if no channel was inherited.
 ///
-/// All duplicates of the descriptor share one stream, so its first message can be read only once. Its
-/// content is kept for later sessions of this process. Living sessions share the channel; the last one
-/// closes it.
+/// All duplicates of the channel's descriptor read one byte stream, so its first message can be read only
+/// once. Its content is kept for later sessions of this process. Sessions that exist at the same time share
+/// the channel; the last one to be dropped closes it.
 pub(super) fn inherited_hello() -> Result<Option<AgentHello>, CommError> {
     static FIRST_MESSAGE: Mutex<Option<(AgentHello, Weak<Mutex<AgentChannel>>)>> = Mutex::new(None);
     let mut received = FIRST_MESSAGE.lock().unwrap_or_else(PoisonError::into_inner);

@@ -10,7 +10,7 @@ use crate::error::CommError;
 /// Number of bits of [`LIVE_WORLDS`] that hold the count.
 const COUNT_BITS: u32 = 32;
 
-/// Number of live worlds, with the process id in the high bits: a forked child has no world.
+/// Number of live worlds, with the process id in the high bits: a forked child does not count its parent's.
 static LIVE_WORLDS: AtomicU64 = AtomicU64::new(0);
 
 /// Returns true if this process has a [`World`](crate::World) whose group is not dropped yet.
@@ -38,8 +38,8 @@ impl Drop for LiveWorld {
     }
 }
 
-/// The membership of this process, as one rank, in the world at one rendezvous. It lasts until the world
-/// and all groups that come from it are dropped.
+/// The membership of this process, as one rank, in the world at one rendezvous. It lasts until the world and
+/// all groups made from it are dropped.
 #[derive(Debug)]
 pub(super) struct Membership {
     key: (u32, String),
@@ -73,7 +73,7 @@ impl Drop for Membership {
     }
 }
 
-/// Process id and rendezvous of each world, and whether the world has formed.
+/// Whether each world has formed; the key is the process id and a text with rank and rendezvous.
 type JoinedWorlds = HashMap<(u32, String), bool>;
 
 fn joined_worlds() -> MutexGuard<'static, JoinedWorlds> {
@@ -91,7 +91,7 @@ fn process() -> u64 {
     u64::from(std::process::id()) << COUNT_BITS
 }
 
-/// Returns the count in `word`, or 0 if another process wrote it.
+/// Returns the number of live worlds in `word`, or 0 if another process (the parent of a fork) wrote `word`.
 fn count(word: u64) -> u64 {
     let count = word & ((1 << COUNT_BITS) - 1);
     if word - count == process() { count } else { 0 }

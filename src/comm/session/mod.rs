@@ -25,7 +25,7 @@ use rendezvous::{MasterStore, OpenStore, Rendezvous};
 use url::{InitMethod, Url};
 pub use world::{World, is_elastic};
 
-/// Joins the job that the environment describes, and connects to all its ranks.
+/// Joins the job that environment variables describe, and connects to all its ranks.
 ///
 /// Equivalent to [`Session::join`] followed by [`Session::world`]. Without the variables of a launcher, it
 /// returns a world of one rank, so a program also runs without a launcher.
@@ -36,13 +36,14 @@ pub fn init() -> Result<World, CommError> {
     Session::join()?.world()
 }
 
-/// The rank of a process in a job. A session makes worlds, one for each round.
+/// The membership of a process, as one rank, in a job. A session makes one world for each rendezvous round.
 ///
-/// A launcher that restarts workers starts new processes, whose first world is the new round. If all
+/// A launcher that restarts workers starts new processes, whose first world belongs to the new round. If all
 /// processes survive a failure, they continue with [`Self::next_round`].
 ///
-/// Every constructor reads these variables:
-/// - CONVOKE_TOKEN or CONVOKE_TOKEN_FILE: the secret of the job, if the agent channel brings none.
+/// Every constructor reads these environment variables:
+/// - CONVOKE_TOKEN or CONVOKE_TOKEN_FILE: the secret of the job, if the launcher sends none on the agent
+///   channel.
 /// - CONVOKE_SOCKET_IFNAME, else GLOO_SOCKET_IFNAME, else NCCL_SOCKET_IFNAME: the interface to listen on
 ///   (see [`Listen::Interface`]).
 /// - CONVOKE_ALGO: see [`GroupOptions::algorithms`].
@@ -54,7 +55,7 @@ pub struct Session {
     size: usize,
     launch_info: LaunchInfo,
     rendezvous: Rendezvous,
-    /// The store of the rendezvous, once it is open.
+    /// The store through which the ranks meet; `None` until it is open.
     open_store: Option<OpenStore>,
     agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
     options: GroupOptions,
@@ -70,8 +71,8 @@ struct LaunchInfo {
 }
 
 impl Session {
-    /// Reads the variables of torchrun and the agent channel of convoke, else the variables of mpirun or
-    /// srun. Without any of them, the world has one rank.
+    /// Joins the job that environment variables describe: the variables of torchrun, with convoke's agent
+    /// channel, else the variables of mpirun or srun. Without any of them, the world has one rank.
     ///
     /// # Errors
     /// [`CommError::Env`] if variables are missing or malformed; [`CommError::Channel`] if the agent
@@ -88,7 +89,7 @@ impl Session {
         }
     }
 
-    /// Joins at a URL that also contains the rank.
+    /// Joins the job at a URL that also contains this rank.
     /// - `tcp://host:port?rank=0&world_size=2`: rank 0 serves the store at this address.
     /// - `file:///path?rank=0&world_size=2`: a file that all ranks can reach.
     /// - `env://`: equivalent to [`Self::join`].
@@ -111,8 +112,9 @@ impl Session {
         }
     }
 
-    /// Joins at a URL that is equal on all ranks; see [`Self::from_url`] for the schemes. With `env://`,
-    /// rank and world size come from the arguments, and MASTER_ADDR and MASTER_PORT from the environment.
+    /// Joins the job at a URL that is equal on all ranks; see [`Self::from_url`] for the schemes. With
+    /// `env://`, rank and world size come from the arguments, and MASTER_ADDR and MASTER_PORT from the
+    /// environment.
     ///
     /// # Errors
     /// [`CommError::Url`] if the URL is malformed or contains a rank; [`CommError::InvalidArgument`] if
@@ -127,7 +129,8 @@ impl Session {
         Self::join_at(parsed.init_method, rank, world_size)
     }
 
-    /// Joins through a store that all ranks can reach. [`Group::new`] does so without reading variables.
+    /// Joins the job through a store that all ranks can reach. [`Group::new`] does so without environment
+    /// variables.
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`] if `rank` is not below `world_size`. Otherwise the errors of
@@ -231,7 +234,7 @@ impl Session {
             size,
             origin: (0..size).collect(),
             is_successor: false,
-            // The generation of the launcher applies to the first round only.
+            // The launcher's generation identifies the first round only; later rounds draw their own.
             options: GroupOptions { generation: options.generation.filter(|_| round == 0), ..options },
             tuning,
             agent: self.agent.clone(),
@@ -245,8 +248,8 @@ impl Session {
         Ok(self.make_world(group))
     }
 
-    /// Connects to all ranks again, in these processes, after the last world was dropped or has failed. All
-    /// ranks must call it.
+    /// Connects to all ranks again, in the same processes, after the previous world was dropped or has
+    /// failed. All ranks must call it.
     ///
     /// # Errors
     /// The errors of [`Self::world`].
@@ -269,7 +272,7 @@ fn shared_memory_enabled() -> Result<bool, CommError> {
     }
 }
 
-/// Returns the address to listen at if a variable names an interface, else `None`.
+/// Returns the address to listen at if an environment variable names a network interface, else `None`.
 fn interface() -> Result<Option<Listen>, CommError> {
     const NAMES: [&str; 3] = ["CONVOKE_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"];
     let given = NAMES.iter().find_map(|name| {

@@ -1,4 +1,4 @@
-//! The rendezvous of the ranks: the store of a job, for each entry point.
+//! How the ranks of a job meet: the store of the job, for each way to create a session.
 
 use std::any::Any;
 use std::collections::HashMap;
@@ -16,10 +16,10 @@ use crate::bootstrap::{RANK_0, StoreLocation};
 use crate::error::CommError;
 use crate::options::{GroupOptions, Listen};
 
-/// Time limit for signing off from a file. Only the removal of the file depends on it.
+/// Time limit for recording that this rank no longer uses a store file. If it expires, the file may stay.
 const SIGN_OFF_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The rendezvous of the ranks of a job.
+/// How the ranks of a job meet.
 #[derive(Debug)]
 pub(super) enum Rendezvous {
     /// The world has one rank, which needs no store.
@@ -29,7 +29,7 @@ pub(super) enum Rendezvous {
     Store(Arc<dyn Store>),
 }
 
-/// Address and server of a store over TCP.
+/// Address of a store over TCP, and who serves it.
 #[derive(Debug)]
 pub(super) struct MasterStore {
     host: String,
@@ -48,7 +48,8 @@ pub(super) struct MasterStore {
 #[derive(Debug)]
 pub(super) struct OpenStore {
     pub(super) store: Arc<dyn Store>,
-    /// Object that must live as long as the worlds: the store server, or the sign-off from the file.
+    /// Object that must live as long as the worlds: the store server, or the object that signs off from the
+    /// file.
     pub(super) keep_alive: Option<Arc<dyn Any + Send + Sync>>,
     sign_off: Option<Arc<SignOff>>,
 }
@@ -67,7 +68,7 @@ impl Rendezvous {
         }
     }
 
-    /// Returns the prefix of all keys of the world of this round.
+    /// Returns the prefix of all store keys of the world of rendezvous round `round`.
     pub(super) fn prefix(&self, round: u32) -> String {
         let mut prefix = "convoke".to_owned();
         if let Self::Tcp(MasterStore { run_id: Some(run_id), .. }) = self {
@@ -76,7 +77,7 @@ impl Rendezvous {
         if round == 0 { prefix } else { format!("{prefix}/round-{round}") }
     }
 
-    /// Returns the rank whose process serves the store, if a rank does.
+    /// Returns the rank whose process serves the store; `None` if no rank serves it.
     pub(super) fn store_rank(&self) -> Option<usize> {
         matches!(self, Self::Tcp(MasterStore { served_by_launcher: false, .. })).then_some(0)
     }
@@ -86,7 +87,7 @@ impl Rendezvous {
         matches!(self, Self::Tcp(_))
     }
 
-    /// Returns the rendezvous of a world of `size` ranks, for messages.
+    /// Returns where the store of a world of `size` ranks is, for error messages.
     pub(super) fn store_location(&self, size: usize) -> StoreLocation {
         match self {
             Self::SingleRank | Self::Store(_) => StoreLocation::default(),
@@ -165,7 +166,7 @@ impl fmt::Display for Rendezvous {
 }
 
 impl OpenStore {
-    /// Records that all ranks have met under this generation.
+    /// Records that all ranks have formed the world of this generation; only then does a drop sign off.
     pub(super) fn record_formed(&self, generation: Generation) {
         if let Some(sign_off) = &self.sign_off {
             sign_off.formed.get_or_init(|| generation);
@@ -179,7 +180,7 @@ impl MasterStore {
         Self { host, port, served_by_launcher: false, run_id: None, derived: false, several_hosts: false }
     }
 
-    /// Returns the address from the variables of a launcher.
+    /// Returns the address from the environment variables of a launcher.
     pub(super) fn from_env(env: &WorkerEnv) -> Self {
         Self {
             host: env.master_addr.clone(),
@@ -195,15 +196,15 @@ impl MasterStore {
         Ok((self.host.as_str(), self.port).to_socket_addrs()?.collect())
     }
 
-    /// Returns true if other hosts may resolve the host's name to another address. An example is the host's
-    /// own name, which stands for loopback in its /etc/hosts (127.0.1.1 on Debian).
+    /// Returns true if other hosts may resolve the store's host name to another address. An example is a
+    /// host's own name, which its /etc/hosts resolves to loopback (127.0.1.1 on Debian).
     fn is_host_ambiguous(&self, resolved: &[SocketAddr]) -> bool {
         is_ambiguous(&self.host, resolved, self.run_id.is_some().then_some(self.several_hosts))
     }
 
     /// Serves the store at the named address. Binds to all addresses if the name resolves to loopback here.
-    /// It also does so if the address is not local, since it may be translated (NAT), unless the host was
-    /// only derived.
+    /// It also does so if the address is not local, since NAT may translate it, unless the host was derived
+    /// from the variables of mpirun or srun.
     fn serve(&self) -> Result<StoreServer, CommError> {
         let advice = match self.derived {
             true => {
@@ -234,24 +235,26 @@ impl fmt::Display for MasterStore {
     }
 }
 
-/// Implements [`MasterStore::is_host_ambiguous`]; `several_hosts` is `None` if it is unknown.
+/// Implements [`MasterStore::is_host_ambiguous`]; `several_hosts` is `None` if the number of hosts is
+/// unknown.
 fn is_ambiguous(host: &str, resolved: &[SocketAddr], several_hosts: Option<bool>) -> bool {
     let is_alias = host != "localhost" && host.parse::<IpAddr>().is_err();
     let is_loopback = !resolved.is_empty() && resolved.iter().all(|address| address.ip().is_loopback());
     is_loopback && several_hosts.unwrap_or(is_alias)
 }
 
-/// Signs off from a file through which ranks met; the last rank to sign off removes the file.
+/// Records, when dropped, that this rank no longer uses a store file; the last rank to do so removes the
+/// file.
 ///
-/// The count is kept under the generation, since a killed job leaves its own count in the file. Such a file
-/// does no harm: no rank confirms its announcement, and rank 0 overwrites it.
+/// The store key of the count contains the generation, since a killed job leaves its own count in the file.
+/// The file of a killed job does no harm: no rank confirms its announcement, and rank 0 overwrites it.
 #[derive(Debug)]
 struct SignOff {
     store: Arc<FileStore>,
     rank: usize,
     path: PathBuf,
     size: usize,
-    /// Set when all ranks have met; before that, it is unknown who else uses the file.
+    /// Set when all ranks have met; before that, it is unknown which other ranks use the file.
     formed: OnceLock<Generation>,
     /// Process that joined; a forked child does not sign off.
     pid: u32,
@@ -274,7 +277,7 @@ fn departed_key(generation: Generation) -> Vec<u8> {
 type DepartedRanks = HashMap<(u32, PathBuf, usize), Generation>;
 
 /// Returns the ranks that have signed off in this process, by process id, file and rank. A rank that joins
-/// again withdraws its sign-off, so that the last of the others does not remove the file.
+/// again withdraws its sign-off, so that the last other rank to sign off does not remove the file.
 fn departed_ranks() -> MutexGuard<'static, DepartedRanks> {
     static DEPARTED: LazyLock<Mutex<DepartedRanks>> = LazyLock::new(Mutex::default);
     DEPARTED.lock().unwrap_or_else(PoisonError::into_inner)

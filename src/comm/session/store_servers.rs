@@ -7,12 +7,12 @@ use convoke_store::StoreServer;
 
 use crate::error::CommError;
 
-/// Servers by process id and address: a forked child has none of the server threads.
+/// Servers by process id and address. The id is needed because a forked child has no server threads.
 type Servers = HashMap<(u32, String), Arc<StoreServer>>;
 
 static SERVERS: Mutex<Option<Servers>> = Mutex::new(None);
 
-/// Returns the server at `address` that an earlier world of this process has left, or a new one.
+/// Returns the server at `address` that an earlier world of this process started, or a new one from `serve`.
 ///
 /// The server lives as long as the process, because ranks drop a world at different times. A rank that
 /// rejoins early, or forms a group without rank 0, needs the store of the previous world.

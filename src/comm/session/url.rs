@@ -4,18 +4,18 @@ use std::path::PathBuf;
 
 use crate::error::CommError;
 
-/// Rendezvous, and the rank if the URL contains it.
+/// A parsed URL: how the ranks meet, and the rank if the URL contains it.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Url {
     pub(super) init_method: InitMethod,
-    /// Rank and number of ranks.
+    /// Rank and number of ranks; `None` if the URL does not contain them.
     pub(super) rank_and_size: Option<(usize, usize)>,
 }
 
-/// The rendezvous that a URL names.
+/// How ranks meet, as the URL says.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum InitMethod {
-    /// `env://`: the environment names the rendezvous.
+    /// `env://`: environment variables say how ranks meet.
     Env,
     /// `tcp://host:port`: rank 0 serves the store at this address.
     Tcp { host: String, port: u16 },

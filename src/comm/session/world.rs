@@ -7,7 +7,7 @@ use convoke_env::vars;
 
 use crate::group::Group;
 
-/// All ranks of a job, in one round.
+/// The group of all ranks of a job, in one rendezvous round.
 ///
 /// Dereferences to a [`Group`], and adds local rank and restart count.
 pub struct World {
@@ -18,7 +18,7 @@ pub struct World {
 }
 
 impl World {
-    /// `local` holds the local rank and local world size from a launcher, if there is one.
+    /// `local` holds the local rank and local world size that a launcher passed; `None` without a launcher.
     pub(super) fn new(group: Group, local: Option<(usize, usize)>, restart_count: u32) -> Self {
         let (local_rank, local_world_size) = local.unwrap_or_else(|| group.local_rank_and_size());
         Self { group, local_rank, local_world_size, restart_count }

@@ -1,19 +1,19 @@
 //! The results of earlier calls of spawn on this thread.
 //!
-//! A rank runs through the earlier calls again before it reaches its own. There they start nothing and must
-//! return the spawner's results, so that the rank takes the same path. So the spawner passes the results
-//! on.
+//! A rank is this program, run again from its start, so it makes the spawner's earlier calls of spawn before
+//! it reaches its own. In a rank these calls start nothing, and must return the results that the spawner got,
+//! so that the rank takes the same path. So the spawner passes the results to its ranks.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 
 use super::SpawnError;
 
-/// Variable that holds the errors for a rank, as a JSON map from call number to error.
+/// Environment variable that passes the errors to a rank, as a JSON map from call number to error.
 pub(super) const VARIABLE: &str = "CONVOKE_SPAWN_PAST";
 /// Limit on the size of the variable in bytes; Linux limits a variable to 128 KiB.
 const MAX_VARIABLE_BYTES: usize = 100 << 10;
-/// Limit on the errors that are kept. A rank sees calls with older errors as successful.
+/// Limit on the number of errors that are kept. A rank sees calls with older errors as successful.
 const MAX_ERRORS: usize = 64;
 
 /// The errors of calls by call number. A call that is missing has succeeded.
@@ -28,7 +28,7 @@ struct CallResults {
     errors: Errors,
 }
 
-/// Returns the number of this call on its thread.
+/// Returns the number of the call of spawn that starts now, counted on its thread.
 pub(super) fn next_call() -> u64 {
     RESULTS.with_borrow_mut(|results| {
         results.calls += 1;
@@ -58,7 +58,8 @@ pub(super) fn encode_errors() -> String {
             if text.len() <= MAX_VARIABLE_BYTES {
                 break;
             }
-            // Standard error of the oldest calls is the least useful, so it is dropped first.
+            // To fit the limit, standard error of the oldest calls is dropped first, since it is the least
+            // useful.
             if let Some(SpawnError::Failed { stderr, .. } | SpawnError::Unreached { stderr, .. }) =
                 results.errors.get_mut(&call)
             {

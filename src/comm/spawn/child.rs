@@ -1,4 +1,4 @@
-//! The side of the rank.
+//! The part of spawn that runs in a spawned rank.
 
 use std::io::{self, Write};
 use std::os::unix::process::parent_id;
@@ -22,7 +22,7 @@ const PANICKED: i32 = 101;
 pub(super) enum ProcessRole {
     /// This process starts ranks.
     Spawner,
-    /// This process is a rank, and its call comes later on this thread.
+    /// This process is a rank that reaches its own call of spawn later on this thread.
     EarlierCall,
     /// This process was started as this rank for this call.
     Rank(SpawnCallId, usize),
@@ -42,8 +42,8 @@ pub(super) fn process_role(call: u64, place: &str) -> Result<ProcessRole, SpawnE
     };
     if parent_id() != call_id.spawner {
         // Either a rank started this process, which inherited the variable, or this is a rank whose spawner
-        // died. Such a rank must not start ranks now. A rank leads a process group, which tells the two
-        // cases apart.
+        // died. A rank without its spawner must not start ranks. Only a rank leads a process group, which
+        // tells the two cases apart.
         let inherited = getpgrp() != getpid() || convoke_env::ancestors().any(|pid| pid == call_id.spawner);
         if inherited {
             return Ok(ProcessRole::Spawner);
@@ -72,14 +72,14 @@ pub(super) fn run_worker<T: Termination>(
     worker: impl FnOnce(usize) -> T,
 ) -> ! {
     IN_WORKER.store(true, Ordering::SeqCst);
-    // If the kernel refuses it, a rank whose spawner dies runs to its end.
+    // If the kernel refuses the death signal, a rank whose spawner dies runs to its end.
     let _ = set_pdeathsig(Signal::SIGKILL);
     if parent_id() != call_id.spawner {
         exit(1);
     }
     write_mark(&mut io::stdout(), call_id, Mark::Begin);
     write_mark(&mut io::stderr(), call_id, Mark::Begin);
-    // The values that the closure has borrowed are not used again.
+    // The values that the closure has borrowed are not used again, so a panic cannot expose broken ones.
     let outcome = catch_unwind(AssertUnwindSafe(|| worker(rank).report()));
     let code = outcome.map_or(PANICKED, exit_code_number);
     if code != 0 && cause::is_consequence() {

@@ -25,7 +25,7 @@ pub enum SpawnError {
         /// End of its standard error, at most 4 KiB: the panic, or the error that `worker` returned.
         stderr: String,
     },
-    /// A rank ended before it reached the call.
+    /// A rank ended before it reached the call of spawn.
     #[error(
         "rank {rank} of {size} {} before it reached the call of spawn at {place}: does the program always \
          reach it? {}", LossReason::from(*how), StderrTail(stderr)
@@ -50,10 +50,10 @@ pub enum SpawnError {
         /// The time limit.
         after: Duration,
     },
-    /// Spawn cannot be called with these settings, or here; nothing was started.
+    /// Spawn cannot be called with these settings or at this point of the program; nothing was started.
     #[error("cannot spawn: {0}")]
     Unusable(String),
-    /// The operating system refused something.
+    /// A system call failed.
     #[error("cannot {what}: {source}")]
     System {
         /// The operation that failed.
@@ -88,7 +88,7 @@ impl SpawnError {
     }
 }
 
-/// Formats the end of standard error for a message.
+/// Formats the last bytes of standard error for a message.
 struct StderrTail<'a>(&'a str);
 
 impl std::fmt::Display for StderrTail<'_> {

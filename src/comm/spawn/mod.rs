@@ -1,9 +1,9 @@
 //! Starts ranks without a launcher, as processes of this program, like `torch.multiprocessing.spawn`.
 //!
-//! A function cannot be passed to another program, and forking a process with threads is not sound. So a
-//! rank is this program, started again: it runs until it reaches this call of spawn. There it runs the
-//! function as its rank, and exits. `child` is the side of the rank, `parent` the side of the spawner. The
-//! rank reads the [`SpawnCallId`] from its environment.
+//! A function cannot be passed to another program, and forking a process with threads is not sound. So a rank
+//! is this program, started again: it runs until it reaches the same call of spawn. There it runs the
+//! function as its rank, and exits. `child` is the code of the rank, `parent` that of the spawner. The rank
+//! reads from its environment which call to reach ([`SpawnCallId`]).
 
 mod call_results;
 mod child;
@@ -73,8 +73,8 @@ impl Spawn {
         Self { size, env: Vec::new(), timeout: None, grace: Duration::from_secs(5), use_pidfds: true }
     }
 
-    /// Sets a variable in the environment of all ranks. Values that every rank must share have to be passed
-    /// like this: see [`Self::run`].
+    /// Sets a variable in the environment of all ranks. A value that must be equal on all ranks has to be
+    /// passed like this, since each rank runs the program again: see [`Self::run`].
     #[must_use]
     pub fn env(mut self, name: impl Into<OsString>, value: impl Into<OsString>) -> Self {
         self.env.push((name.into(), value.into()));
@@ -106,7 +106,8 @@ impl Spawn {
     /// - Earlier calls of spawn start nothing in a rank, and return the result that the spawner got.
     /// - Output before the call is dropped.
     ///
-    /// Call it where every run of the program arrives, on the main thread or on that of a test.
+    /// Call `run` at a point that every run of the program reaches, on the main thread or on the thread of a
+    /// test.
     ///
     /// - A rank has the variables of a worker (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR,
     ///   MASTER_PORT, ...), so [`init`](crate::init) connects it to the others. This process serves the
@@ -148,9 +149,10 @@ impl Spawn {
 struct SpawnCallId {
     /// Pid of the process that spawns.
     spawner: u32,
-    /// Random text that starts a mark in the output, so that the program does not write one by chance.
+    /// Random text in every mark that a rank writes into its output, so that the program writes none by
+    /// chance.
     token: String,
-    /// Number of the call on its thread, counted from 0.
+    /// Number of the call of spawn on its thread, counted from 0.
     call: u64,
     /// File, line and column of the call.
     place: String,

@@ -1,23 +1,23 @@
-//! Parses the output of ranks and the marks in it. Pure.
+//! Parses the output of spawned ranks, and the marks that the runtime writes into it. Pure.
 
-/// Starts and ends a mark: a control character that text does not use.
+/// Starts and ends a mark: a control character that text output does not use.
 const MARK_DELIMITER: u8 = 0x1E;
 /// Longest incomplete line that is buffered, in bytes.
 const LINE_BYTES: usize = 64 << 10;
-/// Bytes of the end of standard error that are kept, and bytes of it that an error shows.
+/// How many last bytes of standard error are kept, and how many of them an error shows.
 const KEPT_BYTES: usize = 64 << 10;
 const SHOWN_BYTES: usize = 4 << 10;
 
-/// A message from the runtime in a rank, sent between the outputs of the program.
+/// A message from the runtime of a rank to the spawner, written into the rank's output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Mark {
-    /// The rank has reached the call; output from here on is that of `worker`.
+    /// The rank has reached its call of spawn; output from here on is that of `worker`.
     Begin,
     /// The failure of this rank is most likely the consequence of another rank's failure.
     Consequence,
 }
 
-/// Returns the bytes of a mark.
+/// Returns the bytes of mark `what`; the random `token` keeps the program from writing one by chance.
 pub(super) fn mark(token: &str, what: Mark) -> Vec<u8> {
     let what = match what {
         Mark::Begin => b'b',
@@ -34,7 +34,7 @@ pub(super) struct Output {
     pending: Vec<u8>,
     /// An incomplete line.
     line: Vec<u8>,
-    /// Ends of the output before and after [`Mark::Begin`].
+    /// Last bytes of the output before and after [`Mark::Begin`].
     before: Tail,
     after: Tail,
     started: bool,
@@ -56,7 +56,7 @@ impl Output {
         }
     }
 
-    /// Parses the bytes that were read; returns the complete lines that are to be shown now.
+    /// Parses bytes that were read from the pipe; returns the complete lines to print now.
     pub(super) fn push(&mut self, bytes: &[u8]) -> Vec<u8> {
         self.pending.extend_from_slice(bytes);
         let pending = std::mem::take(&mut self.pending);
@@ -83,7 +83,7 @@ impl Output {
         self.complete_lines()
     }
 
-    /// Returns the incomplete line at the end of the output.
+    /// Returns the incomplete last line once the output has ended.
     pub(super) fn finish(&mut self) -> Vec<u8> {
         let pending = std::mem::take(&mut self.pending);
         self.push_text(&pending);
@@ -113,14 +113,14 @@ impl Output {
         self.consequence
     }
 
-    /// Returns the end of the output since [`Mark::Begin`], or of all output if the mark did not come.
+    /// Returns the last bytes of the output since [`Mark::Begin`], or of all output if the mark did not come.
     pub(super) fn tail(&self) -> String {
         let tail = if self.started { &self.after } else { &self.before };
         without_backtraces(&String::from_utf8_lossy(&tail.bytes))
     }
 }
 
-/// Returns the end of `text` without Rust's backtraces, which would displace the panic messages before
+/// Returns the last bytes of `text` without Rust's backtraces, which would displace the panic messages before
 /// them.
 fn without_backtraces(text: &str) -> String {
     let mut inside = false;
@@ -133,7 +133,7 @@ fn without_backtraces(text: &str) -> String {
     String::from_utf8_lossy(&kept).into_owned()
 }
 
-/// Keeps the last `limit` bytes, and drops the incomplete first line of them if other lines follow.
+/// Keeps the last `limit` bytes, and drops their first line, which is incomplete, if other lines follow.
 fn keep_last(limit: usize, bytes: &mut Vec<u8>) {
     if bytes.len() > limit {
         let cut = bytes.len() - limit;

@@ -1,4 +1,4 @@
-//! The side of the spawner: it starts ranks and waits for them.
+//! The part of spawn that runs in the spawner: it starts ranks and waits for them.
 
 use std::ffi::OsString;
 use std::io::{self, Read, Write};
@@ -24,9 +24,9 @@ use super::{Spawn, SpawnCallId, SpawnError, VARIABLE, call_results};
 
 /// Poll interval for ranks without a pidfd (an old kernel, a sandbox).
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
-/// Limit on the reads of one pipe before other events are handled; together they exceed a pipe's capacity.
+/// Limit on reads of one pipe before other events are handled; these reads together exceed its capacity.
 const MAX_READS: usize = 64;
-/// Variables of this process's launcher that a rank must not inherit.
+/// Environment variables of this process's launcher that a rank must not inherit.
 const REMOVED_VARIABLES: [&str; 5] =
     [vars::RUN_ID, vars::RESTART_COUNT, vars::MAX_RESTARTS, vars::ERROR_FILE, vars::AGENT_FD];
 
@@ -87,7 +87,7 @@ fn worker_env(rank: usize, size: usize, port: u16, generation: Generation) -> Wo
     }
 }
 
-/// The program to start, and the arguments with which it reaches this call.
+/// The program to start, and the arguments with which it reaches this call of spawn.
 struct Program {
     path: PathBuf,
     arguments: Vec<OsString>,
@@ -132,7 +132,7 @@ const ERR: u64 = 1;
 const PID: u64 = 2;
 const KINDS: u64 = 3;
 
-/// The ranks of one call. Dropping it kills and reaps all ranks that are left.
+/// The ranks of one call of spawn. Dropping this value kills and reaps all ranks that are left.
 struct Ranks {
     all: Vec<Rank>,
     epoll: Epoll,
@@ -149,7 +149,7 @@ struct Rank {
     has_ended: bool,
 }
 
-/// One output of a rank. The pipe is `None` once it has ended.
+/// Standard output or standard error of a rank. `pipe` is `None` after its end of file.
 struct OutputPipe<P> {
     pipe: Option<P>,
     output: Output,
@@ -227,7 +227,7 @@ impl Ranks {
         std::mem::replace(&mut self.supervisor, Supervisor::new(None, grace)).outcome()
     }
 
-    /// Returns the time until ranks must be polled or the state must be advanced.
+    /// Returns the time until ranks without a pidfd must be polled or a time limit of the supervisor expires.
     fn poll_timeout(&self) -> EpollTimeout {
         let poll =
             self.all.iter().any(|rank| rank.pidfd.is_none() && !rank.has_ended).then_some(POLL_INTERVAL);
@@ -238,8 +238,8 @@ impl Ranks {
         EpollTimeout::from(millis)
     }
 
-    /// Handles a dead rank: reads the rest of its output, kills its process group, and decides what
-    /// follows.
+    /// Handles a dead rank: reads the rest of its output, kills its process group, and lets the supervisor
+    /// decide what happens to the other ranks.
     fn reap(&mut self, rank: usize, call_id: &SpawnCallId) {
         let size = self.all.len();
         let one = &mut self.all[rank];
@@ -297,7 +297,7 @@ impl Rank {
     fn signal(&self, signal: Signal) {
         let pid = Pid::from_raw(self.child.id().cast_signed());
         let _ = killpg(pid, signal);
-        // The rank may have moved into another group.
+        // The rank may have moved into another process group, so it gets the signal itself too.
         let _ = kill(pid, signal);
     }
 
@@ -324,7 +324,7 @@ fn exit_cause(status: ExitStatus) -> ExitCause {
 }
 
 impl<P: Read + AsRawFd> OutputPipe<P> {
-    /// Shows the complete lines that have arrived.
+    /// Reads the pipe, and prints the complete lines that have arrived.
     fn forward(&mut self, captured: bool, is_stderr: bool) {
         let mut buffer = [0; 16 << 10];
         // The bound keeps a rank that writes without end from delaying the others.
@@ -340,7 +340,8 @@ impl<P: Read + AsRawFd> OutputPipe<P> {
         }
     }
 
-    /// Shows the rest of the output of a dead rank. Output of processes that it left behind is dropped.
+    /// Prints the rest of the output of a dead rank. Later output of processes that the rank left running is
+    /// dropped.
     fn finish(&mut self, captured: bool, is_stderr: bool) {
         self.forward(captured, is_stderr);
         self.pipe = None;
@@ -348,7 +349,7 @@ impl<P: Read + AsRawFd> OutputPipe<P> {
     }
 }
 
-/// Writes the output of a rank to the output of this process.
+/// Prints the output of a rank to the output of this process.
 #[allow(clippy::print_stdout, clippy::print_stderr)] // these two are what a test harness captures
 fn print_output(bytes: &[u8], captured: bool, is_stderr: bool) {
     if bytes.is_empty() {

@@ -1,13 +1,13 @@
-//! Decides what happens to the other ranks when one ends. Pure: the caller passes the time.
+//! Decides what happens to the other spawned ranks when one ends. Pure: the caller passes the time.
 
 use std::time::{Duration, Instant};
 
 use super::SpawnError;
 
-/// Time for which a failed consequence waits for the rank that caused it to end.
+/// Time to wait, after a rank failed because it lost a peer, for the rank that failed first to end.
 const CAUSE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The end of a rank.
+/// How a rank ended.
 #[derive(Debug)]
 pub(super) enum RankExit {
     Success,
@@ -17,14 +17,14 @@ pub(super) enum RankExit {
     Consequence(SpawnError),
 }
 
-/// The signal to send to the ranks that still live.
+/// The signal to send to the ranks that still run.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Action {
     Terminate,
     Kill,
 }
 
-/// The ranks of one call, until all have ended.
+/// The state of the ranks of one call of spawn, until all have ended.
 #[derive(Debug)]
 pub(super) struct Supervisor {
     state: State,
@@ -33,11 +33,11 @@ pub(super) struct Supervisor {
 
 #[derive(Debug)]
 enum State {
-    /// No rank has failed. The deadline applies if there is one.
+    /// No rank has failed. `deadline` is the time limit of the call; `None` if it has no limit.
     Running { deadline: Option<Instant> },
-    /// Ranks have failed as a consequence; the rank that caused it seems to live.
+    /// Ranks failed because they lost a peer; the peer that failed first still seems to run, until `until`.
     Waiting { first: SpawnError, until: Instant },
-    /// The other ranks got SIGTERM, and get SIGKILL at `kill_at`.
+    /// The remaining ranks have got SIGTERM; those that still run at `kill_at` get SIGKILL.
     Stopping { cause: SpawnError, kill_at: Option<Instant> },
     /// All ranks got SIGKILL; only reaping is left.
     Killing { cause: SpawnError },
@@ -48,7 +48,7 @@ impl Supervisor {
         Self { state: State::Running { deadline }, grace }
     }
 
-    /// Returns the time at which [`Self::tick`] must be called.
+    /// Returns the time at which [`Self::tick`] must be called; `None` if no time limit is running.
     pub(super) fn wake_at(&self) -> Option<Instant> {
         match self.state {
             State::Running { deadline } => deadline,
@@ -58,7 +58,7 @@ impl Supervisor {
         }
     }
 
-    /// Handles the end of a rank.
+    /// Handles the end of a rank; returns the signal to send to the other ranks, if any.
     pub(super) fn rank_exited(&mut self, now: Instant, end: RankExit) -> Option<Action> {
         match (&self.state, end) {
             (State::Running { .. } | State::Waiting { .. }, RankExit::Failed(cause)) => Some(self.stop(now, cause)),
@@ -68,12 +68,12 @@ impl Supervisor {
             }
             (State::Waiting { .. }, RankExit::Consequence(_))
             | (State::Running { .. } | State::Waiting { .. }, RankExit::Success)
-            // Ranks that end now were told to end.
+            // Ranks that end now were ended by a signal of the spawner.
             | (State::Stopping { .. } | State::Killing { .. }, RankExit::Success | RankExit::Failed(_) | RankExit::Consequence(_)) => None,
         }
     }
 
-    /// Handles the passing of time; `late` makes the error if the deadline of the call has passed.
+    /// Acts if a time limit has expired at `now`; `late` makes the error for the time limit of the call.
     pub(super) fn tick(&mut self, now: Instant, late: impl FnOnce() -> SpawnError) -> Option<Action> {
         if self.wake_at().is_none_or(|at| now < at) {
             return None;

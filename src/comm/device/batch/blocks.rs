@@ -1,5 +1,5 @@
-//! Operations of a batch with one block for each rank. They use NCCL's messages, or a broadcast or reduction
-//! with each rank as the root.
+//! Operations of a batch with one block for each rank. They consist of NCCL sends and receives, or of one
+//! broadcast or reduction for each root.
 
 use cudarc::driver::{DevicePtr, DevicePtrMut};
 use smallvec::SmallVec;
@@ -17,7 +17,7 @@ impl<'a> DeviceBatch<'a> {
     /// As [`Group::gather`](crate::Group::gather).
     ///
     /// # Errors
-    /// As [`Self::broadcast`]; also if on the root `recv` is not as long as all blocks.
+    /// As [`Self::broadcast`]; also if on the root `recv` is not as long as all blocks together.
     pub fn gather<T: DeviceElement>(
         &mut self,
         send: &'a impl DevicePtr<T>,
@@ -31,7 +31,7 @@ impl<'a> DeviceBatch<'a> {
     /// As [`Group::scatter`](crate::Group::scatter).
     ///
     /// # Errors
-    /// As [`Self::broadcast`]; also if on the root `send` is not as long as all blocks.
+    /// As [`Self::broadcast`]; also if on the root `send` is not as long as all blocks together.
     pub fn scatter<T: DeviceElement>(
         &mut self,
         send: &'a impl DevicePtr<T>,
@@ -45,8 +45,8 @@ impl<'a> DeviceBatch<'a> {
     /// As [`Group::all_to_all`](crate::Group::all_to_all).
     ///
     /// # Errors
-    /// As [`Self::all_reduce`]; also if the two are not equally long, or cannot be cut into a block for each
-    /// rank.
+    /// As [`Self::all_reduce`]; also if `send` and `recv` are not equally long, or do not divide into one
+    /// equal block for each rank.
     pub fn all_to_all<T: DeviceElement>(
         &mut self,
         send: &'a impl DevicePtr<T>,
@@ -64,7 +64,7 @@ impl<'a> DeviceBatch<'a> {
     /// As [`Group::all_gather_v`](crate::Group::all_gather_v).
     ///
     /// # Errors
-    /// As [`Self::all_reduce`]; also if lengths and buffers do not fit.
+    /// As [`Self::all_reduce`]; also if the buffers do not have the lengths of their blocks.
     pub fn all_gather_v<T: DeviceElement>(
         &mut self,
         send: &'a impl DevicePtr<T>,
@@ -109,7 +109,7 @@ impl<'a> DeviceBatch<'a> {
     /// As [`Group::gather_v`](crate::Group::gather_v).
     ///
     /// # Errors
-    /// As [`Self::all_gather_v`], and if there is no such rank.
+    /// As [`Self::all_gather_v`], and if there is no rank `root`.
     pub fn gather_v<T: DeviceElement>(
         &mut self,
         send: &'a impl DevicePtr<T>,
@@ -236,7 +236,7 @@ impl<'a> DeviceBatch<'a> {
     }
 }
 
-/// The count that ranks compare; 0 for calls in which each rank has its own counts.
+/// The element count by which ranks compare their calls; 0 for calls in which each rank has its own counts.
 fn compared_count(kind: CallKind, count: usize) -> usize {
     match kind {
         CallKind::GatherV | CallKind::ScatterV | CallKind::AllToAllV => 0,
@@ -244,7 +244,7 @@ fn compared_count(kind: CallKind, count: usize) -> usize {
     }
 }
 
-/// The non-empty blocks of a buffer: rank, address, number of elements.
+/// The non-empty blocks of a buffer: rank, device address, number of elements.
 fn nonempty_blocks(
     blocks: &Blocks,
     datatype: ElementType,

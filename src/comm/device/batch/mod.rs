@@ -19,7 +19,7 @@ use crate::group::work::Work;
 use crate::nccl::{Address, NcclCall};
 use crate::reduction::Reduction;
 
-/// Operations that a stream carries out as one, from [`OnStream::batch`](super::OnStream::batch). NCCL sees
+/// Operations that a stream carries out as one, from [`OnStream::batch`](super::OnStream::batch). NCCL gets
 /// them as one group call, so sends and receives run concurrently. Without [`Self::enqueue`] nothing happens.
 ///
 /// Each method has the meaning and arguments of the method of that name of [`Group`]; buffers are on the
@@ -35,10 +35,10 @@ pub struct DeviceBatch<'a> {
     core: Arc<Core>,
     stream: &'a CudaStream,
     steps: SmallVec<[NcclCall<ElementType, DeviceReduction>; 2]>,
-    /// The guards of cudarc's buffers. They are dropped when all is enqueued, which makes other streams wait.
+    /// Guards of cudarc's buffers. Dropping them after the batch is enqueued makes other streams wait for it.
     guards: SmallVec<[SyncOnDrop<'a>; 2]>,
     call: Option<Call>,
-    /// If set, there are messages among the operations, which ranks need not have at the same positions.
+    /// Set if there are messages: then the batches of ranks may differ, so their calls are not compared.
     messages: bool,
 }
 
@@ -58,7 +58,8 @@ impl<'a> DeviceBatch<'a> {
     /// As [`Group::all_reduce`].
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if the buffer is on another device or the operation has no meaning.
+    /// [`CommError::InvalidArgument`] if the buffer is on another device or the reduction is not defined for
+    /// the type.
     pub fn all_reduce<T: DeviceElement>(
         &mut self,
         buf: &'a mut impl DevicePtrMut<T>,
@@ -73,7 +74,7 @@ impl<'a> DeviceBatch<'a> {
     /// As [`Group::all_reduce_into`].
     ///
     /// # Errors
-    /// As [`Self::all_reduce`]; also if the two are not equally long.
+    /// As [`Self::all_reduce`]; also if `send` and `recv` are not equally long.
     pub fn all_reduce_into<T: DeviceElement>(
         &mut self,
         send: &'a impl DevicePtr<T>,
@@ -90,7 +91,7 @@ impl<'a> DeviceBatch<'a> {
     /// As [`Group::broadcast`].
     ///
     /// # Errors
-    /// As [`Self::all_reduce`]; also if there is no such rank.
+    /// As [`Self::all_reduce`]; also if there is no rank `root`, `to` or `from`.
     pub fn broadcast<T: DeviceElement>(
         &mut self,
         buf: &'a mut impl DevicePtrMut<T>,
@@ -123,7 +124,7 @@ impl<'a> DeviceBatch<'a> {
     /// As [`Group::reduce_into`].
     ///
     /// # Errors
-    /// As [`Self::broadcast`]; also if on the root the two are not equally long.
+    /// As [`Self::broadcast`]; also if on the root `send` and `recv` are not equally long.
     pub fn reduce_into<T: DeviceElement>(
         &mut self,
         send: &'a impl DevicePtr<T>,
@@ -149,7 +150,7 @@ impl<'a> DeviceBatch<'a> {
     /// As [`Group::all_gather`].
     ///
     /// # Errors
-    /// As [`Self::all_reduce`]; also if `recv` is not as long as all blocks.
+    /// As [`Self::all_reduce`]; also if `recv` is not as long as all blocks together.
     pub fn all_gather<T: DeviceElement>(
         &mut self,
         send: &'a impl DevicePtr<T>,
@@ -165,7 +166,7 @@ impl<'a> DeviceBatch<'a> {
     /// As [`Group::reduce_scatter`].
     ///
     /// # Errors
-    /// As [`Self::all_reduce`]; also if `send` is not as long as all blocks.
+    /// As [`Self::all_reduce`]; also if `send` is not as long as all blocks together.
     pub fn reduce_scatter<T: DeviceElement>(
         &mut self,
         send: &'a impl DevicePtr<T>,
@@ -179,9 +180,9 @@ impl<'a> DeviceBatch<'a> {
         Ok(self.add::<T>(CallKind::ReduceScatter, Some(op.op), 0, count, [step]))
     }
 
-    /// Sends to rank `to`, which receives as much on its device. There are no tags: messages between two
-    /// ranks arrive in the order in which they were enqueued. Two ranks that send to each other do so in one
-    /// batch each.
+    /// Sends `buf` to rank `to`, which must receive as many elements on its device. There are no tags:
+    /// messages between two ranks arrive in the order in which they were enqueued. Two ranks that send to
+    /// each other must each put their send and receive into one batch.
     ///
     /// # Errors
     /// As [`Self::broadcast`].
@@ -196,7 +197,7 @@ impl<'a> DeviceBatch<'a> {
         Ok(self.add::<T>(CallKind::PointToPoint, None, 0, count, [step]))
     }
 
-    /// Receives from rank `from` as much as the buffer has.
+    /// Receives from rank `from` as many elements as `buf` has.
     ///
     /// # Errors
     /// As [`Self::broadcast`].
@@ -211,13 +212,13 @@ impl<'a> DeviceBatch<'a> {
         Ok(self.add::<T>(CallKind::PointToPoint, None, 0, count, [step]))
     }
 
-    /// Enqueues the batch behind the earlier work of the stream. The [`Work`] is done when the stream has
-    /// executed it; later work on this stream need not wait for it.
+    /// Enqueues the batch after the earlier work of the stream. The [`Work`] is done when the stream has
+    /// executed the batch; later work on this stream need not wait for the `Work`.
     ///
     /// # Errors
     ///
-    /// [`CommError::Unsupported`] if NCCL cannot do that with that type; nothing is enqueued.
-    /// [`CommError::Device`]. Otherwise the error that ended the group.
+    /// [`CommError::Unsupported`] if NCCL lacks an operation for its element type; nothing is enqueued.
+    /// [`CommError::Device`] if the device or NCCL failed. Otherwise the error that ended the group.
     pub fn enqueue(self) -> Result<Work<()>, CommError> {
         let Some(call) = self.call else { return Ok(Work::on_device(self.group.clone(), None)) };
         if self.core.options.checked && !self.messages {
@@ -280,7 +281,7 @@ impl fmt::Debug for DeviceBatch<'_> {
     }
 }
 
-/// The reduction as devices know it.
+/// Converts a reduction for a device; the error says why a device cannot carry it out.
 fn device_reduction<T: DeviceElement>(op: &Reduction<T>) -> Result<DeviceReduction, CommError> {
     let (by, dtype) = (DeviceReduction { op: op.op(), factor: op.factor() }, T::ELEMENT_TYPE.dtype);
     match by.op {
@@ -297,8 +298,8 @@ fn device_reduction<T: DeviceElement>(op: &Reduction<T>) -> Result<DeviceReducti
     }
 }
 
-/// Checks that an object belongs to the context of the group's device. Two contexts that cudarc made
-/// separately for one device do not match, since each orders only its own streams.
+/// Checks that a stream or buffer, named `what`, belongs to the context of the group's device. Two contexts
+/// that cudarc made separately for one device do not match, since each orders only its own streams.
 pub(super) fn check_context(
     what: &str,
     theirs: &Arc<CudaContext>,

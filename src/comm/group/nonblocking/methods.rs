@@ -119,7 +119,7 @@ impl<'scope> Nonblocking<'scope, '_> {
     }
 }
 
-/// Equal blocks.
+/// Collectives with blocks of equal length.
 impl<'scope> Nonblocking<'scope, '_> {
     /// Nonblocking form of [`Group::all_gather`](crate::Group::all_gather).
     ///
@@ -227,7 +227,7 @@ impl<'scope> Nonblocking<'scope, '_> {
     }
 }
 
-/// Unequal blocks.
+/// Collectives with blocks of unequal lengths.
 impl<'scope> Nonblocking<'scope, '_> {
     /// Nonblocking form of [`Group::all_gather_v`](crate::Group::all_gather_v).
     ///
@@ -323,7 +323,7 @@ impl<'scope> Nonblocking<'scope, '_> {
     }
 }
 
-/// Lists of buffers.
+/// Collectives on lists of buffers.
 impl<'scope> Nonblocking<'scope, '_> {
     /// Nonblocking form of [`Group::all_reduce_coalesced`](crate::Group::all_reduce_coalesced).
     ///
@@ -411,7 +411,7 @@ impl<'scope> Nonblocking<'scope, '_> {
     }
 }
 
-/// Messages.
+/// Point-to-point messages.
 impl<'scope> Nonblocking<'scope, '_> {
     /// Nonblocking form of [`Group::send`](crate::Group::send).
     ///
@@ -429,8 +429,8 @@ impl<'scope> Nonblocking<'scope, '_> {
         self.begin(buf, |group, buf| group.prepare_recv(buf.elements_mut(), from, tag))
     }
 
-    /// Nonblocking form of [`Group::recv_any`](crate::Group::recv_any); the buffer comes back with the rank
-    /// that sent.
+    /// Nonblocking form of [`Group::recv_any`](crate::Group::recv_any); returns the buffer with the rank of
+    /// the sender.
     ///
     /// # Errors
     /// The errors of [`Group::recv_any`](crate::Group::recv_any).

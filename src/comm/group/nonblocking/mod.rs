@@ -14,7 +14,8 @@ use super::{CommError, Group, Prepared};
 use crate::engine::Completion;
 
 impl Group {
-    /// Returns the nonblocking operations of this group, on buffers that they own while in progress.
+    /// Returns the nonblocking form of this group's operations. An operation owns its buffers until it is
+    /// done.
     ///
     /// ```
     /// # use convoke_comm::{CommError, ReduceOp};
@@ -32,8 +33,8 @@ impl Group {
         Nonblocking { group: self.clone(), scope: None, lifetimes: PhantomData }
     }
 
-    /// Calls `body` with the nonblocking operations of this group, on buffers that they borrow. At the end
-    /// it waits for all operations that `body` started. So several operations progress concurrently.
+    /// Calls `body` with the nonblocking form of this group's operations, which may borrow their buffers.
+    /// Then it waits for all operations that `body` started. These operations progress concurrently.
     ///
     /// ```
     /// # use convoke_comm::{CommError, ReduceOp};
@@ -75,7 +76,7 @@ impl Group {
             while !completion.is_done() {
                 self.wait_for(std::slice::from_ref(&completion), None);
             }
-            // The result of a handle that has left the scope belongs to its owner.
+            // If the program has kept the handle of the operation, only that handle returns the result.
             let outcome = completion.take_if_detached().map_or(Ok(()), |outcome| outcome.map(drop));
             first = first.and(outcome);
         }
@@ -105,9 +106,10 @@ impl Group {
 /// The operations of a group in nonblocking form.
 ///
 /// [`Group::nonblocking`] returns operations that own their buffers, [`Group::scope`] operations that may
-/// borrow them. Each method has the arguments, meaning, errors and cost of the method of [`Group`] with its
+/// borrow them. Each method has the arguments, meaning, errors and cost of the [`Group`] method of the same
 /// name. Only the buffers are moved in, and returned by the [`Work`]. Collectives run in the order in which
-/// they were started, together with the blocking ones. The time limit runs from the start.
+/// they were started, together with the blocking collectives. The time limit of an operation counts from its
+/// start.
 ///
 /// A borrowed buffer cannot be accessed or dropped before the scope ends:
 ///
@@ -134,14 +136,14 @@ impl Group {
 /// them all; otherwise a background thread does, which the first nonblocking operation starts.
 pub struct Nonblocking<'scope, 'env: 'scope> {
     group: Group,
-    /// The operations started in a scope.
+    /// The operations started in a scope; `None` outside a scope.
     scope: Option<Arc<Mutex<Vec<Arc<Completion>>>>>,
     /// Makes both lifetimes invariant: neither may be shortened or extended.
     lifetimes: PhantomData<(&'scope mut &'scope (), &'env mut &'env ())>,
 }
 
 impl<'scope> Nonblocking<'scope, '_> {
-    /// Starts the operation that `prepare` makes on `memory`.
+    /// Starts the operation that `prepare` makes from the buffers `memory`.
     #[allow(unsafe_code)]
     pub(super) fn begin<M: OperationBuffers + 'scope>(
         &self,
