@@ -1,4 +1,4 @@
-//! The header of everything that ranks send to each other. Pure: it converts bytes to values and back.
+//! The header of every frame that ranks send to each other. Pure: it converts bytes to values and back.
 //!
 //! Little endian, 80 bytes:
 //!
@@ -9,8 +9,8 @@
 //!  6  flags (2), zero
 //! ```
 //!
-//! `len` bytes of payload follow. The payload of `Data` holds the elements of the streams of one plan; for
-//! other kinds see [`Kind`].
+//! `len` bytes of payload follow. The payload of a `Data` frame holds elements of one collective call, as its
+//! plan of data transfers orders them. For other kinds see [`Kind`].
 
 use convoke_env::Generation;
 
@@ -30,11 +30,11 @@ pub(crate) enum Kind {
     Hello,
     /// Answer of the accepting rank, with its proof of the token.
     Welcome,
-    /// Proof of the connecting rank. Frames for the purpose of the connection follow.
+    /// Proof of the connecting rank that it has the token. Frames for the purpose of the connection follow.
     Proof,
-    /// Refusal; the payload is a text. The connection is then closed.
+    /// Refusal of the connection; the payload is the reason as text. The connection is then closed.
     Refuse,
-    /// Elements of a collective; `seq` counts the collectives of the group.
+    /// Elements of a collective call; `seq` counts the collective calls of the group.
     Data,
     /// A small (eager) message with its elements; `seq` counts the messages of the sender.
     Eager,
@@ -46,18 +46,19 @@ pub(crate) enum Kind {
     Message,
     /// Flow control: the receiver has consumed `seq` bytes of small messages.
     Credit,
-    /// Request to open a connection of kind `seq`, from the rank that accepts on that pair.
+    /// Request to open a connection of the kind with number `seq`. The lower rank of a pair sends it, because
+    /// the higher rank opens the connections.
     Open,
-    /// The operation in which the sender waits: `seq`, `call`. The payload lists the ranks it waits for, 4
-    /// bytes each.
+    /// The operation in which the sender waits, by its `seq` and `call`. The payload lists the ranks for
+    /// which the sender waits, 4 bytes each.
     State,
     /// Query for [`Self::State`]; `seq` is 1 if the sender waits for messages only.
     StateQuery,
     /// The group has failed; payload: [`crate::cause::Report`].
     Abort,
-    /// The sender leaves the group in good order, with no operation pending.
+    /// The sender leaves the group without a failure, with no operation pending.
     Goodbye,
-    /// Bootstrap of shared memory; payload: [`crate::shm::bootstrap`].
+    /// Setup of shared memory among the ranks of a host; payload: [`crate::shm::bootstrap`].
     Share,
 }
 
@@ -89,20 +90,22 @@ impl Kind {
         Self::ALL.get(usize::from(byte).checked_sub(1)?).copied()
     }
 
-    /// Returns true if the payload goes to a posted buffer or a bounded queue, not to control memory.
+    /// Returns true if the payload consists of elements, which go to a posted buffer or a bounded queue.
+    /// Other payloads are limited to [`CONTROL_PAYLOAD_BYTES`].
     const fn carries_elements(self) -> bool {
         matches!(self, Self::Data | Self::Eager | Self::Message)
     }
 }
 
-/// A decoded header.
+/// A decoded frame header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Frame {
     pub(crate) kind: Kind,
     pub(crate) generation: Generation,
     pub(crate) group: u64,
     pub(crate) seq: u64,
-    /// Descriptor of the call, still encoded; zero for kinds without a call.
+    /// Descriptor of the collective or message (operation, element type, count), still encoded; zero for
+    /// frame kinds that have none.
     pub(crate) call: [u8; 16],
     /// Length of the payload in bytes.
     pub(crate) len: u64,

@@ -13,8 +13,8 @@ pub fn ancestors() -> impl Iterator<Item = u32> {
 
 /// Returns the pid of the nearest ancestor whose environment does not have `variable`.
 ///
-/// That is the program that set the variable for its children. Returns `None` if /proc does not show
-/// the environment of an ancestor before it.
+/// This ancestor is the program that set the variable for its children. Returns `None` if /proc does
+/// not show the environment of an ancestor that is nearer.
 pub(crate) fn nearest_ancestor_without(variable: &str) -> Option<u32> {
     let sets =
         |entry: &[u8]| entry.strip_prefix(variable.as_bytes()).is_some_and(|rest| rest.starts_with(b"="));
@@ -29,7 +29,8 @@ pub(crate) fn nearest_ancestor_without(variable: &str) -> Option<u32> {
 
 fn parent_of(pid: u32) -> Option<u32> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name of the program, in parentheses, may contain any characters.
+    // The name of the program, in parentheses, may contain any characters, so the fields are counted
+    // from the end of the name.
     stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse().ok().filter(|&parent| parent != 0)
 }
 

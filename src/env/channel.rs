@@ -60,7 +60,7 @@ impl Token {
         Ok(Self(bytes))
     }
 
-    /// Returns the token that the user set; `None` if there is none.
+    /// Returns the token that the user set; `None` if neither variable is set.
     ///
     /// CONVOKE_TOKEN has precedence over the file that CONVOKE_TOKEN_FILE names. Line ends at the end
     /// of the file are removed.
@@ -118,14 +118,14 @@ pub enum ExitCause {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ToWorker {
-    /// The first message.
+    /// The first message on the channel.
     Hello {
-        /// Generation of the round that this worker was started in.
+        /// Generation of the rendezvous round in which this worker was started.
         generation: Generation,
         /// Secret of the job; `None` if workers do not authenticate.
         token: Option<Token>,
     },
-    /// Another worker of this round has ended.
+    /// Another worker of the same rendezvous round has ended.
     PeerExit {
         /// Generation of that worker.
         generation: Generation,
@@ -136,7 +136,8 @@ pub enum ToWorker {
     },
 }
 
-/// The JSON form of [`ToWorker`]. New fields must be optional, so that versions can be mixed.
+/// The JSON form of [`ToWorker`]. New fields must be optional, so that launcher and worker may have
+/// different versions.
 #[derive(Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 enum WireMessage {
@@ -216,7 +217,7 @@ pub enum ChannelError {
         /// The time waited.
         after: Duration,
     },
-    /// The launcher closed its end.
+    /// The launcher closed its end of the channel.
     #[error("the launcher closed the agent channel")]
     Closed,
     /// A system call on the socket failed.
@@ -231,7 +232,7 @@ impl fmt::Debug for ChannelError {
     }
 }
 
-/// The worker's end of the channel.
+/// The worker's end of the agent channel.
 #[derive(Debug)]
 pub struct AgentChannel {
     stream: UnixStream,
@@ -242,8 +243,8 @@ pub struct AgentChannel {
 impl AgentChannel {
     /// Returns the channel that this process inherited; `None` without CONVOKE_AGENT_FD.
     ///
-    /// The descriptor is duplicated, so the call may be repeated. All duplicates share one stream, and
-    /// each message reaches only one of them.
+    /// The descriptor is duplicated, so the call may be repeated. All duplicates share one byte
+    /// stream, and each message reaches only one of them.
     ///
     /// # Errors
     /// [`ChannelError::NotAChannel`] if the variable does not name an open socket.
@@ -275,7 +276,8 @@ impl AgentChannel {
 
     /// Waits for the next message that this version knows.
     ///
-    /// If the timeout passes within a message, the next call continues it.
+    /// If the timeout passes in the middle of a message, the next function call continues with the
+    /// rest of it.
     ///
     /// # Errors
     /// [`ChannelError::Timeout`] after `timeout`; [`ChannelError::Closed`] if the launcher is gone;

@@ -1,10 +1,11 @@
-//! The errors of the variables that describe a worker, and the checks of their values.
+//! The errors of reading the environment variables that describe a worker, and checks of their values.
 
-/// The errors of variables that do not describe a worker.
+/// The reason why the environment variables of a process do not describe a worker.
 #[derive(Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EnvError {
-    /// Some of the four variables of `env://` are set, but not all.
+    /// Some of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (the variables of `env://`) are set, but not
+    /// all.
     #[error(
         "{} set, but not {}: start the worker with convoke, torchrun, mpirun or srun, or set all of RANK, \
          WORLD_SIZE, MASTER_ADDR and MASTER_PORT (none of them for a world of one rank)",
@@ -26,7 +27,7 @@ pub enum EnvError {
         /// Description of a correct value.
         expected: &'static str,
     },
-    /// mpirun or srun started this process, but their variables do not tell a needed value.
+    /// mpirun or srun started this process, but the variables that it set do not tell a needed value.
     #[error(
         "{launcher} started this process as rank {rank} of {world_size}, but {variable} is not set: set it ({how})"
     )]

@@ -1,4 +1,5 @@
-//! The error file: a worker writes the reason of its failure there, in the format of torch's `@record`.
+//! The error file: a worker writes the reason of its failure to it, in the format of torch's
+//! `@record`.
 
 use std::path::Path;
 use std::time::SystemTime;
@@ -28,7 +29,8 @@ struct ExtraInfo {
 /// it in its report.
 ///
 /// `message` is one line. `details` are the lines below it, such as a backtrace or a chain of causes;
-/// if they are empty, the report shows `message` there. An earlier file is replaced atomically.
+/// if they are empty, the report shows `message` instead. An earlier file at `path` is replaced
+/// atomically.
 ///
 /// # Errors
 /// Fails if the file cannot be written.

@@ -3,11 +3,11 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// A random 128-bit number that all workers of one round share.
+/// A random 128-bit number that all workers of one rendezvous round share.
 ///
 /// It is part of every store key, handshake and frame header. So a worker of an earlier round cannot
 /// connect to a later round or set its keys. TORCHELASTIC_RESTART_COUNT is not suitable for this,
-/// because each agent counts for itself.
+/// because each agent counts only its own restarts.
 ///
 /// The text form has 32 lower-case hexadecimal digits.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

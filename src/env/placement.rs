@@ -1,14 +1,15 @@
 //! Translates the variables that mpirun and srun set for a process to those of torchrun. Pure.
 //!
 //! mpirun and srun tell a process its rank, but not the address of rank 0. That address is derived
-//! from other variables of theirs.
+//! from other variables that they set.
 
 use std::fmt;
 
 use crate::error::{EnvError, check_below, invalid, parse_value};
 use crate::vars;
 
-/// Ports for jobs without MASTER_PORT. They lie below the ephemeral ports of Linux.
+/// The range from which a job without MASTER_PORT gets its port. It lies below the ephemeral ports of
+/// Linux.
 const PORTS: std::ops::Range<u64> = 20_000..30_000;
 
 /// The program that started this process.
@@ -28,9 +29,10 @@ pub(crate) struct Placement {
     world_size: usize,
     local_rank: usize,
     local_world_size: usize,
-    /// Rank of the node, and number of nodes; only srun tells them.
+    /// Rank of the node, and number of nodes; only srun sets variables with them.
     node: Option<(usize, usize)>,
-    /// Identity of this job: equal on all its ranks, and different from other jobs on this host.
+    /// Identity of this job: equal on all ranks of the job, and different from that of other jobs on
+    /// this host.
     job: Option<String>,
     /// Name or address of the host that should run rank 0.
     master: Option<String>,
@@ -41,8 +43,8 @@ impl Placement {
     /// Reads the variables of mpirun or srun; `None` if neither started this process.
     ///
     /// The variables of mpirun have precedence: inside a Slurm job, its processes also have Slurm's
-    /// variables, which describe other processes. `local_job` returns an identity for the processes
-    /// of a Hydra job on this host, because Hydra sets none.
+    /// variables, which describe other processes. `local_job` returns an identity for the processes of
+    /// a Hydra job on this host, because Hydra sets no variable with one.
     ///
     /// # Errors
     /// [`EnvError`] if a variable is missing, malformed or out of range.
@@ -68,7 +70,8 @@ impl Placement {
                 local_world_size: number("OMPI_COMM_WORLD_LOCAL_SIZE")?,
                 node: None,
                 job: job.map(|job| format!("mpirun-{job}")),
-                // In a Slurm job, mpirun may run on a login node outside the job's nodes.
+                // The node list comes first: in a Slurm job, mpirun may run on a login node outside
+                // the job's nodes.
                 master: first_node("SLURM_JOB_NODELIST").or_else(mpirun),
                 restart_count: get("SLURM_RESTART_COUNT"),
             }
@@ -81,13 +84,15 @@ impl Placement {
                 local_rank: number("MPI_LOCALRANKID")?,
                 local_world_size,
                 node: None,
-                // The Slurm step is that of Hydra's proxies, which is one step for all hosts.
+                // Hydra starts its proxies on all hosts in one Slurm step, so the step identifies the
+                // job on several hosts.
                 job: if world_size == local_world_size { local_job() } else { slurm_job() },
                 master: first_node("SLURM_JOB_NODELIST"),
                 restart_count: get("SLURM_RESTART_COUNT"),
             }
         } else if has("SLURM_PROCID") && has("SLURM_STEP_ID") {
-            // A batch script has no step; there SLURM_PROCID is not the rank of a worker.
+            // SLURM_STEP_ID excludes batch scripts, which have no step: their SLURM_PROCID is not the
+            // rank of a worker.
             let total = if has("SLURM_STEP_NUM_TASKS") { "SLURM_STEP_NUM_TASKS" } else { "SLURM_NTASKS" };
             let node = number("SLURM_NODEID")?;
             let tasks =
@@ -151,7 +156,7 @@ impl Placement {
         }
     }
 
-    /// Returns the error for a variable whose value is unknown.
+    /// Returns the error for a needed variable whose value the launcher does not tell.
     pub(crate) fn missing_error(&self, variable: &'static str) -> EnvError {
         let &Self { rank, world_size, .. } = self;
         let how = match self.launcher {
@@ -200,7 +205,8 @@ fn first_host(list: &str) -> Option<String> {
     (!host.is_empty()).then_some(host)
 }
 
-/// Returns entry `node` of Slurm's list of counts, as in `2(x3),1`.
+/// Returns the number of tasks on node `node`, from a list such as Slurm's `2(x3),1` (2 tasks on each
+/// of 3 nodes, 1 on the fourth).
 fn tasks_of_node(list: &str, node: usize) -> Option<usize> {
     let mut before = 0;
     for entry in list.split(',') {

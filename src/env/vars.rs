@@ -10,7 +10,7 @@ pub const LOCAL_RANK: &str = "LOCAL_RANK";
 pub const LOCAL_WORLD_SIZE: &str = "LOCAL_WORLD_SIZE";
 /// Rank of the node.
 pub const GROUP_RANK: &str = "GROUP_RANK";
-/// Number of nodes in this round.
+/// Number of nodes in this rendezvous round.
 pub const GROUP_WORLD_SIZE: &str = "GROUP_WORLD_SIZE";
 /// Role of the worker (`--role`).
 pub const ROLE_NAME: &str = "ROLE_NAME";
@@ -18,9 +18,9 @@ pub const ROLE_NAME: &str = "ROLE_NAME";
 pub const ROLE_RANK: &str = "ROLE_RANK";
 /// Number of workers of the same role.
 pub const ROLE_WORLD_SIZE: &str = "ROLE_WORLD_SIZE";
-/// Host of the worker store.
+/// Host of the key-value store for the workers.
 pub const MASTER_ADDR: &str = "MASTER_ADDR";
-/// Port of the worker store.
+/// Port of the key-value store for the workers.
 pub const MASTER_PORT: &str = "MASTER_PORT";
 /// Number of restarts that this agent has used up.
 pub const RESTART_COUNT: &str = "TORCHELASTIC_RESTART_COUNT";
@@ -32,11 +32,13 @@ pub const RUN_ID: &str = "TORCHELASTIC_RUN_ID";
 pub const USE_AGENT_STORE: &str = "TORCHELASTIC_USE_AGENT_STORE";
 /// Path of the file to which the worker writes its error.
 pub const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
-/// Generation of the round, 32 hexadecimal digits.
+/// Generation of the rendezvous round (a random number that all its workers share), 32 hexadecimal
+/// digits.
 pub const GENERATION: &str = "CONVOKE_GENERATION";
-/// Descriptor number of the agent channel.
+/// Number of the file descriptor of the agent channel, the socket over which the launcher sends to the
+/// worker.
 pub const AGENT_FD: &str = "CONVOKE_AGENT_FD";
-/// Secret of the job, which workers use in their `HELLO` handshake.
+/// Secret of the job (token), with which workers authenticate to each other.
 pub const TOKEN: &str = "CONVOKE_TOKEN";
 /// File that holds the secret of the job.
 pub const TOKEN_FILE: &str = "CONVOKE_TOKEN_FILE";

@@ -19,9 +19,10 @@ pub struct Role {
 
 /// The contents of torchrun's variables for one worker.
 ///
-/// `env://` needs `rank`, `world_size`, `master_addr` and `master_port`. Other launchers may leave out
-/// the rest; the defaults then describe a job on one node. Under `mpirun` and `srun`, their variables
-/// replace those of torchrun that are not set (`docs/reference/joining.md`).
+/// To join a job by `env://`, `rank`, `world_size`, `master_addr` and `master_port` must be set.
+/// Launchers other than torchrun may leave out the other variables; the defaults then describe a job
+/// on one node. Under `mpirun` and `srun`, variables of these programs replace torchrun's variables
+/// that are not set (`docs/reference/joining.md`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WorkerEnv {
     /// Global rank, below `world_size`.
@@ -34,13 +35,13 @@ pub struct WorkerEnv {
     pub local_world_size: usize,
     /// Rank of this node.
     pub group_rank: usize,
-    /// Number of nodes in this round.
+    /// Number of nodes in this rendezvous round.
     pub group_world_size: usize,
     /// Role, and rank among the workers of that role.
     pub role: Role,
-    /// Host of the worker store.
+    /// Host of the key-value store for the workers.
     pub master_addr: String,
-    /// Port of the worker store.
+    /// Port of the key-value store for the workers.
     pub master_port: u16,
     /// Number of restarts that this agent has used up.
     pub restart_count: u32,
@@ -50,9 +51,9 @@ pub struct WorkerEnv {
     pub run_id: String,
     /// True if the agent serves the store. Otherwise rank 0 must serve it.
     pub use_agent_store: bool,
-    /// Path of the file for the error of this worker; `None` without log files.
+    /// Path of the file for the error of this worker; `None` if the launcher writes no log files.
     pub error_file: Option<String>,
-    /// Generation of the round; `None` under another launcher.
+    /// Generation of the rendezvous round; `None` under another launcher.
     pub generation: Option<Generation>,
 }
 
@@ -90,14 +91,15 @@ impl WorkerEnv {
     /// Returns the errors of [`WorkerEnv::from_vars`].
     pub fn from_process() -> Result<Option<Self>, EnvError> {
         let get = |name: &str| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
-        // A Hydra proxy on each host starts the ranks there. It has no PMI_RANK itself, so its pid
-        // identifies the job on this host.
+        // A Hydra proxy on each host starts the ranks there. The proxy is the nearest ancestor without
+        // PMI_RANK, and its pid identifies the job on this host.
         let local_job = || Some(format!("hydra-{}", ancestor::nearest_ancestor_without("PMI_RANK")?));
         Self::read(get, local_job)
     }
 
-    /// Reads the variables through `get`. Returns `None` if none of the four variables of `env://` is
-    /// set and neither mpirun nor srun started this process.
+    /// Reads the variables through `get`, which returns the value of a variable. Returns `None` if
+    /// none of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT is set and neither mpirun nor srun
+    /// started this process.
     ///
     /// # Errors
     /// [`EnvError`] if variables are missing or a value is malformed or out of range.
@@ -105,13 +107,15 @@ impl WorkerEnv {
         Self::read(get, || None)
     }
 
-    /// Reads the variables as [`Self::from_vars`] does. [`Placement::from_vars`] explains `local_job`.
+    /// Reads the variables as [`Self::from_vars`] does. `local_job` returns an identity for the
+    /// processes of an MPICH job on this host.
     pub(crate) fn read(
         explicit: impl Fn(&str) -> Option<String>,
         local_job: impl FnOnce() -> Option<String>,
     ) -> Result<Option<Self>, EnvError> {
         const NEEDED: [&str; 4] = [vars::RANK, vars::WORLD_SIZE, vars::MASTER_ADDR, vars::MASTER_PORT];
-        // Explicit variables have precedence; whoever sets a rank must set the others as well.
+        // Torchrun's variables have precedence over those of mpirun and srun. If RANK or WORLD_SIZE is
+        // set, all needed ones must be.
         let by_hand = explicit(vars::RANK).or_else(|| explicit(vars::WORLD_SIZE)).is_some();
         let placed = if by_hand { None } else { Placement::from_vars(&explicit, local_job)? };
         let get = |name: &str| explicit(name).or_else(|| placed.as_ref()?.torchrun_var(name));

@@ -13,8 +13,8 @@ pub struct Replicas {
 }
 
 impl Replicas {
-    /// Broadcasts rank 0's parameters to all ranks of `group`. All ranks call it, with modules of equal
-    /// structure.
+    /// Broadcasts rank 0's parameters to all ranks of `group`. All ranks call this function, with modules of
+    /// equal structure.
     ///
     /// # Errors
     /// [`TrainError::Layout`] if the modules differ. Otherwise the errors of [`Group::broadcast`].
@@ -56,7 +56,7 @@ impl Replicas {
         Ok(receive.averages)
     }
 
-    /// Only adds these gradients up on this rank. The next [`Self::average`] sends the sum.
+    /// Adds these gradients to this rank's sum, and sends nothing. The next [`Self::average`] sends the sum.
     ///
     /// # Errors
     /// [`TrainError::InvalidArgument`] if the gradients are from another module.
@@ -73,7 +73,7 @@ impl Replicas {
 fn add_gradients<M: Module>(mut pass: Pass<'_, f32>, module: &M, own: GradientsParams) -> Result<(), TrainError> {
     let mut collect = CollectGradients { own, gradients: Vec::new() };
     module.visit(&mut collect);
-    // The last parameter comes first, because buckets are filled in that order.
+    // The last parameter comes first, because buckets are filled from the last parameter to the first.
     for (index, gradient) in collect.gradients.iter().enumerate().rev() {
         if let Some(gradient) = gradient {
             pass.add(index, gradient)?;
@@ -82,8 +82,8 @@ fn add_gradients<M: Module>(mut pass: Pass<'_, f32>, module: &M, own: GradientsP
     pass.finish()
 }
 
-// All ranks visit a module in one fixed order, so the position of a parameter identifies it. Parameters that
-// need no gradients, such as the running means of a batch norm, have no position.
+// All ranks visit a module in one fixed order, so the position of a parameter in that order identifies it.
+// Parameters that need no gradients, such as the running means of a batch norm, have no position.
 
 /// Collects names and sizes of the parameters.
 #[derive(Default)]
@@ -144,7 +144,7 @@ impl ModuleVisitor for CollectGradients {
     }
 }
 
-/// Collects the averages.
+/// Collects the averaged gradients for the optimizer.
 struct CollectAverages<'a> {
     ddp: &'a Ddp,
     averages: GradientsParams,

@@ -43,8 +43,8 @@ pub struct Replicas {
 }
 
 impl Replicas {
-    /// Broadcasts rank 0's variables to all ranks of `group`. All ranks call it before they create the
-    /// optimizer, with models of equal structure.
+    /// Broadcasts rank 0's variables to all ranks of `group`. All ranks call this function before they
+    /// create the optimizer, with models of equal structure.
     ///
     /// # Errors
     /// [`TrainError::Layout`] if the models differ. Otherwise the errors of [`Group::broadcast`].
@@ -97,7 +97,8 @@ impl Replicas {
         Ok(gradients)
     }
 
-    /// Only adds these gradients up on this rank. The next [`Self::average`] sends the sum.
+    /// Adds these gradients to this rank's sum, and sends nothing. The next [`Self::average`] sends
+    /// the sum.
     ///
     /// # Errors
     /// [`ReplicaError::Candle`], for example if a gradient is not `f32`.

@@ -4,13 +4,15 @@ use crate::state::{ClientId, Refusal, State, Woken};
 use crate::wire::encode::{blob, byte, number};
 use crate::wire::{MAX_REPLY_BYTES, Request};
 
-/// Carries out `request` and appends its reply to `out`. A wait that must block has no reply yet.
+/// Carries out `request` and appends its reply to `out`. A wait whose keys are missing gets its reply
+/// later.
 ///
-/// Pushes the other clients whose wait this ended to `woken`. The READY bytes for the client's own
-/// waits go to `out`, before the reply.
+/// Adds the other clients whose wait this request ended to `woken`. The READY bytes for the client's
+/// own waits go to `out`, before the reply.
 ///
 /// # Errors
-/// [`Refusal`]. The protocol has no reply for that, so the caller must close the connection.
+/// [`Refusal`]. The protocol has no reply for a refused request, so the caller must close the
+/// connection.
 pub(crate) fn answer(
     state: &mut State,
     client: ClientId,
@@ -101,7 +103,8 @@ fn value_or_empty<'a>(state: &'a State, key: &[u8]) -> &'a [u8] {
     state.get(key).unwrap_or_default()
 }
 
-/// Moves the client's own wake-ups from `woken`, from index `before` on, to `out` as READY bytes.
+/// Removes the entries of `client` from `woken`, from index `before` on, and appends a READY byte to
+/// `out` for each.
 fn reply_to_own_waits(client: ClientId, before: usize, out: &mut Vec<u8>, woken: &mut Woken) {
     if woken.len() == before {
         return;

@@ -65,8 +65,8 @@ pub enum StoreError {
     },
 }
 
-/// Describes a loss. A process that ends closes its connections, which the system reports as one of
-/// several errors.
+/// Describes the loss of a store, for an error message. When the process of a store ends, its connections are
+/// closed, which the system reports as one of several errors.
 fn describe_loss(source: &io::Error) -> String {
     match source.kind() {
         io::ErrorKind::UnexpectedEof

@@ -6,7 +6,8 @@ use std::time::Duration;
 
 use socket2::{SockRef, TcpKeepalive};
 
-/// Interval of the probes on an idle connection. It fails after [`PROBES`] of them without an answer.
+/// Interval of the probes on an idle connection. The connection fails after [`PROBES`] unanswered
+/// probes.
 const INTERVAL: Duration = Duration::from_secs(1);
 const PROBES: u32 = 3;
 

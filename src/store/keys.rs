@@ -8,7 +8,8 @@ use crate::wire::{MAX_KEY_BYTES, MAX_KEY_COUNT, MAX_VALUE_BYTES};
 /// The form in which a store holds the user's keys: with or without a leading `/`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KeyStyle {
-    /// `/` before every key, as in torch's TCP and file stores. Users do not see keys without it.
+    /// `/` before every key, as in torch's TCP and file stores. Users do not see stored keys without a
+    /// leading `/`.
     #[default]
     Slash,
     /// The key as the user gives it.
@@ -19,7 +20,7 @@ impl KeyStyle {
     /// Returns the user's `key` in the form in which the store holds it.
     ///
     /// # Errors
-    /// [`StoreError::Invalid`] if that is longer than [`MAX_KEY_BYTES`].
+    /// [`StoreError::Invalid`] if the stored key is longer than [`MAX_KEY_BYTES`].
     pub(crate) fn stored_key(self, key: &[u8]) -> Result<Cow<'_, [u8]>, StoreError> {
         let stored = match self {
             KeyStyle::Slash => Cow::Owned([b"/", key].concat()),
@@ -35,7 +36,8 @@ impl KeyStyle {
     /// Returns the user's `keys` in the form in which the store holds them.
     ///
     /// # Errors
-    /// [`StoreError::Invalid`] if one is too long or there are more than [`MAX_KEY_COUNT`].
+    /// [`StoreError::Invalid`] if one stored key is too long or there are more keys than
+    /// [`MAX_KEY_COUNT`].
     pub(crate) fn stored_keys<'a>(self, keys: &[&'a [u8]]) -> Result<Vec<Cow<'a, [u8]>>, StoreError> {
         if keys.len() > MAX_KEY_COUNT {
             let what = format!("{} keys at once, the limit is {MAX_KEY_COUNT}", keys.len());
@@ -56,7 +58,7 @@ impl KeyStyle {
 /// Checks the length of a value.
 ///
 /// # Errors
-/// [`StoreError::Invalid`] if it is longer than [`MAX_VALUE_BYTES`].
+/// [`StoreError::Invalid`] if the value is longer than [`MAX_VALUE_BYTES`].
 pub(crate) fn check_value(value: &[u8]) -> Result<(), StoreError> {
     if value.len() > MAX_VALUE_BYTES {
         let what = format!("a value of {} bytes, the limit is {MAX_VALUE_BYTES}", value.len());

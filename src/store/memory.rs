@@ -1,4 +1,5 @@
-//! A store in this process's memory. A server also uses it to access its own keys.
+//! A store in this process's memory. A process with a store server also uses it to access the server's
+//! keys without TCP.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -97,7 +98,7 @@ impl MemoryStore {
         if end.is_none() {
             self.with(operation, |locked| {
                 locked.cancel_wait(client);
-                // Another thread may have woken it between the deadline and the lock.
+                // Another thread may have ended this client's wait between the deadline and the lock.
                 end = waiter.outcome();
                 let is_missing =
                     |key: &&[u8]| self.keys.stored_key(key).is_ok_and(|stored| !locked.state.has(&stored));
@@ -121,7 +122,8 @@ impl MemoryStore {
     }
 }
 
-/// Interval of polling a queue while a key of that name exists: a wait for the key would end at once.
+/// Interval of polling a queue while a key with the queue's name exists: a wait for an item would end
+/// at once because of the key.
 const POLL: Duration = Duration::from_millis(10);
 
 /// The next step of a blocking operation.
@@ -192,7 +194,8 @@ impl Store for MemoryStore {
         let stored_keys = self.keys.stored_keys(keys)?;
         let mut woken = false;
         self.wait_until("wait", keys, deadline, |state, _| {
-            // After a wake-up all keys have existed, even if one was deleted meanwhile.
+            // A client is woken only when all keys exist, so the wait has ended even if a key has been
+            // deleted since.
             let has_ended =
                 mem::replace(&mut woken, true) || stored_keys.iter().all(|stored| state.has(stored));
             has_ended.then_some(())

@@ -1,7 +1,8 @@
 //! The state of one store, shared by threads of this process and by a server's event loop.
 //!
 //! A waiting thread sleeps on its own [`Waiter`]. A waiting connection is answered by the event loop.
-//! When a thread ends the wait of a connection, it wakes the event loop through an eventfd.
+//! When an operation of a thread ends the wait of a connection, the thread wakes the event loop
+//! through an eventfd.
 
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -81,7 +82,8 @@ impl SharedStore {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Runs an operation for a thread of this process, and wakes all clients whose wait it ended.
+    /// Runs a store operation for a thread of this process, and wakes all clients whose wait the
+    /// operation ended.
     ///
     /// # Errors
     /// [`ShutDown`].
@@ -130,7 +132,7 @@ impl LockedStore {
         self.state.cancel(client, &mut self.woken);
     }
 
-    /// Wakes the threads in `woken` and leaves the connections there.
+    /// Wakes the threads in `woken`, and leaves the connections in `woken`.
     fn wake_threads(&mut self) {
         let LockedStore { woken, waiters, .. } = self;
         woken.retain(|client| {
@@ -160,7 +162,7 @@ impl Waiter {
         self.changed.notify_all();
     }
 
-    /// Returns the outcome of the wait; `None` while it lasts.
+    /// Returns the outcome of the wait; `None` while the wait lasts.
     pub(crate) fn outcome(&self) -> Option<WaitEnd> {
         *self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
     }

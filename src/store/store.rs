@@ -7,9 +7,9 @@ use crate::error::StoreError;
 
 /// A key-value store shared by the processes of a job.
 ///
-/// The trait is object-safe. Several threads may use a store at once. Every call ends by its
+/// The trait is object-safe. Several threads may use a store at once. Every operation ends by its
 /// `deadline`. Keys and values are arbitrary bytes. The operations behave as those of
-/// torch.distributed's stores. A call costs one to three round trips over TCP.
+/// torch.distributed's stores. An operation costs one to three round trips over TCP.
 ///
 /// Every operation may return [`StoreError::Lost`], [`StoreError::Unreachable`],
 /// [`StoreError::Protocol`], [`StoreError::Timeout`], and [`StoreError::Invalid`] for a key or value
@@ -33,8 +33,9 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// [`StoreError`].
     fn try_get(&self, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, StoreError>;
 
-    /// Stores `desired` if the value is `expected`, or if the key is absent and `expected` is empty.
-    /// Returns the value after the operation, or `expected` if the key is absent and stays so.
+    /// Stores `desired` if the value of `key` is `expected`, or if the key is absent and `expected` is
+    /// empty. Returns the value after the operation, or `expected` if the key is absent and stays
+    /// absent.
     ///
     /// # Errors
     /// [`StoreError`].

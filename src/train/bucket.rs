@@ -1,4 +1,5 @@
-//! Layout of gradients in buckets: which bucket and range holds each parameter. One call reduces a bucket.
+//! Layout of gradients in buckets: which bucket and element range holds the gradient of each parameter. One
+//! collective reduces a whole bucket.
 //!
 //! Pure: no clock, no I/O.
 
@@ -10,22 +11,22 @@ use sha2::{Digest, Sha256};
 /// The assignment of a network's parameters to buckets, identical on all ranks.
 ///
 /// The backward pass usually ends with the first parameter of the forward pass, so buckets are filled from
-/// the last parameter on. A bucket is full when it has reached its size. The first bucket is smaller, so that
-/// communication starts early (Li et al. 2020, doi:10.14778/3415478.3415530).
+/// the last parameter to the first. A bucket is full when it has reached its size. The first bucket is
+/// smaller, so that communication starts early (Li et al. 2020, doi:10.14778/3415478.3415530).
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Layout {
     /// Type of the elements.
     dtype: String,
     /// Options that all ranks must set alike, as text.
     settings: String,
-    /// Names and numbers of elements.
+    /// Names of the parameters, and their numbers of elements.
     parameters: Vec<(String, usize)>,
     locations: Vec<Location>,
-    /// The parameters of each bucket, in the order in which they lie there.
+    /// Indexes of the parameters in each bucket, in the order of their gradients in memory.
     buckets: Vec<Vec<usize>>,
 }
 
-/// The position of a parameter's gradient.
+/// The position of a parameter's gradient in the buckets.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Location {
     pub(crate) bucket: usize,
@@ -83,7 +84,7 @@ impl Layout {
         &self.locations[parameter]
     }
 
-    /// The parameters of each bucket.
+    /// The indexes of the parameters in each bucket.
     pub(crate) fn buckets(&self) -> &[Vec<usize>] {
         &self.buckets
     }

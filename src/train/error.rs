@@ -18,7 +18,7 @@ pub enum TrainError {
     Layout {
         /// The first rank that differs.
         rank: usize,
-        /// The rank it is compared with.
+        /// The rank whose parameters are the reference.
         with: usize,
         /// The first difference.
         difference: String,
@@ -31,7 +31,7 @@ pub enum TrainError {
         listed(names, *more)
     )]
     Unused {
-        /// This rank.
+        /// The rank that reports the error.
         rank: usize,
         /// The first parameters without a gradient.
         names: Vec<String>,
@@ -48,7 +48,7 @@ pub enum TrainError {
     Preparation {
         /// The rank that failed.
         rank: usize,
-        /// Its error.
+        /// The error of `prepare` on that rank.
         reason: String,
     },
 

@@ -11,7 +11,8 @@ use crate::error::TrainError;
 /// The first rank can fetch, unpack or compute data and store it in the host's files. The other ranks find
 /// the data there, so that they do not all produce it at the same time.
 ///
-/// All ranks of the group call it. They wait no longer than the timeout of calls on this handle.
+/// All ranks of the group call this function. The ranks wait for each other no longer than the timeout of
+/// calls on `group`.
 ///
 /// ```
 /// # fn main() -> Result<(), convoke_train::TrainError> {
@@ -31,9 +32,9 @@ use crate::error::TrainError;
 /// ```
 ///
 /// # Errors
-/// [`TrainError::Preparation`] on all ranks if `prepare` fails on a first rank. If it fails on a later rank,
-/// only that rank gets the error. The group stays usable. If `prepare` panics or its process dies, the other
-/// ranks get the error of [`Group::all_gather`], which names the rank.
+/// [`TrainError::Preparation`] on all ranks if `prepare` fails on a first rank. If `prepare` fails on another
+/// rank, only that rank gets the error. The group stays usable. If `prepare` panics or a process dies, the
+/// other ranks get the error of [`Group::all_gather`], which names the rank.
 ///
 /// # Cost
 /// An all-gather of the outcomes over all ranks, so all hosts wait for each other.
@@ -46,7 +47,8 @@ pub fn first_on_each_host<T, E: Display>(
     first(group, group.local_rank_and_size().0 == 0, prepare)
 }
 
-/// Calls `prepare` on the first rank of the group, and then on all others, for files that all hosts share.
+/// Calls `prepare` on the first rank of the group, and then on all other ranks. Use it for files on a file
+/// system that all hosts share.
 ///
 /// # Errors
 /// Returns the errors of [`first_on_each_host`].
@@ -66,7 +68,7 @@ fn first<T, E: Display>(
 ) -> Result<T, TrainError> {
     // The outcome of `prepare`, or `prepare` itself if this rank calls it later.
     let prepared = if is_first {
-        // The others wait for this rank's outcome. A panic must end that wait at once.
+        // The other ranks wait for this rank's outcome. A panic must end their wait at once.
         let awaited = AbortOnPanic(group);
         let prepared = prepare();
         std::mem::forget(awaited);

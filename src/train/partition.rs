@@ -5,7 +5,7 @@
 use crate::error::TrainError;
 use crate::random::Random;
 
-/// The random stream of partitions; see [`Random::new`].
+/// Number of the random stream that shuffles partitions; see [`Random::new`].
 const STREAM: u64 = 1 << 33;
 /// Amount by which the sum of fractions may exceed 1, because of rounding.
 const TOLERANCE: f64 = 1e-9;

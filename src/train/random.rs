@@ -5,7 +5,8 @@
 /// SplitMix64 (Steele, Lea, Flood 2014, doi:10.1145/2714064.2660195): one word of state, no weak seeds.
 ///
 /// Use it for decisions that must agree on all ranks, such as the order of an epoch or initial weights. Later
-/// versions generate the same numbers, because resumed runs depend on it. Not for cryptography.
+/// versions generate the same numbers, because resumed runs depend on the numbers. The numbers are not
+/// suitable for cryptography.
 #[derive(Debug, Clone)]
 pub struct Random(u64);
 
@@ -17,7 +18,7 @@ impl Random {
         Self(mixed.next_u64() ^ stream.wrapping_mul(0xD1B5_4A32_D192_ED03))
     }
 
-    /// The next 64 bits.
+    /// Returns the next 64 random bits.
     pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

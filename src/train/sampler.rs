@@ -4,7 +4,8 @@
 
 use crate::random::Random;
 
-/// The random stream of epoch 0; later epochs use the streams after it. See [`Random::new`].
+/// Number of the random stream that shuffles epoch 0; later epochs use the numbers after it. See
+/// [`Random::new`].
 const FIRST_EPOCH_STREAM: u64 = 1 << 32;
 
 /// Distributes the examples of each epoch over the ranks.
@@ -18,8 +19,8 @@ const FIRST_EPOCH_STREAM: u64 = 1 << 32;
 /// rank 2 of 3                     h     j     g     (b)
 /// ```
 ///
-/// `Sampler` corresponds to torch's `DistributedSampler`. That shuffles by default; here shuffling must be
-/// [requested](Self::shuffled).
+/// `Sampler` corresponds to torch's `DistributedSampler`. Torch's class shuffles by default; here shuffling
+/// must be [requested](Self::shuffled).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Sampler {
     examples: usize,
@@ -44,7 +45,8 @@ pub enum Tail {
 }
 
 impl Sampler {
-    /// The examples of `rank` out of `world` ranks, for a data set of `examples` examples.
+    /// Distributes a data set of `examples` examples over `world` ranks; this sampler returns the examples of
+    /// `rank`.
     ///
     /// # Panics
     /// If `rank` is not below `world`.
@@ -62,14 +64,14 @@ impl Sampler {
         self
     }
 
-    /// Sets the treatment of the last examples.
+    /// Sets the treatment of the last examples of an epoch, if there are too few for all ranks.
     #[must_use]
     pub fn tail(mut self, tail: Tail) -> Self {
         self.tail = tail;
         self
     }
 
-    /// The examples of an epoch.
+    /// Returns the examples of the epoch with this number.
     ///
     /// # Cost
     /// 8 bytes for each example.
@@ -83,11 +85,13 @@ impl Sampler {
     }
 }
 
-/// The examples of one epoch. It iterates over this rank's examples, or returns [batches](Self::next_batch).
+/// The examples of one epoch. As an iterator it returns this rank's examples one by one, or it returns
+/// [batches](Self::next_batch).
 #[derive(Debug, Clone)]
 pub struct Epoch {
     order: Vec<usize>,
-    /// Position in the order, over all ranks, and its end. Positions beyond the order wrap to its beginning.
+    /// Number of examples that all ranks together have taken, and that number at the end of the epoch.
+    /// Positions beyond the last example mean examples from the beginning.
     at: usize,
     end: usize,
     rank: usize,
@@ -96,7 +100,8 @@ pub struct Epoch {
 }
 
 impl Epoch {
-    /// Number of examples that all ranks together have taken. A checkpoint stores it.
+    /// Number of examples that all ranks together have taken. Store this number in checkpoints, to resume the
+    /// epoch.
     #[must_use]
     pub fn position(&self) -> usize {
         self.at
@@ -120,7 +125,7 @@ impl Epoch {
     ///
     /// If `examples` is a multiple of the number of ranks, all ranks get equally many, except at the end with
     /// [`Tail::Uneven`]. The batches do not depend on the number of ranks, but their split among ranks does.
-    /// The last batch also depends on it with [`Tail::Pad`] and [`Tail::Drop`].
+    /// The last batch also depends on the number of ranks with [`Tail::Pad`] and [`Tail::Drop`].
     ///
     /// # Panics
     /// If `examples` is 0.

@@ -16,15 +16,16 @@ use crate::error::TrainError;
 const SPANS: usize = 1 << 17;
 /// Longest title of a row, in bytes.
 const TITLE_BYTES: usize = 200;
-/// The row of the program's computation; the rows after it belong to buckets.
+/// Number of the row for the program's computation in the trace viewer; later rows belong to gradient
+/// buckets.
 const COMPUTATION: u32 = 0;
 
 /// Time spans of this rank; one file holds the spans of all ranks.
 ///
 /// The file has the Trace Event Format, which <https://ui.perfetto.dev> and `chrome://tracing` display. Each
 /// rank is a process with one row for computation and one for each bucket of gradients. The span of a bucket
-/// lasts from its sending until its average arrives, including the wait for earlier buckets. Host clocks are
-/// not corrected. A rank keeps 131,072 spans.
+/// lasts from the start of sending it until its average arrives, including the wait for earlier buckets.
+/// Differences between the clocks of the hosts are not corrected. A rank keeps 131,072 spans.
 ///
 /// ```
 /// # fn main() -> Result<(), convoke_train::TrainError> {
@@ -46,17 +47,17 @@ const COMPUTATION: u32 = 0;
 #[derive(Debug, Clone)]
 pub struct Trace {
     recording: Arc<Mutex<Recording>>,
-    /// One point in time on both clocks, to convert between them.
+    /// One point in time, read from the monotonic clock and from the wall clock, to convert between them.
     begin: (Instant, SystemTime),
     /// Maximum number of spans.
     capacity: usize,
 }
 
-/// The records of one rank.
+/// The spans and row titles that one rank has recorded.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct Recording {
     spans: Vec<RecordedSpan>,
-    /// Titles of the bucket rows, by row.
+    /// Titles of the rows of buckets, by row number.
     titles: BTreeMap<u32, String>,
 }
 
@@ -86,12 +87,13 @@ impl Trace {
         Self { capacity: 0, ..Self::default() }
     }
 
-    /// Begins a span, which ends when it is dropped.
+    /// Begins a span of computation, which ends when the returned value is dropped.
     pub fn span(&self, name: impl Into<String>) -> Span {
         self.begin(name.into(), COMPUTATION, None)
     }
 
-    /// Begins the span of a bucket that is being sent.
+    /// Begins the span of bucket `index`, which is being sent and has `bytes` bytes. `names` are the names of
+    /// the parameters in it.
     pub(crate) fn bucket<'a>(
         &self,
         index: usize,
@@ -111,8 +113,8 @@ impl Trace {
         self.recording.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Writes the spans that all ranks of the group have recorded so far. All ranks call it; rank 0 writes
-    /// the file.
+    /// Writes the spans that all ranks of the group have recorded so far. All ranks call this function; rank
+    /// 0 writes the file.
     ///
     /// # Errors
     /// [`TrainError::Trace`] on rank 0 if the file cannot be written. Otherwise the errors of

@@ -59,7 +59,7 @@ fn route_to(host: &str) -> io::Result<IpAddr> {
     Err(last)
 }
 
-/// The network interfaces of this host, in the system's order.
+/// The network interfaces of this host, in the order of `getifaddrs`.
 fn list() -> Result<Vec<Interface>, CommError> {
     let entries = nix::ifaddrs::getifaddrs()
         .map_err(|error| CommError::system("cannot list the network interfaces", error))?;

@@ -2,8 +2,8 @@
 
 use crate::links::hello::ConnectionKind;
 
-/// Groups up to this size open all connections at once. Larger groups open the usual ones, and the others
-/// on demand.
+/// Groups of at most this many ranks open all connections when they form. Larger groups open those that the
+/// usual algorithms need, and the other connections on demand.
 const FULL_MESH_RANKS: usize = 16;
 
 /// Returns the control connections to all peers; they carry no data of collectives or messages.

@@ -12,10 +12,10 @@ pub(super) struct CoreShare {
     /// Number of ranks whose core sets overlap with that of this rank, directly or through other ranks; it
     /// includes this rank.
     pub(super) ranks: usize,
-    /// Number of cores in the union of those sets; `usize::MAX` if the affinity is unknown.
+    /// Number of cores in the union of the core sets of these ranks; `usize::MAX` if the affinity is unknown.
     pub(super) cores: usize,
-    /// Index of this rank among those ranks. It is set only if the ranks outnumber the cores and all have
-    /// one core set, so that the cores can be assigned evenly.
+    /// Index of this rank among the ranks that share cores. It is set only if these ranks outnumber the cores
+    /// and all have the same core set, so that the cores can be assigned evenly.
     pub(super) index: Option<usize>,
 }
 
@@ -46,7 +46,8 @@ impl CoreSet {
     }
 }
 
-/// Returns the share of rank `me`; `all` holds the core set of each rank of the host.
+/// Returns which cores the rank with index `me` shares with others; `all` holds the core set of each rank of
+/// the host.
 pub(super) fn core_share(all: &[&CoreSet], me: usize) -> CoreShare {
     let ours = all[me];
     if ours.count() == 0 {

@@ -1,7 +1,7 @@
 //! Collects the records of all ranks through the store.
 //!
-//! If the group cannot form, a rank writes the reason under the key of the table. All ranks read that key,
-//! so all fail at once with one error.
+//! If the group cannot form, a rank writes the reason in place of the table of records. All ranks read the
+//! table's key, so all fail at once with the same error.
 
 use std::time::{Duration, Instant};
 
@@ -17,7 +17,7 @@ use crate::json;
 /// Longest pause between two polls of the store.
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Deadlines of repeated polls of the store, at growing intervals.
+/// Deadlines of successive reads of the store. Each read may take longer than the one before, up to a limit.
 pub(super) struct PollDeadlines {
     interval: Duration,
     deadline: Instant,
@@ -28,7 +28,7 @@ impl PollDeadlines {
         Self { interval: POLL_INTERVAL, deadline }
     }
 
-    /// Returns when the next poll ends.
+    /// Returns the deadline of the next read.
     pub(super) fn next_deadline(&mut self) -> Instant {
         let until = (Instant::now() + self.interval).min(self.deadline);
         self.interval = (self.interval * 2).min(MAX_POLL_INTERVAL);
@@ -37,7 +37,8 @@ impl PollDeadlines {
 }
 
 impl Bootstrap<'_> {
-    /// Tries to connect under `generation`.
+    /// Publishes this rank's record under `generation`, reads the table of all records, and connects to the
+    /// ranks in it.
     pub(super) fn run_round(&self, generation: Generation) -> Result<RoundOutcome, CommError> {
         let own_key = self.record_key(generation, self.config.rank);
         self.publish_record(generation)?;
@@ -49,7 +50,8 @@ impl Bootstrap<'_> {
                 return Ok(RoundOutcome::Stale(announced));
             }
         };
-        // The record is no longer needed. The store may vanish later: rank 0 may serve it and exit.
+        // The record is no longer needed. It is deleted now, since the store may end later: rank 0 may serve
+        // it and exit.
         let _ = self.store().delete(&own_key, Instant::now() + CLEANUP_TIMEOUT);
         let outcome = self.connect_ranks(generation, &table)?;
         if let RoundOutcome::Connected(_) = outcome {
@@ -63,7 +65,8 @@ impl Bootstrap<'_> {
         Ok(outcome)
     }
 
-    /// Writes the record of this rank. Fails if another living process has written a record for this rank.
+    /// Writes the record of this rank to the store. Fails if another process that still listens has written a
+    /// record for this rank.
     fn publish_record(&self, generation: Generation) -> Result<(), CommError> {
         let own = self.encoded_record();
         let key = self.record_key(generation, self.config.rank);
@@ -76,7 +79,7 @@ impl Bootstrap<'_> {
             if let Some(other) = Record::decode(&there).filter(Record::is_reachable) {
                 return Err(self.duplicate_rank_error(generation, &other));
             }
-            // The record belongs to a process that no longer answers, so this rank replaces it.
+            // The record belongs to a process that no longer listens, so this rank replaces the record.
             expected = there;
         }
     }
@@ -94,15 +97,17 @@ impl Bootstrap<'_> {
         self.publish_refusal(generation, what, vec![self.config.rank])
     }
 
-    /// Publishes to all ranks the reason why the group does not form.
+    /// Publishes to all ranks the reason `what` for which the group cannot form. Returns it as an error of
+    /// this rank.
     fn publish_refusal(&self, generation: Generation, what: String, ranks: Vec<usize>) -> CommError {
         let refusal = record::encode_refusal(&what, &ranks);
-        // A rank that cannot read the reason fails at its own deadline.
+        // If this write fails, the other ranks do not see the reason and fail at their own deadlines.
         let _ = self.store().set(&self.key(generation, "table"), &refusal, Instant::now() + CLEANUP_TIMEOUT);
         self.bootstrap_error(what, ranks)
     }
 
-    /// Returns the records of all ranks, or the generation that rank 0 has announced meanwhile.
+    /// Returns the records of all ranks, or the inner `Err` with the new generation if rank 0 has announced
+    /// another one.
     fn table(&self, generation: Generation) -> Result<Result<Vec<Record>, Generation>, CommError> {
         let key = self.key(generation, "table");
         if self.config.rank == 0 {
@@ -137,7 +142,7 @@ impl Bootstrap<'_> {
         }
     }
 
-    /// Compares the records of all ranks.
+    /// Checks that all records could be decoded and that all ranks have equal settings.
     pub(super) fn check_records(
         &self,
         records: Result<Vec<Record>, record::RecordError>,
@@ -170,7 +175,7 @@ impl Bootstrap<'_> {
         }
     }
 
-    /// Returns the ranks that left no record, among the first [`MAX_LOOKUPS`].
+    /// Returns the ranks that have no record in the store. Looks up only the first [`MAX_LOOKUPS`] ranks.
     fn absent_ranks(&self, generation: Generation) -> Vec<usize> {
         let soon = Instant::now() + CLEANUP_TIMEOUT;
         let absent = |&rank: &usize| {
@@ -197,8 +202,8 @@ impl Bootstrap<'_> {
         }
     }
 
-    /// Describes the absence of these ranks, with the place where they were awaited and the settings that
-    /// lead there.
+    /// Says in a text that the ranks `missing` did not join, at which store they were expected, and which
+    /// settings lead a rank to that store.
     fn describe_absence(&self, missing: &[usize]) -> String {
         let Self { config, .. } = self;
         format!(
@@ -210,13 +215,14 @@ impl Bootstrap<'_> {
         )
     }
 
-    /// Returns the error of a rank that awaited rank 0 in vain.
+    /// Returns the error of a rank for which rank 0 did not join in time.
     pub(super) fn rank_0_absent_error(&self) -> CommError {
         self.bootstrap_error(self.describe_absence(&[0]), vec![0])
     }
 
-    /// Returns true if a store call that found nothing may succeed when repeated before the deadline. On a
-    /// slow network, connecting alone may take longer than one poll.
+    /// Returns true if a store operation that timed out or could not connect may be repeated, since the
+    /// deadline for joining has not passed. On a slow network, connecting to the store alone may take longer
+    /// than one read is allowed.
     pub(super) fn can_retry(&self, error: &StoreError) -> bool {
         let in_vain = matches!(error, StoreError::Timeout { .. } | StoreError::Unreachable { .. });
         in_vain && Instant::now() < self.deadline

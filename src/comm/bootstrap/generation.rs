@@ -1,7 +1,8 @@
-//! The generation under which the ranks meet: the launcher gives it, or rank 0 draws and announces it.
+//! Agrees on the generation, a random number that is part of the store keys with which ranks find each
+//! other. The launcher gives it, or rank 0 draws it and announces it in the store.
 //!
-//! An announcement may be left over from a crashed round. So a rank reads it again until rank 0 has
-//! confirmed the generation in a handshake.
+//! An announcement may be left over from a crashed job. So a rank reads the announcement again until
+//! rank 0 has confirmed the generation in a handshake.
 
 use std::time::Instant;
 
@@ -19,7 +20,8 @@ impl Bootstrap<'_> {
         format!("{}/generation", self.name()).into_bytes()
     }
 
-    /// Returns the given generation, the one that this rank draws as rank 0, or the one that it reads.
+    /// Returns the generation that the launcher gave. If it gave none, rank 0 draws one, and the other
+    /// ranks wait until rank 0 announces it in the store.
     pub(super) fn initial_generation(&self) -> Result<Generation, CommError> {
         let given = self.config.options.generation;
         if self.config.rank == 0 {
@@ -57,7 +59,7 @@ impl Bootstrap<'_> {
         }
     }
 
-    /// Returns an error if another process, which announced a generation as rank 0, still lives.
+    /// Returns an error if another process has announced a generation as rank 0 and still listens.
     fn check_announcer(&self) -> Result<(), CommError> {
         let announced = self.store().try_get(&self.announcement_key(), self.deadline)?;
         let Some((generation, _)) = announced.as_deref().and_then(Announcement::decode) else {
@@ -70,7 +72,8 @@ impl Bootstrap<'_> {
         }
     }
 
-    /// Returns the generation that rank 0 has announced since, if it differs from `current`.
+    /// Returns the generation that rank 0 has now announced in the store, if it differs from
+    /// `current`.
     pub(super) fn superseding_generation(
         &self,
         current: Generation,
@@ -79,14 +82,15 @@ impl Bootstrap<'_> {
             return Ok(None);
         }
         let announced = match self.store().try_get(&self.announcement_key(), self.deadline) {
-            // The caller reports the timeout, since it knows what it waits for.
+            // The caller reports the timeout, since only the caller knows for what it waits.
             Err(_) if Instant::now() >= self.deadline => None,
             other => other?,
         };
         let announced = announced.as_deref().and_then(Announcement::decode);
         Ok(announced.and_then(|(generation, given)| {
-            // If launchers gave both generations, the announcement is of another round, and this rank
-            // waits for rank 0 of its own. Otherwise a different announcement replaces the current one.
+            // If launchers gave both generations, the announcement belongs to another round of the
+            // job, and this rank waits for rank 0 of its own round. Otherwise the announced generation
+            // replaces the current one.
             let foreign = given && self.config.options.generation.is_some();
             (generation != current && !foreign).then_some(generation)
         }))

@@ -1,4 +1,5 @@
-//! Selects a network interface from a list of names. The caller passes the interfaces.
+//! Selects the network interface at which a rank listens, by a list of names. Pure: the caller passes the
+//! interfaces.
 
 use std::collections::HashSet;
 use std::net::IpAddr;
@@ -36,14 +37,15 @@ impl Interface {
     }
 }
 
-/// Returns false for a link-local IPv6 address: it needs a scope, which differs between hosts.
+/// Returns false for a link-local IPv6 address: it needs a scope id (network interface), which differs
+/// between hosts.
 fn is_publishable(address: IpAddr) -> bool {
     !matches!(address, IpAddr::V6(v6) if v6.is_unicast_link_local())
 }
 
 /// Returns the address that `names` selects, in the syntax of NCCL_SOCKET_IFNAME. The names are interface
-/// names or prefixes, and the first match counts. `=` before the list requires whole names. `^` selects any
-/// interface but those; `^=` compares whole names.
+/// names or prefixes, and the first match counts. `=` before the list requires whole names. `^` before the
+/// list selects any interface except the named ones; `^=` does the same and compares whole names.
 pub(super) fn select_address(all: &[Interface], names: &str) -> Option<IpAddr> {
     let (unwanted, names) = match names.trim().strip_prefix('^') {
         Some(rest) => (true, rest),
@@ -67,7 +69,7 @@ pub(super) fn select_address(all: &[Interface], names: &str) -> Option<IpAddr> {
     names.iter().find_map(|name| exact(name).or_else(|| prefix(name).filter(|_| !whole)))
 }
 
-/// Returns the address at which other hosts are most likely to reach this one.
+/// Returns the address at which other hosts are most likely to reach this host.
 pub(super) fn most_reachable_address<'a>(all: impl Iterator<Item = &'a Interface>) -> Option<IpAddr> {
     let mut all: Vec<_> = all.filter_map(|one| Some((one.sort_key(), one.address()?))).collect();
     all.sort_by_key(|&(key, _)| key);

@@ -1,14 +1,15 @@
-//! From a store to connected ranks.
+//! Connects the ranks of a group, which find each other's addresses in a key-value store.
 //!
-//! Each rank writes a record under the generation, and rank 0 gathers the records into one table that all
-//! ranks read. That costs n writes, n reads by rank 0, and one read by each other rank. Then the ranks
-//! connect. When rank 0 is connected to all, it removes the keys, so that a later process cannot read stale
-//! ones.
+//! Each rank writes a record (address, host, settings) to the store, under a key that contains the
+//! generation. Rank 0 gathers the records into one table, which all ranks read. For n ranks this costs n
+//! writes, n reads by rank 0, and one read by each other rank. Then the ranks connect. When rank 0 is
+//! connected to all ranks, it removes the keys, so that a later process cannot read stale records.
 //!
-//! If no launcher gave a generation, rank 0 draws one and announces it (`generation`).
+//! If no launcher gave a generation (a random number that identifies this start of the job), rank 0 draws one
+//! and announces it in the store, see `generation`.
 //!
-//! When the ranks of an existing group form another group, they exchange their records in the existing
-//! group. The store may be gone by then, since rank 0 may serve it and exit.
+//! When the ranks of an existing group form another group, they exchange their records through the existing
+//! group, not through the store. The store may have ended by then, since rank 0 may serve it and exit.
 
 mod address;
 mod connections;
@@ -51,52 +52,57 @@ use rank_lock::RankLock;
 use record::Record;
 pub(crate) use world_entry::WorldEntryGuard;
 
-/// The server of a store that no launcher serves, as error messages name it.
+/// Name of the store's server in error messages, if no launcher serves the store but rank 0 does.
 pub(crate) const RANK_0: &str = "rank 0";
 /// Interval at which a rank checks whether rank 0 has announced another generation.
 const POLL_INTERVAL: Duration = Duration::from_millis(250);
-/// Time for which connections to a published address may be refused before that rank counts as lost.
+/// Time for which connections to a published address may be refused before the rank that published the
+/// address counts as lost.
 const REFUSED_TIMEOUT: Duration = Duration::from_millis(100);
-/// Time limit for removing keys. Correctness does not depend on the removal.
+/// Time limit for removing keys from the store and for publishing a failure there. Correctness depends on
+/// neither.
 const CLEANUP_TIMEOUT: Duration = Duration::from_secs(2);
-/// Time after which missing ranks are logged; at most a third of `init_timeout`.
+/// Interval at which rank 0 logs the ranks that have not joined yet. The first time it is at most a third of
+/// `init_timeout`.
 const WARN_INTERVAL: Duration = Duration::from_secs(10);
-/// Limit on the records that are looked up one by one to name the missing ranks.
+/// Most records that a rank looks up one by one in the store, to name the missing ranks in an error.
 const MAX_LOOKUPS: usize = 1024;
 
-/// Everything that a rank needs to form a group with the others.
+/// Everything that a rank needs to form a group with the other ranks.
 #[derive(Debug)]
 pub(crate) struct BootstrapConfig {
     pub(crate) store: Arc<dyn Store>,
-    /// Identifier of the store as text. It is equal for threads of a process that would use the same keys.
+    /// Identifier of the store as text. Threads of one process that would use the same keys have equal
+    /// identifiers.
     pub(crate) store_id: String,
     /// The rank whose process serves the store, if a rank does.
     pub(crate) store_rank: Option<usize>,
     pub(crate) store_location: StoreLocation,
-    /// Removes the entry of a formed world from the store when the world is dropped.
+    /// Removes the store entry of a formed world (the group of all ranks) when the world is dropped.
     pub(crate) entry_guard: Option<Arc<WorldEntryGuard>>,
     pub(crate) rank: usize,
     pub(crate) size: usize,
-    /// The ranks' ranks in the first ancestor of this group.
+    /// For each rank of this group, its rank in the first ancestor of the group, such as the world.
     pub(crate) origin: Vec<usize>,
-    /// The ranks are already connected in an ancestor group, and exchange their records there.
+    /// True if the ranks are already connected in an ancestor group and exchange their records through it.
     pub(crate) is_successor: bool,
     pub(crate) options: GroupOptions,
     pub(crate) tuning: Tuning,
     pub(crate) agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
-    /// The sharing of cores inherited from an ancestor group. It is set if ranks outside this group also
-    /// run on these cores.
+    /// How ranks share CPU cores, inherited from an ancestor group. It is set if ranks outside this group
+    /// also run on the cores of this group's ranks.
     pub(crate) sharing: Option<CoreSharing>,
 }
 
 /// Location of the store, for error messages.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct StoreLocation {
-    /// Address of the store; empty if it has none.
+    /// Address of the store; empty if the store has none.
     pub(crate) address: String,
-    /// Server of the store; empty if it is unknown.
+    /// Name of the store's server, such as "rank 0"; empty if it is unknown.
     pub(crate) server: &'static str,
-    /// The variables or arguments that direct a rank to this store; empty if a launcher sets them.
+    /// The environment variables or arguments that tell a rank the address of this store; empty if a launcher
+    /// sets them.
     pub(crate) configured_by: String,
 }
 
@@ -117,7 +123,8 @@ impl fmt::Display for StoreLocation {
 }
 
 impl StoreLocation {
-    /// Converts a store error, and adds who serves the store if it is lost or unreachable.
+    /// Converts a store error to a [`CommError`]. If the store is lost or unreachable, the text names its
+    /// server.
     pub(crate) fn convert_error(&self, group: &str, error: StoreError) -> CommError {
         match &error {
             StoreError::Lost { .. } | StoreError::Unreachable { .. } if !self.server.is_empty() => {
@@ -143,16 +150,17 @@ pub(crate) struct ConnectedGroup {
     /// The generation that the ranks agreed on.
     pub(crate) generation: Generation,
     pub(crate) topology: Topology,
-    /// All ranks share memory.
+    /// True if all ranks exchange data through shared memory.
     pub(crate) in_memory: bool,
 }
 
-/// Connects the ranks, which meet in the store.
+/// Connects this rank to the other ranks, whose addresses it finds in the store.
 pub(crate) fn connect(config: &BootstrapConfig) -> Result<ConnectedGroup, CommError> {
     log_outcome(config, || connect_through_store(config))
 }
 
-/// Connects this rank, which already listens, to the ranks with these records.
+/// Connects this rank, which already listens, to all ranks; `records` holds their encoded records in rank
+/// order.
 pub(crate) fn connect_with_records(
     waiting: ListeningRank<'_>,
     records: &[&[u8]],
@@ -203,8 +211,8 @@ fn connect_through_store(config: &BootstrapConfig) -> Result<ConnectedGroup, Com
     }
 }
 
-/// Publishes at once that this rank has no file descriptor to listen with. The other ranks read it only if
-/// the generation was given.
+/// Publishes at once, in the store, that this rank has no file descriptor left for listening. This needs a
+/// generation from the launcher, since the key contains it. Returns the error for this rank.
 fn publish_failure(config: &BootstrapConfig, error: CommError) -> CommError {
     let Some(what) = descriptor_error(config, &error) else { return error };
     let BootstrapConfig { rank, ref store, ref options, .. } = *config;
@@ -221,7 +229,7 @@ fn publish_failure(config: &BootstrapConfig, error: CommError) -> CommError {
     CommError::Bootstrap { group, what, ranks: vec![rank] }
 }
 
-/// Returns the message for an error that means a lack of descriptors; `None` for any other error.
+/// Returns the message for an error that means a lack of file descriptors; `None` for any other error.
 fn descriptor_error(config: &BootstrapConfig, error: &CommError) -> Option<String> {
     let CommError::System { source, .. } = error else { return None };
     let message = || limits::descriptor_limit_message(source, config.size, config.size);
@@ -241,7 +249,7 @@ fn listen(config: &BootstrapConfig) -> Result<Listener, CommError> {
     })
 }
 
-/// Returns the engine of a group of one, which delivers messages of a rank to itself.
+/// Returns the engine of a group of one rank. It delivers the messages that the rank sends to itself.
 pub(crate) fn single_rank_engine(
     config: &BootstrapConfig,
     generation: Generation,
@@ -267,14 +275,14 @@ pub(crate) fn single_rank_engine(
 }
 
 impl BootstrapConfig {
-    /// Returns a bootstrap configuration for a group of one, which needs no shared store.
+    /// Returns a bootstrap configuration for a group of one rank, which needs no shared store.
     pub(crate) fn single_rank(options: GroupOptions, tuning: Tuning) -> Self {
         let store = Arc::new(convoke_store::MemoryStore::new());
         Self::new(store, "no rendezvous address".to_owned(), (0, 1), options, tuning)
     }
 
-    /// Returns the configuration of one rank for a group without a parent, in a store of which nothing else
-    /// is known.
+    /// Returns the configuration of one rank for a group without a parent group. Of the store, only the
+    /// identifier is known, not the address or server.
     pub(crate) fn new(
         store: Arc<dyn Store>,
         store_id: String,
@@ -329,7 +337,7 @@ impl BootstrapConfig {
     }
 }
 
-/// A rank that listens for its peers.
+/// A rank that listens for connections from its peers and has not connected to them yet.
 pub(crate) struct ListeningRank<'a> {
     bootstrap: Bootstrap<'a>,
     _lock: RankLock,
@@ -347,18 +355,18 @@ impl<'a> ListeningRank<'a> {
         Ok(Self { bootstrap, _lock: lock })
     }
 
-    /// Returns the encoded_record record, which the other ranks need to connect.
+    /// Returns the encoded record of this rank, which the other ranks need to connect to it.
     pub(crate) fn record(&self) -> Vec<u8> {
         self.bootstrap.encoded_record()
     }
 }
 
-/// Returns the encoded_record failure that takes the place of the record of a rank that cannot listen.
+/// Returns the encoded failure that a rank which cannot listen publishes instead of its record.
 pub(crate) fn failure_record(config: &BootstrapConfig, error: &CommError) -> Vec<u8> {
     record::encode_failure(&descriptor_error(config, error).unwrap_or_else(|| error.to_string()))
 }
 
-/// This rank while its group forms.
+/// The state of this rank while its group forms.
 struct Bootstrap<'a> {
     config: &'a BootstrapConfig,
     record: Record,
@@ -369,7 +377,7 @@ struct Bootstrap<'a> {
 
 enum RoundOutcome {
     Connected(Box<ConnectedGroup>),
-    /// Rank 0 has announced another generation.
+    /// Rank 0 has announced another generation, under which this rank must try again.
     Stale(Generation),
 }
 
@@ -378,7 +386,7 @@ impl Bootstrap<'_> {
         &*self.config.store
     }
 
-    /// Returns the encoded_record record of this rank.
+    /// Returns the encoded record of this rank.
     fn encoded_record(&self) -> Vec<u8> {
         json::encode(&self.record)
     }
@@ -400,7 +408,7 @@ impl Bootstrap<'_> {
         CommError::Bootstrap { group: self.name().to_owned(), what, ranks }
     }
 
-    /// Connects to the ranks with these records, indexed by rank.
+    /// Connects to all ranks; `records` holds their encoded records in rank order.
     fn connect_to_records(&self, records: &[&[u8]]) -> Result<ConnectedGroup, CommError> {
         let table = self.check_records(record::decode_all(records))?;
         let Some(generation) = self.config.options.generation else {
@@ -414,7 +422,7 @@ impl Bootstrap<'_> {
         }
     }
 
-    /// Connects to the ranks in `table`.
+    /// Connects to the ranks whose records are in `table`, in rank order.
     fn connect_ranks(&self, generation: Generation, table: &[Record]) -> Result<RoundOutcome, CommError> {
         let BootstrapConfig { rank, size, ref options, .. } = *self.config;
         let topology = Topology::new(table.iter().map(|record| &record.host));
@@ -451,7 +459,8 @@ impl Bootstrap<'_> {
             }
             Ok(Err(announced)) => Ok(RoundOutcome::Stale(announced)),
             Err(error) => {
-                // Sends a goodbye to connected peers; without it they would report this rank as the cause.
+                // Sends a goodbye to connected peers; without it they would report this rank as the cause of
+                // the failure.
                 engine.leave();
                 Err(match error {
                     // The timeout of another rank expired before that of this rank.
@@ -462,8 +471,8 @@ impl Bootstrap<'_> {
         }
     }
 
-    /// Creates the engine. If descriptors are lacking, publishes an abort so that the other ranks stop
-    /// waiting.
+    /// Creates the engine. If file descriptors are lacking, publishes an abort in the store, so that the
+    /// other ranks stop waiting.
     fn engine(&self, settings: Settings) -> Result<Engine, CommError> {
         let (store, key) = (Arc::clone(&settings.store), settings.abort_key.clone());
         let listener =
@@ -484,8 +493,8 @@ impl Bootstrap<'_> {
         self.bootstrap_error(what, ranks)
     }
 
-    /// Connects to all ranks, and sets up shared memory with the ranks of this host. Returns whether all
-    /// ranks share memory, or another generation that rank 0 has announced.
+    /// Connects to all ranks, and sets up shared memory with the ranks of this host. Returns `Ok(true)` if
+    /// all ranks share memory, and `Err` with the new generation if rank 0 has announced another one.
     fn connect_and_share_memory(
         &self,
         engine: &mut Engine,
@@ -496,7 +505,8 @@ impl Bootstrap<'_> {
         let (local_ranks, one_host) = (topology.local_ranks(rank), topology.hosts().len() == 1);
         let mut in_memory = false;
         if options.shared_memory && local_ranks.len() > 1 {
-            // Data through shared memory needs no connection, so only control connections are opened first.
+            // Data that goes through shared memory needs no connection, so only control connections are
+            // opened first.
             if let Some(announced) =
                 self.open_connections(engine, generation, &control_connections(rank, size))?
             {
@@ -504,7 +514,7 @@ impl Bootstrap<'_> {
             }
             match engine.share_memory(local_ranks, self.deadline)? {
                 Ok(()) => in_memory = one_host,
-                // The first rank of the host logs the warning for all of them.
+                // The first rank of the host logs the warning for all ranks of the host.
                 Err(reason) if rank == local_ranks[0] => log::warn!(
                     "{}: ranks {} cannot use shared memory, and use connections inside their host: {reason}",
                     self.name(),
@@ -542,7 +552,8 @@ impl Bootstrap<'_> {
             {
                 return Err(engine.abort_with_report(&report));
             }
-            // The record is not left over from a crashed round, since one table contains it and ours.
+            // The refusing rank's record is not left over from a crashed job, since the table that contains
+            // it also contains this rank's record.
             let given_up = engine.handshakes().refusing_peers(REFUSED_TIMEOUT, now).next();
             if let Some(gone) = given_up {
                 let how =
@@ -563,10 +574,11 @@ impl Bootstrap<'_> {
     }
 }
 
-/// Returns how this rank shares its cores with others; `own` is the number of cores that it may use.
+/// Returns how this rank shares its cores with other ranks; `own` is the number of cores that this rank may
+/// use.
 fn core_sharing(share: &CoreShare, own: usize) -> CoreSharing {
-    // A smaller number is a CPU-time quota, which applies on any core. It reduces spinning, but is no
-    // reason to assign cores.
+    // A number below `own` means a CPU-time quota of the cgroup, which applies on any core. A quota reduces
+    // spinning, but is no reason to assign cores to ranks.
     let quota = std::thread::available_parallelism().map_or(1, usize::from);
     let cores = if quota < own || own == 0 { share.cores.min(quota) } else { share.cores };
     let own_autogroup = || getsid(None) == Ok(Pid::this()) && convoke_env::autogroup_enabled(Path::new("/"));

@@ -1,4 +1,4 @@
-//! Prevents two threads of one process from joining a group as one rank.
+//! Prevents two threads of one process from joining a group as the same rank.
 
 use std::collections::HashSet;
 use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
@@ -6,15 +6,15 @@ use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 use super::BootstrapConfig;
 use crate::error::CommError;
 
-/// The ranks that threads of this process are connecting now.
+/// The ranks (each with group and store) as which threads of this process are joining a group now.
 static FORMING: LazyLock<Mutex<HashSet<String>>> = LazyLock::new(Mutex::default);
 
 fn forming() -> MutexGuard<'static, HashSet<String>> {
     FORMING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The exclusive right of one thread to act as a rank while its group forms. Two threads would write
-/// records under one key, and other ranks could connect to either.
+/// The exclusive right of one thread to act as a rank while its group forms. Two threads with the same
+/// rank would write their records under one key, and other ranks could connect to either thread.
 #[derive(Debug)]
 pub(super) struct RankLock {
     what: String,

@@ -15,15 +15,15 @@ use crate::json;
 
 /// Longest failure text that is read from a rank's record, in characters.
 const FAILED_CHARS: usize = 512;
-/// Longest text that is read from a refusal, in characters.
+/// Longest text that is read from a refusal (the published reason why the group cannot form), in characters.
 const REFUSED_CHARS: usize = 4096;
-/// Time limit for the connect probe of a published address.
+/// Time limit for the connection that tests whether a process listens at a published address.
 const PROBE: Duration = Duration::from_secs(1);
 
-/// The record of one rank.
+/// What one rank tells the other ranks about itself, so that they can connect to it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Record {
-    /// Protocol version; the other fields may change with it.
+    /// Protocol version. Records of another version may have other fields.
     pub(super) version: u8,
     pub(super) rank: usize,
     pub(super) size: usize,
@@ -37,9 +37,9 @@ pub(super) struct Record {
     pub(super) pid: u32,
     /// All settings that influence the choice of algorithms.
     pub(super) tuning: String,
-    /// The rank has a token; its value is not published.
+    /// True if the rank has a token, the secret of the job. The token itself is not published.
     pub(super) token: bool,
-    /// The rank has shared memory enabled.
+    /// True if the rank has shared memory enabled.
     pub(super) memory: bool,
 }
 
@@ -47,7 +47,7 @@ pub(super) struct Record {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Announcement {
     pub(super) generation: String,
-    /// A launcher gave the generation to all ranks.
+    /// True if a launcher gave the generation to all ranks.
     pub(super) given: bool,
 }
 
@@ -72,13 +72,14 @@ pub(super) enum RecordError {
     WrongRank { rank: usize, claimed: usize },
     #[error("rank {rank} published a malformed record in the store: {error}")]
     Malformed { rank: usize, error: String },
-    /// The table that rank 0 has published.
+    /// The table that rank 0 has published cannot be decoded.
     #[error("rank 0 published a malformed table of ranks in the store: {0}")]
     MalformedTable(String),
-    /// The reason why rank 0 has given up.
+    /// A rank has published the reason `what` for which the group cannot form.
     #[error("{what}")]
     Refused { what: String, ranks: Vec<usize> },
-    /// A setting that all ranks must share; with two of its values, and the ranks that have them.
+    /// A setting that must be equal on all ranks differs. `here` and `there` are two of its values, with the
+    /// ranks that have them.
     #[error(
         "{what} differs: {:?} on rank(s) {}, {:?} on rank(s) {}",
         here.0, Ranks(&here.1), there.0, Ranks(&there.1)
@@ -109,7 +110,7 @@ impl RecordError {
 }
 
 impl Record {
-    /// Returns `None` if the bytes are no record, or a record of another version.
+    /// Decodes a record. Returns `None` if the bytes are no record, or a record of another version.
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         serde_json::from_slice(bytes).ok().filter(|record: &Self| record.version == VERSION)
     }
@@ -119,15 +120,15 @@ impl Record {
         TcpStream::connect_timeout(&self.address, PROBE).is_ok()
     }
 
-    /// Returns the key of the network of the address, if the record contains one. Two hosts, or two
-    /// containers of one, may have equal addresses.
+    /// Returns the part of the host key that identifies the address's network (boot id and network
+    /// namespace), if there is one. Two hosts, or two containers of one host, may have equal addresses.
     fn network(&self) -> Option<&str> {
         let mut slashes = self.host.match_indices('/');
         slashes.nth(1).map(|(at, _)| &self.host[..at])
     }
 }
 
-/// Encodes the reason why the group cannot form, which replaces the table.
+/// Encodes the reason why the group cannot form, which replaces the table of records in the store.
 pub(super) fn encode_refusal(what: &str, ranks: &[usize]) -> Vec<u8> {
     json::encode(&Refused { version: VERSION, refused: what.to_owned(), ranks: ranks.to_vec() })
 }
@@ -139,7 +140,7 @@ struct Refused {
     ranks: Vec<usize>,
 }
 
-/// Encodes the failure of a rank that could not listen, which replaces its record.
+/// Encodes the failure of a rank that could not listen. The rank publishes it instead of its record.
 pub(super) fn encode_failure(why: &str) -> Vec<u8> {
     serde_json::json!({ "version": VERSION, "failed": why }).to_string().into_bytes()
 }
@@ -189,7 +190,7 @@ pub(super) fn compare(records: &[Record]) -> Result<(), RecordError> {
     check_networks(records)
 }
 
-/// Checks that no address belongs to two networks.
+/// Checks that no ranks of two networks listen at the same address, where they could not reach each other.
 fn check_networks(records: &[Record]) -> Result<(), RecordError> {
     let mut owners: HashMap<IpAddr, &Record> = HashMap::new();
     for record in records {
@@ -218,8 +219,9 @@ fn check_equal(
     Err(RecordError::Differs { what, here: (first, here), there: (other, there) })
 }
 
-/// Returns a key of this host that is equal in two processes only if they could share memory. It consists
-/// of the boot id, the namespaces (which include the user namespace) and the part that the program names.
+/// Returns a key of this host that is equal in two processes only if they could share memory. It consists of
+/// the boot id, the namespaces (which include the user namespace) and `part`, the locality domain that the
+/// program sets.
 pub(super) fn host_key(part: &str) -> String {
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let namespaces = ["net", "ipc", "pid", "user"].map(|name| {

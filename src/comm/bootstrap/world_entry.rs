@@ -1,5 +1,6 @@
-//! The store entry of a formed world, kept while the world lives. From it a late process, or one that uses
-//! the port of another job, learns its error at once.
+//! The store entry of a formed world (the group of all ranks), kept until the world is dropped. A process
+//! that comes too late, or that uses the port of another job, finds the entry and fails at once instead of
+//! waiting.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -13,12 +14,13 @@ use super::{Bootstrap, CLEANUP_TIMEOUT};
 use crate::error::CommError;
 use crate::json;
 
-/// Time limit for removing the entry. If removal fails, a later process may only get a misleading error.
+/// Time limit for removing the entry from the store. If removal fails, a later process may only get a
+/// misleading error.
 const REMOVAL_TIMEOUT: Duration = Duration::from_millis(500);
-/// Limit on the remembered generations of which this process was part.
+/// Most generations that a process remembers of those in which it has joined a world.
 const MAX_GENERATIONS: usize = 10_000;
 
-/// The entry of a live world.
+/// The store entry of a world that has formed and was not dropped.
 #[derive(Debug, Serialize, Deserialize)]
 struct WorldEntry {
     generation: String,
@@ -28,7 +30,7 @@ struct WorldEntry {
     address: String,
 }
 
-/// Removes the entry from the store when the world and all groups that come from it are dropped.
+/// Removes the entry from the store when the world and all groups derived from the world are dropped.
 #[derive(Debug)]
 pub(crate) struct WorldEntryGuard {
     store: Arc<dyn Store>,
@@ -50,15 +52,15 @@ impl Drop for WorldEntryGuard {
     }
 }
 
-/// The generations of which this process was part, oldest first.
+/// The generations in which this process has joined a world, oldest first.
 fn own_generations() -> MutexGuard<'static, VecDeque<Generation>> {
     static GENERATIONS: Mutex<VecDeque<Generation>> = Mutex::new(VecDeque::new());
     GENERATIONS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Bootstrap<'_> {
-    /// Returns the key of the entry, or `None` if the entry could outlive the world. It cannot if each
-    /// round has a new generation, or if the store ends with rank 0.
+    /// Returns the key of the entry, or `None` if the entry could outlive the world and stop a later job. It
+    /// cannot if a launcher gives each round a new generation, or if a rank serves the store.
     fn world_entry_key(&self) -> Option<Vec<u8>> {
         self.config.entry_guard.as_ref()?;
         match (self.config.options.generation, self.config.store_rank) {
@@ -68,7 +70,8 @@ impl Bootstrap<'_> {
         }
     }
 
-    /// Records that all ranks are connected. Rank 0 writes the entry.
+    /// Remembers the generation of the world, whose ranks are now all connected. Rank 0 also writes the store
+    /// entry.
     pub(super) fn record_formed(&self, generation: Generation) {
         let mut known = own_generations();
         if known.len() >= MAX_GENERATIONS {
@@ -91,11 +94,12 @@ impl Bootstrap<'_> {
         }
     }
 
-    /// Returns an error if a world was formed here without this process: no rank then waits for it.
+    /// Returns an error if the store has the entry of a world without this process: no rank then waits for
+    /// this process.
     pub(super) fn check_world_entry(&self) -> Result<(), CommError> {
         let Some(key) = self.world_entry_key() else { return Ok(()) };
         let found = match self.store().try_get(&key, self.deadline) {
-            // The caller reports the timeout, since it knows what it waits for.
+            // The caller reports the timeout, since only the caller knows for what it waits.
             Err(_) if Instant::now() >= self.deadline => return Ok(()),
             found => found?,
         };

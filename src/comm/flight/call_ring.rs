@@ -1,10 +1,10 @@
 //! The words of a recording, which several threads write and other processes read concurrently.
 //!
-//! Each group and each call begins with a lock word (see [`layout`]). A writer of a call makes its lock odd,
-//! and even again when it is done. If the lock is odd already, or the slot has another call, the writer gives
-//! up, so nobody waits. A reader that copies a slot twice with equal contents and an even lock has read one
-//! state. The lock alone is not enough: it has one even value before and after a change. Groups are written
-//! under a mutex.
+//! Each group record and each call record begins with a lock word (see [`layout`]). The writer of a call
+//! record makes the lock odd, and even again when the record is written. If the lock is odd already, or the
+//! slot has another call, the writer gives up, so no thread waits. A reader copies a slot twice: equal
+//! contents and an even lock mean that the copy is consistent. The lock alone is not enough, since it has the
+//! same even value before and after a change. Group records are written under a mutex.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
@@ -14,19 +14,19 @@ use nix::unistd::gettid;
 
 use crate::links::fork;
 
-/// The number of attempts to copy a group or a call that others change meanwhile.
+/// Most attempts to copy a group record or call record that other threads are changing.
 const MAX_COPY_ATTEMPTS: u32 = 100;
 
 /// The ring of calls, and the other parts of a recording.
 #[derive(Debug)]
 pub(super) struct CallRing {
     words: &'static [AtomicU64],
-    /// The number of forks before the process that made it. A child shares the memory and must not write to
-    /// it.
+    /// The fork count of the process that made the ring. A forked child shares the memory and must not write
+    /// to it.
     forks: u32,
 }
 
-/// The slot of a call.
+/// The words of one slot of the ring, which hold the record of one call.
 pub(super) struct Slot<'a>(&'a [AtomicU64; layout::ENTRY_LEN]);
 
 impl Slot<'_> {
@@ -40,10 +40,10 @@ impl Slot<'_> {
 }
 
 impl CallRing {
-    /// A ring in `words`, which are zero and [`layout::FILE_LEN`] in number.
+    /// Makes a ring in `words`, which must be [`layout::FILE_LEN`] words, all zero.
     pub(super) fn new(words: &'static [AtomicU64], header: &Header) -> Self {
         let ring = Self { words, forks: fork::fork_count() };
-        // The first word is written last: it marks a valid recording.
+        // The first word is written last, because readers take it as the mark of a valid recording.
         for (word, value) in ring.words.iter().zip(header.encode().iter()).skip(1) {
             word.store(*value, Ordering::Relaxed);
         }
@@ -51,14 +51,14 @@ impl CallRing {
         ring
     }
 
-    /// Returns whether this process made the ring, and is not a fork of that one.
+    /// Returns true if this process made the ring, false if it is a forked child of that process.
     pub(super) fn is_own_process(&self) -> bool {
         self.forks == fork::fork_count()
     }
 
     /// Returns the kernel's id of this thread, as debuggers show it, in the process that made the ring.
     pub(super) fn thread_id(&self) -> u32 {
-        // The thread that forks has another id in the child.
+        // In a forked child, the forking thread has another id, so the id is cached with the fork count.
         thread_local!(static ID: Cell<Option<(u32, u32)>> = const { Cell::new(None) });
         ID.with(|id| match id.get() {
             Some((forks, id)) if forks == self.forks => id,
@@ -70,7 +70,8 @@ impl CallRing {
         })
     }
 
-    /// Adds a call and returns its number; `None` if another thread is writing to its slot.
+    /// Adds a call and returns its number; `None` if another thread is writing to the call's slot, or if this
+    /// process is a forked child.
     #[inline]
     pub(super) fn add(&self, entry: &Entry) -> Option<u64> {
         if !self.is_own_process() {
@@ -79,13 +80,13 @@ impl CallRing {
         let number = self.words[layout::header::CALL_COUNT].fetch_add(1, Ordering::Relaxed) + 1;
         let slot = self.slot(number)?;
         let before = slot.0[layout::entry::LOCK].load(Ordering::Relaxed);
-        // A thread may be delayed until the ring has wrapped around, and find a later call in its slot.
+        // A thread may be delayed until the ring has wrapped around; its slot then holds a later call.
         if before & 1 == 1 || before >= lock(number) || !slot.lock(before, number) {
             self.words[layout::header::LOST].fetch_add(1, Ordering::Relaxed);
             return None;
         }
-        // All words but the lock, which is the first. (Both skip it in this way so that the compiler knows
-        // the length.)
+        // Writes all words except the first, which is the lock. Slicing both arrays in the same way lets the
+        // compiler know the length.
         for (place, word) in slot.0[1..].iter().zip(&entry.encode()[1..]) {
             place.store(*word, Ordering::Relaxed);
         }
@@ -93,7 +94,7 @@ impl CallRing {
         Some(number)
     }
 
-    /// Changes the call with this number, if it is still there.
+    /// Applies `change` to the record of call `number`, if the ring still has that call.
     pub(super) fn change(&self, number: u64, change: impl FnOnce(&Slot<'_>)) {
         let Some(slot) = self.slot(number).filter(|_| self.is_own_process()) else { return };
         if slot.lock(lock(number), number) {
@@ -102,7 +103,7 @@ impl CallRing {
         }
     }
 
-    /// Writes a group; two threads must not do so at once.
+    /// Writes the record of a group into `slot`; two threads must not do so at once.
     pub(super) fn set_group(&self, slot: usize, group: &Group) {
         let places = &self.words[group_at(slot)..][..layout::GROUP_LEN];
         places[0].store(1, Ordering::Relaxed);
@@ -113,8 +114,8 @@ impl CallRing {
         places[0].store(lock(u64::from(group.number)), Ordering::Release);
     }
 
-    /// Returns a copy of the recording. Slots that others keep changing during the copy are marked as being
-    /// written.
+    /// Returns a copy of the recording. Slots that other threads keep changing are marked in the copy as
+    /// being written (odd lock).
     pub(super) fn bytes(&self) -> Vec<u8> {
         let mut words: Vec<u64> = self.words.iter().map(|word| word.load(Ordering::Relaxed)).collect();
         for (at, count) in layout::slots() {
@@ -123,13 +124,14 @@ impl CallRing {
         words.into_iter().flat_map(u64::to_le_bytes).collect()
     }
 
-    /// The slot of a call, which always exists.
+    /// Returns the slot for the record of call `number`. The result is never `None`: every number has a slot.
     fn slot(&self, number: u64) -> Option<Slot<'_>> {
         self.words[entry_at(number)..].first_chunk().map(Slot)
     }
 }
 
-/// Copies a consistent state of a group or a call, or one with an odd lock.
+/// Copies a group record or call record. If no attempt gives a consistent copy, the lock of the copy is made
+/// odd.
 fn copy(from: &[AtomicU64], into: &mut [u64]) {
     for _ in 0..MAX_COPY_ATTEMPTS {
         let mut same = true;
@@ -145,12 +147,12 @@ fn copy(from: &[AtomicU64], into: &mut [u64]) {
 }
 
 impl Slot<'_> {
-    /// Makes the lock odd if it is `before`. Returns whether it was.
+    /// Makes the lock odd, for call `number`, if the lock has the value `before`. Returns true if it had.
     fn lock(&self, before: u64, number: u64) -> bool {
         let lock = &self.0[layout::entry::LOCK];
         let locked =
             lock.compare_exchange(before, layout::lock(number) | 1, Ordering::Acquire, Ordering::Relaxed);
-        // Later stores must not be visible before the odd lock.
+        // Later memory writes must not be visible before the odd lock.
         fence(Ordering::Release);
         locked.is_ok()
     }

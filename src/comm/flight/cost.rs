@@ -10,18 +10,19 @@ use crate::dtype::{Dtype, ReduceOp};
 use crate::plan::Algorithm;
 use convoke_env::flight::layout::Operation;
 
-/// The number of loops, whose median is reported since other processes disturb few of them; and the calls in
-/// each.
+/// The number of measured loops, and of calls in each loop. The median over the loops is reported, since
+/// other processes disturb only few loops.
 const LOOPS: usize = 1000;
 const CALLS: u32 = 100;
 
-/// Returns the name of each measurement and its nanoseconds. The recording in a file goes to `folder`.
+/// Returns the name of each measurement and its nanoseconds. The file of the recording in a file is created
+/// in `folder`.
 pub fn flight_costs(folder: PathBuf) -> Vec<(&'static str, f64)> {
     let group_recorder =
         |folder| FlightRecorder::new(folder, None).group("bench", 7, None::<Generation>, (1, 3), &[5, 6, 8]);
     let (in_file, in_memory): (GroupRecorder, GroupRecorder) =
         (group_recorder(Some(folder)), group_recorder(None));
-    // The engine knows the time of a call already, so it is not measured.
+    // Reading the clock for the start of a call is not measured, since the engine knows that time already.
     let made = call_info();
     let record = in_file.begin(&made);
     vec![

@@ -1,8 +1,9 @@
-//! The memory of a recording: a mapped file, or plain memory that a failure saves to a file.
+//! The memory of a recording: a mapped file, or ordinary memory that is saved to a file when a group fails.
 //!
-//! Nothing here may harm the worker. Only a file with allocated blocks is mapped, since a store to a page for
-//! which the disk has no room raises SIGBUS. The file must be on a local file system, since a store to a page
-//! of a network file may wait for the server. After any error the worker records in plain memory.
+//! Nothing here may harm the worker. Only a file with allocated blocks is mapped, since a memory write to a
+//! page for which the disk has no room raises SIGBUS. The file must be on a local file system, since a memory
+//! write to a page of a network file may wait for the file server. After any error the worker records in
+//! ordinary memory.
 
 use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::{self, Write};
@@ -26,7 +27,8 @@ use super::call_ring::CallRing;
 use super::map::map;
 use crate::limits;
 
-/// Local file systems whose allocated blocks are reliable. (ext2, ext3 and ext4 share one number.)
+/// Local file systems on which memory writes to blocks that `fallocate` has allocated do not fail. (ext2,
+/// ext3 and ext4 share one number.)
 const LOCAL_FILE_SYSTEMS: [FsType; 6] = [
     BTRFS_SUPER_MAGIC,
     EXT4_SUPER_MAGIC,
@@ -37,7 +39,7 @@ const LOCAL_FILE_SYSTEMS: [FsType; 6] = [
 ];
 /// Most recordings of one rank and pid in one folder.
 const MAX_FILES: u32 = 100;
-/// The longest time that a failing call waits for a recording to be saved.
+/// The longest time for which a failing operation waits until its recording is saved.
 const SAVE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The file of a recording.
@@ -51,12 +53,12 @@ pub(super) struct RecordingFile {
 struct SaveTarget {
     folder: PathBuf,
     name: String,
-    /// The path, once the recording was saved; locked during a save.
+    /// The path of the saved file; `None` before the first save. Locked during a save.
     path: Arc<Mutex<Option<PathBuf>>>,
 }
 
 impl RecordingFile {
-    /// Returns zeroed words for a recording, in a new file in `folder` if possible.
+    /// Returns the memory of a new recording: zeroed words, mapped from a new file in `folder` if possible.
     pub(super) fn open(folder: Option<PathBuf>, header: &Header) -> (&'static [AtomicU64], Self) {
         let name = match header.rank {
             Some(rank) => format!("rank-{rank}.{}", header.process.pid),
@@ -83,8 +85,8 @@ impl RecordingFile {
     }
 
     /// Saves the recording to a file in the folder, or overwrites the earlier save. It does nothing if the
-    /// recording is a mapped file. It reports no errors and waits for at most a second, since its caller is
-    /// about to fail and must not be held up.
+    /// recording is a mapped file. It reports no errors and waits for at most a second, since the calling
+    /// operation is about to return an error and must not be delayed.
     pub(super) fn save(&self, ring: &CallRing) {
         let Some(SaveTarget { folder, name, path }) = &self.save_to else { return };
         let (folder, name, path, bytes) = (folder.clone(), name.clone(), Arc::clone(path), ring.bytes());
@@ -109,7 +111,7 @@ impl RecordingFile {
     }
 }
 
-/// Makes a file and maps it.
+/// Creates the recording's file in `folder` and maps it.
 fn mapped(folder: &Path, name: &str) -> io::Result<&'static [AtomicU64]> {
     let (file, path) = create(folder, name)?;
     let mapped = allocate(&file).and_then(|()| map(&file, FILE_LEN));
@@ -119,7 +121,7 @@ fn mapped(folder: &Path, name: &str) -> io::Result<&'static [AtomicU64]> {
     mapped
 }
 
-/// Creates a file with a name that no other file in `folder` has, and returns both.
+/// Creates a file with a name that no other file in `folder` has. Returns the file and its path.
 fn create(folder: &Path, name: &str) -> io::Result<(fs::File, PathBuf)> {
     DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
     for number in 0..MAX_FILES {
@@ -133,7 +135,7 @@ fn create(folder: &Path, name: &str) -> io::Result<(fs::File, PathBuf)> {
     Err(io::ErrorKind::AlreadyExists.into())
 }
 
-/// Gives the file its length and the disk blocks for it.
+/// Sets the length of the file and allocates the disk blocks for it.
 fn allocate(file: &fs::File) -> io::Result<()> {
     if !LOCAL_FILE_SYSTEMS.contains(&fstatfs(file.as_fd())?.filesystem_type()) {
         return Err(io::ErrorKind::Unsupported.into());

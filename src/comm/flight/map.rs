@@ -1,4 +1,4 @@
-//! Maps a file as memory that is shared with its readers.
+//! Maps a file as memory that other processes can read through the file.
 
 use std::fs::File;
 use std::io;
@@ -9,8 +9,8 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap};
 
 /// Maps the first `words` words of `file` for the rest of the life of this process.
 ///
-/// The caller has allocated this many bytes in the file. If another process truncates it nevertheless, the
-/// next store raises SIGBUS. Only processes of this user can do that.
+/// The caller has allocated this many bytes in the file. If another process truncates the file nevertheless,
+/// the next memory write raises SIGBUS. Only processes of this user can truncate it.
 ///
 /// # Errors
 /// The system's.
@@ -18,12 +18,13 @@ use nix::sys::mman::{MapFlags, ProtFlags, mmap};
 pub(super) fn map(file: &File, words: usize) -> io::Result<&'static [AtomicU64]> {
     let bytes = NonZeroUsize::new(words * size_of::<u64>()).ok_or(io::ErrorKind::InvalidInput)?;
     let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-    // SAFETY: a new mapping at an address that the kernel chooses: it takes no memory away from anybody.
+    // SAFETY: the kernel chooses the address of the new mapping, so the mapping replaces no other memory.
     let start = unsafe { mmap(None, bytes, protection, MapFlags::MAP_SHARED, file, 0) }?;
     // SAFETY:
     // - valid for so many bytes, for ever: mapped above for reading and writing, and never unmapped.
     // - aligned: to a page.
     // - initialised: any bits are a value of `AtomicU64`.
-    // - other processes may read and write there: all access here is atomic, and the code relies on no value.
+    // - other processes may read and write this memory: all access in this process is atomic, and the code
+    //   relies on no value.
     Ok(unsafe { std::slice::from_raw_parts(start.as_ptr().cast(), words) })
 }

@@ -1,20 +1,21 @@
-//! The flight recorder: the calls of this process in its groups, stored where they survive the process.
+//! The flight recorder: records the communication calls of this process in its groups, in a mapped file that
+//! survives the process.
 //!
 //! ```text
 //! FlightRecorder ─► GroupRecorder (a group) ─► CallRecord (a call)
 //!   └─► CallRing ─► a file of CONVOKE_FLIGHT_DIR, mapped; or plain memory
 //! ```
 //!
-//! Each process has one recorder for all its sessions and groups. It holds the last 1024 calls of all threads
-//! in the order in which they were made. It is always on. A call costs one or two readings of the clock and
-//! some stores, no lock and no system call. If two threads meet in one slot, one of them loses its entry, and
-//! nobody waits.
+//! Each process has one recorder for all its sessions and groups. The recorder holds the last 1024 calls of
+//! all threads in the order in which they were made, and is always on. Recording a call costs one or two
+//! readings of the clock and some memory writes, no lock and no system call. If two threads write to one slot
+//! at the same time, one of the two calls is not recorded, and no thread waits.
 //!
-//! The format of the file is part of the contract with the launcher, which reads it: [`convoke_env::flight`].
+//! The format of the file is defined in [`convoke_env::flight`], since the launcher reads the file.
 //!
-//! The recorder is the only global state of the runtime, since a file belongs to a process. It covers all
-//! sessions and groups of the process, because a reader wants to know in which of its groups a process is.
-//! Only the recorder itself depends on that.
+//! The recorder is the only global state of the runtime, since a file belongs to a process. The recorder
+//! covers all sessions and groups of the process, because a reader wants to know in which group a process
+//! waits. No other code depends on the recorder being global.
 
 mod call_ring;
 #[cfg(feature = "bench")]
@@ -45,13 +46,13 @@ use crate::plan::Algorithm;
 use call_ring::CallRing;
 use file::RecordingFile;
 
-/// Records what this process does.
+/// Records the groups and communication calls of this process.
 #[derive(Debug)]
 pub(crate) struct FlightRecorder {
     ring: CallRing,
     groups: Mutex<Groups>,
     file: RecordingFile,
-    /// One moment read from both clocks, which run at one speed.
+    /// One moment, read from `Instant` and as nanoseconds of CLOCK_MONOTONIC, to convert between the two.
     clock_origin: (Instant, u64),
 }
 
@@ -68,7 +69,7 @@ impl FlightRecorder {
         static FOR_PROCESS: Mutex<Option<(u32, &'static FlightRecorder)>> = Mutex::new(None);
         let mut for_process = FOR_PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
         let pid = std::process::id();
-        // A forked child records to a file of its own.
+        // A forked child gets a recorder with a file of its own.
         if let Some((_, recorder)) = for_process.filter(|(owner, _)| *owner == pid) {
             return recorder;
         }
@@ -78,8 +79,8 @@ impl FlightRecorder {
         recorder
     }
 
-    /// Creates a recorder that lives as long as the process, since calls that nobody waits for may write to
-    /// it until then.
+    /// Creates a recorder that is never freed, since nonblocking calls that the program does not await may
+    /// write to it until the process ends.
     fn new(folder: Option<PathBuf>, env: Option<&WorkerEnv>) -> &'static Self {
         let header = header(env);
         let (words, file) = RecordingFile::open(folder, &header);
@@ -132,8 +133,9 @@ impl FlightRecorder {
 }
 
 impl Groups {
-    /// Takes an unused slot, otherwise the slot of the group that ended first. If there is none, the group is
-    /// not recorded, and its calls are recorded without a group name.
+    /// Puts the group into an unused slot, otherwise into the slot of the oldest group that has ended, and
+    /// returns the slot. Returns `None` if no group has ended: the new group is then not recorded, and its
+    /// calls are recorded without a group name.
     fn add(&mut self, group: Group) -> Option<usize> {
         if self.slots.len() < layout::GROUPS {
             self.slots.push((group, true));
@@ -146,7 +148,8 @@ impl Groups {
     }
 }
 
-/// A recorded group. Dropping it records that the rank has left, unless the group has failed.
+/// The recorder of one group. Dropping it records that this rank has left the group, unless the group has
+/// failed.
 #[derive(Debug)]
 pub(crate) struct GroupRecorder {
     recorder: &'static FlightRecorder,
@@ -154,26 +157,26 @@ pub(crate) struct GroupRecorder {
     slot: Option<usize>,
 }
 
-/// The description of a call when it is made.
+/// The description of a communication call at the time at which the program makes it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CallInfo {
     pub(crate) operation: Operation,
     pub(crate) call: Call,
-    /// The time at which it was made, by CLOCK_MONOTONIC.
+    /// The time at which the call was made, in nanoseconds of CLOCK_MONOTONIC.
     pub(crate) at_ns: u64,
     /// The sequence number of a collective in its group; 0 for a message.
     pub(crate) seq: u64,
     pub(crate) algorithm: Option<Algorithm>,
-    /// The other rank of a message.
+    /// The other rank of a point-to-point message; `None` for a collective, or for a receive from any rank.
     pub(crate) peer: Option<usize>,
     pub(crate) to_receive_bytes: u64,
     pub(crate) to_send_bytes: u64,
-    /// If set, earlier calls are still in the queue.
+    /// True if the call has to wait until earlier calls in the queue have ended.
     pub(crate) queued: bool,
 }
 
 impl CallInfo {
-    /// Describes a call on a device, of which only the end is known.
+    /// Describes a collective on a GPU. The recorder learns only when it ends, not its progress.
     #[cfg(feature = "nccl")]
     pub(crate) fn device(call: Call, seq: u64, at_ns: u64) -> Self {
         let operation = Operation::Collective;
@@ -193,7 +196,7 @@ impl CallInfo {
 }
 
 impl GroupRecorder {
-    /// Converts an instant to CLOCK_MONOTONIC.
+    /// Converts an instant to nanoseconds of CLOCK_MONOTONIC.
     pub(crate) fn ns(&self, at: Instant) -> u64 {
         let (clock_origin, clock_origin_ns) = self.recorder.clock_origin;
         clock_origin_ns + at.saturating_duration_since(clock_origin).as_nanos() as u64
@@ -229,7 +232,8 @@ impl GroupRecorder {
         });
     }
 
-    /// Saves the recording to a file if it is not in one already; called when the group has failed.
+    /// Saves the recording to a file, unless it is in a mapped file. The caller does this when the group has
+    /// failed.
     pub(crate) fn save(&self) {
         self.recorder.file.save(&self.recorder.ring);
     }
@@ -302,7 +306,7 @@ impl Drop for GroupRecorder {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CallRecord {
     ring: &'static CallRing,
-    /// The number of the call; `None` if it could not be recorded.
+    /// The number of the call; `None` if the call could not be recorded.
     number: Option<u64>,
     tags: u64,
     thread: u32,
@@ -319,11 +323,11 @@ impl CallRecord {
         });
     }
 
-    /// Records that the call waits for these ranks, and its progress.
+    /// Records for which ranks the call waits, and how many bytes it has received and sent so far.
     pub(crate) fn wait(&self, ranks: impl Iterator<Item = usize>, received_bytes: u64, sent_bytes: u64) {
         let (mut peers, mut count) = ([0; LISTED_PEERS], 0);
         for rank in ranks.map(number) {
-            // A call may wait for a peer in both directions.
+            // A call that waits to send to and to receive from one peer lists that peer twice.
             if peers[..LISTED_PEERS.min(count as usize)].contains(&rank) {
                 continue;
             }
@@ -342,13 +346,13 @@ impl CallRecord {
         });
     }
 
-    /// Records that the call has ended.
+    /// Records that the call has ended: successfully if `well` is true.
     pub(crate) fn end(&self, well: bool) {
         self.ended(well, |_| now_ns());
     }
 
-    /// Records that the call has succeeded within so few microseconds that its start counts as its end.
-    /// Reading the clock would cost a tenth of a short message.
+    /// Records that the call has succeeded within so few microseconds that its start time is recorded as its
+    /// end time. Reading the clock would add a tenth to the time of a short message.
     pub(crate) fn end_immediately(&self) {
         self.ended(true, |slot| slot.get(layout::entry::STARTED));
     }
@@ -364,7 +368,7 @@ impl CallRecord {
         });
     }
 
-    /// `tags` describe a queued call; the state of that is 0.
+    /// Returns the tags of the call with `state`. `self.tags` has the state `Queued`, which is encoded as 0.
     fn tagged(&self, state: State) -> u64 {
         self.tags | (state as u64) << 32
     }
@@ -399,12 +403,12 @@ fn header(env: Option<&WorkerEnv>) -> Header {
     }
 }
 
-/// Ranks fit in 32 bits: groups have at most 2^24.
+/// Converts a rank to 32 bits, which suffice: groups have at most 2^24 ranks.
 fn number(rank: usize) -> u32 {
     u32::try_from(rank).unwrap_or(u32::MAX)
 }
 
-/// CLOCK_MONOTONIC, which all processes of a host share.
+/// Returns the nanoseconds of CLOCK_MONOTONIC, which all processes of a host share.
 #[inline]
 pub(crate) fn now_ns() -> u64 {
     clock_gettime(ClockId::CLOCK_MONOTONIC)

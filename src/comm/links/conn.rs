@@ -1,4 +1,4 @@
-//! A link and the memory for its read-ahead.
+//! A connection: a link, and a buffer of bytes that were read from it before they are needed (read-ahead).
 
 use std::io::{self, IoSlice};
 use std::os::fd::BorrowedFd;
@@ -6,17 +6,18 @@ use std::time::Duration;
 
 use super::Link;
 
-/// Read-ahead of a fresh connection.
+/// Smallest size of the read-ahead buffer of a connection, in bytes.
 const MIN_READ_AHEAD_BYTES: usize = 16 << 10;
-/// Read-ahead of a connection that reduces: one system call moves as much, and it fits in the L2 cache.
+/// Largest size of the read-ahead buffer, in bytes, for connections whose received elements are reduced. One
+/// system call can fill the buffer, and the buffer fits in the L2 cache.
 pub(crate) const MAX_READ_AHEAD_BYTES: usize = 256 << 10;
 
 /// The connection cannot be used any more.
 #[derive(Debug)]
 pub(crate) enum ConnError {
-    /// The peer closed it.
+    /// The peer closed the connection.
     Closed,
-    /// The system gave it up.
+    /// The kernel reported an error on the connection.
     Failed(io::Error),
 }
 
@@ -44,7 +45,8 @@ impl Conn {
         Self { link, buffer: Vec::new(), start: 0, end: 0 }
     }
 
-    /// Returns a connection that is closed from the start. It replaces one that was taken away.
+    /// Returns a connection that is closed from the start. It takes the place of a connection that was moved
+    /// elsewhere.
     pub(crate) fn closed() -> Self {
         Self::new(Box::new(super::Closed))
     }
@@ -96,7 +98,8 @@ impl Conn {
         }
     }
 
-    /// Reads ahead until at most `limit` bytes are unread. Returns the bytes that came, 0 if none can now.
+    /// Reads from the link into the read-ahead buffer, up to `limit` unread bytes in it. Returns the number
+    /// of bytes read, 0 if none are available now.
     pub(crate) fn fill(&mut self, limit: usize) -> Result<usize, ConnError> {
         let limit = limit.min(MAX_READ_AHEAD_BYTES);
         let unread = self.end - self.start;
@@ -117,14 +120,15 @@ impl Conn {
         Ok(bytes)
     }
 
-    /// Reads into `into` without the read-ahead, which must be empty. Returns the bytes read, 0 if none can
-    /// now.
+    /// Reads from the link directly into `into`; the read-ahead buffer must be empty. Returns the number of
+    /// bytes read, 0 if none are available now.
     pub(crate) fn recv(&mut self, into: &mut [u8]) -> Result<usize, ConnError> {
         debug_assert_eq!(self.start, self.end);
         recv(&mut *self.link, into)
     }
 
-    /// Sends from the front of `parts`. Returns the bytes sent, 0 if none can be taken now.
+    /// Sends bytes from the front of `parts`. Returns the number of bytes sent, 0 if the link can take none
+    /// now.
     pub(crate) fn send(&mut self, parts: &[IoSlice<'_>]) -> Result<usize, ConnError> {
         loop {
             match self.link.try_send(parts) {
@@ -136,7 +140,8 @@ impl Conn {
         }
     }
 
-    /// Reads and drops available bytes. Returns whether the peer has closed its end.
+    /// Reads the available bytes and discards them. Returns true if the peer has closed its end or the link
+    /// failed.
     pub(crate) fn discard(&mut self) -> bool {
         (self.start, self.end) = (0, 0);
         for _ in 0..64 {

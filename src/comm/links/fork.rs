@@ -1,10 +1,10 @@
-//! Sockets that a forked child must not keep.
+//! Closes the sockets of this process in its forked children.
 //!
-//! A child that holds copies of our sockets hides our death: the kernel reports no end of a connection while
-//! a copy is open. Close-on-exec covers children that execute a program. This module covers children that go
-//! on as copies of us, such as workers that load data. A fork handler closes the registered descriptors in
-//! the child. The objects that own these descriptors are never dropped in the child (groups check the
-//! process), so nothing is closed twice.
+//! If a forked child kept copies of the sockets, peers would not notice the death of this process: the kernel
+//! ends a connection only when all copies are closed. Close-on-exec closes the copies in children that
+//! execute another program. This module closes them in children that only fork, such as data-loading workers.
+//! A fork handler closes the registered descriptors in the child. The objects that own these descriptors are
+//! never dropped in the child (groups check that the process is the same), so no descriptor is closed twice.
 
 use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::sync::Once;
@@ -12,24 +12,27 @@ use std::sync::atomic::{AtomicI32, AtomicU32, AtomicUsize, Ordering};
 
 use nix::libc;
 
-/// Most sockets that are covered; further ones work, but are kept by forked children.
+/// Most sockets that can be registered. Further sockets work, but forked children keep copies of them.
 const SLOTS: usize = 1 << 14;
-/// Descriptors plus one; 0 is free. Atomics, since a fork handler may not lock anything.
+/// The registered descriptors, each plus one; 0 marks a free slot. Atomics, since a fork handler may not lock
+/// anything.
 static OPEN: [AtomicI32; SLOTS] = [const { AtomicI32::new(0) }; SLOTS];
 /// The slot at which the search for a free slot begins.
 static HINT: AtomicUsize = AtomicUsize::new(0);
 
-/// The number of forks between the first process and this one.
+/// The number of forks between the first process of this program and this process.
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
-/// Returns the number of forks between the first process of this program and this one. It costs one load.
+/// Returns the number of forks between the first process of this program and this process. The call costs one
+/// atomic load.
 pub(crate) fn fork_count() -> u32 {
     install();
     FORKS.load(Ordering::Relaxed)
 }
 
-/// A registered descriptor. Drop it before the descriptor is closed. Otherwise a fork in between would close,
-/// in the child, a new descriptor that has got its number.
+/// The registration of a descriptor, which forked children then close. Drop it before the descriptor is
+/// closed. Otherwise a fork between the two would close, in the child, a newer descriptor that has got the
+/// same number.
 #[derive(Debug)]
 pub(crate) struct CloseOnFork {
     slot: Option<usize>,
@@ -59,9 +62,9 @@ impl Drop for CloseOnFork {
 fn install() {
     static INSTALLED: Once = Once::new();
     INSTALLED.call_once(|| {
-        // SAFETY: `close_all` lives as long as the process and only does what a handler in the child
-        // of a multi-threaded process may do: atomics and close(2). If there is no memory for the
-        // handler, children keep copies, as without it.
+        // SAFETY: `close_all` lives as long as the process and only does what a handler in the child of a
+        // multi-threaded process may do: atomics and close(2). If there is no memory for the handler,
+        // children keep copies, as without the handler.
         let _ = unsafe { libc::pthread_atfork(None, None, Some(close_all)) };
     });
 }
@@ -72,8 +75,8 @@ unsafe extern "C" fn close_all() {
     for slot in &OPEN {
         let fd = slot.swap(0, Ordering::Relaxed) - 1;
         if fd >= 0 {
-            // SAFETY: the child's copy of a descriptor that was registered when the process forked;
-            // its owner is never dropped in the child (module docs).
+            // SAFETY: `fd` is the child's copy of a descriptor that was registered when the process forked.
+            // The object that owns it is never dropped in the child (module docs), so nothing else closes it.
             unsafe { libc::close(fd) };
         }
     }

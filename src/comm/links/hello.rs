@@ -6,11 +6,11 @@
 //! connector → acceptor   Proof     proof
 //! ```
 //!
-//! A proof is HMAC-SHA256, keyed by the job's secret, of the sender's role (connector or acceptor) and of
-//! everything that was sent before. So it cannot be reflected, replayed, or moved to another connection,
-//! group, rank or generation. It keeps out stale workers, other jobs and unauthenticated peers; it does not
-//! encrypt.
-//! `suite` names the cryptography, so that another can be added without a new format.
+//! A proof is HMAC-SHA256, keyed by the job's secret, of the sender's role (connector or acceptor) and of all
+//! handshake bytes that were sent before it. So a proof cannot be reflected, replayed, or moved to another
+//! connection, group, rank or generation. The handshake keeps out stale workers, other jobs and
+//! unauthenticated peers; it does not encrypt later data. The field `suite` names the cryptography, so that
+//! another suite can be added without a new format.
 
 use convoke_env::{Generation, Token};
 use hmac::{Hmac, KeyInit, Mac};
@@ -18,15 +18,16 @@ use sha2::Sha256;
 
 use crate::frame::{FrameError, Kind, VERSION};
 
-/// HMAC-SHA256 proofs, plain bytes after them.
+/// The suite with HMAC-SHA256 proofs, and no encryption of the bytes after the handshake.
 pub(crate) const SUITE_PLAIN: u8 = 0;
-/// The capabilities of this version beyond the minimum: none yet.
+/// Bit set of the optional protocol features of this version: none yet.
 pub(crate) const CAPABILITIES: u32 = 0;
 
 /// The purpose of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum ConnectionKind {
-    /// Aborts, farewells and questions: short, never behind data. One for each pair of ranks.
+    /// Aborts, goodbyes and state queries. These short frames never wait behind data. Each pair of ranks has
+    /// one control connection.
     Control,
     /// Data of collectives.
     Collective,
@@ -130,7 +131,7 @@ impl Welcome {
     }
 }
 
-/// The reason why a handshake fails, as the rank that ends it sees it.
+/// The reason why a handshake fails, as seen by the rank that ends the handshake.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum HandshakeError {
     #[error(transparent)]
@@ -161,7 +162,7 @@ pub(crate) enum HandshakeError {
     ClosedAfterWelcome { source_rank: u32 },
     #[error("it answered a hello with a {0:?} frame")]
     NoWelcome(Kind),
-    /// The proof of the acceptor.
+    /// The proof of the accepting rank is wrong.
     #[error("its proof of the token is wrong: does it have another token?")]
     WrongProof,
     #[error("{0}")]
@@ -175,7 +176,7 @@ pub(crate) enum Role {
     Acceptor,
 }
 
-/// The secret of a group, and the values that its proofs are bound to.
+/// The key for the handshake proofs of a group, and the generation and group id that every proof covers.
 #[derive(Debug, Clone)]
 pub(crate) struct Credentials {
     key: Vec<u8>,
@@ -185,18 +186,20 @@ pub(crate) struct Credentials {
 
 impl Credentials {
     /// Makes credentials keyed by the job's token. Without a token (open mode) the generation is the key.
-    /// That keeps out accidents, but nobody who can read the store.
+    /// That key keeps out processes that connect by accident, but nobody who can read the store.
     pub(crate) fn new(token: Option<&Token>, generation: Generation, group: u64) -> Self {
         let key = token.map_or_else(|| generation.to_bytes().to_vec(), |token| token.as_bytes().to_vec());
         Self { key, generation, group }
     }
 
-    /// Returns the proof of `role` about `hello` and the acceptor's answer to it.
+    /// Returns the proof that the rank in `role` sends. It covers `hello`, and `capabilities` and `nonce` of
+    /// the acceptor's answer.
     pub(crate) fn prove(&self, role: Role, hello: &Hello, capabilities: u32, nonce: &Nonce) -> Mac32 {
         self.mac(role, hello, capabilities, nonce).finalize().into_bytes().into()
     }
 
-    /// Returns whether `proof` is that of `role`. The time does not depend on which bytes are wrong.
+    /// Returns true if `proof` is the proof of the rank in `role`. The time that this takes does not depend
+    /// on which bytes are wrong.
     pub(crate) fn verify(
         &self,
         role: Role,

@@ -1,4 +1,5 @@
-//! Byte transports between two ranks. They know no elements, reductions or collectives.
+//! Byte transports between two ranks. They transfer bytes and know nothing of elements, reductions or
+//! collectives.
 
 pub(crate) mod conn;
 #[cfg(test)]
@@ -16,13 +17,14 @@ use std::time::Duration;
 
 /// One ordered, reliable, two-way byte stream to a peer.
 ///
-/// Calls are nonblocking and partial: a call moves as much as it can now, or fails with
-/// [`WouldBlock`](io::ErrorKind::WouldBlock). Nothing is allocated.
+/// The methods do not block and may transfer only a part of the bytes. A method transfers as many as it can
+/// now, or fails with [`WouldBlock`](io::ErrorKind::WouldBlock). The methods allocate nothing.
 pub(crate) trait Link: fmt::Debug + Send {
-    /// Sends bytes from the front of `parts`. Returns how many.
+    /// Sends bytes from the front of `parts`, and returns the number of bytes sent.
     fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize>;
 
-    /// Reads bytes into `into` (not empty). Returns how many, 0 when the peer has closed its end.
+    /// Receives bytes into `into` (not empty), and returns the number of bytes; 0 if the peer has closed its
+    /// end.
     fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize>;
 
     /// Tells the peer that nothing more will be sent.
@@ -31,8 +33,9 @@ pub(crate) trait Link: fmt::Debug + Send {
     /// Returns whether the peer's kernel has acknowledged all bytes that were sent.
     fn is_flushed(&self) -> bool;
 
-    /// Asks the kernel to keep nothing of the connection when it is dropped; else its port waits for a minute
-    /// (TIME_WAIT). The link must be [flushed](Self::is_flushed): other bytes are lost.
+    /// Asks the kernel to free the connection's port at once when the link is dropped. Otherwise the port
+    /// stays in TIME_WAIT for a minute. The link must be [flushed](Self::is_flushed): unacknowledged bytes
+    /// are lost.
     fn skip_time_wait(&self) {}
 
     /// Asks the kernel to notice a dead peer host or path within `bound`, even if nothing is sent.
@@ -40,18 +43,18 @@ pub(crate) trait Link: fmt::Debug + Send {
         Ok(())
     }
 
-    /// Returns the time since the peer's host was last heard; `None` if it is unknown.
+    /// Returns the time since the peer's kernel last acknowledged data; `None` if it is unknown.
     fn time_since_ack(&self) -> Option<Duration> {
         None
     }
 
-    /// Returns the core from which the last data was sent, if it came from this host; `None` if it is
-    /// unknown.
+    /// Returns the CPU core on which the peer sent the last received data, if the peer is on this host;
+    /// `None` if it is unknown.
     fn sender_cpu(&self) -> Option<usize> {
         None
     }
 
-    /// Returns the descriptor to poll; `None` if the link has none.
+    /// Returns the file descriptor to poll; `None` if the link has none.
     fn pollable(&self) -> Option<BorrowedFd<'_>> {
         None
     }

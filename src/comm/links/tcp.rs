@@ -11,29 +11,30 @@ use socket2::{Domain, Protocol, Socket, TcpKeepalive, Type};
 use super::Link;
 use super::fork::CloseOnFork;
 
-/// Connections that the kernel queues for a listener that is not in a call.
+/// Most connections that the kernel queues for a listening socket until the rank accepts them.
 const BACKLOG: i32 = 4096;
 
 /// A connected, nonblocking TCP socket.
 #[derive(Debug)]
 pub(crate) struct Tcp {
-    /// Before the socket, so that it is dropped first.
+    /// Declared before the socket, so that it is dropped first.
     _close_on_fork: CloseOnFork,
     socket: Socket,
     /// The congestion control for a connection to another host.
     system_congestion: SystemCongestion,
 }
 
-/// The system's congestion control, if Reno replaces it until it is known whether a connection leaves the
-/// host.
+/// Name of the system's congestion control, if the socket has Reno instead until it is known whether the
+/// connection leaves the host. `None` if Reno could not be set.
 ///
-/// Inside a host there is no path to probe, and a paced algorithm (BBR) only adds timers. With it, the ring
-/// at 2 ranks took 18 or 35 ms for 64 MiB by chance; Reno needs 17 ms each time. A socket that was once paced
-/// stays paced, whatever is set later: an all-reduce of 256 KiB by 4 ranks took 1.1 ms instead of 0.2. So
-/// sockets begin with Reno. This has no effect if the system refuses it.
+/// Inside a host there is no network path to measure, and a paced algorithm (BBR) only adds timers. With BBR,
+/// the ring algorithm with 2 ranks took either 18 or 35 ms for 64 MiB; with Reno it takes 17 ms each time. A
+/// socket that once had a paced algorithm stays paced, whatever is set later: an all-reduce of 256 KiB by 4
+/// ranks took 1.1 ms instead of 0.2 ms. So sockets start with Reno. If the kernel refuses Reno, they keep the
+/// system's algorithm.
 type SystemCongestion = Option<Vec<u8>>;
 
-/// Makes a socket without a connection begin with Reno.
+/// Sets Reno on a socket that is not connected yet. Returns the name of the algorithm that Reno replaces.
 fn start_with_reno(socket: &Socket) -> SystemCongestion {
     let before = socket.tcp_congestion().ok()?;
     socket.set_tcp_congestion(b"reno").ok()?;
@@ -48,7 +49,8 @@ impl Tcp {
         Ok(Self { _close_on_fork: CloseOnFork::new(socket.as_fd()), socket, system_congestion })
     }
 
-    /// Begins a connection; [`Self::is_connected`] says when it is open.
+    /// Starts to connect to `to`, from the local address `from` if there is one. [`Self::is_connected`] tells
+    /// when the connection is open.
     pub(crate) fn connect(to: SocketAddr, from: Option<SocketAddr>) -> io::Result<Self> {
         let socket = Socket::new(Domain::for_address(to), Type::STREAM, Some(Protocol::TCP))?;
         let system_congestion = start_with_reno(&socket);
@@ -77,8 +79,8 @@ impl Tcp {
         }
     }
 
-    /// Returns whether both ends have one address, and so are on this host. Two addresses may belong to one
-    /// host too.
+    /// Returns true if both ends have the same IP address, and so are on this host. Two different addresses
+    /// of this host return false.
     fn is_intra_host(&self) -> bool {
         let ip = |address: socket2::SockAddr| address.as_socket().map(|address| address.ip());
         let (ours, theirs) = (self.socket.local_addr().map(ip), self.socket.peer_addr().map(ip));
@@ -114,8 +116,8 @@ impl Link for Tcp {
     }
 
     /// Sets keep-alive and user timeout, for control connections only. On a data connection, these settings
-    /// would end a peer that is alive but slow to read. They are not set inside a host: a virtual core
-    /// that is not scheduled for `bound`, while it holds one end, would look like a lost host.
+    /// would end the connection to a peer that is alive but slow to read. They are not set inside a host: a
+    /// process whose virtual CPU does not run for `bound` would look like a lost host.
     fn enable_keepalive(&self, bound: Duration) -> io::Result<()> {
         if self.is_intra_host() {
             return Ok(());
@@ -131,7 +133,8 @@ impl Link for Tcp {
         time_since_ack(&self.socket)
     }
 
-    /// Inside a host, the sender's core also carries the data into the receiver's socket.
+    /// Inside a host, the kernel puts the data into the receiver's socket on the sender's core, which the
+    /// socket then reports (SO_INCOMING_CPU).
     fn sender_cpu(&self) -> Option<usize> {
         self.socket.cpu_affinity().ok()
     }
@@ -164,7 +167,8 @@ fn time_since_ack(socket: &Socket) -> Option<Duration> {
         let (level, what) = (libc::IPPROTO_TCP, libc::TCP_INFO);
         libc::getsockopt(socket.as_raw_fd(), level, what, info.as_mut_ptr().cast(), &raw mut bytes)
     };
-    // SAFETY: numbers, for which any bytes are a value; those that the kernel did not write are zero.
+    // SAFETY: `tcp_info` consists of numbers, for which any bytes are a value; bytes that the kernel did not
+    // write are zero.
     let info = unsafe { info.assume_init() };
     (result == 0).then(|| Duration::from_millis(info.tcpi_last_ack_recv.into()))
 }
@@ -172,7 +176,7 @@ fn time_since_ack(socket: &Socket) -> Option<Duration> {
 /// A nonblocking listening socket.
 #[derive(Debug)]
 pub(crate) struct Listener {
-    /// Before the socket, so that it is dropped first.
+    /// Declared before the socket, so that it is dropped first.
     _close_on_fork: CloseOnFork,
     socket: Socket,
     /// The system's congestion control, for connections that are accepted.

@@ -16,7 +16,7 @@ const MAX_FILES: usize = 1 << 16;
 const MAX_RECORDINGS: usize = 4096;
 /// Most levels of folders below a given folder.
 const MAX_DEPTH: usize = 4;
-/// Most attempts to read a record that its writer is changing.
+/// Most attempts to read a group record or call record that its writer is changing.
 const MAX_ATTEMPTS: usize = 16;
 
 /// The result of a search for recordings.
@@ -28,7 +28,7 @@ pub struct FoundRecordings {
     pub skipped: Vec<(PathBuf, String)>,
 }
 
-/// Reads the recordings in `paths` whose header is `wanted`.
+/// Reads the recordings in `paths` for whose header `wanted` returns true.
 ///
 /// A path may be a file or a folder. In folders, and in folders below them up to 4 levels, files whose
 /// names end in `.flight` are read. At most 4096 recordings are returned.
@@ -81,12 +81,13 @@ fn list(
     } else if metadata.is_file() && (is_given || is_recording) && files.len() < MAX_FILES {
         files.push(path.to_owned());
     } else if is_given {
-        // Opening a pipe would block until its other end is opened.
+        // Only regular files are opened: opening a pipe would block until its other end is opened.
         skipped.push((path.to_owned(), "not a file".to_owned()));
     }
 }
 
-/// Reads one recording, even while it is being written. Returns `None` if it is not wanted.
+/// Reads one recording, even while it is being written. Returns `None` if `wanted` returns false for
+/// its header.
 fn read_file(path: &Path, wanted: &impl Fn(&Header) -> bool) -> Result<Option<Recording>, String> {
     let text = |error: io::Error| error.to_string();
     let file = File::open(path).map_err(text)?;
@@ -103,7 +104,7 @@ fn read_file(path: &Path, wanted: &impl Fn(&Header) -> bool) -> Result<Option<Re
     Recording::decode(&bytes).map(Some).map_err(|error| error.to_string())
 }
 
-/// Writes the end of the process into its recording at `path`. The launcher does this.
+/// Writes into the recording at `path` when and how its process ended. The launcher does this.
 ///
 /// # Errors
 /// Fails if the file cannot be opened or written.
@@ -113,8 +114,8 @@ pub fn write_exit(path: &Path, exit: &Exit) -> io::Result<()> {
     file.write_all_at(&bytes, 8 * header::EXIT as u64)
 }
 
-/// Reads each record of the copy `bytes` again until two reads agree, because the writer may have
-/// changed it during the first read.
+/// Reads each group record and call record again into `bytes`, the copy of the file, until two reads
+/// agree: the writer may have changed the record during the first read.
 fn reread_changed(file: &File, bytes: &mut [u8]) -> io::Result<()> {
     for (at, length) in slots().map(|(at, words)| (8 * at, 8 * words)) {
         let mut again = vec![0; length];

@@ -6,9 +6,9 @@
 //! calls           ENTRIES × ENTRY_LEN     a ring: call number n is in slot n % ENTRIES
 //! ```
 //!
-//! Lengths and indexes are in words. The first word of a group and of a call is its lock (a seqlock):
-//! twice its number, plus 1 while a thread writes the record. A process that was killed during a write
-//! leaves an odd lock, and readers skip that record.
+//! Lengths and indexes are in words. The first word of a group record and of a call record is its lock
+//! (a seqlock): twice the number of the group or call, plus 1 while a thread writes the record. A
+//! process that was killed during a write leaves an odd lock, and readers skip that record.
 
 use crate::{ExitCause, Generation};
 
@@ -34,7 +34,7 @@ pub const FILE_BYTES: usize = 8 * FILE_LEN;
 
 /// Most ranks of a group whose world ranks are recorded.
 pub const LISTED_RANKS: usize = 64;
-/// Most ranks that are recorded of those for which a call waits.
+/// A call record lists at most this many of the ranks for which the call waits.
 pub const LISTED_PEERS: usize = 6;
 /// Largest number of a call. Calls are numbered from 1.
 pub const LAST_NUMBER: u64 = u64::MAX >> 1;
@@ -86,7 +86,8 @@ pub fn slots() -> impl Iterator<Item = (usize, usize)> {
     groups.chain((0..ENTRIES as u64).map(|slot| (entry_at(slot), ENTRY_LEN)))
 }
 
-/// Returns the lock word of a record that is not being written (its lowest bit is 0).
+/// Returns the lock word of the record with this number while no thread writes to the record (the
+/// lowest bit is 0).
 #[inline]
 #[must_use]
 pub const fn lock(number: u64) -> u64 {
@@ -117,7 +118,7 @@ pub struct Header {
     pub run_id: String,
     /// Name of the host, cut to 120 bytes.
     pub host: String,
-    /// The writer's names of calls and types, see [`super::names`].
+    /// The names of operations and element types that the writer uses, see [`super::names`].
     pub names: String,
 }
 
@@ -134,14 +135,15 @@ pub struct Process {
     pub boot_id: u128,
 }
 
-/// The end of the process, as reported by its launcher.
+/// When and how the process ended, as reported by its launcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Exit {
     /// Time of the end, in nanoseconds since 1970.
     pub unix_ns: u64,
     /// Exit code or signal.
     pub cause: ExitCause,
-    /// True if the launcher had stopped the process, because of another failure or for the user.
+    /// True if the launcher had stopped the process, because of another failure or at the user's
+    /// request.
     pub stopped: bool,
 }
 
@@ -152,13 +154,13 @@ pub struct Group {
     pub number: u32,
     /// State of the group.
     pub state: GroupState,
-    /// Cause of the failure, as far as this rank knows it.
+    /// Cause of the group's failure, as far as this rank knows it; `None` without a failure.
     pub cause: Option<Cause>,
     /// Rank of this process in the group.
     pub rank: u32,
     /// Number of ranks of the group.
     pub size: u32,
-    /// Id of the group in frames. It is unique within a generation.
+    /// Id of the group in the headers of frames between ranks. It is unique within a generation.
     pub id: u64,
     /// Generation of the job; `None` until it is known.
     pub generation: Option<Generation>,
@@ -168,7 +170,8 @@ pub struct Group {
     pub ended_ns: u64,
     /// Name of the group, cut to 152 bytes.
     pub name: String,
-    /// World ranks of the group's ranks, at most [`LISTED_RANKS`]; `None` if they equal the ranks.
+    /// World ranks of the group's ranks, at most [`LISTED_RANKS`]; `None` if the ranks in the group
+    /// and in the world are equal.
     pub world_ranks: Option<Vec<u32>>,
 }
 
@@ -205,7 +208,7 @@ pub enum CauseKind {
     Lost,
     /// A call timed out.
     Timeout,
-    /// Two ranks made different calls.
+    /// Two ranks made different calls at the same place in the sequence of calls.
     Mismatch,
     /// The program aborted the group.
     Aborted,
@@ -218,13 +221,13 @@ pub enum CauseKind {
 pub struct Entry {
     /// Number of the call in this recording, from 1.
     pub number: u64,
-    /// Number of its group in this recording.
+    /// Number of the call's group in this recording.
     pub group: u32,
     /// State of the call.
     pub state: State,
     /// Kind of the call.
     pub operation: Operation,
-    /// Index of its algorithm in the writer's names, plus 1; 0 if there is only one algorithm.
+    /// Index of the call's algorithm in the writer's names, plus 1; 0 if there is only one algorithm.
     pub algorithm: u8,
     /// Sequence number, from 0: of a collective in its group, or of a sent message to its receiver.
     pub seq: u64,
@@ -248,14 +251,15 @@ pub struct Entry {
     pub thread: u32,
     /// Number of ranks for which the call waits; 0 if it has not had to wait.
     pub waits_for: u32,
-    /// The first [`LISTED_PEERS`] of these ranks, as ranks of the group. For a message: the other rank.
+    /// The first [`LISTED_PEERS`] of the ranks for which the call waits, as ranks of the group. For a
+    /// message: the other rank.
     pub peers: [u32; LISTED_PEERS],
 }
 
 /// The state of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// Earlier calls must end first.
+    /// The call waits until earlier calls have ended.
     Queued,
     /// The call is running.
     Running,
@@ -292,7 +296,7 @@ pub fn waiting(thread: u32, ranks: u32) -> u64 {
     pair(thread, ranks)
 }
 
-/// Returns the word with these two halves.
+/// Returns the 64-bit word with these lower and higher 32 bits.
 #[inline]
 #[must_use]
 pub fn pair(low: u32, high: u32) -> u64 {
@@ -318,8 +322,8 @@ fn optional(number: u32) -> Option<u32> {
     (number != NONE).then_some(number)
 }
 
-/// Writes a text: its length in bytes into the first word, its bytes into the next words. A text that
-/// is too long is cut at a character boundary.
+/// Writes a text into `words`: the length in bytes into the first word, the bytes into the next words.
+/// A text that is too long is cut at a character boundary.
 fn put_text(words: &mut [u64], text: &str) {
     let end = text.floor_char_boundary(8 * (words.len() - 1));
     words[0] = end as u64;
@@ -330,14 +334,15 @@ fn put_text(words: &mut [u64], text: &str) {
     }
 }
 
-/// Reads a text of [`put_text`]. A length beyond the available words is cut.
+/// Reads a text that [`put_text`] has written. A length beyond the available words is cut.
 fn get_text(words: &[u64]) -> String {
     let bytes: Vec<u8> = words[1..].iter().flat_map(|word| word.to_le_bytes()).collect();
     let length = usize::try_from(words[0]).unwrap_or(usize::MAX).min(bytes.len());
     String::from_utf8_lossy(&bytes[..length]).into_owned()
 }
 
-/// Reads a text that will be shown, and replaces its control characters: they could control a terminal.
+/// Reads a text that will be shown, and replaces its control characters, which could change the state
+/// of a terminal.
 fn get_line(words: &[u64]) -> String {
     get_text(words).replace(char::is_control, "\u{fffd}")
 }
@@ -404,7 +409,7 @@ impl Header {
 }
 
 impl Exit {
-    /// Encodes the end of the process, for [`header::EXIT`].
+    /// Encodes when and how the process ended, as the words at [`header::EXIT`].
     #[must_use]
     pub fn encode(&self) -> [u64; 2] {
         let (kind, number) = match self.cause {
@@ -414,7 +419,7 @@ impl Exit {
         [self.unix_ns, pair(number.cast_unsigned(), kind | u32::from(self.stopped) << 8)]
     }
 
-    /// Decodes the end of the process; `None` if the launcher has not written it.
+    /// Decodes when and how the process ended; `None` if the launcher has not written it.
     #[must_use]
     pub fn decode(words: [u64; 2]) -> Option<Self> {
         let number = low(words[1]).cast_signed();

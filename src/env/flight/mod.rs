@@ -1,7 +1,8 @@
-//! The flight recorder's file: the calls of a worker in its groups, readable after the worker died.
+//! The flight recorder's file: the communication calls of a worker in its groups, readable after the worker
+//! died.
 //!
-//! A worker of the runtime writes one file, a *recording*, into the folder that CONVOKE_FLIGHT_DIR names.
-//! It maps the file and only stores into memory, so the contents survive SIGKILL. The launcher and
+//! A worker of the runtime writes one file, a *recording*, into the folder that CONVOKE_FLIGHT_DIR names. The
+//! worker maps the file and only writes to that memory, so the contents survive SIGKILL. The launcher and
 //! `convoke-flight` read the recordings of several workers together and report who waits for whom.
 //!
 //! ```text
@@ -9,11 +10,11 @@
 //! ```
 //!
 //! - [`layout`]: the position of each value in a recording, and the conversion from and to types.
-//! - [`names`]: the names of calls, element types and algorithms. The writer stores its own names, so
-//!   that a reader can show those of a newer runtime.
-//! - [`folder`]: reading files, even while their worker writes.
+//! - [`names`]: the names of calls, element types and algorithms. The writer stores its own names, so that an
+//!   older reader can show the names of a newer runtime.
+//! - [`folder`]: reading recordings from files, even while a worker writes to them.
 //! - [`snapshot`]: for each group, who waits for whom. Its [`fmt::Display`](std::fmt::Display) is one line.
-//! - [`process`]: the identity of the process that wrote a recording, and its status.
+//! - [`process`]: the identity of the process that wrote a recording, and whether that process is running.
 //!
 //! The contents of a file are untrusted. No value in it can cause a panic, an endless loop or a large
 //! allocation.

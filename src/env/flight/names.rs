@@ -1,4 +1,5 @@
-//! Names for the 16 bytes of a recorded call. Pure.
+//! Converts the 16 bytes of a recorded call, which hold operation and element type as numbers, to
+//! text. Pure.
 //!
 //! The writer stores its names in the recording, as one text of four lists: templates of operations,
 //! element types, reductions, algorithms. A newline separates lists, a tab separates items. The number
@@ -18,7 +19,7 @@ const MAX_ITEMS: usize = 256;
 /// Most characters of an item that a reader uses.
 const MAX_ITEM_CHARS: usize = 64;
 
-/// The names that one writer uses.
+/// The names that the writer of one recording uses.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Names {
     templates: Vec<String>,
@@ -27,7 +28,7 @@ pub struct Names {
     algorithms: Vec<String>,
 }
 
-/// Encodes the names of a writer as the text of its recording.
+/// Encodes the names that a writer uses as one text, which its recording stores.
 #[must_use]
 pub fn encode(templates: &[&str], dtypes: &[&str], reductions: &[&str], algorithms: &[&str]) -> String {
     [templates, dtypes, reductions, algorithms].map(|list| list.join("\t")).join("\n")
@@ -57,8 +58,8 @@ pub fn fill_template(template: &str, dtype: &str, reduction: Option<&str>, root:
 }
 
 impl Names {
-    /// Parses the text of [`encode`]. Missing names are allowed; readers see numbers instead. Control
-    /// characters are replaced.
+    /// Parses a text that [`encode`] has made. Missing names are allowed; readers see numbers instead.
+    /// Control characters are replaced.
     #[must_use]
     pub fn parse(text: &str) -> Self {
         let mut lists = text.split('\n').map(|list| {

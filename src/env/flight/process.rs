@@ -28,7 +28,7 @@ pub fn current() -> Process {
     }
 }
 
-/// Returns the status of `process`. `here` is this process, see [`current`].
+/// Returns the status of `process`. `here` is the identity of this process, see [`current`].
 #[must_use]
 pub fn status(process: &Process, here: &Process) -> ProcessStatus {
     if process.boot_id == 0 || process.start_ticks == 0 {
@@ -37,7 +37,7 @@ pub fn status(process: &Process, here: &Process) -> ProcessStatus {
     if process.boot_id != here.boot_id || process.pid_namespace != here.pid_namespace {
         return ProcessStatus::Unknown;
     }
-    // The kernel may have given its pid to another process.
+    // The kernel may have given the pid to another process, which then has another start time.
     if start_ticks(process.pid) == Some(process.start_ticks) {
         ProcessStatus::Alive
     } else {
@@ -53,7 +53,8 @@ fn boot_id() -> Option<u128> {
 /// Returns the start time of a process, in clock ticks since the boot; `None` if it is not running.
 fn start_ticks(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name of the program, in parentheses, may contain any characters.
+    // The name of the program, in parentheses, may contain any characters, so the fields are counted
+    // from the end of the name.
     let mut fields = stat.get(stat.rfind(')')? + 1..)?.split_ascii_whitespace();
     let state = fields.next()?;
     let started = fields.nth(18)?.parse().ok()?;

@@ -9,15 +9,15 @@ use super::names::Names;
 /// The decoded recording of one process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Recording {
-    /// The process, and the start of the recording.
+    /// The identity of the process, and the time at which the recording started.
     pub header: Header,
-    /// The end of the process; `None` until its launcher has written it.
+    /// When and how the process ended; `None` until its launcher has written it.
     pub exit: Option<Exit>,
-    /// The writer's names of calls and types.
+    /// The names of operations and element types that the writer uses.
     pub names: Names,
     /// The groups, in order of creation. Groups that ended early may be missing.
     pub groups: Vec<Group>,
-    /// The last calls, in order.
+    /// The last calls, in the order in which they were made.
     pub entries: Vec<Entry>,
     /// Number of all calls of the process, including those that were overwritten.
     pub calls: u64,
@@ -27,7 +27,7 @@ pub struct Recording {
     pub lost: u64,
 }
 
-/// The errors of bytes that are not a recording.
+/// The reason why bytes cannot be decoded as a recording.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FormatError {
     /// The bytes do not start with [`MAGIC`].

@@ -4,8 +4,9 @@
 //! recordings ─► groups ─► members of each group ─► position of each member ─► a line (text)
 //! ```
 //!
-//! Two recordings have the same group if job, name, group id and generation are equal. Recordings of
-//! one boot are compared by CLOCK_MONOTONIC, others by the wall clocks of their hosts.
+//! Groups in two recordings are the same group if job, name, group id and generation are equal. Times
+//! in recordings of one boot are compared by CLOCK_MONOTONIC, other times by the wall clocks of the
+//! hosts.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -56,11 +57,12 @@ pub struct GroupSnapshot {
 pub struct Member {
     /// World rank of the member.
     pub rank: u32,
-    /// Index of its recording in the arguments of [`snapshots`].
+    /// Index of the member's recording in the argument of [`snapshots`].
     pub recording: usize,
-    /// True if its process is running; `None` if that is unknown.
+    /// True if the member's process is running; `None` if that is unknown.
     pub alive: Option<bool>,
-    /// True if the process ended by itself while the group needed it.
+    /// True if the process ended by itself (not with exit code 0, not stopped by the launcher) before
+    /// this rank's membership in the group had ended.
     pub died: bool,
     /// Position of the member.
     pub position: Position,
@@ -72,50 +74,51 @@ pub struct Member {
 pub enum Position {
     /// The rank is connecting to the other ranks.
     Forming {
-        /// Milliseconds since it started.
+        /// Milliseconds since the rank started to form the group; `None` if that is unknown.
         for_ms: Option<u64>,
     },
     /// The rank could not connect to the other ranks.
     Unformed,
     /// The rank is in no call.
     Idle {
-        /// Its last collective; `None` if there was none.
+        /// The rank's last completed collective; `None` if there was none.
         after: Option<CallSummary>,
-        /// Milliseconds since the end of that call, or since the creation of the group.
+        /// Milliseconds since the end of that collective, or since the creation of the group; `None`
+        /// if that is unknown.
         for_ms: Option<u64>,
     },
     /// The rank is in a call of another group, or forms another group.
     Elsewhere {
-        /// Its last collective in this group; `None` if there was none.
+        /// The rank's last completed collective in this group; `None` if there was none.
         after: Option<CallSummary>,
         /// Name of the other group.
         group: String,
-        /// Its call in the other group.
+        /// The rank's call in the other group.
         #[serde(rename = "step")]
         call: CallSummary,
     },
     /// The rank is in a call of this group.
     Waiting {
-        /// The call.
+        /// The call in which the rank is.
         #[serde(rename = "step")]
         call: CallSummary,
-        /// Milliseconds since the call was made.
+        /// Milliseconds since the call was made; `None` if that is unknown.
         for_ms: Option<u64>,
     },
     /// The rank was in a call when the group failed.
     Failed {
-        /// The call.
+        /// The call in which the rank was.
         #[serde(rename = "step")]
         call: CallSummary,
     },
     /// The rank has left the group without a failure.
     Left {
-        /// Its last collective; `None` if there was none.
+        /// The rank's last completed collective; `None` if there was none.
         after: Option<CallSummary>,
     },
 }
 
-/// A call, for readers.
+/// A call as a snapshot shows it to readers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct CallSummary {
     /// Sequence number of a collective in its group, from 0; `None` for messages.
@@ -123,15 +126,16 @@ pub struct CallSummary {
     /// Text of the call, see [`Recording::describe`].
     #[serde(rename = "call")]
     pub text: String,
-    /// Ranks for which it waits, as far as they are recorded.
+    /// Ranks for which the call waits, as far as they are recorded.
     pub waits_for: Vec<u32>,
 }
 
 /// Returns a snapshot of each group, in order of creation.
 ///
-/// `now` is the current time, in nanoseconds since 1970. Waiting times end with the process, or with
-/// the failure of the group if that came first. They are `None` if a process has ended and its
-/// launcher has not written the time. Only the first 4096 group records are used.
+/// `now` is the current time, in nanoseconds since 1970. A rank's waiting time is counted until `now`,
+/// until its process ended, or until the group failed, whichever came first. It is `None` if the
+/// process has ended, its launcher has not written when, and the group has not failed. Only the first
+/// 4096 group records of all recordings together are used.
 #[must_use]
 pub fn snapshots(observers: &[Observer<'_>], now: u64) -> Vec<GroupSnapshot> {
     let clocks = Clocks::new(observers);
@@ -173,7 +177,7 @@ pub fn snapshots(observers: &[Observer<'_>], now: u64) -> Vec<GroupSnapshot> {
 /// The identity of a group: id of the job, name, group id, generation.
 type Key<'a> = (&'a str, &'a str, u64, Option<String>);
 
-/// The record of a group in the recording with this index.
+/// A group record, and the recording that contains it, with the index of the recording.
 #[derive(Clone, Copy)]
 struct RecordedGroup<'a> {
     index: usize,
@@ -181,7 +185,7 @@ struct RecordedGroup<'a> {
     group: &'a Group,
 }
 
-/// For each recording, one instant by both clocks: nanoseconds since 1970, and CLOCK_MONOTONIC.
+/// For each recording, one instant by two clocks: nanoseconds since 1970, and CLOCK_MONOTONIC.
 /// Recordings of one boot share an instant.
 struct Clocks(Vec<(i128, i128)>);
 
@@ -217,7 +221,8 @@ fn snapshot(
     clocks: &Clocks,
     now: u64,
 ) -> GroupSnapshot {
-    // If two recordings claim one rank, only the later one is kept.
+    // If two recordings have this rank of the group, only the group record that was created later is
+    // kept.
     records.sort_by_key(|record| {
         (record.group.rank, std::cmp::Reverse(clocks.unix(record.index, record.group.created_ns)))
     });
@@ -249,7 +254,8 @@ fn snapshot(
             let gone = record.observer.status == ProcessStatus::Gone || exit.is_some();
             let died = match exit {
                 Some(exit) => !exit.stopped && exit.cause != ExitCause::Code(0),
-                // The rank was reported as lost, or it has ended while others are running.
+                // The rank was reported as lost, or its process has ended while processes of other
+                // ranks are running.
                 None => gone && (lost.contains(&record.group.rank) || somebody_lives),
             };
             Member {
@@ -299,7 +305,7 @@ fn gaps(known: &BTreeSet<u32>, size: u32) -> Vec<(u32, u32)> {
     out
 }
 
-/// Returns the rank in `group` of a world rank; `None` if it is not a member.
+/// Returns the rank that the process with `world_rank` has in `group`; `None` if it is not a member.
 fn rank_of(group: &Group, world_rank: u32) -> Option<u32> {
     match &group.world_ranks {
         None => Some(world_rank),
@@ -329,7 +335,8 @@ fn position(record: RecordedGroup<'_>, clocks: &Clocks, until: Option<i128>) -> 
     let last = calls().filter(|entry| entry.operation == Operation::Collective && entry.state == State::Done);
     let last = last.max_by_key(|entry| entry.seq);
     let after = || last.map(summary);
-    // Collectives have precedence: they run in order, and messages may wait at the same time.
+    // Collectives have precedence over messages: collectives run one after another, while messages may
+    // be waiting at the same time.
     let first = |state: fn(&&Entry) -> bool| {
         calls().filter(state).min_by_key(|entry| (entry.operation != Operation::Collective, entry.number))
     };
@@ -386,7 +393,8 @@ fn summary(recording: &Recording, entry: &Entry) -> CallSummary {
 }
 
 impl GroupSnapshot {
-    /// Returns true if a member waits, waited when it ended, or died, and no later group has the name.
+    /// Returns true if a member waits, waited when its process ended or the group failed, or died, and
+    /// no later group has the same name.
     #[must_use]
     pub fn is_open(&self) -> bool {
         let stuck = |member: &Member| match member.position {
@@ -401,8 +409,8 @@ impl GroupSnapshot {
 
     /// Returns the ranks at the ends of the chains of waiting that start at `waiting`.
     ///
-    /// A rank that waits itself is not an end: the chain continues with the ranks for which it waits.
-    /// Returns an empty set if the members wait only for each other.
+    /// A rank that is waiting is not the end of a chain: the chain continues with the ranks for which
+    /// that rank waits. Returns an empty set if the members wait only for each other.
     pub(super) fn awaited(&self, waiting: &[&Member]) -> BTreeSet<u32> {
         let of = |rank: u32| waiting.iter().find(|member| member.rank == rank).map(|member| &member.position);
         let mut queue: Vec<u32> = waiting.iter().map(|member| member.rank).collect();

@@ -51,12 +51,13 @@ pub fn format_duration(ns: u64) -> String {
     }
 }
 
-/// A clause of the line: a position, and the members that are there.
+/// A clause of the line: a position in the group's sequence of calls, and the members at that
+/// position.
 struct Clause<'a> {
     order: (u8, Option<u64>),
     singular: String,
     plural: String,
-    /// Longest time at this position.
+    /// Longest time for which a member has been at this position, in milliseconds.
     ms: Option<u64>,
     members: Vec<&'a Member>,
 }

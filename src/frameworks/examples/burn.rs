@@ -1,4 +1,4 @@
-//! Training with burn: `Ddp` averages its gradients.
+//! Training with burn: `Ddp` averages the gradients over all ranks.
 //!
 //! ```text
 //! $ convoke --nproc-per-node=2 burn
@@ -16,7 +16,7 @@ use convoke_frameworks::burn::Replicas;
 use convoke_train::Sampler;
 
 const HIDDEN: usize = 64;
-/// Number of examples of all ranks in a step.
+/// Number of examples in one training step, over all ranks.
 const BATCH: usize = 64;
 
 #[derive(Module, Debug)]
@@ -75,7 +75,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Returns whether all ranks have equal values.
+/// Returns true if `values` are equal on all ranks.
 fn is_equal(world: &Group, values: &[f32]) -> Result<bool, CommError> {
     let (mut least, mut most) = (values.to_vec(), values.to_vec());
     world.all_reduce(&mut least, ReduceOp::Min)?;

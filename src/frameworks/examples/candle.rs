@@ -1,4 +1,4 @@
-//! Training with candle: `Ddp` averages its gradients.
+//! Training with candle: `Ddp` averages the gradients over all ranks.
 //!
 //! ```text
 //! $ convoke --nproc-per-node=2 candle
@@ -14,7 +14,7 @@ use convoke_frameworks::candle::Replicas;
 use convoke_train::Sampler;
 
 const HIDDEN: usize = 64;
-/// Number of examples of all ranks in a step.
+/// Number of examples in one training step, over all ranks.
 const BATCH: usize = 64;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -60,7 +60,7 @@ fn forward([hidden, output]: &[Linear; 2], pixels: &Tensor) -> candle_core::Resu
     output.forward(&hidden.forward(pixels)?.relu()?)
 }
 
-/// Returns whether all ranks have equal values.
+/// Returns true if `values` are equal on all ranks.
 fn is_equal(world: &Group, values: &[f32]) -> Result<bool, CommError> {
     let (mut least, mut most) = (values.to_vec(), values.to_vec());
     world.all_reduce(&mut least, ReduceOp::Min)?;

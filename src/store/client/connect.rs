@@ -11,10 +11,10 @@ use socket2::{SockRef, TcpKeepalive};
 use super::connection::{Connection, ExchangeError};
 use crate::error::StoreError;
 
-/// Most time for one attempt at one address, so that the other addresses get their turn.
+/// Most time to connect to one address of a host, so that its other addresses are tried too.
 const ATTEMPT_TIME: Duration = Duration::from_secs(5);
 /// Delay after the first attempt. It doubles after each attempt, up to [`LONGEST_DELAY`]. Each delay
-/// is shortened at random by up to half, so that ten thousand clients do not connect at once.
+/// is shortened at random by up to half, so that ten thousand clients do not connect at the same time.
 const FIRST_DELAY: Duration = Duration::from_millis(20);
 const LONGEST_DELAY: Duration = Duration::from_secs(1);
 /// The loss of the server's host is detected after this idle time and three unanswered probes.
@@ -96,7 +96,8 @@ impl Address {
         let (result, looked_up) = mpsc::channel();
         let lookup = move || {
             let found = (host.as_str(), port).to_socket_addrs().map(Iterator::collect::<Vec<_>>);
-            // The receiver is gone if the lookup took longer than the deadline.
+            // Sending fails if the lookup took longer than the deadline: the receiver was then
+            // dropped.
             let _ = result.send(found);
         };
         let thread = thread::Builder::new().name("convoke-resolve".into()).spawn(lookup);

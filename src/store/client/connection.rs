@@ -1,4 +1,5 @@
-//! One connection of a client. A connection whose exchange failed is never used again.
+//! One connection of a client to a server. A connection on which an exchange (request and reply)
+//! failed is never used again.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
@@ -52,11 +53,11 @@ impl From<ReplyError> for ExchangeError {
     }
 }
 
-/// The outcome of a wait on the server. The connection can be used again after both.
+/// The outcome of a wait on the server. The connection can be used again after either outcome.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum WaitOutcome {
     Ready,
-    /// The wait was cancelled at the deadline. `present` tells for each checked key if it exists.
+    /// The wait was cancelled at the deadline. `present` tells for each checked key whether it exists.
     TimedOut {
         present: Vec<bool>,
     },
@@ -64,8 +65,8 @@ pub(super) enum WaitOutcome {
 
 /// Most bytes that one read takes from the socket.
 const READ_BYTES: usize = 16 << 10;
-/// Time in which a live server answers a cancellation. A timeout may be reported this much after
-/// its deadline.
+/// Time in which a live server answers a cancellation. A wait that times out may return this much
+/// later than its deadline.
 const CANCEL_TIME: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
@@ -125,7 +126,7 @@ impl Connection {
     }
 
     /// Sends a request that has no reply, followed by a PING. The answer to the PING proves that the
-    /// server has carried out both.
+    /// server has carried out the request before it.
     pub(super) fn send_and_confirm(&mut self, nonce: u32, deadline: Instant) -> Result<(), ExchangeError> {
         encode::ping(&mut self.output, nonce);
         self.send(deadline)?;
@@ -210,7 +211,8 @@ impl Connection {
         self.send(deadline)?;
         let ready = match self.read_byte(deadline)? {
             byte::CANCELLED => false,
-            // The end of the wait and the request to cancel it crossed on the wire.
+            // The wait ended on the server before the request to cancel it arrived, so both have a
+            // reply.
             byte::READY => match self.read_byte(deadline)? {
                 byte::CANCELLED => true,
                 other => return Err(ReplyError::Cancel(other).into()),
@@ -232,7 +234,7 @@ impl Connection {
         }
     }
 
-    /// Reads the reply to a CHECK: true if all its keys exist.
+    /// Reads the reply to a CHECK: true if all keys in the CHECK exist.
     pub(super) fn read_check(&mut self, deadline: Instant) -> Result<bool, ExchangeError> {
         match self.read_byte(deadline)? {
             byte::READY => Ok(true),
@@ -287,7 +289,8 @@ impl Connection {
             let left = deadline.saturating_duration_since(Instant::now()).as_micros().div_ceil(1000);
             let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
             match poll(&mut [PollFd::new(self.stream.as_fd(), what)], timeout) {
-                // EINTR checks the clock too: with a fast interval timer, a signal may end every poll.
+                // The clock is checked after EINTR too: with a fast interval timer, a signal may end
+                // every poll.
                 Ok(0) | Err(Errno::EINTR) if Instant::now() >= deadline => {
                     return Err(ExchangeError::Timeout);
                 }

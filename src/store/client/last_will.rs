@@ -13,11 +13,12 @@ use crate::keys::check_value;
 use crate::wire::Kind;
 use crate::wire::encode::{blobs, counted};
 
-/// A last will: a key and the value that the server stores there when this process is gone.
+/// A last will: a key and the value that the server stores under it when this process has ended.
 ///
-/// The server stores the value when the connection ends: by drop, or because the process or its host
-/// died. A key that exists then keeps its value. [`withdraw`](LastWill::withdraw) cancels the will.
-/// The server notices the loss of another host within about 4 s.
+/// The server stores the value when the connection ends: because the `LastWill` was dropped, or the
+/// process or its host died. If the key already exists then, it keeps its value.
+/// [`withdraw`](LastWill::withdraw) cancels the will. The server notices the loss of another host
+/// within about 4 s.
 #[derive(Debug)]
 pub struct LastWill {
     stream: TcpStream,
@@ -26,19 +27,20 @@ pub struct LastWill {
 
 /// A watch on the key of a [`LastWill`].
 ///
-/// It reports the value as soon as the key exists, whoever stored it, and the end of the store.
+/// The watch reports the value as soon as the key exists, whoever stored it, and reports the end of
+/// the store.
 #[derive(Debug)]
 pub struct KeyWatch {
     connection: Connection,
     store: String,
     key: Vec<u8>,
-    /// The key exists, and the request for its value has been sent.
+    /// True if the key exists and the request for its value has been sent.
     is_value_requested: bool,
 }
 
 impl TcpStore {
-    /// Asks the server to store `value` (not empty) under `key` when this process is gone, and
-    /// watches that key. Opens a connection of its own.
+    /// Asks the server to store `value` (not empty) under `key` when this process has ended, and
+    /// watches that key. Opens a connection for this purpose.
     ///
     /// Only convoke's servers know this request. A torch server closes the new connection, and the
     /// call returns [`StoreError::Lost`]; other connections of this client stay open.
@@ -76,11 +78,12 @@ impl TcpStore {
 }
 
 impl LastWill {
-    /// Cancels the will: the end of this process has no effect any more. Its [`KeyWatch`] ends.
+    /// Cancels the will: the end of this process has no effect any more. The [`KeyWatch`] of the will
+    /// then returns an error.
     pub fn withdraw(mut self) {
         let mut request = Vec::new();
         blobs(&mut request, Kind::SetLastWill, &[&self.key, b""]);
-        // A failed write needs no handling: if the store is gone, so is the will.
+        // A failed write needs no handling: if the store has ended, so has the will.
         if self.stream.write_all(&request).is_ok() {
             let _ = self.stream.shutdown(Shutdown::Write);
         }
@@ -88,11 +91,11 @@ impl LastWill {
 }
 
 impl KeyWatch {
-    /// Waits until the key exists and returns its value. Returns `None` at the deadline; the call may
-    /// then be repeated.
+    /// Waits until the key exists and returns its value. Returns `None` at the deadline; the caller
+    /// may then call `wait` again.
     ///
     /// # Errors
-    /// [`StoreError::Lost`] if the store is gone or the will was withdrawn.
+    /// [`StoreError::Lost`] if the store has ended or the will was withdrawn.
     pub fn wait(&mut self, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
         let started = Instant::now();
         match self.value(deadline) {

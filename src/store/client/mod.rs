@@ -23,17 +23,18 @@ use pool::Pool;
 
 /// The key under which torch counts workers. It is the only key without a leading slash.
 const WORKERS_KEY: &[u8] = b"init/";
-/// Interval at which [`TcpStore::wait_for_workers`] reads the counter; torch uses it too.
+/// Interval at which [`TcpStore::wait_for_workers`] reads the count of workers; torch uses the same
+/// interval.
 const WORKERS_POLL: Duration = Duration::from_millis(10);
-/// Most keys of a timed-out wait for which the client asks the server if they exist.
+/// Most keys of a timed-out wait for which the client asks the server whether they exist.
 const MAX_CHECKED_KEYS: usize = 64;
 
 /// A client of a TCPStore server; threads share it behind a reference.
 ///
 /// Concurrent calls use separate connections, at most 32, so a thread in a long wait blocks no other
-/// thread. A write returns when the server has carried it out. A call ends by its deadline; a wait
-/// that times out ends at most 0.1 s later. If a connection fails, its call returns
-/// [`StoreError::Lost`] and the next call opens a new connection.
+/// thread. An operation that writes returns when the server has carried it out. An operation ends by
+/// its deadline; a wait that times out ends at most 0.1 s later. If a connection fails, its operation
+/// returns [`StoreError::Lost`] and the next operation opens a new connection.
 pub struct TcpStore {
     pool: Pool,
     keys: KeyStyle,
@@ -83,7 +84,7 @@ impl TcpStore {
 
     /// Adds this process to the store's count of workers and returns the new count.
     ///
-    /// A torch client that was given a world size does this when it connects.
+    /// A torch client that was given a world size adds itself to the count when it connects.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -97,11 +98,12 @@ impl TcpStore {
 
     /// Waits until `count` workers have called [`announce_worker`](TcpStore::announce_worker).
     ///
-    /// The process that serves torch's store does this. Costs two round trips every 10 ms.
+    /// In torch, the process that serves the store waits in this way. Costs two round trips every 10
+    /// ms.
     ///
     /// # Errors
-    /// [`StoreError::Timeout`] with the number of workers that came; [`StoreError::Invalid`] if the
-    /// store's count is not a number.
+    /// [`StoreError::Timeout`] with the number of workers that have called it; [`StoreError::Invalid`]
+    /// if the store's count is not a number.
     pub fn wait_for_workers(&self, count: usize, deadline: Instant) -> Result<(), StoreError> {
         let started = Instant::now();
         let count = i64::try_from(count).unwrap_or(i64::MAX);
@@ -124,8 +126,8 @@ impl TcpStore {
         }
     }
 
-    /// Runs one exchange on a connection that no other call uses meanwhile. A connection whose
-    /// exchange failed is dropped.
+    /// Runs `work`, which sends a request and reads its reply, on a connection that no other thread
+    /// uses at that time. If `work` fails, the connection is dropped.
     fn exchange<R>(
         &self,
         operation: &'static str,
@@ -161,7 +163,7 @@ impl TcpStore {
     }
 
     /// Waits for `keys`, then runs `work` on the same connection. If `work` returns `None`, another
-    /// client was faster, and the wait starts again.
+    /// client has already removed the awaited item, and the wait starts again.
     fn wait_then<R>(
         &self,
         operation: &'static str,
@@ -237,7 +239,8 @@ impl TcpStore {
         })
     }
 
-    /// Replaces a loss of the connection by the error that caused it, if that is known.
+    /// Replaces [`StoreError::Lost`] in `outcome` by the error for which the server closed the
+    /// connection, if that is known.
     ///
     /// A server closes the connection of a client that adds to a value that is not a number. So after
     /// a loss, this reads the value of `key` on another connection.
@@ -255,7 +258,7 @@ impl TcpStore {
         });
         match value {
             Ok(Some(text)) if leading_number(&text).is_none() => Err(not_a_number(key)),
-            // The store is gone, or the value did not cause the loss.
+            // The store has ended, or the value did not cause the loss of the connection.
             Ok(_) | Err(_) => outcome,
         }
     }

@@ -1,4 +1,5 @@
-//! The connections of one client. A thread in a long wait does not block the other threads.
+//! The connections of one client. Each operation uses a connection alone, so a thread in a long wait
+//! does not block the other threads.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,8 +12,8 @@ use crate::error::StoreError;
 const MAX_CONNECTIONS: usize = 32;
 /// Most unused connections that stay open.
 const MAX_IDLE: usize = 2;
-/// Time to open a further connection. The client was connected once, so the server is not just
-/// starting: if it does not answer soon, it is gone.
+/// Time to open a further connection. The client was connected before, so the server is not still
+/// starting: if it does not answer within this time, it has ended.
 const REOPEN_TIME: Duration = Duration::from_secs(1);
 
 #[derive(Debug)]

@@ -1,4 +1,5 @@
-//! Carries out store calls that it reads from stdin, for tests against other implementations.
+//! Carries out store operations that it reads from stdin. Tests use it to compare this store with
+//! other implementations.
 //!
 //! Usage: `store_calls tcp HOST:PORT` or `store_calls file PATH WORKERS`. Each line of the input has an
 //! operation, a timeout in milliseconds and arguments. Arguments are numbers, or bytes in hexadecimal

@@ -9,16 +9,17 @@ use std::collections::HashMap;
 /// itself allows 4 GiB.
 pub(super) const MAX_FIELD_BYTES: usize = 256 << 20;
 
-/// First byte of the key of a record that deletes the rest of that key.
+/// First byte of the key in a record that deletes a key; the key to delete follows this byte.
 const DELETE: u8 = b'-';
-/// First byte of every user's key.
+/// First byte of every key that a user of the store sets; the store's own counters begin otherwise.
 const USER: u8 = b'/';
 
 /// The keys and values after replaying the records so far.
 #[derive(Debug, Default)]
 pub(super) struct Log {
     values: HashMap<Vec<u8>, Vec<u8>>,
-    /// Number of bytes of the file that have been replayed. A record ends there.
+    /// Number of bytes of the file that have been replayed. The last replayed record ends at this
+    /// position.
     pub(super) replayed_bytes: u64,
 }
 
@@ -30,7 +31,8 @@ pub(super) struct Damaged {
 }
 
 impl Log {
-    /// Replays the complete records at the front of `bytes`, which must follow the replayed bytes.
+    /// Replays the complete records at the front of `bytes`, which must be the bytes of the file that
+    /// follow the already replayed ones.
     ///
     /// A truncated record at the end is ignored. Its writer died, and the next writer removes it.
     pub(super) fn replay(&mut self, mut bytes: &[u8]) -> Result<(), Damaged> {
@@ -78,7 +80,7 @@ impl Log {
     }
 }
 
-/// Appends one record.
+/// Appends one record to `out`.
 pub(super) fn push_record(out: &mut Vec<u8>, key: &[u8], value: &[u8]) {
     for field in [key, value] {
         out.extend_from_slice(&(field.len() as u32).to_le_bytes());
@@ -86,7 +88,7 @@ pub(super) fn push_record(out: &mut Vec<u8>, key: &[u8], value: &[u8]) {
     }
 }
 
-/// Appends the record that deletes `key`.
+/// Appends the record that deletes `key` to `out`.
 pub(super) fn push_deletion(out: &mut Vec<u8>, key: &[u8]) {
     push_record(out, &[&[DELETE], key].concat(), b"");
 }

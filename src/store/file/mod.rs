@@ -18,18 +18,18 @@ use crate::state::leading_number;
 use crate::store::Store;
 use log::{Log, push_deletion, push_record};
 
-/// Interval of reading the file while waiting; torch uses it too.
+/// Interval at which a waiting operation reads the file; torch uses the same interval.
 const POLL: Duration = Duration::from_millis(10);
 /// Interval of attempts to lock the file. Each operation holds the lock only briefly.
 const LOCK_POLL: Duration = Duration::from_millis(1);
-/// Most time for updating the counters when a store is dropped.
+/// Most time for updating the counters of processes in the file when a store is dropped.
 const CLOSE_TIME: Duration = Duration::from_secs(2);
 /// Key that counts the processes that have the store open.
 const OPEN_KEY: &[u8] = b"refcount/";
 /// Key that counts the processes that have closed the store.
 const CLOSED_KEY: &[u8] = b"cleanup/";
 
-/// A store in a file, which processes with torch's FileStore can use as well.
+/// A store in a file, which processes that use torch's FileStore can share.
 ///
 /// The file is an append-only log, protected by `flock`. A wait reads the file every 10 ms. The store
 /// has no queues. The file is deleted when the given number of workers have closed the store.
@@ -48,7 +48,7 @@ impl FileStore {
     ///
     /// # Errors
     /// [`StoreError::Lost`] if the file cannot be opened, [`StoreError::Protocol`] if it is damaged,
-    /// [`StoreError::Timeout`] if other processes hold its lock until the deadline.
+    /// [`StoreError::Timeout`] if other processes hold the file's lock until the deadline.
     pub fn open(
         path: impl AsRef<Path>,
         worker_count: Option<usize>,
@@ -62,8 +62,8 @@ impl FileStore {
 
     /// Opens the store again in a process that called [`leave`](FileStore::leave) with `key`.
     ///
-    /// Subtracts the process from the counter `key` again. Does not count if the file was removed
-    /// meanwhile: the new file has no such counter. Has no `worker_count`.
+    /// Subtracts from the counter `key` what `leave` added. If the file was removed in between, the new file
+    /// has no such counter, and nothing is subtracted. The returned store has no `worker_count`.
     ///
     /// # Errors
     /// Returns the errors of [`open`](FileStore::open).
@@ -78,7 +78,8 @@ impl FileStore {
         Ok(store)
     }
 
-    /// Adds 1 to the counter `key` of processes that have left. Removes the file when it reaches `all`.
+    /// Adds 1 to the counter `key` of processes that have left. Removes the file when the counter reaches
+    /// `all`.
     ///
     /// # Errors
     /// [`StoreError`].
@@ -170,7 +171,7 @@ impl FileStore {
         }
     }
 
-    /// Locks the file until it is closed.
+    /// Locks the file by `try_lock`, which it repeats until the deadline. Closing the file unlocks it.
     fn lock_file(
         &self,
         operation: &'static str,
@@ -240,7 +241,7 @@ impl FileStore {
         }
     }
 
-    /// Adds to the number under a stored key.
+    /// Adds `delta` to the number under `key`, which is given in the form that the file has.
     fn add_stored(
         &self,
         operation: &'static str,
@@ -284,7 +285,8 @@ impl Drop for FileStore {
     }
 }
 
-/// Appends a record that adds `delta` to the number under a stored key. Returns the sum.
+/// Appends to `out` the record that adds `delta` to the number under `key`, given in the form that the file
+/// has. Returns the sum.
 fn add_to(log: &Log, out: &mut Vec<u8>, key: &[u8], delta: i64) -> Result<i64, StoreError> {
     let old = match log.get(key) {
         None => 0,
@@ -297,7 +299,7 @@ fn add_to(log: &Log, out: &mut Vec<u8>, key: &[u8], delta: i64) -> Result<i64, S
     Ok(sum)
 }
 
-/// Returns the user's `key` in the form in which the file has it.
+/// Returns the user's `key` in the form in which the file has it, with a leading `/`.
 fn stored_key(key: &[u8]) -> Result<Cow<'_, [u8]>, StoreError> {
     KeyStyle::Slash.stored_key(key)
 }

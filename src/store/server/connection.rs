@@ -10,8 +10,9 @@ use crate::shared_store::{LockedStore, SharedStore};
 use crate::state::{ClientId, Woken};
 use crate::wire::{Decoder, Request};
 
-/// The server starts no request of a client while more bytes of its replies than this are unsent.
-/// Together with the longest reply, this bounds the memory used by a client that does not read.
+/// While more bytes of replies to a client than this are unsent, the server starts no further request
+/// of that client. Together with the longest reply, this bounds the memory used by a client that does
+/// not read.
 pub(super) const MAX_UNSENT_BYTES: usize = 256 << 10;
 
 /// A connection of the event loop. An idle connection owns no buffer.
@@ -36,7 +37,8 @@ pub(super) struct Interest {
     pub(super) write: bool,
 }
 
-/// The connection must be closed: the client closed it, broke the protocol or is unreachable.
+/// Error: the connection must be closed, because the client closed it, broke the protocol or is
+/// unreachable.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ConnectionClosed;
 
@@ -55,7 +57,7 @@ pub(super) struct RequestContext {
 /// Most bytes that one read takes from a socket.
 const READ_BYTES: usize = 64 << 10;
 /// An unfinished request of at most this size is copied to the front of the read buffer. For a longer
-/// one, the bytes of the read are appended to the request instead.
+/// request, the newly read bytes are appended to the request instead.
 const SMALL_INPUT_BYTES: usize = 16 << 10;
 /// Largest reply buffer that is kept for later requests.
 const KEPT_BYTES: usize = 1 << 20;
@@ -80,7 +82,7 @@ impl Connection {
         }
     }
 
-    /// Reads once, carries out all complete requests and sends their replies.
+    /// Reads once from the socket, carries out all complete requests and sends their replies.
     pub(super) fn on_readable(
         &mut self,
         client: ClientId,
@@ -128,7 +130,8 @@ impl Connection {
         Ok(())
     }
 
-    /// Sends unsent replies. When few enough are left, carries out requests that were read before.
+    /// Sends unsent replies. If at most [`MAX_UNSENT_BYTES`] are left, carries out requests that were
+    /// read before.
     pub(super) fn on_writable(
         &mut self,
         client: ClientId,
@@ -154,7 +157,7 @@ impl Connection {
     ) -> Result<usize, ConnectionClosed> {
         let mut used = 0;
         loop {
-            // The lock is held for these requests, but not while sending.
+            // The store's lock is held while requests are carried out, but not while replies are sent.
             let mut locked = context.shared.lock();
             let more = self.answer_requests(&bytes[used..], client, &mut locked, &mut context.replies);
             locked.drain_woken(&mut context.woken);
@@ -171,7 +174,7 @@ impl Connection {
     }
 
     /// Carries out requests and appends their replies to `replies`. Returns the number of bytes
-    /// processed, and true if it stopped because too many replies are unsent.
+    /// processed, and true if requests were left because too many reply bytes are unsent.
     fn answer_requests(
         &mut self,
         bytes: &[u8],
@@ -251,7 +254,7 @@ impl Connection {
         }
     }
 
-    /// Ends the stream to the client after all bytes that were sent.
+    /// Ends the byte stream to the client after all bytes that were sent.
     pub(super) fn shut_down_write(&self) -> io::Result<()> {
         self.stream.shutdown(Shutdown::Write)
     }

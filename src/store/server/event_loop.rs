@@ -20,12 +20,13 @@ use crate::wire::encode::byte;
 const MAX_EVENTS: usize = 1024;
 /// Most connections accepted before other events are handled.
 const MAX_ACCEPTS: usize = 64;
-/// Time without accepting after descriptors ran out; it ends earlier if a connection closes.
+/// Time without accepting connections after file descriptors ran out; it ends earlier if a connection
+/// closes.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Most time to send outstanding replies at shutdown.
 const FLUSH_TIME: Duration = Duration::from_millis(500);
 
-/// Epoll token of the wake event.
+/// Epoll token of the eventfd with which other threads wake the event loop.
 const WAKE_EVENT: u64 = u64::MAX;
 /// Lowest epoll token of a listener. Tokens below are the [`ClientId`]s of connections.
 const FIRST_LISTENER: u64 = u64::MAX - 0xffff;
@@ -38,7 +39,7 @@ pub(super) struct EventLoop {
     epoll: Epoll,
     control: Arc<Control>,
     listeners: Vec<TcpListener>,
-    /// Time at which accepting starts again; `None` while it is not paused.
+    /// Time at which accepting starts again; `None` while accepting is not paused.
     accept_paused_until: Option<Instant>,
     connections: ConnectionTable,
     context: RequestContext,
@@ -105,7 +106,7 @@ impl EventLoop {
         }
     }
 
-    /// Writes to and reads from a connection, as far as it is ready.
+    /// Writes to and reads from a connection, as far as epoll has reported it ready.
     fn serve(&mut self, client: ClientId, ready: EpollFlags) {
         let EventLoop { connections, context, .. } = self;
         // An earlier event of the same batch may have closed the connection.
@@ -117,7 +118,8 @@ impl EventLoop {
         if result.is_ok() && ready.contains(EpollFlags::EPOLLIN) && connection.interest.read {
             result = connection.on_readable(client, context);
         }
-        // Epoll reports these events always. The client is gone, and unsent replies are dropped.
+        // Epoll reports errors and hang-ups always. The client is gone, and unsent replies are
+        // dropped.
         let gone = ready.contains(EpollFlags::EPOLLERR)
             || (ready.contains(EpollFlags::EPOLLHUP) && !ready.contains(EpollFlags::EPOLLIN));
         if gone {
@@ -173,7 +175,8 @@ impl EventLoop {
             }
             woken.clear();
             woken.shrink_to(parallel_wake::PARALLEL_THRESHOLD);
-            // Closing a connection runs its last will, which may have woken others.
+            // Closing a connection stores the value of its last will, which may have ended the waits
+            // of other clients.
             if self.context.woken.is_empty() {
                 self.context.woken = woken;
                 return;
@@ -246,7 +249,7 @@ impl EventLoop {
             connection.interest = Interest { read: false, write: connection.unsent_bytes() > 0 };
             due += usize::from(connection.interest.write);
             let event = &mut EpollEvent::new(flags(connection.interest), client.0);
-            // A connection that cannot be watched is closed without its replies.
+            // A connection that epoll cannot watch is closed without its unsent replies.
             let _ = self.epoll.modify(&connection.stream, event);
         }
         while due > 0 && Instant::now() < deadline {
@@ -284,8 +287,8 @@ fn milliseconds(until: Instant) -> EpollTimeout {
 
 /// Connections by their [`ClientId`].
 ///
-/// The lower half of an id is the index of a slot, the upper half counts the uses of that slot. So a
-/// late event or wake-up for a closed connection does not reach the next connection in its slot.
+/// The lower 32 bits of an id are the index of a slot, the upper 32 bits count the uses of that slot.
+/// So a late event or wake-up for a closed connection does not reach the next connection in its slot.
 #[derive(Debug, Default)]
 struct ConnectionTable {
     slots: Vec<Slot>,
@@ -298,8 +301,8 @@ struct Slot {
     connection: Option<Connection>,
 }
 
-/// Bits of the counter of uses. They keep client ids below those of threads, listeners and the wake
-/// event.
+/// Bits of the counter of a slot's uses. With so few bits, client ids of connections stay below those
+/// of threads and below the epoll tokens of listeners and of the wake event.
 const USES_MASK: u32 = 0x3fff_ffff;
 
 impl ConnectionTable {

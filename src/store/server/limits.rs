@@ -7,7 +7,7 @@ use nix::sys::resource::{Resource, getrlimit, setrlimit};
 /// Raises the soft limit of open descriptors to the hard limit; returns (before, after).
 ///
 /// The limit applies to the whole process, and child processes inherit it. A program that starts
-/// children that use `select` should restore the first number in them.
+/// children that use `select` should restore the old soft limit, the first number, in the children.
 ///
 /// # Errors
 /// Fails if the system refuses to read or to set the limit.

@@ -59,10 +59,10 @@ impl fmt::Debug for ServeError {
 
 /// A running TCPStore server for torch's and convoke's clients; dropping it shuts it down.
 ///
-/// One thread serves all clients, ten thousand and more. To wake thousands of clients at once, up to
-/// three helper threads run for that moment. A protocol error closes only the connection that caused
-/// it. The server stops reading from a client that does not read its replies, until it does. The keys
-/// are lost when the server shuts down.
+/// One thread serves all clients, ten thousand and more. To wake thousands of clients at once, the
+/// server starts up to three short-lived helper threads. A protocol error closes only the connection
+/// that caused it. The server stops reading from a client that does not read its replies, until the
+/// client reads them. The keys are lost when the server shuts down.
 pub struct StoreServer {
     addresses: Vec<SocketAddr>,
     control: Arc<Control>,
@@ -145,8 +145,8 @@ impl StoreServer {
         self.control.shared.lock().state.retain(prefixes)
     }
 
-    /// Returns the first problem since the last call, such as a lack of descriptors. The server keeps
-    /// running unless the text says that it stopped.
+    /// Returns the first problem since this function was last called, such as a lack of descriptors.
+    /// The server keeps running unless the text says that it stopped.
     pub fn take_warning(&self) -> Option<String> {
         self.control.warning.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
@@ -180,7 +180,8 @@ impl fmt::Debug for StoreServer {
 }
 
 impl Control {
-    /// Stores a warning for the owner. A later one is ignored until the owner has taken the first.
+    /// Stores a warning for the owner of the server. Later warnings are ignored until the owner has
+    /// [taken](StoreServer::take_warning) the first.
     fn report(&self, warning: String) {
         self.warning.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(warning);
     }

@@ -13,14 +13,14 @@ use std::thread;
 use crate::state::ClientId;
 use crate::wire::encode::byte;
 
-/// Number of connections from which starting threads pays.
+/// Number of connections from which helper threads send faster than one thread.
 pub(super) const PARALLEL_THRESHOLD: usize = 1024;
 /// Most helper threads in addition to the event loop.
 const MAX_HELPERS: usize = 3;
 /// Number of connections that a thread claims at a time.
 const BATCH: usize = 64;
 
-/// Sends READY to all of `streams`; returns those whose socket was full or broken.
+/// Sends READY to all of `streams`; returns the clients whose socket was full or broken.
 pub(super) fn send_ready(streams: &[(ClientId, &TcpStream)]) -> Vec<ClientId> {
     let next = AtomicUsize::new(0);
     let unsent = Mutex::new(Vec::new());
@@ -41,7 +41,7 @@ pub(super) fn send_ready(streams: &[(ClientId, &TcpStream)]) -> Vec<ClientId> {
     let helpers = thread::available_parallelism().map_or(0, |cores| NonZero::get(cores) - 1).min(MAX_HELPERS);
     thread::scope(|scope| {
         for _ in 0..helpers {
-            // If a thread cannot be started, the others do its work.
+            // If a thread cannot be started, the other threads do its work.
             let _ = thread::Builder::new().name("convoke-store-w".into()).spawn_scoped(scope, work);
         }
         work();

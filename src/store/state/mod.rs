@@ -2,7 +2,7 @@
 //! returns the clients to wake.
 //!
 //! All operations behave as in torch's TCPStore server, with one exception. Here a wait ends only when
-//! its keys exist. Torch's server also ends it on a COMPARE_SET of the key that failed.
+//! its keys exist. Torch's server also ends a wait when a COMPARE_SET of an awaited key fails.
 
 #[cfg(test)]
 mod tests;
@@ -34,14 +34,15 @@ pub(crate) enum Refusal {
     TooManyWaits,
 }
 
-/// A key, and the value to store there when the client is gone, if the key is absent then.
+/// The last will of a client: the value to store under `key` when the client has ended, if the key is
+/// absent then.
 #[derive(Debug)]
 struct LastWillEntry {
     key: Box<[u8]>,
     value: Box<[u8]>,
 }
 
-/// The contents of one store and the waits for them.
+/// The contents of one store, and the waits of clients for keys, queue items and barriers.
 #[derive(Debug, Default)]
 pub(crate) struct State {
     values: Map<Box<[u8]>, Vec<u8>>,
@@ -66,7 +67,8 @@ impl State {
         self.values.get(key).map(Vec::as_slice)
     }
 
-    /// Returns the value after the operation; for a key that is absent and stays so, `expected`.
+    /// Stores `desired` if the value of `key` is `expected`, or if the key is absent and `expected` is
+    /// empty. Returns the value after the operation, or `expected` if the key stays absent.
     pub(crate) fn compare_set<'a>(
         &'a mut self,
         key: &[u8],
@@ -85,7 +87,8 @@ impl State {
         self.values.get(key).map_or(expected, Vec::as_slice)
     }
 
-    /// Adds to a number and returns the sum. The sum wraps around on overflow, as in torch.
+    /// Adds `delta` to the number under `key` and returns the sum. The sum wraps around on overflow,
+    /// as in torch.
     pub(crate) fn add(&mut self, key: &[u8], delta: i64, woken: &mut Woken) -> Result<i64, Refusal> {
         let old = match self.values.get(key) {
             None => 0,
@@ -155,7 +158,8 @@ impl State {
         self.waits.item_appeared(key, woken);
     }
 
-    /// Removes the first item of a queue; returns the number of items before that, and the item.
+    /// Removes the first item of a queue; returns the number of items before the removal, and the
+    /// item.
     pub(crate) fn queue_pop(&mut self, client: ClientId, key: &[u8]) -> (usize, Option<Box<[u8]>>) {
         self.clear_offer(client);
         let Some(queue) = self.queues.get_mut(key) else { return (0, None) };
@@ -167,7 +171,8 @@ impl State {
         (length, item)
     }
 
-    /// Forgets that the client was woken for an item: it has taken the item or does not want it.
+    /// Forgets that the client was woken for an item of a queue: it has taken the item or does not
+    /// want it.
     pub(crate) fn clear_offer(&mut self, client: ClientId) {
         self.waits.clear_offer(client);
     }
@@ -194,8 +199,8 @@ impl State {
         Ok(false)
     }
 
-    /// Cancels all waits of the client. If it was woken for an item and has not taken it, the next
-    /// waiting client is woken for that item.
+    /// Cancels all waits of the client. If the client was woken for an item of a queue and has not
+    /// taken it, the next waiting client is woken for that item.
     pub(crate) fn cancel(&mut self, client: ClientId, woken: &mut Woken) {
         if let Some(key) = self.waits.cancel(client)
             && self.queues.contains_key(&*key)
@@ -204,7 +209,8 @@ impl State {
         }
     }
 
-    /// Sets the value to store under `key` when the client is gone. An empty value removes the will.
+    /// Sets the last will of the client: the value to store under `key` when the client has ended. An
+    /// empty value removes the will.
     pub(crate) fn set_last_will(&mut self, client: ClientId, key: &[u8], value: &[u8]) {
         if value.is_empty() {
             self.last_wills.remove(&client);
@@ -213,13 +219,13 @@ impl State {
         }
     }
 
-    /// Handles the end of a client: cancels its waits and runs its last will.
+    /// Handles the end of a client: cancels its waits and stores the value of its last will.
     pub(crate) fn disconnect(&mut self, client: ClientId, woken: &mut Woken) {
         self.cancel(client, woken);
         self.run_last_will(client, woken);
     }
 
-    /// Stores the last will of the client, if it has one and the key is absent.
+    /// Stores the value of the client's last will, if the client has one and the key is absent.
     fn run_last_will(&mut self, client: ClientId, woken: &mut Woken) {
         if let Some(LastWillEntry { key, value }) = self.last_wills.remove(&client) {
             self.compare_set(&key, b"", &value, woken);
@@ -227,7 +233,7 @@ impl State {
     }
 
     /// Deletes all keys and queues that begin with none of `prefixes`; returns the number deleted.
-    /// Waits stay.
+    /// Waits for deleted keys continue.
     pub(crate) fn retain(&mut self, prefixes: &[&[u8]]) -> usize {
         let kept = |key: &[u8]| prefixes.iter().any(|prefix| key.starts_with(prefix));
         let before = self.values.len() + self.queues.len();

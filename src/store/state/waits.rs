@@ -1,4 +1,4 @@
-//! The registered waits, indexed by key, by barrier and by client.
+//! The waits of clients for keys, queue items and barriers, indexed by key, by barrier and by client.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ const MAX_AWAITED_BYTES: usize = MAX_REQUEST_BYTES;
 
 /// All unfinished waits. A wait is identified by a number, in order of arrival.
 ///
-/// Thanks to the index by key, ten thousand waits for one key end in one pass.
+/// With the index by key, one pass ends all waits for a key, even ten thousand.
 ///
 /// Invariants: every number in an index names an unfinished wait. `by_key` names only waits for keys,
 /// `by_barrier` only waits for barriers.
@@ -26,11 +26,12 @@ pub(super) struct Waits {
     by_key: Map<Arc<[u8]>, BTreeSet<u64>>,
     by_barrier: Map<Arc<[u8]>, BTreeSet<u64>>,
     by_client: Map<ClientId, ClientWaits>,
-    /// Clients that were woken for an item of this queue and have not taken it yet.
+    /// Clients that were woken for an item of a queue and have not taken it yet, with the key of the
+    /// queue.
     offered: Map<ClientId, Arc<[u8]>>,
 }
 
-/// One unfinished wait.
+/// One unfinished wait of a client.
 #[derive(Debug)]
 struct Wait {
     client: ClientId,
@@ -39,7 +40,7 @@ struct Wait {
 
 #[derive(Debug)]
 enum WaitTarget {
-    /// The keys that were missing at the start; `missing` of them still are.
+    /// The keys that were missing when the wait began; `missing` of them are still missing.
     Keys {
         keys: Vec<Arc<[u8]>>,
         missing: usize,
@@ -113,7 +114,7 @@ impl Waits {
         Ok(())
     }
 
-    /// Handles that `key` has got a value: ends the waits for it that miss no other key.
+    /// Handles that `key` has got a value: ends the waits for the key that miss no other key.
     pub(super) fn key_appeared(&mut self, key: &[u8], woken: &mut Woken) {
         if self.by_key.is_empty() {
             return;
@@ -128,7 +129,7 @@ impl Waits {
     }
 
     /// Handles that the queue `key` has got an item: ends the first wait that misses only this queue.
-    /// Waits before it that miss other keys as well count the queue as found.
+    /// Earlier waits that also miss other keys count the queue as found and continue.
     pub(super) fn item_appeared(&mut self, key: &[u8], woken: &mut Woken) {
         let Some((name, mut numbers)) = self.by_key.remove_entry(key) else { return };
         while let Some(number) = numbers.pop_first() {
@@ -150,7 +151,7 @@ impl Waits {
         }
     }
 
-    /// Forgets that the client was woken for an item.
+    /// Forgets that the client was woken for an item of a queue.
     pub(super) fn clear_offer(&mut self, client: ClientId) {
         if !self.offered.is_empty() {
             self.offered.remove(&client);
@@ -211,8 +212,8 @@ impl Waits {
     }
 }
 
-/// Adds `number` to the numbers of `key`. Returns the shared copy of the key, or `None` if the number
-/// was there already.
+/// Adds the wait `number` to those for `key` in `index`. Returns the shared copy of the key, or `None`
+/// if the wait was in the index already.
 fn insert(index: &mut Map<Arc<[u8]>, BTreeSet<u64>>, key: &[u8], number: u64) -> Option<Arc<[u8]>> {
     if let Some((shared_key, _)) = index.get_key_value(key) {
         let shared_key = Arc::clone(shared_key);

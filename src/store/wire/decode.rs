@@ -54,11 +54,12 @@ impl Decoder {
     /// Returns the request at the front of `bytes` and its length in bytes, or `None` if it is
     /// unfinished.
     ///
-    /// `bytes` must begin with the first byte of the request. After `None`, the caller passes these
-    /// bytes again, with the next ones appended.
+    /// `bytes` must begin with the first byte of the request. After `None`, the caller passes the same
+    /// bytes again, with newly received bytes appended.
     ///
     /// # Errors
-    /// [`Malformed`], as soon as the available bytes show it. Decoding cannot continue afterwards.
+    /// [`Malformed`], as soon as the available bytes break the protocol. Decoding cannot continue
+    /// afterwards.
     pub(crate) fn next<'a>(&mut self, bytes: &'a [u8]) -> Result<Option<(Request<'a>, usize)>, Malformed> {
         let Some(&first) = bytes.first() else { return Ok(None) };
         if !self.validated && first != Kind::Validate as u8 {
@@ -78,7 +79,8 @@ impl Decoder {
         Ok(Some((request, length)))
     }
 
-    /// Checks the fields that have not been checked. Returns true if the request is complete.
+    /// Checks the fields of the unfinished request that have not been checked before. Returns true if
+    /// the request is complete.
     fn scan(&mut self, kind: Kind, bytes: &[u8]) -> Result<bool, Malformed> {
         loop {
             let rest = &bytes[self.seen_bytes..];
@@ -140,10 +142,11 @@ fn field(kind: Kind, index: u64, counted: u64) -> Field {
     }
 }
 
-/// Returns the size of the blob at the front with its length word; `None` if that word is incomplete.
+/// Returns the size of the blob at the front of `rest`, its length word included; `None` if the length
+/// word is incomplete.
 ///
 /// # Errors
-/// The length, if it exceeds `limit`. The check does not need the bytes of the blob.
+/// The length of the blob, if it exceeds `limit`. The check does not need the bytes of the blob.
 fn blob_bytes(rest: &[u8], limit: usize) -> Result<Option<usize>, u64> {
     let Some(length) = rest.first_chunk::<WORD>() else { return Ok(None) };
     let length = u64::from_le_bytes(*length);
@@ -189,7 +192,7 @@ fn build(kind: Kind, mut rest: &[u8]) -> Result<Request<'_>, Malformed> {
     })
 }
 
-/// Returns the blobs after a count.
+/// Skips the count at the front of `rest` and returns the blobs after it.
 fn split_blobs<'a>(rest: &mut &'a [u8]) -> Blobs<'a> {
     let _count = split_u64(rest);
     Blobs { bytes: rest }

@@ -150,7 +150,8 @@ pub(crate) enum Request<'a> {
         world_size: i64,
     },
     /// Asks the server to store `value` under `key` when this connection closes, if the key is absent
-    /// then. A later will of the connection replaces this one; an empty value removes it. No reply.
+    /// then. A later will of the connection replaces this one; an empty value removes the will. The
+    /// server sends no reply.
     SetLastWill {
         key: &'a [u8],
         value: &'a [u8],

@@ -1,4 +1,4 @@
-//! Types of gradients.
+//! Element types of gradients.
 
 use std::ops::AddAssign;
 

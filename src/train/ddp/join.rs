@@ -4,7 +4,7 @@ use convoke_comm::ReduceOp;
 
 use super::{Ddp, Gradient, GradientState, TrainError};
 
-/// The agreement of the ranks for the next pass that is sent.
+/// What the ranks have agreed for the next sending pass.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct JoinState {
     /// Number of ranks that contribute gradients.
@@ -16,7 +16,7 @@ pub(super) struct JoinState {
 impl<T: Gradient> Ddp<T> {
     /// Moves all ranks to the next batch, even if some ranks have none left (uneven inputs).
     ///
-    /// All ranks call it once before each pass that is [sent](Ddp::pass). `batch` may stand for several
+    /// All ranks call `join` once before each pass that is [sent](Ddp::pass). `batch` may stand for several
     /// batches, if passes [without sending](Ddp::pass_no_sync) come first.
     ///
     /// Returns `None` as soon as no rank has a batch. Until then every rank runs each pass. A rank without a
@@ -52,7 +52,7 @@ impl<T: Gradient> Ddp<T> {
     /// [`DdpOptions::divide_by_world`]: crate::DdpOptions::divide_by_world
     pub fn join<B>(&mut self, batch: Option<B>) -> Result<Option<Option<B>>, TrainError> {
         let has_batch = batch.is_some();
-        // Gradients of earlier passes without sending count as well.
+        // A rank without a batch contributes too if earlier passes without sending have left it gradients.
         let gives = has_batch || self.states.contains(&GradientState::Own);
         let mut ranks = [u32::from(has_batch), u32::from(gives)];
         self.group.all_reduce(&mut ranks, ReduceOp::Sum)?;

@@ -60,11 +60,11 @@ pub struct Ddp<T: Gradient = f32> {
     options: DdpOptions,
 }
 
-/// The reason why memory of a bucket is missing: a pass that ends takes it back, and so does one that is
-/// dropped.
+/// The panic message for a bucket without memory. While the bucket's reduction runs, the memory belongs to
+/// the operation. A pass that is finished or dropped takes the memory back, a leaked pass does not.
 const LEAKED: &str = "a pass that was leaked (mem::forget) has never returned these gradients";
 
-/// Gradients that are reduced together.
+/// The gradients of some parameters, which one collective reduces together.
 #[derive(Debug)]
 struct Bucket<T: Element> {
     /// `None` while the bucket's operation is in flight. Ranks of one host reduce this memory without a copy.
@@ -81,7 +81,7 @@ pub(crate) enum GradientState {
     Average,
     /// The sum of this rank's gradients since the last average.
     Own,
-    /// The complete sum of this rank; this pass adds no more to it.
+    /// The complete sum of this rank's gradients, to which this pass adds nothing more.
     Ready,
 }
 
@@ -139,7 +139,7 @@ impl<T: Gradient> Ddp<T> {
     }
 
     /// Begins a backward pass. Its gradients are averaged over all ranks, together with the sums that [passes
-    /// without sending](Self::pass_no_sync) have left. All ranks of the group call it.
+    /// without sending](Self::pass_no_sync) have left. All ranks of the group call this function.
     pub fn pass(&mut self) -> Pass<'_, T> {
         Pass::new(self, true)
     }
@@ -147,7 +147,7 @@ impl<T: Gradient> Ddp<T> {
     /// Begins a backward pass that only accumulates gradients on this rank. Nothing is sent.
     ///
     /// The next pass that [is sent](Self::pass) averages everything added since the previous sent pass. The
-    /// sum is divided by the number of ranks only. To get a mean over passes, divide by their number.
+    /// sum is divided by the number of ranks only. To get a mean over passes, divide by the number of passes.
     #[doc(alias = "no_sync")]
     pub fn pass_no_sync(&mut self) -> Pass<'_, T> {
         Pass::new(self, false)
@@ -196,7 +196,7 @@ impl<T: Gradient> Ddp<T> {
         self.layout.len()
     }
 
-    /// The parameters of each bucket, in the order in which buckets are sent.
+    /// The indexes of the parameters in each bucket, in the order in which buckets are sent.
     #[must_use]
     pub fn buckets(&self) -> &[Vec<usize>] {
         self.layout.buckets()

@@ -15,7 +15,8 @@ pub struct DdpOptions {
 }
 
 impl Default for DdpOptions {
-    /// Buckets of 25 MiB, the first of 1 MiB, each sent when it is full. Every parameter needs a gradient.
+    /// Returns the default: buckets of 25 MiB, the first of 1 MiB, each sent when it is full. Every parameter
+    /// needs a gradient.
     fn default() -> Self {
         Self {
             bucket_bytes: 25 << 20,
@@ -60,9 +61,9 @@ impl DdpOptions {
         self
     }
 
-    /// Sets whether a bucket is sent as soon as it is full, while the program computes. Otherwise all buckets
-    /// are sent when the pass is finished. Overlap gains little if all cores compute and the ranks share one
-    /// host's memory.
+    /// Sets whether a bucket is sent as soon as it is full, while the program computes further gradients.
+    /// Otherwise all buckets are sent when the pass is finished. Overlap gains little if all cores compute
+    /// and the ranks share one host's memory.
     pub fn overlap(mut self, overlap: bool) -> Self {
         self.overlap = overlap;
         self

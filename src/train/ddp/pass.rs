@@ -7,14 +7,14 @@ use crate::bucket::Location;
 
 /// A backward pass: the program hands over gradients, and complete buckets are sent.
 ///
-/// Dropping a sending pass before it is [finished](Self::finish) aborts the group and gives that as the
-/// reason, because the other ranks wait for this pass. An error returned by `?` or a panic therefore leaves
-/// no rank waiting.
+/// Dropping a sending pass before it is [finished](Self::finish) aborts the group and names the dropped pass
+/// as the reason, because the other ranks wait for this pass. An error returned by `?` or a panic therefore
+/// leaves no rank waiting.
 #[derive(Debug)]
 #[must_use = "a pass that is not finished ends the group"]
 pub struct Pass<'a, T: Gradient> {
     ddp: &'a mut Ddp<T>,
-    /// True if the pass sends its buckets.
+    /// True if the pass sends its buckets; false if it only accumulates gradients on this rank.
     sync: bool,
     /// Number of buckets sent so far. All ranks send buckets in the same order.
     sent: usize,
@@ -26,7 +26,8 @@ impl<'a, T: Gradient> Pass<'a, T> {
         Self { ddp, sync, sent: 0, finished: false }
     }
 
-    /// Adds to the gradient of a parameter and calls [`Self::ready`]: this pass can add nothing more to it.
+    /// Adds `gradient` to the sum for `parameter` and calls [`Self::ready`]: this pass can add nothing more
+    /// to that sum.
     ///
     /// # Errors
     /// [`TrainError::InvalidArgument`] if there is no such parameter, if the lengths differ, or if a sending
@@ -49,7 +50,8 @@ impl<'a, T: Gradient> Pass<'a, T> {
         self.ready(parameter)
     }
 
-    /// Returns a parameter's gradient, to add to. It holds zeros, or the sum of passes without sending.
+    /// Returns the memory of a parameter's gradient, so that the program can add to it. The memory holds
+    /// zeros, or the sum of passes without sending.
     ///
     /// # Errors
     /// [`TrainError::InvalidArgument`] if there is no such parameter, or if it is ready.
@@ -80,8 +82,9 @@ impl<'a, T: Gradient> Pass<'a, T> {
         Ok((&mut buckets[bucket].memory.as_mut().expect(LEAKED)[range], state))
     }
 
-    /// Declares that this pass adds nothing more to the gradient of this parameter. Its bucket is sent once
-    /// it is complete and all earlier buckets are sent. Returns without waiting.
+    /// Declares that this pass adds nothing more to the gradient of this parameter. The parameter's bucket is
+    /// sent once all gradients in the bucket are ready and all earlier buckets are sent. Returns without
+    /// waiting.
     ///
     /// # Errors
     /// Returns the errors of [`Self::add`].
@@ -97,7 +100,8 @@ impl<'a, T: Gradient> Pass<'a, T> {
         Ok(())
     }
 
-    /// Sends the remaining buckets and waits for all averages. A pass without sending only ends.
+    /// Sends the remaining buckets and waits for all averages. A pass without sending sends nothing and does
+    /// not wait.
     ///
     /// # Errors
     /// [`TrainError::Unused`] if parameters have no gradient; this aborts the group. It is not an error if
@@ -157,7 +161,8 @@ impl<'a, T: Gradient> Pass<'a, T> {
             let work = match group.nonblocking().all_reduce(memory, reduction) {
                 Ok(work) => work,
                 Err(error) => {
-                    // The operation has not returned its memory, and the program may go on with the pass.
+                    // The operation has kept the bucket's memory. The program may continue with the pass, so
+                    // the bucket gets new memory.
                     bucket.memory = Some(vec![T::ZERO; layout.bucket_len(self.sent)].into());
                     return Err(error.into());
                 }

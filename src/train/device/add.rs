@@ -10,7 +10,8 @@ use convoke_comm::device::cudarc::nvrtc::Ptx;
 
 use super::Gradient;
 
-/// Threads per block, and the maximum number of blocks. Each thread adds several elements in a larger vector.
+/// Threads per block, and the maximum number of blocks. In a vector with more elements than threads, each
+/// thread adds several.
 const THREADS: usize = 256;
 const BLOCKS: usize = 4096;
 
@@ -44,7 +45,7 @@ impl Adder {
         let mut launch = stream.launch_builder(&self.0);
         launch.arg(&into).arg(&from).arg(&elements);
         // SAFETY: these are the kernel's arguments. Both buffers have `elements` elements of the kernel's
-        // type. Their guards make other streams wait for the kernel.
+        // type. The guards of both buffers make other CUDA streams wait for the kernel.
         unsafe { launch.launch(shape) }.map(drop)
     }
 }

@@ -22,24 +22,24 @@ pub use pass::DevicePass;
 /// device](Group::with_device).
 ///
 /// In a [pass](Self::pass) the program hands over each gradient as soon as its computation is enqueued on a
-/// stream. A complete bucket is averaged on a separate stream, after the work that computes it. Streams wait
-/// for each other by events; the host does not wait. [`DevicePass::finish`] returns when everything is
-/// enqueued. Work that the computing stream gets later sees the averages.
+/// CUDA stream. A complete bucket is averaged on a separate CUDA stream, after the work that computes it.
+/// CUDA streams wait for each other by CUDA events; the host does not wait. [`DevicePass::finish`] returns
+/// when everything is enqueued. Work that is enqueued later on the computing stream sees the averages.
 ///
-/// The next call of the pass or of the group reports errors of enqueued operations.
+/// Errors of enqueued operations are returned by the next method called on the pass or on the group.
 pub struct DeviceDdp<T: Gradient + DeviceRepr + ValidAsZeroBits = f32> {
     group: Group,
     layout: Layout,
     buckets: Vec<Bucket<T>>,
     states: Vec<GradientState>,
-    /// The stream on which the group's operations run.
+    /// The CUDA stream on which the group's operations run.
     stream: Arc<CudaStream>,
-    /// Loaded when it is first needed.
+    /// The kernel that adds gradients, loaded when it is first needed.
     adder: Option<Adder>,
     options: DdpOptions,
 }
 
-/// Gradients that are reduced together.
+/// The gradients of some parameters, which one collective reduces together.
 struct Bucket<T> {
     memory: CudaSlice<T>,
     /// Number of parameters whose gradients are not ready in this pass.
@@ -82,7 +82,8 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
             Ok(Bucket { memory, missing: parameters.len(), work: None })
         });
         let buckets = buckets.collect::<Result<_, CommError>>()?;
-        // One synchronization is needed, because the context may have automatic ordering of streams disabled.
+        // One synchronization is needed, because the CUDA context may have cudarc's automatic ordering of
+        // streams disabled.
         stream.synchronize().map_err(device("a stream failed"))?;
         Ok(Self {
             group: group.clone(),
@@ -95,8 +96,8 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
         })
     }
 
-    /// Begins a backward pass whose gradients are computed on the stream `compute`. All ranks of the group
-    /// call it.
+    /// Begins a backward pass whose gradients are computed on the CUDA stream `compute`. All ranks of the
+    /// group call this function.
     pub fn pass<'a>(&'a mut self, compute: &'a Arc<CudaStream>) -> DevicePass<'a, T> {
         DevicePass::new(self, compute, true)
     }
@@ -107,7 +108,8 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
         DevicePass::new(self, compute, false)
     }
 
-    /// The average of a parameter's gradient over all ranks, for work that streams get after a finished pass.
+    /// The average of a parameter's gradient over all ranks, for work that is enqueued on CUDA streams after
+    /// a finished pass.
     ///
     /// # Panics
     /// If there is no such parameter.
@@ -137,7 +139,7 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
         self.layout.len()
     }
 
-    /// The parameters of each bucket, in the order in which buckets are sent.
+    /// The indexes of the parameters in each bucket, in the order in which buckets are sent.
     #[must_use]
     pub fn buckets(&self) -> &[Vec<usize>] {
         self.layout.buckets()

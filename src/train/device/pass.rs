@@ -13,13 +13,13 @@ use crate::ddp::MAX_NAMES;
 
 /// A backward pass on a device: the program hands over gradients, and complete buckets are sent.
 ///
-/// Dropping a sending pass before it is [finished](Self::finish) aborts the group and gives that as the
-/// reason, because the other ranks wait for this pass.
+/// Dropping a sending pass before it is [finished](Self::finish) aborts the group and names the dropped pass
+/// as the reason, because the other ranks wait for this pass.
 #[must_use = "a pass that is not finished ends the group"]
 pub struct DevicePass<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> {
     ddp: &'a mut DeviceDdp<T>,
     compute: &'a Arc<CudaStream>,
-    /// True if the pass sends its buckets.
+    /// True if the pass sends its buckets; false if it only accumulates gradients on this rank.
     sync: bool,
     /// Number of buckets sent so far. All ranks send buckets in the same order.
     sent: usize,
@@ -31,8 +31,8 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
         Self { ddp, compute, sync, sent: 0, finished: false }
     }
 
-    /// Enqueues the addition to a parameter's gradient on the computing stream and calls [`Self::ready`]. If
-    /// the gradient is still empty, it enqueues a copy instead.
+    /// Enqueues, on the computing CUDA stream, the addition of `gradient` to the sum for `parameter`, and
+    /// calls [`Self::ready`]. If there is no sum yet, it enqueues a copy instead.
     ///
     /// # Errors
     /// [`TrainError::InvalidArgument`] if there is no such parameter, if the lengths differ, if it is ready,
@@ -67,8 +67,8 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
         self.ready(parameter)
     }
 
-    /// Returns the memory of a parameter's gradient, for kernels of the computing stream to write or add to.
-    /// It holds zeros, or the sum of passes without sending.
+    /// Returns the memory of a parameter's gradient, for kernels on the computing stream to write or add to.
+    /// The memory holds zeros, or the sum of passes without sending.
     ///
     /// # Errors
     /// [`TrainError::InvalidArgument`] if there is no such parameter, or if it is ready.
@@ -85,7 +85,8 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
     }
 
     /// Declares that the computing stream has no further work for the gradient of this parameter in this
-    /// pass. Its bucket is enqueued once it is complete and all earlier buckets are enqueued.
+    /// pass. The averaging of the parameter's bucket is enqueued once all gradients in the bucket are ready
+    /// and all earlier buckets are enqueued.
     ///
     /// # Errors
     /// [`TrainError::InvalidArgument`] if there is no such parameter, or if it is ready. Otherwise the error
@@ -103,7 +104,7 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
     }
 
     /// Enqueues the remaining buckets and makes the computing stream wait for all averages. The host does not
-    /// wait. A pass without sending only ends.
+    /// wait. A pass without sending enqueues nothing.
     ///
     /// # Errors
     /// [`TrainError::Unused`] if parameters have no gradient; this aborts the group. Otherwise the error that
@@ -123,7 +124,8 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
         Ok(())
     }
 
-    /// Returns an error if there is no such parameter, or if it is ready.
+    /// Returns an error if there is no such parameter, if the parameter is ready, or if the computing stream
+    /// belongs to another CUDA context.
     fn check(&self, parameter: usize) -> Result<(), TrainError> {
         self.check_context("the computing stream", self.compute)?;
         let layout = &self.ddp.layout;
