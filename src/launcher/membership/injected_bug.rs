@@ -1,21 +1,23 @@
-//! Bugs that the simulation must find. Only its tests can enable one. Pure.
+//! Deliberate bugs of the membership protocol, which the simulation test must detect. Only tests can enable
+//! one. Pure.
 
-/// One bug for each forbidden behaviour.
+/// A deliberate bug: one for each behaviour that the simulation test must detect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Bug {
-    /// A round begins while others still stop the workers of the last one.
+    /// A round starts while some nodes are still stopping their workers of the previous round.
     StartsTooEarly,
-    /// The rank of a lost node stays unassigned.
+    /// The rank of a lost node stays unassigned in the next round.
     LeavesRankGaps,
-    /// A node reports that its workers have stopped when they have only been told to.
+    /// A node reports that its workers have stopped although it has only asked them to stop.
     KeepsOldWorkers,
-    /// A node that receives no answers lets its workers run.
+    /// A node that receives no answers from the coordinator lets its workers continue.
     RunsWhilePartitioned,
-    /// The coordinator waits for a node that is lost while it stops its workers.
+    /// The coordinator waits for the workers of a node that was lost while it was stopping them.
     WaitsForLostNode,
-    /// The coordinator treats a member that reconnects as a new one.
+    /// The coordinator treats a member that reconnects as a new member.
     RestartsOnReconnect,
-    /// A coordinator that reaches neither the registry nor half of its round answers members nevertheless.
+    /// A coordinator that reaches neither the registry nor half of the nodes of its round answers members
+    /// nevertheless.
     AnswersWithoutQuorum,
 }
 

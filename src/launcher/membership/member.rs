@@ -1,9 +1,11 @@
-//! One node's side of the membership: its status, its orders, and its right to have workers. Pure.
+//! One node's part of the membership protocol: the statuses that it sends, the orders that it receives, and
+//! its right to have workers. Pure.
 //!
-//! Its right to have workers is a lease. The coordinator evicts a member that it has not heard for the
-//! heartbeat timeout, and starts a round without it. A member that gets no answer for slightly less than that
-//! ([`lease`]) has stopped its workers before. Each side measures with its own clock from an event that both
-//! know, so the clocks need not agree.
+//! The right to have workers is a lease. The coordinator evicts a member from which no status arrives for the
+//! heartbeat timeout, and starts a round without it. The member's lease ([`lease`]) is slightly shorter, so
+//! that a member without answers has stopped its workers by then. Each side measures with its own clock from
+//! the last answered status: the member from sending it, the coordinator from receiving it. So the clocks
+//! need not agree.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -14,15 +16,15 @@ use super::messages::{
     Assignment, JobResult, JoinStatus, Order, OrderMessage, Phase, Refusal, RestartCause, Status,
 };
 
-/// Returns how long a member may have workers after its last answered status, given its heartbeat timeout.
+/// Returns how long a member may have workers after it sent its last answered status.
 fn lease(heartbeat_timeout: Duration) -> Duration {
     heartbeat_timeout * 4 / 5
 }
 
-/// Number of statuses whose send times are remembered.
+/// Maximum number of unanswered statuses whose send times a member remembers.
 const MAX_UNANSWERED_STATUSES: usize = 64;
 
-/// Command to the node.
+/// Instruction that follows from an order, for the node's agent to carry out.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Command {
     Wait(JoinStatus),
@@ -37,26 +39,27 @@ pub(crate) enum Command {
 pub(crate) struct Member {
     /// Heartbeat timeout of this member.
     heartbeat_timeout: Duration,
-    /// True if this process runs the coordinator and another one may replace that coordinator.
+    /// True if this process runs the coordinator and a coordinator on another node may replace it.
     is_coordinator: bool,
     phase: Phase,
     seq: u64,
     last_order: (u64, u64),
     last_probe: u64,
-    /// Number of the latest round that the member was told is over.
+    /// Number of the latest round that the coordinator told the member to stop.
     last_ended_round: u64,
-    /// Sequence numbers and send times of the last statuses.
+    /// Sequence numbers and send times of the latest unanswered statuses, oldest first.
     sent: VecDeque<(u64, Duration)>,
-    /// Latest answered status. `answered` is the time at which it was sent.
+    /// Sequence number of the latest answered status. `answered` is the time at which that status was sent.
     answered_seq: u64,
     answered: Option<Duration>,
-    /// True if the member is stopping its workers because it receives no answers.
+    /// True if the member is stopping its workers because it receives no answers from the coordinator.
     partitioned: bool,
     pub(super) injected_bug: InjectedBug,
 }
 
 impl Member {
-    /// Returns a member in `phase`. `heartbeat_timeout` applies until a round sets another one.
+    /// Returns a member in `phase`. `heartbeat_timeout` applies until an order to run a round sets another
+    /// timeout.
     pub(crate) fn new(phase: Phase, heartbeat_timeout: Duration) -> Self {
         Self {
             heartbeat_timeout,
@@ -78,28 +81,30 @@ impl Member {
         &self.phase
     }
 
-    /// Changes the state of this node. The caller sends the new status at once.
+    /// Changes the phase of this member. The caller sends the new status at once.
     pub(crate) fn enter(&mut self, phase: Phase) {
         self.phase = phase;
         if let Phase::Ready { after, .. } = &mut self.phase {
-            // Other nodes may have been in later rounds than this node.
+            // The coordinator may have ended rounds later than the last round of this node.
             *after = self.last_ended_round.max(*after);
         }
         self.partitioned = false;
     }
 
-    /// Sets whether this process runs a coordinator that another one may replace.
+    /// Sets whether this process runs a coordinator that a coordinator on another node may replace.
     pub(crate) fn set_coordinator(&mut self, is_coordinator: bool) {
         self.is_coordinator = is_coordinator;
     }
 
-    /// Returns the interval of its statuses if most nodes use `heartbeat_interval`.
-    /// A member with a shorter lease sends more often.
+    /// Returns the interval at which this member sends its status. Most members send every
+    /// `heartbeat_interval`. The node of a replaceable coordinator has a shorter lease and sends twice as
+    /// often.
     pub(crate) fn heartbeat_interval(&self, heartbeat_interval: Duration) -> Duration {
         if self.is_coordinator { heartbeat_interval / 2 } else { heartbeat_interval }
     }
 
-    /// Returns the lease: the time after the last answered status at which the right to have workers ends.
+    /// Returns the lease: the time after the last answered status was sent at which the right to have workers
+    /// ends.
     pub(crate) fn lease(&self) -> Duration {
         if self.is_coordinator {
             leader_node_lease(self.heartbeat_timeout)
@@ -113,14 +118,14 @@ impl Member {
         self.partitioned = true;
     }
 
-    /// Notes that the coordinator has evicted this node, and that it rejoins as another agent.
+    /// Notes that the coordinator has evicted this node, and that the node rejoins under a new agent id.
     pub(crate) fn rejoin(&mut self) {
         self.partitioned = true;
         self.last_order.1 = 0;
         self.sent.clear();
     }
 
-    /// Forgets the coordinator, which belonged to another job.
+    /// Forgets the order and the answers of a coordinator that belonged to another job.
     pub(crate) fn forget_coordinator(&mut self) {
         (self.last_order, self.last_probe) = ((0, 0), 0);
         self.sent.clear();
@@ -137,11 +142,11 @@ impl Member {
         Status { seq: self.seq, phase, last_order: self.last_order, last_probe: self.last_probe, answered }
     }
 
-    /// Processes a message of the coordinator. Returns a command, if any, and whether the caller must send
-    /// the status at once.
+    /// Processes a message of the coordinator. Returns a command for the node, if any, and whether the caller
+    /// must send the next status at once.
     pub(crate) fn receive(&mut self, message: OrderMessage) -> (Option<Command>, bool) {
         if message.term < self.last_order.0 {
-            // The sender is a coordinator that has been replaced.
+            // The message is from a coordinator that another coordinator has replaced.
             return (None, false);
         }
         while let Some(&(seq, at)) = self.sent.front()
@@ -194,12 +199,13 @@ impl Member {
         }
     }
 
-    /// Returns the send time of the latest answered status.
+    /// Returns the send time of the latest answered status, or `None` if none has been answered.
     pub(crate) fn answered(&self) -> Option<Duration> {
         self.answered
     }
 
-    /// Returns the time at which its right to have workers ends unless a status is answered before.
+    /// Returns the time at which the member's right to have workers ends unless a status is answered before.
+    /// `None` if no status has been answered, or if the lease has already ended.
     pub(crate) fn lease_end(&self) -> Option<Duration> {
         (!self.injected_bug.is(Bug::RunsWhilePartitioned) && !self.partitioned)
             .then_some(self.answered? + self.lease())

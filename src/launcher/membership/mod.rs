@@ -1,16 +1,15 @@
-//! Membership of an elastic job: which nodes form a round, their ranks, when all restart, and how the job
-//! ends. Pure.
+//! Membership of an elastic job: decides which nodes form a rendezvous round, their ranks, when all nodes
+//! restart, and how the job ends. Pure.
 //!
-//! Each agent is a [`Member`]; one [`Coordinator`] decides for all of them. They do not hold a dialogue but
-//! replicate two registers.
-//! A member repeats its [`Status`], the coordinator repeats its latest [`Order`], and the higher number
-//! counts.
-//! A lost, late or duplicate message or a broken connection therefore loses no information.
+//! Each agent is a [`Member`]; one [`Coordinator`] decides for all members. They exchange no requests and
+//! replies, but replicate two registers. A member repeats its latest [`Status`], the coordinator repeats its
+//! latest [`Order`], and a value with a higher sequence number replaces one with a lower. A lost, late or
+//! duplicate message or a broken connection therefore loses no information.
 //!
 //! ```text
-//!            Forming ── enough members are ready ──► Starting ── written down ──► Live
+//!            Forming ── enough members are ready ──► Starting ─ record written ─► Live
 //!               ▲                                                                 │
-//!               └── a worker failed, a node is lost, or another one has come ─────┤
+//!               └── a worker failed, a node was lost or stopped, a node joined ───┤
 //!                                                                                 ▼
 //!                                            all have succeeded, or a failure is final: Finished
 //! ```

@@ -1,24 +1,24 @@
-//! Rank assignment. Pure.
+//! Assignment of group ranks to nodes and of ranks to workers. Pure.
 
 use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashMap};
 
 use super::messages::AgentId;
 
-/// Ranks of a node: rank of its first worker, number of workers of all nodes, then both values counted within
-/// its role.
+/// Worker ranks of a node: rank of its first worker, number of workers of all nodes, then the same two
+/// numbers counted only among the workers of the node's role.
 pub(crate) type Ranks = (usize, usize, usize, usize);
 
-/// Returns the ranks of all nodes, each given by its role and number of workers. A node gets as many
-/// consecutive ranks as it has workers, in the order of the nodes. O(n).
+/// Returns the worker ranks of all nodes. `nodes` holds the role and the number of workers of each. A node
+/// gets as many consecutive ranks as it has workers, in the order of the nodes. O(n).
 pub(crate) fn assign<'a>(nodes: impl Iterator<Item = (&'a str, usize)>) -> Vec<Ranks> {
     let (mut base_rank, mut role_sizes) = (0_usize, HashMap::<&str, usize>::new());
     let bases: Vec<_> = nodes
         .map(|(role, workers)| {
             let role_size = role_sizes.entry(role).or_default();
             let bases = (role, base_rank, *role_size);
-            // The numbers come from the network and may be arbitrary. A saturated sum is too large for any
-            // job.
+            // The numbers of workers come from the network and may be arbitrarily large. A saturated sum is
+            // too large for any job.
             base_rank = base_rank.saturating_add(workers);
             *role_size = role_size.saturating_add(workers);
             bases
@@ -28,21 +28,22 @@ pub(crate) fn assign<'a>(nodes: impl Iterator<Item = (&'a str, usize)>) -> Vec<R
     bases.into_iter().map(|(role, base, role_base)| (base, world_size, role_base, role_sizes[role])).collect()
 }
 
-/// A node that will be in the next round.
+/// A node that is ready for the next round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Candidate<'a> {
     pub(super) agent: AgentId,
     pub(super) host: &'a str,
     pub(super) pid: u32,
-    /// Its rank in the previous round, if it was in it.
+    /// Group rank of the node in the previous round, if it took part in that round.
     pub(super) previous_rank: Option<usize>,
 }
 
-/// Returns the `candidates` that take part, at most `max`, in the order of their ranks.
+/// Selects at most `max` of the `candidates` for the next round. Returns them in the order of their new group
+/// ranks.
 ///
-/// A node keeps its rank. Only nodes whose ranks exceed the new size move, to the lowest free ranks.
-/// The remaining ranks are filled by host name, with numbers in it compared as numbers, then by pid.
-/// Nodes of the previous round have precedence over new ones. O(n log n).
+/// A node of the previous round keeps its rank if the new round is large enough, and otherwise gets the
+/// lowest free rank. New nodes get the remaining ranks by host name, with numbers in it compared as numbers,
+/// then by pid. Nodes of the previous round are selected before new ones. O(n log n).
 pub(super) fn assign_node_ranks(mut candidates: Vec<Candidate<'_>>, max: usize) -> Vec<AgentId> {
     candidates.sort_by(|a, b| {
         let old = |candidate: &Candidate<'_>| candidate.previous_rank.unwrap_or(usize::MAX);
@@ -59,7 +60,8 @@ pub(super) fn assign_node_ranks(mut candidates: Vec<Candidate<'_>>, max: usize) 
     let mut rest = Vec::new();
     for candidate in &candidates {
         match keeps(candidate) {
-            // Two candidates cannot have one rank. If they had, the second would get a free one.
+            // Two candidates cannot have the same previous rank. If they had, the second would get a free
+            // rank.
             Some(rank) if !assigned.contains_key(&rank) => drop(assigned.insert(rank, candidate.agent)),
             _ => rest.push(candidate.agent),
         }
@@ -69,7 +71,7 @@ pub(super) fn assign_node_ranks(mut candidates: Vec<Candidate<'_>>, max: usize) 
     assigned.into_values().collect()
 }
 
-/// Compares texts; numbers in them as numbers, so that h2 comes before h10.
+/// Compares two host names. Numbers in them are compared as numbers, so that h2 stands before h10.
 pub(super) fn natural_order(a: &str, b: &str) -> Ordering {
     let (mut left, mut right) = (a, b);
     while let (Some(x), Some(y)) = (left.chars().next(), right.chars().next()) {

@@ -1,4 +1,5 @@
-//! The record of a job, written before anybody acts on it, so that another coordinator can continue. Pure.
+//! The record of a job. A coordinator with a registry (etcd or a shared file) writes it before it sends the
+//! orders that depend on it, so that another coordinator can continue the job. Pure.
 
 use std::collections::HashMap;
 
@@ -6,10 +7,10 @@ use serde::{Deserialize, Serialize};
 
 use super::messages::{AgentId, JobResult, Profile};
 
-/// State of the latest round, and the outcome of the job.
+/// State of the latest rendezvous round, and the outcome of the job.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
-    /// Version of this format.
+    /// Version of the format of the record.
     pub(crate) version: u32,
     /// Number of the latest round; 0 before the first.
     pub(crate) round: u64,
@@ -17,18 +18,19 @@ pub(crate) struct Record {
     /// Nodes of the round, by group rank.
     #[serde(rename = "seats")]
     pub(crate) nodes: Vec<RoundNode>,
-    /// Group ranks of nodes that a signal has stopped and that have no workers any more, and the signal.
+    /// Nodes that a signal has stopped and whose workers have ended: group rank and signal number of each.
     pub(crate) left: Vec<(usize, i32)>,
-    /// Addresses of the store of the workers.
+    /// Addresses of the key-value store that the workers of the round use.
     pub(crate) store: Vec<String>,
-    /// Restarts used up by failures, if they are counted for the whole job.
+    /// Number of restarts that failures have caused. It matters only if all nodes share one restart limit
+    /// (`restart_budget=job`).
     pub(crate) failures: u32,
     /// Outcome of the job, if it has ended.
     #[serde(rename = "ending")]
     pub(crate) result: Option<JobResult>,
 }
 
-/// A node of a round.
+/// A node of a rendezvous round.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct RoundNode {
     pub(crate) agent: AgentId,
@@ -45,7 +47,7 @@ impl Record {
         hosts.into_values().max().unwrap_or_default()
     }
 
-    /// Current version of the format.
+    /// Current version of the format of the record.
     pub(crate) const VERSION: u32 = 1;
 
     /// Returns the record of a job that has had no round.

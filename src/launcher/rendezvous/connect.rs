@@ -1,4 +1,4 @@
-//! The connection to node 0's store, and diagnosis of a failed one.
+//! Connects a node to the key-value store of node 0, and diagnoses why a connection fails.
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, ToSocketAddrs, UdpSocket};
@@ -11,8 +11,8 @@ use crate::formatting;
 use crate::messages::{Progress, print_message};
 use crate::report::full_host_name;
 
-/// Connects to node 0's store and explains delays meanwhile. `is_node_0` is true if this node serves the
-/// store.
+/// Connects to the key-value store of node 0, and prints why it has to wait. `is_node_0` is true if this node
+/// serves the store.
 ///
 /// # Errors
 /// [`RendezvousError::Unreachable`] after `deadline`, with what to try.
@@ -65,7 +65,8 @@ struct AddressDiagnosis {
     advice: String,
 }
 
-/// Returns a diagnosis for node 0 if `host` is an address of another host.
+/// Returns a diagnosis for node 0 if `host` is an address of another host, or of an interface that is down.
+/// `None` if `host` is an address of this host or does not resolve.
 fn diagnose_address(host: &str) -> Option<AddressDiagnosis> {
     let resolved: Vec<IpAddr> =
         (host.trim_matches(['[', ']']), 0).to_socket_addrs().ok()?.map(|a| a.ip()).collect();
@@ -98,24 +99,24 @@ fn diagnose_address(host: &str) -> Option<AddressDiagnosis> {
     })
 }
 
-/// Checks that this host has a route to `host`, if that is one of its own addresses. This queries the routing
-/// table and sends nothing.
+/// Checks that this host has a route to `host`, if `host` is one of this host's own addresses. This queries
+/// the routing table and sends nothing.
 pub(super) fn route_to_self(host: &str) -> io::Result<()> {
     let ip = host.trim_matches(['[', ']']).parse::<IpAddr>().ok();
     let Some(ip) = ip.filter(|ip| interfaces::addresses().any(|(own, _)| own == *ip)) else { return Ok(()) };
     let any: IpAddr = if ip.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-    // Any port is suitable.
+    // Connecting a UDP socket only looks up the route, so any port number is suitable.
     UdpSocket::bind((any, 0))?.connect((ip, 9))
 }
 
-/// Returns true if the kernel had no route to the address.
+/// Returns true if the connection error `last` says that the kernel had no route to the address.
 fn has_no_route(last: &str) -> bool {
     ["Network is unreachable", "No route to host", "Network is down", "Cannot assign requested address"]
         .iter()
         .any(|text| last.contains(text))
 }
 
-/// Returns advice for this kind of failure.
+/// Returns advice for the user on the connection error `last`.
 fn advice(last: &str, host: &str, port: u16) -> String {
     if last.contains("look up") {
         format!("is {host} spelt right? an address does as well")
@@ -128,7 +129,8 @@ fn advice(last: &str, host: &str, port: u16) -> String {
     }
 }
 
-/// Removes the address from the start of a socket error. The message contains the address already.
+/// Removes `address` from the start of the socket error `last`, because the printed message already contains
+/// the address.
 fn strip_address<'a>(address: &str, last: &'a str) -> &'a str {
     last.strip_prefix(address).and_then(|rest| rest.strip_prefix(": ")).unwrap_or(last)
 }

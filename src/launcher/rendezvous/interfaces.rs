@@ -1,13 +1,15 @@
-//! The addresses of this host.
+//! Addresses of this host's network interfaces, and the state of its loopback interface.
 
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 
 use nix::ifaddrs::getifaddrs;
 use nix::net::if_::InterfaceFlags;
 
-/// Returns true if the loopback interface is down. No process of this host can then reach another one by TCP.
+/// Returns true if the loopback interface is down. Processes of this host then cannot reach each other by
+/// TCP.
 pub(super) fn loopback_is_down() -> bool {
-    // Asking for all interfaces takes longer than the start of a worker.
+    // The list of all interfaces takes longer to read than a worker takes to start, so the route is checked
+    // first.
     if loopback_has_route() {
         return false;
     }
@@ -19,7 +21,8 @@ pub(super) fn loopback_is_down() -> bool {
     loopbacks.peek().is_some() && !loopbacks.any(|one| one.flags.contains(InterfaceFlags::IFF_UP))
 }
 
-/// Returns true if this host sends to 127.0.0.1 over the loopback interface. Sends nothing.
+/// Returns true if this host has a route to 127.0.0.1 over the loopback interface. This check sends no
+/// packet.
 fn loopback_has_route() -> bool {
     let loopback = IpAddr::from(Ipv4Addr::LOCALHOST);
     let routed = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|socket| {
@@ -30,7 +33,7 @@ fn loopback_has_route() -> bool {
 }
 
 /// Returns the addresses of this host's interfaces, and whether each interface is up. The result is empty if
-/// the system does not provide them.
+/// the system does not provide the addresses.
 pub(super) fn addresses() -> impl Iterator<Item = (IpAddr, bool)> {
     getifaddrs().into_iter().flatten().filter_map(|interface| {
         let address = interface.address?;

@@ -30,24 +30,25 @@ pub(crate) use termination::{JobOutcome, OutcomeKind, RemoteEvent, TerminationCh
 pub(crate) struct Assignment {
     /// Number of the round; only elastic jobs have more than one.
     pub(crate) round: u64,
-    /// Rank of this node.
+    /// Group rank of this node.
     pub(crate) group_rank: usize,
     /// Number of nodes.
     pub(crate) group_world_size: usize,
     /// Rank of this node's first worker. `world_size` is the number of workers of all nodes.
     pub(crate) base_rank: usize,
     pub(crate) world_size: usize,
-    /// Rank of the first worker, and number of workers, counted within this node's role.
+    /// Rank of this node's first worker among the workers of the node's role. `role_world_size` is the number
+    /// of workers of that role on all nodes.
     pub(crate) base_role_rank: usize,
     pub(crate) role_world_size: usize,
-    /// Address of the store of the workers.
+    /// Address and port of the workers' key-value store (MASTER_ADDR, MASTER_PORT).
     pub(crate) master_addr: String,
     pub(crate) master_port: u16,
-    /// True if an agent serves that store.
+    /// True if an agent serves the workers' key-value store, false if worker rank 0 serves it.
     pub(crate) use_agent_store: bool,
-    /// `None` if node 0 runs another launcher, which has no generations.
+    /// Unique id of the round. `None` if node 0 runs another launcher, which has no generations.
     pub(crate) generation: Option<Generation>,
-    /// Restarts used up, if they are counted for all nodes together.
+    /// Number of restarts that the job has used up. `None` if each node counts its own restarts.
     pub(crate) restarts: Option<u32>,
 }
 
@@ -119,8 +120,8 @@ const NO_LOOPBACK: &str = "the loopback interface is down, so processes of this 
 const RAISE_LOOPBACK: &str =
     "ip link set lo up, as root; in a container or network namespace, whoever made that should";
 
-/// Warns if the workers of a single node cannot reach `host`, the address of their store. They may not need
-/// the store.
+/// Prints a warning if the workers of a single node cannot reach `host`, the address of their key-value
+/// store. It is no error because the workers may not use the store.
 fn warn_if_own_address_unreachable(host: &str) {
     if let Err(error) = connect::route_to_self(host) {
         print_message(&format!(
@@ -130,8 +131,9 @@ fn warn_if_own_address_unreachable(host: &str) {
     }
 }
 
-/// Warns, or fails if `is_needed`, when processes of this host cannot reach each other. The workers of a
-/// single node may not need that.
+/// Checks that processes of this host can reach each other by the loopback interface. If they cannot, it
+/// returns an error if `is_needed`, and otherwise prints a warning: workers of a single node may not need the
+/// interface.
 fn check_loopback(is_needed: bool) -> Result<(), RendezvousError> {
     match (interfaces::loopback_is_down(), is_needed) {
         (true, true) => Err(RendezvousError::NoLoopback),
@@ -144,7 +146,7 @@ fn check_loopback(is_needed: bool) -> Result<(), RendezvousError> {
 }
 
 impl RendezvousError {
-    /// Returns true if the other nodes did not come. Returns false if they came and something is wrong.
+    /// Returns true if the error is that other nodes did not join in time. Returns false for any other error.
     pub(crate) fn is_join_timeout(&self) -> bool {
         match self {
             Self::MissingNodes { .. }
@@ -169,7 +171,7 @@ impl RendezvousError {
     }
 }
 
-/// Returns advice for a host that cannot listen, if the cause is clear enough.
+/// Returns advice for the user if this host cannot listen for a known reason, and otherwise an empty string.
 fn serve_advice(error: &ServeError) -> &'static str {
     match error {
         ServeError::Listen { source, .. } => match source.kind() {
@@ -189,30 +191,33 @@ fn nodes(ranks: &[usize]) -> String {
     format!("node{} {}{more}", if ranks.len() == 1 { "" } else { "s" }, list.join(", "))
 }
 
-/// Result of the wait for the other nodes.
+/// Result of the wait until the other nodes have succeeded as well.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum BarrierResult {
     /// All nodes have succeeded.
     Passed,
     /// It is unknown whether all nodes have succeeded. The text is a warning.
     Unknown(String),
-    /// The [`TerminationChannel`] has an event, which takes precedence.
+    /// The wait has ended early: the [`TerminationChannel`] delivers an event that decides how the job
+    /// continues or ends.
     Interrupted,
 }
 
-/// A kind of rendezvous. Calls may block, but have their own deadlines.
+/// A kind of rendezvous (standalone, static or elastic). Its methods may block, but return once a deadline of
+/// their own passes or waiting is useless.
 pub(crate) trait Rendezvous: Send + std::fmt::Debug {
-    /// Waits for the other nodes and returns this node's assignment for the round.
+    /// Waits for the other nodes and returns this node's assignment for the next round. `restarts` is the
+    /// number of restarts that this node has used up.
     fn join(&mut self, restarts: u32) -> Result<Assignment, RendezvousError>;
 
-    /// Waits until all nodes have succeeded, or until waiting is useless.
+    /// Waits until all nodes have succeeded, or until that can no longer happen in this round.
     fn barrier(&mut self) -> BarrierResult;
 
     /// Notes that the workers have ended and that none will be started again.
     fn close(&mut self) {}
 
-    /// Returns true if a call may have to wait for other nodes. If not, a call takes less time than a new
-    /// thread.
+    /// Returns true if a method may have to wait for other nodes, so that the caller runs it in a thread. If
+    /// false, every method takes less time than the start of a thread.
     fn may_block(&self) -> bool {
         true
     }
@@ -222,7 +227,8 @@ pub(crate) trait Rendezvous: Send + std::fmt::Debug {
         OtherJobs::default()
     }
 
-    /// Returns the channel for failures of other nodes, if the nodes that joined have one.
+    /// Returns the channel by which nodes report failures to each other. `None` before the first join, or if
+    /// the launchers of the joined nodes have no such channel.
     fn termination_channel(&self) -> Option<Arc<dyn TerminationChannel>> {
         None
     }
@@ -233,8 +239,8 @@ pub(crate) fn choose(config: &Config) -> Box<dyn Rendezvous> {
     match &config.rendezvous {
         Choice::Standalone => Box::new(StandaloneRendezvous::new(config)),
         Choice::Elastic { endpoint, settings } => {
-            // The secret that the user gave. The launcher may create one for its own workers, but other nodes
-            // do not know it.
+            // The token that the user gave. The launcher may create a token for its own workers, but other
+            // nodes do not know that token.
             let token = Token::from_process().ok().flatten();
             Box::new(ElasticRendezvous::new(config, endpoint.clone(), *settings, token))
         }
@@ -244,11 +250,12 @@ pub(crate) fn choose(config: &Config) -> Box<dyn Rendezvous> {
     }
 }
 
-/// Serves a store at `host`, the address that the workers of this job use, and at no other address if that is
-/// possible.
+/// Serves a key-value store at `host`, the address that the workers of this job use, and at no other address
+/// if that is possible.
 ///
-/// An address of this host is bound itself, and `localhost` means loopback. A name may resolve differently
-/// on other hosts, so it binds all addresses.
+/// If `host` is an IP address of this host, the server listens at that address only; for `localhost` it
+/// listens at the loopback addresses. Any other name may resolve differently on other hosts, so the server
+/// then listens at all addresses.
 fn serve(host: &str, port: u16) -> Result<StoreServer, RendezvousError> {
     let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
     let wanted: Vec<IpAddr> = match host.trim_matches(['[', ']']).parse() {
@@ -256,8 +263,8 @@ fn serve(host: &str, port: u16) -> Result<StoreServer, RendezvousError> {
         Err(_) if host == "localhost" => loopback.to_vec(),
         Err(_) => Vec::new(),
     };
-    // `host` is an address of another host (of a port forwarder, for example), or an IPv6 address on a host
-    // without IPv6.
+    // Binding fails if `host` is an address of another host (of a port forwarder, for example), or an IPv6
+    // address on a host without IPv6. The server then listens at all addresses.
     let local = |ip: &IpAddr| TcpListener::bind((*ip, 0)).is_ok();
     let mut addresses: Vec<_> =
         wanted.into_iter().filter(local).map(|ip| SocketAddr::new(ip, port)).collect();

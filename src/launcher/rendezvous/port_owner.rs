@@ -1,4 +1,4 @@
-//! The process that listens on a port of this host, from /proc.
+//! Finds the process that listens on a port of this host, from /proc.
 
 use std::collections::HashSet;
 use std::fs;
@@ -6,8 +6,8 @@ use std::fs;
 /// State of a listening socket in /proc/net/tcp.
 const LISTEN: &str = "0A";
 
-/// Returns the process that listens on `port`, as `name (pid N)`. Returns `None` if it is unknown (it belongs
-/// to another user or runs in another container).
+/// Returns the process that listens on `port`, as `name (pid N)`. Returns `None` if that process is unknown
+/// (it belongs to another user or runs in another container).
 pub(super) fn port_owner(port: u16) -> Option<String> {
     let tables = ["/proc/net/tcp", "/proc/net/tcp6"].map(|path| fs::read_to_string(path).unwrap_or_default());
     let inodes: HashSet<String> = tables.iter().flat_map(|table| listening_inodes(table, port)).collect();
@@ -27,7 +27,8 @@ pub(super) fn port_owner(port: u16) -> Option<String> {
     Some(format!("{} (pid {pid})", name.trim_end()))
 }
 
-/// Returns the inodes of the sockets that listen on `port`, from the text of a /proc/net table.
+/// Returns the inodes of the sockets that listen on `port`. `table` is the text of /proc/net/tcp or
+/// /proc/net/tcp6.
 fn listening_inodes(table: &str, port: u16) -> Vec<String> {
     let port = format!("{port:04X}");
     let inode = |line: &str| {

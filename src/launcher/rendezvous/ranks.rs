@@ -1,21 +1,21 @@
-//! Rank assignment in the format of torchrun's agents. Pure.
+//! Worker ranks of the static rendezvous, in the JSON format of torchrun's agents. Pure.
 
 use serde::{Deserialize, Serialize};
 
 use crate::membership;
-/// Ranks that node 0 assigns to a node, under `torchelastic/assigned_ranks/<node>`.
+/// Worker ranks that node 0 assigns to a node, stored under the key `torchelastic/assigned_ranks/<node>`.
 pub(crate) use crate::membership::Ranks;
 
-/// Description of a node, under `torchelastic/role_info/<node>`.
+/// Description that a node publishes of itself, stored under the key `torchelastic/role_info/<node>`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct RoleInfo {
     pub(crate) role: String,
-    /// Rank of the node.
+    /// Group rank of the node.
     pub(crate) rank: usize,
     pub(crate) local_world_size: usize,
 }
 
-/// Returns the ranks of all nodes, in order; see [`membership::assign`].
+/// Returns the worker ranks of all nodes, in the order of `nodes`; see [`membership::assign`].
 pub(crate) fn assign(nodes: &[RoleInfo]) -> Vec<Ranks> {
     membership::assign(nodes.iter().map(|node| (node.role.as_str(), node.local_world_size)))
 }

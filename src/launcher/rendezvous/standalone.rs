@@ -1,4 +1,4 @@
-//! Rendezvous of a single node: each round gets a fresh, empty worker store on this host.
+//! Rendezvous of a single node: each round gets a new, empty key-value store for its workers on this host.
 
 use std::net::{IpAddr, Ipv4Addr, TcpListener};
 
@@ -15,7 +15,8 @@ pub(crate) struct StandaloneRendezvous {
     host: String,
     workers: usize,
     share_store: bool,
-    /// Server of the current round's store.
+    /// Server of the key-value store for the current round's workers. `None` if worker rank 0 serves that
+    /// store.
     server: Option<StoreServer>,
 }
 
@@ -40,7 +41,7 @@ impl Rendezvous for StandaloneRendezvous {
             let what = what.to_owned();
             move |source| RendezvousError::System { what, source }
         };
-        // The old store closes first: keys of the last round must not reach this one.
+        // The store of the previous round closes first, so that workers of this round do not read its keys.
         self.server = None;
         let port = if self.share_store {
             let server = super::serve(&self.host, 0)?;
@@ -48,8 +49,8 @@ impl Rendezvous for StandaloneRendezvous {
             self.server = Some(server);
             port
         } else {
-            // Worker rank 0 will listen at this port. Another process may take the port before that, which is
-            // unlikely.
+            // Worker rank 0 will listen at this port. That another process takes the port before is possible
+            // but unlikely.
             let any = TcpListener::bind((IpAddr::from(Ipv4Addr::UNSPECIFIED), 0))
                 .map_err(system("no free port"))?;
             any.local_addr().map_err(system("no free port"))?.port()

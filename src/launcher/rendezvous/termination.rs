@@ -1,11 +1,10 @@
-//! Exchange of failures between nodes, and agreement on the outcome of the job.
+//! Nodes report failures to each other and agree on the outcome of the job.
 //!
-//! A static job ends on all nodes at once, with one cause: the first outcome in the store is final.
-//! Each agent registers a last will with the store of node 0 ("node 2 is lost") and watches the outcome.
-//! A node that fails without a remaining restart declares the outcome. The last will declares it for a node
-//! that disappears.
-//! If node 0 disappears, the watches of all other nodes break.
-//! Only convoke agents do this: torchrun's store has no last wills.
+//! A static job ends on all nodes at once, with one cause: the first outcome written to node 0's key-value
+//! store is final. Each agent registers a last will with that store: an outcome ("node 2 is lost") that the
+//! store writes if the agent disappears. Each agent also watches the key of the outcome. A node that fails
+//! without a remaining restart writes the outcome itself. If node 0 disappears, the watches of all other
+//! nodes break. Only convoke agents do this: torchrun's store has no last wills.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,33 +16,33 @@ use serde::{Deserialize, Serialize};
 
 use crate::formatting;
 
-/// Key of the outcome, below the run id.
+/// Key of the job's outcome in the store. The run id is its prefix.
 const OUTCOME_KEY: &str = "convoke/verdict";
 /// Key of the counter of nodes other than 0 that no longer need the store.
 const DONE: &[u8] = b"convoke/done";
 /// Longest wait for a store operation of this module.
 const OPERATION_TIMEOUT: Duration = Duration::from_secs(2);
-/// Longest time that node 0 keeps serving so that the other nodes can read the outcome.
+/// Longest time that node 0 keeps its store open at its end, so that the other nodes can read the outcome.
 const LINGER: Duration = Duration::from_millis(500);
 const LINGER_POLL: Duration = Duration::from_millis(2);
-/// Interval at which a node reads the outcome while it waits for others to speak first.
+/// Interval at which a node reads the outcome while it gives other nodes time to report their failure first.
 const GRACE_POLL: Duration = Duration::from_millis(10);
-/// Interval at which the watch is renewed. A renewal costs nothing.
+/// Longest single wait for a change of the outcome; the node then waits again, which costs nothing.
 const WATCH_PERIOD: Duration = Duration::from_secs(3600);
 
 /// Outcome of the job, and the node that caused it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct JobOutcome {
     version: u32,
-    /// Rank of the node that the outcome is about.
+    /// Group rank of the node that the outcome is about.
     pub(crate) node: usize,
-    /// Host name of that node.
+    /// Host name of the node that the outcome is about.
     pub(crate) host: String,
     #[serde(rename = "what")]
     pub(crate) kind: OutcomeKind,
 }
 
-/// Outcome on that node.
+/// What happened on the node that a [`JobOutcome`] names.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum OutcomeKind {
@@ -66,9 +65,9 @@ pub(crate) enum OutcomeKind {
     },
     /// The launcher or the host of the node disappeared.
     Lost,
-    /// All nodes have succeeded. The exit of a node is no loss from now on.
+    /// All nodes have succeeded. From now on, the exit of a node does not count as its loss.
     Succeeded,
-    /// This node receives no answers any more, or the others continued without it.
+    /// This node receives no answers from the rendezvous any more, or the other nodes continued without it.
     #[serde(rename = "alone")]
     Partitioned {
         /// One line: what happened.
@@ -76,30 +75,31 @@ pub(crate) enum OutcomeKind {
     },
 }
 
-/// Event from the other nodes while this one runs.
+/// Event caused by other nodes while this node runs its workers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum RemoteEvent {
-    /// The job is over.
+    /// The job is over, with this outcome.
     JobEnded(JobOutcome),
-    /// The round is over because of `cause`. All nodes restart. A node that is `partitioned` restarts when it
-    /// reaches the others again.
+    /// The round with number `round` is over because of `cause`, and all nodes restart their workers. If
+    /// `partitioned`, this node is cut off: it restarts when it reaches the rendezvous again.
     NewRound { round: u64, cause: String, partitioned: bool },
 }
 
-/// A function that waits for the outcome that ends the job. It returns `None` if the job continues.
+/// A function that waits for the outcome that ends the job. It returns `None` if the job continues with
+/// another round.
 pub(crate) type OutcomeWaiter = Box<dyn FnOnce() -> Option<JobOutcome> + Send>;
 
-/// Channel by which the nodes of a job tell each other of failures. Calls may block, but have their own
-/// deadlines.
+/// Channel by which the nodes of a job report failures to each other. Its methods may block, but all except
+/// [`Self::recv`] have their own deadlines.
 pub(crate) trait TerminationChannel: Send + Sync + fmt::Debug {
-    /// Blocks until other nodes send an event. Returns `None` once this node has left cleanly.
-    /// Only one thread may call this.
+    /// Blocks until other nodes cause an event. Returns `None` once this node has left or all nodes have
+    /// succeeded. Only one thread may call this method.
     fn recv(&self) -> Option<RemoteEvent>;
 
-    /// Reports that a worker of this node has failed. `restarts` is true if this node has a restart for it.
-    /// If the failure may be the consequence of one elsewhere, `grace_until` is set. The report then waits
-    /// until that time, unless another node reports a failure before.
-    /// The returned function, if any, waits for the outcome.
+    /// Reports to the other nodes that a worker of this node has failed. `restarts` is true if this node has
+    /// a restart left. `grace_until` is set if the failure of another node may have caused this failure. The
+    /// report then waits until that time, unless another node reports a failure before. The returned function
+    /// waits for the outcome of the job; it is `None` if this node restarts.
     fn report_failure(
         self: Arc<Self>,
         kind: OutcomeKind,
@@ -107,21 +107,23 @@ pub(crate) trait TerminationChannel: Send + Sync + fmt::Debug {
         grace_until: Option<Instant>,
     ) -> Option<OutcomeWaiter>;
 
-    /// Declares what ends this node. Returns the final outcome, which may be an earlier one.
-    /// Other nodes may declare theirs first until `grace_until`.
+    /// Declares `kind`, which ends this node, as the outcome of the job. Returns the final outcome, which may
+    /// be that of a node that declared one earlier. Until `grace_until`, this node lets other nodes declare
+    /// theirs first.
     fn propose_outcome(&self, kind: OutcomeKind, grace_until: Option<Instant>) -> JobOutcome;
 
-    /// Reports that a signal stops this node. The caller stops its workers at the same time.
+    /// Reports to the other nodes that a signal stops this node. The caller stops the workers of this node at
+    /// the same time.
     fn report_signal(&self, signal: i32);
 
-    /// Leaves: the exit of this process is no longer an event.
+    /// Leaves the job, so that the exit of this process does not count as the loss of its node.
     fn leave(&self);
 
     /// Returns true if `outcome` is about this node.
     fn is_own(&self, outcome: &JobOutcome) -> bool;
 
-    /// Returns true if a failure without a remaining restart is final only after the other nodes have been
-    /// heard.
+    /// Returns true if a failure without a remaining restart becomes final only after the other nodes have
+    /// confirmed that they are alive.
     fn defers_final_failure(&self) -> bool;
 }
 
@@ -150,21 +152,22 @@ impl fmt::Display for JobOutcome {
     }
 }
 
-/// State of a static job's success, as one node knows it.
+/// What one node knows about the success of a static job.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum Success {
     /// The workers of this node are running.
     #[default]
     Running,
-    /// This node has succeeded and waits for the others.
+    /// This node has succeeded and waits for the other nodes.
     Waiting,
     /// All nodes have succeeded.
     Succeeded,
-    /// This node cannot find out whether all have succeeded.
+    /// This node cannot find out whether all nodes have succeeded.
     Unknown,
 }
 
-/// Connection of one node to the outcome of a static job.
+/// Termination channel of one node of a static job. It reads and writes the outcome in node 0's key-value
+/// store.
 #[derive(Debug)]
 pub(crate) struct StoreTerminationChannel {
     job: Arc<dyn Store>,
@@ -174,7 +177,8 @@ pub(crate) struct StoreTerminationChannel {
     node_0_host: String,
     last_will: Mutex<Option<LastWill>>,
     watch: Mutex<Option<KeyWatch>>,
-    /// The outcome that was received. It is kept because node 0 and its store may have gone since.
+    /// The outcome that this node received. It is kept because node 0 may have exited since, and its store
+    /// with it.
     received: Mutex<Option<JobOutcome>>,
     success: Mutex<Success>,
     success_changed: Condvar,
@@ -182,8 +186,8 @@ pub(crate) struct StoreTerminationChannel {
 }
 
 impl StoreTerminationChannel {
-    /// Registers the last will of this node. Returns `None` if node 0 is not convoke: its store has no last
-    /// wills.
+    /// Registers the last will of this node. Returns `None` if node 0 runs another launcher, whose store has
+    /// no last wills.
     pub(crate) fn register(
         store: &TcpStore,
         job: Arc<dyn Store>,
@@ -212,7 +216,7 @@ impl StoreTerminationChannel {
         }
     }
 
-    /// Returns the outcome that ends this node, if there is one already.
+    /// Returns the outcome of the job if another node has already declared one that ends this node.
     pub(crate) fn current_outcome(&self) -> Option<JobOutcome> {
         let ends_job = |outcome: &JobOutcome| outcome.kind != OutcomeKind::Succeeded;
         if let Some(received) = lock(&self.received).clone() {
@@ -222,8 +226,8 @@ impl StoreTerminationChannel {
         Some(self.decode(&text)).filter(ends_job)
     }
 
-    /// Declares that all nodes have succeeded, so that the exit of a launcher is no loss any more. Returns
-    /// true if that is the final outcome.
+    /// Declares that all nodes have succeeded, so that the exit of a launcher does not count as a loss any
+    /// more. Returns true if success is the final outcome.
     pub(crate) fn propose_success(&self) -> bool {
         let mine = encode(&JobOutcome::new(self.node, &self.host, OutcomeKind::Succeeded));
         let deadline = Instant::now() + OPERATION_TIMEOUT;
@@ -232,14 +236,15 @@ impl StoreTerminationChannel {
         decided.map_or(true, |decided| self.decode(&decided).kind == OutcomeKind::Succeeded)
     }
 
-    /// Records that this node has succeeded, or whether all nodes have.
+    /// Records what this node knows about the success of the job, and wakes the thread in `has_succeeded`.
     pub(crate) fn set_success(&self, end: Success) {
         *lock(&self.success) = end;
         self.success_changed.notify_all();
     }
 
-    /// Returns true if the job ended successfully, although the store is gone. A node in [`Success::Waiting`]
-    /// waits a moment for the answer.
+    /// Returns true if all nodes have succeeded. The caller asks when the store is gone. In
+    /// [`Success::Waiting`], this first waits, for [`OPERATION_TIMEOUT`] at most, until the thread in the
+    /// barrier knows the result.
     fn has_succeeded(&self) -> bool {
         let waits = |end: &mut Success| *end == Success::Waiting;
         let success = self.success_changed.wait_timeout_while(lock(&self.success), OPERATION_TIMEOUT, waits);
@@ -249,7 +254,7 @@ impl StoreTerminationChannel {
     /// Tells node 0, once, that this node no longer needs the store.
     fn report_done(&self) {
         if self.node != 0 && !self.done_reported.swap(true, Ordering::Relaxed) {
-            // If the store is gone, no node waits for this one.
+            // If the store is gone, no node waits for this report.
             let _ = self.job.add(DONE, 1, Instant::now() + OPERATION_TIMEOUT);
         }
     }
@@ -281,8 +286,8 @@ impl TerminationChannel for StoreTerminationChannel {
                     self.report_done();
                     return Some(RemoteEvent::JobEnded(outcome));
                 }
-                // A node that withdraws its will takes it out first. Otherwise the store is gone, and a
-                // withdrawal is useless.
+                // `leave` takes the last will out before it withdraws it, so without a last will this node
+                // has left. Otherwise the store is gone, and there is nothing to withdraw.
                 Err(_) => {
                     if self.has_succeeded() {
                         return None;
@@ -301,7 +306,7 @@ impl TerminationChannel for StoreTerminationChannel {
         restarts: bool,
         grace_until: Option<Instant>,
     ) -> Option<OutcomeWaiter> {
-        // A restart is local to the node.
+        // In a static job, a node restarts its own workers only, so other nodes need no report.
         if restarts {
             return None;
         }
@@ -319,7 +324,8 @@ impl TerminationChannel for StoreTerminationChannel {
         let deadline = Instant::now() + OPERATION_TIMEOUT;
         let decided = self.job.compare_set(OUTCOME_KEY.as_bytes(), b"", &encode(&mine), deadline);
         match decided.map(|decided| self.decode(&decided)) {
-            // The job has succeeded: the end of this node changes nothing for the others.
+            // The job has succeeded, or the store is gone: the failure of this node changes nothing for other
+            // nodes.
             Ok(JobOutcome { kind: OutcomeKind::Succeeded, .. }) | Err(_) => mine,
             Ok(decided) => decided,
         }
@@ -329,8 +335,8 @@ impl TerminationChannel for StoreTerminationChannel {
         self.propose_outcome(OutcomeKind::Stopped { signal }, None);
     }
 
-    /// Node 0 stays until all others have reported that they no longer need its store, for [`LINGER`] at
-    /// most.
+    /// Node 0 keeps its store until all other nodes have reported that they no longer need it, for [`LINGER`]
+    /// at most.
     fn leave(&self) {
         let Some(last_will) = lock(&self.last_will).take() else { return };
         last_will.withdraw();

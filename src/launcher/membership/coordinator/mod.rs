@@ -1,10 +1,10 @@
-//! Decides for all members of a job. Pure: the caller supplies the time and the events, and carries out the
-//! returned actions.
+//! The coordinator decides on rounds, restarts and the outcome of a job for all members. Pure: the caller
+//! supplies the time and the events, and carries out the returned actions.
 //!
-//! An ordinary event costs O(log n). The start and end of a round, a failure and the loss of a node send one
-//! message to each member: O(n).
-//! A member is lost if the coordinator does not hear it for [`Rules::heartbeat_timeout`].
-//! A member whose connection breaks has [`Rules::reconnect_timeout`] to come back.
+//! With n members, an ordinary event costs O(log n). The start and end of a round, a failure and the loss of
+//! a node send one message to each member: O(n). A member is lost if no status of it arrives for
+//! [`Rules::heartbeat_timeout`]. A member whose connection breaks has [`Rules::reconnect_timeout`] to
+//! reconnect.
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
@@ -24,19 +24,20 @@ pub(super) use round::{NodeState, Round};
 /// Time since the coordinator started.
 pub(crate) type Time = Duration;
 
-/// Interval at which waiting members are told which nodes have joined.
+/// Interval at which the coordinator tells waiting members which nodes have joined.
 const JOIN_STATUS_PERIOD: Duration = Duration::from_secs(10);
-/// Factor on the heartbeat timeout of members without workers. Many nodes may start at once on one machine
-/// and be slow.
+/// Factor by which the heartbeat timeout of members without workers is longer. Many agents may start at once
+/// on one machine and be slow to send statuses.
 pub(crate) const IDLE_TIMEOUT_FACTOR: u32 = 4;
-/// Heartbeat timeout per node of one host. If all nodes of the host start at once, each may delay the others
-/// by this much.
+/// Minimum of the heartbeat timeout for each node on the same host. If all nodes of the host start at once,
+/// each may delay the statuses of the other nodes by this much.
 const TIMEOUT_PER_NODE_ON_HOST: Duration = Duration::from_millis(20);
-/// Number of former members whose ids are remembered.
+/// Maximum number of former members whose ids the coordinator remembers, to refuse them if they reconnect.
 const MAX_FORMER_MEMBERS: usize = 100_000;
-/// Number of unacknowledged statuses of a member whose receive times are remembered.
+/// Maximum number of statuses of a member whose receive times the coordinator remembers until the member
+/// acknowledges the answers.
 const MAX_UNACKED_STATUSES: usize = 8;
-/// Maximum number of host names in a message.
+/// Maximum number of host names in each list of a join status.
 const MAX_NAMES: usize = 16;
 
 /// Command-line settings for rounds.
@@ -44,42 +45,44 @@ const MAX_NAMES: usize = 16;
 pub(crate) struct Rules {
     /// Time for which the first round stays open for more nodes once the minimum has joined.
     pub(crate) last_call: Duration,
-    /// Longest wait of a node for a round.
+    /// Longest time that a node waits for a round.
     pub(crate) join_timeout: Duration,
-    /// Heartbeat timeout: a member that is not heard for this long is lost.
+    /// Heartbeat timeout: a member is lost if no status of it arrives for this long.
     pub(crate) heartbeat_timeout: Duration,
-    /// Heartbeat timeout of a member whose connection broke.
+    /// Time that a member has to reconnect after its connection broke. After that it is lost.
     pub(crate) reconnect_timeout: Duration,
-    /// Longest time that a member may take to stop its workers.
+    /// Longest time that a member may take to stop its workers before the coordinator evicts it.
     pub(crate) stop_timeout: Duration,
-    /// Time within which a scheduler that stops the whole job signals all its nodes. A node that is stopped
-    /// by a signal causes no new round before that.
+    /// Time within which a scheduler that cancels the whole job signals all its nodes. After a signal has
+    /// stopped a node, no new round starts for this long.
     pub(crate) stop_spread: Duration,
-    /// Restart limit of `restart_budget=job`: failures of all nodes count together.
+    /// Restart limit of `restart_budget=job`: failures of all nodes count together. `None` if each node has
+    /// its own limit.
     pub(crate) job_budget: Option<u32>,
 }
 
 impl Rules {
-    /// Returns the heartbeat timeout if `nodes_on_host` nodes run on one host: they share its cores.
+    /// Returns the heartbeat timeout if up to `nodes_on_host` nodes run on one host. It grows with that
+    /// number because these nodes share the cores of the host.
     pub(crate) fn heartbeat_timeout_for(&self, nodes_on_host: usize) -> Duration {
         let nodes_on_host = u32::try_from(nodes_on_host).unwrap_or(u32::MAX);
         self.heartbeat_timeout.max(TIMEOUT_PER_NODE_ON_HOST.saturating_mul(nodes_on_host))
     }
 }
 
-/// An input of the coordinator.
+/// An input of the coordinator, which its caller passes to [`Coordinator::handle`].
 #[derive(Debug, Clone)]
 pub(crate) enum Event {
-    /// A member has connected for the first time or again.
+    /// An agent has connected, for the first time or again, to be a member.
     Hello { agent: AgentId, profile: Profile },
     /// A member has sent its status.
     Status { agent: AgentId, status: Status },
     /// The connection of a member broke.
     Disconnected { agent: AgentId },
-    /// The last record has been written.
+    /// The latest record of [`Action::Write`] has been written.
     Written,
-    /// The process of this coordinator, agent `agent` on `host`, exits, and no other can take over. `why` is
-    /// the reason.
+    /// The process of this coordinator, agent `agent` on `host`, exits, and no other coordinator can take
+    /// over. `why` is the reason.
     CoordinatorExited { agent: AgentId, host: String, why: String },
     /// The time returned by [`Coordinator::wake_at`] has come.
     Tick,
@@ -94,18 +97,18 @@ pub(crate) enum Action {
     Write(Record),
 }
 
-/// State of one member.
+/// What the coordinator knows of one member.
 #[derive(Debug)]
 struct MemberState {
     profile: Profile,
-    /// Sequence number of its newest status.
+    /// Sequence number of the latest status of this member.
     seq: u64,
     phase: Option<Phase>,
-    /// Receive times of statuses that the member has not acknowledged as answered. `last_acked` is the
-    /// receive time of the newest acknowledged one.
+    /// Sequence numbers and receive times of statuses whose answers the member has not acknowledged.
+    /// `last_acked` is the receive time of the latest status whose answer it has acknowledged.
     unacked: VecDeque<(u64, Time)>,
     last_acked: Time,
-    /// Time at which the member is lost unless it is heard before.
+    /// Time at which the member is lost unless a status of it arrives before.
     due: Time,
     order: Option<Order>,
     order_seq: u64,
@@ -123,15 +126,15 @@ enum Stage {
     Finished(JobResult),
 }
 
-/// State while no round is in progress.
+/// State of the coordinator while no round is in progress and nodes gather for the next one.
 #[derive(Debug, Default)]
 struct Forming {
     since: Time,
-    /// Members that have not yet stopped their workers.
+    /// Members that have not yet stopped their workers of the previous round.
     stopping: BTreeSet<AgentId>,
-    /// Earliest time for the start of the round.
+    /// Earliest time at which the next round may start.
     not_before: Option<Time>,
-    /// Time at which the round starts with the nodes that have joined.
+    /// Time at which the next round starts with the nodes that have joined, even if more could join.
     last_call: Option<Time>,
     /// Reason for the end of the previous round. `last` is the record of that round.
     cause: Option<RestartCause>,
@@ -144,25 +147,25 @@ struct Forming {
 pub(crate) struct Coordinator {
     rules: Rules,
     term: u64,
-    /// Random part of a generation; the other part is the number of the round.
+    /// Random number. The generation of a round (its unique id) is this number plus the number of the round.
     entropy: u128,
-    /// `--nnodes` of the first member (minimum and maximum), and its host name.
+    /// `--nnodes` of the first member (minimum and maximum), and the host name of that member.
     range: Option<(usize, usize, String)>,
     members: BTreeMap<AgentId, MemberState>,
     /// Number of members on each host. `max_nodes_on_host` is the largest number that any host ever had.
     hosts: HashMap<String, usize>,
     max_nodes_on_host: usize,
-    /// All members, ordered by the time at which they are lost.
+    /// All members, ordered by the time at which they are lost unless a status arrives before.
     due: BTreeSet<(Time, AgentId)>,
-    /// Members without a rank that could take part, and the time since which they could.
+    /// Members that are ready but not in a running round, and the time since which they have been ready.
     candidates: BTreeMap<AgentId, Time>,
-    /// Index of `candidates` by time, oldest first.
+    /// The members of `candidates`, ordered by that time, longest waiting first.
     waiting: BTreeSet<(Time, AgentId)>,
     /// Number of candidates that were in the latest round.
     returning_candidates: usize,
-    /// Agents that were lost or could not take part.
+    /// Agents that the coordinator has removed: they were lost, left, or could not take part.
     former_members: BTreeSet<AgentId>,
-    /// Rank of each node in the latest round.
+    /// Group rank of each node in the latest round.
     ranks: BTreeMap<AgentId, usize>,
     round: u64,
     failures: u32,
@@ -197,8 +200,9 @@ impl Coordinator {
         }
     }
 
-    /// Continues a job that another coordinator started. Members are lost unless they are heard in time.
-    /// `suspect` is the agent that ran the former coordinator, and the time after which it is lost.
+    /// Continues, from its `record`, a job that another coordinator started. Nodes of the record are lost
+    /// unless a status of them arrives within the heartbeat timeout. `suspect` is the agent that ran the
+    /// former coordinator, and the time after which that agent is lost.
     pub(crate) fn resume(
         rules: Rules,
         term: u64,
@@ -227,7 +231,8 @@ impl Coordinator {
         resumed
     }
 
-    /// Processes `event` at `now`, which never decreases.
+    /// Processes `event` at the time `now`, which never decreases from event to event. Appends what the
+    /// caller must do to `actions`.
     pub(crate) fn handle(&mut self, now: Time, event: Event, actions: &mut Vec<Action>) {
         match event {
             Event::Hello { agent, profile } => self.hello(now, agent, profile, actions),
@@ -248,7 +253,8 @@ impl Coordinator {
         }
     }
 
-    /// Returns the time at which the coordinator needs an [`Event::Tick`].
+    /// Returns the time at which the coordinator needs an [`Event::Tick`], or `None` if it waits only for
+    /// other events.
     pub(crate) fn wake_at(&self) -> Option<Time> {
         let due = self.due.first().map(|(due, _)| *due);
         let forming = match &self.stage {
@@ -266,10 +272,10 @@ impl Coordinator {
         due.into_iter().chain(forming).min()
     }
 
-    /// Returns true if at least half of the latest round, without `own`, has acknowledged an answer to a
-    /// status received at or after `since`.
-    /// Both directions count: a member that hears no answers is as unreachable as one that is not heard.
-    /// O(n).
+    /// Returns true if at least half of the nodes of the latest round, not counting the agent `own`, are
+    /// reachable. A node counts as reachable if it has acknowledged an answer to a status received at or
+    /// after `since`. This proves that messages arrive in both directions, which a received status alone does
+    /// not. O(n).
     pub(crate) fn is_acked_by_half(&self, own: AgentId, since: Time) -> bool {
         let others = self.ranks.keys().filter(|agent| **agent != own);
         let (mut count, mut acked) = (0, 0);
@@ -286,12 +292,12 @@ impl Coordinator {
     }
 
     /// Returns true if the job does not need this coordinator: no member may have workers, and too few nodes
-    /// have joined.
+    /// have joined for a round.
     pub(crate) fn is_unneeded(&self) -> bool {
         self.is_idle() && self.candidates.len() < self.min()
     }
 
-    /// Returns how the job ended, if it has.
+    /// Returns the outcome of the job, or `None` if the job has not ended.
     pub(crate) fn result(&self) -> Option<&JobResult> {
         match &self.stage {
             Stage::Finished(result) => Some(result),
@@ -337,8 +343,9 @@ impl Coordinator {
                 self.refuse_non_member(agent, refusal, actions);
                 return;
             }
-            // Only the record holds the `--nnodes` of the members. They may all be gone: after their
-            // heartbeat timeout that is known, and the newcomer tries again.
+            // No member has sent a status yet, so this `--nnodes` comes from the former coordinator's record.
+            // The nodes of the record may all be gone, which is known after their heartbeat timeout. The new
+            // node gets no answer and tries again.
             if !self.members.is_empty() {
                 return;
             }
@@ -426,7 +433,8 @@ impl Coordinator {
         self.tick_forming(now, actions);
     }
 
-    /// Returns true if the coordinator has told the member to run workers, and that order still holds.
+    /// Returns true if the member takes part in the running round, so that the coordinator has ordered it to
+    /// run workers.
     fn has_run_order(&self, agent: AgentId) -> bool {
         matches!(&self.stage, Stage::Live(round) if round.rank(&self.ranks, agent).is_some())
     }
@@ -443,7 +451,7 @@ impl Coordinator {
         self.due.insert((due, agent));
     }
 
-    /// Removes a member and remembers that it was one.
+    /// Removes a member and remembers its id, so that the coordinator refuses it if it reconnects.
     fn remove_member(&mut self, agent: AgentId) {
         if let Some(known) = self.members.remove(&agent) {
             self.due.remove(&(known.due, agent));
@@ -476,7 +484,7 @@ impl Coordinator {
         }
     }
 
-    /// Gives a member an order, unless the member has that order already.
+    /// Sends a new order to a member, unless the member's latest order is the same.
     fn order(&mut self, agent: AgentId, order: Order, actions: &mut Vec<Action>) {
         let Some(known) = self.members.get_mut(&agent) else { return };
         if known.order.as_ref() == Some(&order) {
@@ -494,10 +502,11 @@ impl Coordinator {
         actions.push(Action::Send { agent, message: OrderMessage { term, seq, order, last_status, probe } });
     }
 
-    /// Refuses an agent that is not, or no longer, a member.
+    /// Sends a refusal to an agent that is not, or no longer, a member.
     fn refuse_non_member(&self, agent: AgentId, refusal: Refusal, actions: &mut Vec<Action>) {
         let order = Some(Order::Refuse(refusal));
-        // This number exceeds every number that the agent may have heard from this coordinator.
+        // This sequence number exceeds that of every order which the agent may have received from this
+        // coordinator, so that the agent obeys the refusal.
         let message = OrderMessage { term: self.term, seq: u64::MAX, order, last_status: 0, probe: 0 };
         actions.push(Action::Send { agent, message });
     }

@@ -8,37 +8,39 @@ use super::super::rank_assignment::{Ranks, assign};
 use super::super::record::{Record, RoundNode};
 use super::Rules;
 
-/// State of a node of the round.
+/// State of a node in a rendezvous round.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(in super::super) enum NodeState {
     Running,
     Succeeded,
-    /// A worker failed. The failure is not final until it is known whether a loss caused it.
+    /// A worker of the node failed. The failure is not final until the coordinator knows whether the loss of
+    /// another node caused it.
     Failed(Failure),
     /// A signal is stopping the node, or has stopped it.
     Left {
         signal: i32,
     },
-    /// The node is gone, with its reason if it gave one.
+    /// The node disappeared, or left with an error. The text is the error.
     Lost(Option<String>),
 }
 
-/// The nodes of a round, by group rank.
+/// A rendezvous round, with the states of its nodes by group rank.
 #[derive(Debug)]
 pub(in super::super) struct Round {
     pub(super) record: Record,
     pub(super) states: Vec<NodeState>,
-    /// Ranks that failed, oldest first.
+    /// Group ranks of the nodes that failed, earliest failure first.
     pub(super) failed: Vec<usize>,
     running: usize,
     pub(super) succeeded: usize,
-    /// First rank that was lost or stopped by a signal.
+    /// Group rank of the first node that was lost or stopped by a signal.
     pub(super) lost: Option<usize>,
-    /// Members that have not yet confirmed, after a possibly final failure, that they are alive.
+    /// Members that have not yet answered the probe that follows a failure without a remaining restart.
+    /// `None` if there was no such failure.
     pub(super) unconfirmed: Option<BTreeSet<AgentId>>,
     /// Ranks of the workers of each node.
     ranks: Vec<Ranks>,
-    /// Heartbeat timeout of the nodes.
+    /// Heartbeat timeout of the nodes of this round.
     heartbeat_timeout: Duration,
 }
 
@@ -75,7 +77,8 @@ impl Round {
         &self.record.nodes[rank]
     }
 
-    /// Returns the rank of a node that takes part in the round.
+    /// Returns the group rank of `agent` in this round, or `None` if `agent` takes no part. `ranks` holds the
+    /// group ranks of the latest round.
     pub(super) fn rank(&self, ranks: &BTreeMap<AgentId, usize>, agent: AgentId) -> Option<usize> {
         ranks
             .get(&agent)
@@ -83,7 +86,7 @@ impl Round {
             .filter(|&rank| self.record.nodes.get(rank).is_some_and(|node| node.agent == agent))
     }
 
-    /// Sets the state of a node. A final state stays.
+    /// Sets the state of a node, unless its old state is final. `Failed` may still become `Lost` or `Left`.
     pub(super) fn set(&mut self, rank: usize, state: NodeState) {
         let old = &mut self.states[rank];
         let goes = match (&*old, &state) {
@@ -107,12 +110,13 @@ impl Round {
         *old = state;
     }
 
-    /// Returns the number of nodes that are running.
+    /// Returns the number of nodes whose workers are still running.
     pub(super) fn running(&self) -> usize {
         self.running
     }
 
-    /// Returns the first node with a failure that has led to no restart.
+    /// Returns the group rank and the failure of the node that failed first. Nodes that were lost or stopped
+    /// after their failure do not count.
     pub(super) fn failure(&self) -> Option<(usize, &Failure)> {
         self.failed.iter().find_map(|&rank| match &self.states[rank] {
             NodeState::Failed(failure) => Some((rank, failure)),

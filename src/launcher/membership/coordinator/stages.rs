@@ -1,4 +1,5 @@
-//! Transitions between the stages of the coordinator. Pure.
+//! Transitions between the stages of the coordinator, from the forming of a round to the end of the job.
+//! Pure.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +12,7 @@ use super::super::record::{Record, RoundNode};
 use super::{Action, Coordinator, Forming, JOIN_STATUS_PERIOD, MAX_NAMES, NodeState, Round, Stage, Time};
 
 impl Coordinator {
-    /// Handles a changed state of a member.
+    /// Handles a status by which a member reports a new phase.
     pub(super) fn phase_changed(&mut self, now: Time, agent: AgentId, actions: &mut Vec<Action>) {
         let Some(phase) = self.members.get(&agent).and_then(|known| known.phase.clone()) else { return };
         match phase {
@@ -31,7 +32,8 @@ impl Coordinator {
         self.evaluate_round(now, actions);
     }
 
-    /// Handles a member none of whose workers lives.
+    /// Handles a member that has no running workers and waits for a round. `after` and `partitioned` are
+    /// those of [`Phase::Ready`].
     fn handle_ready(
         &mut self,
         now: Time,
@@ -55,7 +57,7 @@ impl Coordinator {
                     round.set(rank, NodeState::Lost(Some(why)));
                     self.add_candidate(now, agent);
                 }
-                // The member failed and cleaned up before its failure was received.
+                // The workers of the member failed and ended before the coordinator received the failure.
                 Some(rank) => {
                     let summary = "its workers have ended".to_owned();
                     round.set(
@@ -72,7 +74,7 @@ impl Coordinator {
             },
             Stage::Forming(forming) => {
                 if forming.stopping.contains(&agent) && after < self.round {
-                    // The member has yet to learn that this round is over.
+                    // The member has not yet received the order that ends the latest round.
                     return;
                 }
                 forming.stopping.remove(&agent);
@@ -107,7 +109,7 @@ impl Coordinator {
                 }
             }
             Stage::Forming(forming) => {
-                // The round is one that this coordinator has ended or does not know.
+                // This coordinator has ended round `number` or does not know it.
                 forming.stopping.insert(agent);
                 let cause = forming.cause.clone().unwrap_or(RestartCause::UnknownRound);
                 self.order(agent, Order::Stop { round: number.max(self.round), cause }, actions);
@@ -120,7 +122,8 @@ impl Coordinator {
         }
     }
 
-    /// Handles a member that a signal stops. The next round waits until its workers have ended as well.
+    /// Handles a member that a signal stops. The next round waits until the workers of this member have ended
+    /// as well.
     fn handle_leaving(&mut self, now: Time, agent: AgentId, signal: i32) {
         self.drop_candidate(agent);
         match &mut self.stage {
@@ -155,7 +158,7 @@ impl Coordinator {
                     Stage::Forming(_) | Stage::Finishing(_) | Stage::Finished(_) => (None, None),
                 };
                 if let (Some(record), Some(rank)) = (record, rank) {
-                    // A successor must not wait for this node.
+                    // A coordinator that takes over must not wait for this node.
                     record.left.push((rank, signal));
                     actions.push(Action::Write(record.clone()));
                 }
@@ -167,7 +170,7 @@ impl Coordinator {
         }
     }
 
-    /// Handles the loss of a member.
+    /// Handles the loss of a member. `why` is the member's error, or `None` if it disappeared.
     pub(super) fn member_lost(
         &mut self,
         now: Time,
@@ -198,7 +201,7 @@ impl Coordinator {
         }
     }
 
-    /// Decides whether the round continues. O(1), unless the round ends.
+    /// Ends the running round or the job if the states of the nodes require it. O(1), unless the round ends.
     pub(super) fn evaluate_round(&mut self, now: Time, actions: &mut Vec<Action>) {
         let Stage::Live(round) = &self.stage else { return };
         let name = |rank: usize| (rank, round.node(rank).profile.host.clone());
@@ -228,7 +231,7 @@ impl Coordinator {
         if round.running() == 0 && round.succeeded > 0 {
             return self.end(JobResult::Succeeded, actions);
         }
-        // A job that has nearly finished does not restart for a late node.
+        // Once a node has succeeded, the job is about to finish and does not restart for a new node.
         if round.states.len() < self.max() && round.succeeded == 0 {
             let newcomer = self.waiting.first().and_then(|(_, agent)| self.members.get(agent));
             if let Some(host) = newcomer.map(|known| known.profile.host.clone()) {
@@ -237,8 +240,9 @@ impl Coordinator {
         }
     }
 
-    /// Ends the job after a failure without a restart, unless a loss that is not known yet caused it. The
-    /// coordinator asks all other members whether they are alive. A member that does not answer is lost soon.
+    /// Ends the job after a failure without a remaining restart, unless the loss of another node, not known
+    /// yet, caused the failure. The coordinator therefore first sends a probe to all other members of the
+    /// round. A member that does not answer it is lost at its heartbeat timeout.
     fn confirm_failure(&mut self, actions: &mut Vec<Action>) {
         let Stage::Live(round) = &mut self.stage else { return };
         if round.unconfirmed.is_none() {
@@ -275,7 +279,8 @@ impl Coordinator {
         }
     }
 
-    /// Ends the round. A new one follows when all members have stopped their workers.
+    /// Ends the round and orders its members to stop their workers. A new round can start when they have done
+    /// so.
     fn end_round(&mut self, now: Time, cause: RestartCause, actions: &mut Vec<Action>) {
         let Stage::Live(round) = &self.stage else { return };
         let (number, last) = (round.number(), round.record.clone());
@@ -283,7 +288,7 @@ impl Coordinator {
         let here: Vec<AgentId> =
             members.into_iter().filter(|agent| self.members.contains_key(agent)).collect();
         let is_stop = matches!(cause, RestartCause::Stopped { .. }) && !here.is_empty();
-        // A member that is ready again needs no order.
+        // A member that is already ready for the next round needs no order to stop.
         let is_busy = |agent: &AgentId| !self.candidates.contains_key(agent);
         let stopping: BTreeSet<AgentId> = here.into_iter().filter(is_busy).collect();
         self.stage = Stage::Forming(Forming {
@@ -314,7 +319,8 @@ impl Coordinator {
             forming.last_call = None;
             return;
         }
-        // Only a first round waits for more nodes: each node of a previous round is ready or lost.
+        // Only a first round waits for more nodes than the minimum. Later, each node of the previous round is
+        // known to be ready or lost.
         let last_call = *forming.last_call.get_or_insert(now + self.rules.last_call);
         if here < max && self.returning_candidates == 0 && now < last_call {
             return;
@@ -331,7 +337,8 @@ impl Coordinator {
     fn start(&mut self, now: Time, agents: Vec<AgentId>, actions: &mut Vec<Action>) {
         self.round += 1;
         if agents.iter().all(|agent| !self.ranks.contains_key(agent)) {
-            // No node of the failed rounds is left: the job was queued again.
+            // No node of the previous rounds takes part, so the user has started the job again: the count of
+            // restarts begins at 0.
             self.failures = 0;
         }
         for &agent in &agents {
@@ -359,7 +366,7 @@ impl Coordinator {
         actions.push(Action::Write(record));
     }
 
-    /// Returns the record of the current round, without its nodes.
+    /// Returns the record of the current round, without nodes and store addresses.
     fn record(&self) -> Record {
         Record {
             version: Record::VERSION,
@@ -373,7 +380,8 @@ impl Coordinator {
         }
     }
 
-    /// Handles that the record has been written: the decision is now final.
+    /// Acts on a decision (a round, or the outcome of the job) whose record has been written. The decision is
+    /// now final.
     pub(super) fn written(&mut self, now: Time, actions: &mut Vec<Action>) {
         let nothing = Stage::Forming(Forming::default());
         match std::mem::replace(&mut self.stage, nothing) {
@@ -413,7 +421,8 @@ impl Coordinator {
         let Stage::Forming(forming) = &mut self.stage else { return };
         let since = forming.since;
         if now >= since + self.rules.stop_timeout {
-            // The member's workers seem impossible to end. The others need not wait for that.
+            // These members cannot end their workers. The coordinator evicts them, so that the other members
+            // need not wait.
             let stuck = std::mem::take(&mut forming.stopping);
             for agent in stuck {
                 let silent_s = self.rules.stop_timeout.as_secs();
@@ -441,7 +450,8 @@ impl Coordinator {
         }
     }
 
-    /// Returns the join status for messages to users.
+    /// Returns which nodes have joined and which are missing, for messages to users. `standby` is true if a
+    /// round is running without the node that gets the message.
     fn join_status(&self, now: Time, standby: bool) -> JoinStatus {
         let names = |agents: &mut dyn Iterator<Item = &AgentId>| {
             agents

@@ -21,7 +21,8 @@ pub(super) struct Connector {
     pub(super) agent: AgentId,
 }
 
-/// A connection on which both sides have authenticated themselves.
+/// A connection on which both sides have authenticated themselves. `ours` seals the frames of this node,
+/// `theirs` opens the frames of the coordinator.
 pub(super) struct Connection {
     pub(super) stream: TcpStream,
     pub(super) ours: Seal,
@@ -32,7 +33,7 @@ impl Connector {
     /// Connects to the first address that answers, and authenticates this node.
     ///
     /// # Errors
-    /// The error of each address.
+    /// The errors of all addresses as one text, and their kind for the next attempt.
     pub(super) async fn connect(
         &self,
         found: &CoordinatorAddresses,
@@ -44,7 +45,8 @@ impl Connector {
             .collect();
         let mut failed = Vec::new();
         while let Some((address, stream)) = attempts.next().await {
-            // Two authentications at once would result in two connections of one agent.
+            // Only one address at a time is authenticated: two at once could result in two connections of one
+            // agent.
             let connected = match stream {
                 Ok(stream) => {
                     let proven = timeout(*limit, self.authenticate(stream, token.as_ref())).await;
@@ -117,7 +119,7 @@ fn is_refused(error: &FramingError) -> bool {
     matches!(error, FramingError::Io(error) if error.kind() == ErrorKind::ConnectionRefused)
 }
 
-/// Returns a new random id for this node.
+/// Returns a new random agent id for this node.
 pub(super) fn fresh_id() -> std::io::Result<AgentId> {
     super::random().map(|id| AgentId(u128::from_le_bytes(id)))
 }

@@ -14,19 +14,20 @@ use super::server::{RendezvousServer, ReplaceableJob};
 use crate::config::is_named;
 use crate::membership::{AgentId, JobResult, Record, Rules, leader_lease};
 
-/// Number of refused connections after which the coordinator counts as dead.
+/// Number of refused connections after which a node treats the registered coordinator as dead.
 const MAX_REFUSED: u32 = 3;
 
-/// Longest time for a connection to a coordinator that should exist, including authentication.
+/// Longest time to connect to a coordinator that is expected to be alive, including authentication.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Reason for which there is no coordinator to connect to.
 #[derive(Debug)]
 pub(super) enum DiscoveryError {
     Registry(RegistryError),
-    /// The job has ended. This node took part, or the run id is not used again.
+    /// The job has ended with this outcome. This node took part in the job, or the outcome does not free the
+    /// run id.
     Closed(JobResult),
-    /// The job that this node took part in has ended, and another one has started under its run id.
+    /// The job that this node took part in has ended, and another job has started under the same run id.
     Replaced,
 }
 
@@ -41,11 +42,11 @@ impl From<RegistryError> for DiscoveryError {
 pub(super) enum LastAttempt {
     /// There was no attempt, or it succeeded.
     NoFailure,
-    /// The host answers, but no process listens at the port.
+    /// The coordinator's host answers, but no process listens at the port.
     Refused,
-    /// There was no answer, or another error occurred.
+    /// The coordinator did not answer, or another error occurred.
     Failed,
-    /// The process of the coordinator refuses this one for good.
+    /// The coordinator refused this node, and would do so again.
     Rejected,
 }
 
@@ -54,7 +55,7 @@ pub(super) enum LastAttempt {
 pub(super) struct CoordinatorAddresses {
     pub(super) addresses: Vec<SocketAddr>,
     pub(super) token: Option<Token>,
-    /// Longest time for a connection, including authentication.
+    /// Longest time to connect, including authentication.
     pub(super) timeout: Duration,
 }
 
@@ -66,7 +67,7 @@ pub(super) enum Discovery {
     Registry(Box<RegistryDiscovery>),
 }
 
-/// Discovery by a registry. See [`super::registry`].
+/// Finds the coordinator by the job's entry in a registry. See [`super::registry`].
 pub(super) struct RegistryDiscovery {
     registry: Registry,
     run_id: String,
@@ -75,11 +76,11 @@ pub(super) struct RegistryDiscovery {
     rules: Rules,
     /// Longest time that writing the outcome of the job may take.
     close_timeout: Duration,
-    /// Term of the coordinator that was last tried, and how often its connections were refused.
+    /// Term of the coordinator that was last tried, and how often it refused connections.
     tried: (u64, u32),
-    /// Entry last read from the registry.
+    /// Entry of the job that was last read from the registry.
     seen: RefCell<EntrySnapshot>,
-    /// Key of the job that was found. Another job under the same run id has another key.
+    /// Key of the job that was last found. Another job under the same run id has another key.
     job: Option<[u8; 32]>,
     /// Rendezvous server of this process, if this node is or was the coordinator.
     server: Option<Rc<RendezvousServer>>,
@@ -110,9 +111,9 @@ impl Discovery {
         Self::Registry(Box::new(by_registry))
     }
 
-    /// Returns addresses at which the coordinator may be. `last` is the result of the attempt at the
-    /// addresses returned before.
-    /// `takes_part` is true if a coordinator has heard this node.
+    /// Returns addresses at which the coordinator may be. `last` is the result of the attempt to connect to
+    /// the addresses that this method returned before. `takes_part` is true if a coordinator has answered
+    /// this node.
     pub(super) async fn find(
         &mut self,
         last: LastAttempt,
@@ -131,7 +132,8 @@ impl Discovery {
         }
     }
 
-    /// Completes when discovery must run again.
+    /// Completes when the registry names another coordinator or the current coordinator has lost its lease,
+    /// so that [`Self::find`] must run again.
     pub(super) async fn changed(&self) {
         match self {
             Self::Endpoint { .. } => std::future::pending().await,
@@ -139,21 +141,23 @@ impl Discovery {
         }
     }
 
-    /// Probes the coordinator in the background. Regular calls shorten the time until its loss is noticed.
+    /// Checks in the background whether the coordinator's lease is alive. If this is called regularly, a lost
+    /// coordinator is noticed sooner.
     pub(super) fn check_in_background(&self) {
         if let Self::Registry(by_registry) = self {
             by_registry.registry.check_in_background();
         }
     }
 
-    /// Notes that this node rejoins as another agent.
+    /// Notes that this node rejoins the job under a new agent id.
     pub(super) fn set_agent(&self, agent: AgentId) {
         if let Some(server) = self.server() {
             server.set_agent(agent);
         }
     }
 
-    /// Returns true if the coordinator that was found is still registered.
+    /// Returns true if the coordinator that was found is still registered and holds its lease. Always true
+    /// for a fixed endpoint.
     pub(super) async fn is_current(&self) -> bool {
         match self {
             Self::Endpoint { .. } => true,
@@ -169,7 +173,8 @@ impl Discovery {
         matches!(self, Self::Endpoint { .. })
     }
 
-    /// Returns true if the coordinator that was found belongs to this process and another one may replace it.
+    /// Returns true if the coordinator that was found belongs to this process and a coordinator on another
+    /// node may replace it.
     pub(super) fn is_own(&self) -> bool {
         match self {
             Self::Endpoint { .. } => false,
@@ -196,7 +201,7 @@ impl RegistryDiscovery {
     ) -> Result<CoordinatorAddresses, DiscoveryError> {
         let mut seen = self.registry.read().await?;
         let term = seen.term();
-        // The coordinator of another term has not been tried yet.
+        // If the entry has another term, its coordinator has not been tried yet.
         let last = if self.tried.0 == term { last } else { LastAttempt::NoFailure };
         let times = if self.tried.0 == term { self.tried.1 } else { 0 };
         self.tried = (term, times + u32::from(last == LastAttempt::Refused));
@@ -219,7 +224,8 @@ impl RegistryDiscovery {
             self.tried = (seen.term(), 0);
         }
         self.job = key(&seen);
-        // While the registry holds its lease, a slow coordinator does not count as lost.
+        // While its lease in the registry is alive, a slow coordinator does not count as lost and gets a long
+        // timeout.
         let timeout = if seen.is_leased { CONNECT_TIMEOUT } else { self.rules.heartbeat_timeout / 2 };
         let (addresses, token) = match &seen.entry {
             Some(Entry { addresses, key, .. }) => (addresses.clone(), Some(self.token(key))),
@@ -230,7 +236,7 @@ impl RegistryDiscovery {
         Ok(found)
     }
 
-    /// Returns the user's token, or one made of the key that only readers of the registry know.
+    /// Returns the user's token, or a token made of `key`, which only nodes that can read the registry know.
     fn token(&self, key: &[u8]) -> Token {
         self.token.clone().unwrap_or_else(|| Token::new(key.to_vec()))
     }
@@ -239,7 +245,7 @@ impl RegistryDiscovery {
         loop {
             let seen = self.seen.borrow().clone();
             if self.registry.changed(&seen).await.is_err() {
-                // The next attempt to connect reads the registry again.
+                // This future then never completes: the next attempt to connect reads the registry again.
                 return std::future::pending().await;
             }
             let Ok(now) = self.registry.read().await else { return std::future::pending().await };
@@ -250,7 +256,8 @@ impl RegistryDiscovery {
         }
     }
 
-    /// Makes this node the coordinator, unless another node is faster.
+    /// Makes this node the coordinator of term `term` if the registry still holds `seen`. Returns the entry
+    /// that the registry holds then, which is that of another node if that node was faster.
     async fn take_over(
         &mut self,
         seen: EntrySnapshot,
@@ -265,10 +272,12 @@ impl RegistryDiscovery {
             host_addresses::own_addresses().into_iter().map(|ip| SocketAddr::new(ip, port)).collect();
         let (entry, record) = match predecessor {
             Predecessor::Gone { .. } => (seen.entry.as_ref(), self.registry.record(&seen).await?),
-            // No coordinator may continue from the record of a job that has ended.
+            // A new job must not continue from the record of the job that has ended, so it starts with an
+            // empty record.
             Predecessor::Ended => (None, Some(Record::empty())),
         };
-        // Nodes that took part in a job know its key even if the registry has been emptied.
+        // Nodes that took part in a job know its key even if the registry has been emptied, and the new entry
+        // keeps that key.
         let known = match predecessor {
             Predecessor::Gone { .. } => self.job,
             Predecessor::Ended => None,
@@ -307,9 +316,9 @@ impl RegistryDiscovery {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Predecessor {
     /// There is no coordinator any more, or never was one. `refused` is true if its host answers but no
-    /// process listens there.
+    /// process listens at its port.
     Gone { refused: bool },
-    /// Its job has ended, and another one starts under the run id.
+    /// The job of the previous coordinator has ended, and this node starts a new job under the same run id.
     Ended,
 }
 

@@ -1,4 +1,4 @@
-//! Frames over a TCP connection, each with a deadline.
+//! Reads and writes the frames of the rendezvous protocol over a TCP connection. Each write has a deadline.
 
 use std::io;
 use std::time::Duration;
@@ -12,10 +12,10 @@ use tokio::time::timeout;
 
 use super::wire::{self, LENGTH_BYTES, MAC_BYTES, Seal, WireError};
 
-/// Longest time that the other side may take to receive a frame.
+/// Longest time that the peer may take to receive a frame.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Reason for which a connection ends.
+/// Reason for which a connection to a rendezvous peer ends.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum FramingError {
     #[error("{0}")]
@@ -34,15 +34,15 @@ pub(super) enum FramingError {
     Timeout(Duration),
 }
 
-/// Configures the socket for short, repeated messages. They are sent without delay.
-/// Lost packets are retransmitted at a constant interval, without exponential backoff.
+/// Configures the socket for short, repeated messages. The kernel sends them without delay (`TCP_NODELAY`),
+/// and retransmits lost packets at a constant interval, without exponential backoff.
 pub(super) fn set_socket_options(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     SockRef::from(stream).set_tcp_thin_linear_timeouts(true)
 }
 
-/// Reads the body of the next frame and, if `mac`, the MAC that follows it. This must not be cancelled
-/// halfway.
+/// Reads the body of the next frame, of at most `limit` bytes, and, if `mac` is true, the MAC that follows
+/// the body. The caller must not cancel this halfway, because the bytes read so far would be lost.
 pub(super) async fn read_frame(
     stream: &mut (impl AsyncRead + Unpin),
     limit: usize,
@@ -60,7 +60,7 @@ pub(super) async fn read_frame(
     Ok((body, proof))
 }
 
-/// Reads and opens a sealed frame.
+/// Reads the next frame, verifies its MAC with `seal` and decodes its body, of at most `limit` bytes.
 pub(super) async fn read<T: DeserializeOwned>(
     stream: &mut (impl AsyncRead + Unpin),
     seal: &mut Seal,
@@ -70,7 +70,7 @@ pub(super) async fn read<T: DeserializeOwned>(
     Ok(seal.open(&body, &mac)?)
 }
 
-/// Seals and sends a frame.
+/// Encodes `body` as the next frame, adds its MAC with `seal`, and sends it.
 pub(super) async fn write(
     stream: &mut (impl AsyncWrite + Unpin),
     seal: &mut Seal,

@@ -1,4 +1,4 @@
-//! Addresses: where to listen, and by which address other hosts can reach this one.
+//! Addresses of this host: where to listen, and which addresses other hosts can use to reach this host.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
 use std::sync::mpsc::RecvTimeoutError;
@@ -11,15 +11,17 @@ use crate::formatting;
 use crate::rendezvous::interfaces;
 use crate::report::{full_host_name, host_name};
 
-/// Key in a round's worker store. Its value tells nodes that they have reached the right store.
+/// Key in the workers' key-value store of a round. Its value, the round's generation, tells a node that it
+/// has reached the store of its round.
 pub(super) const GENERATION_KEY: &[u8] = b"convoke/generation";
-/// Longest time for which a node tries the addresses of the store of the workers.
+/// Longest time for which a node tries the addresses of the workers' key-value store.
 const FIND_STORE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Interval at which a node checks whether the round is over.
+/// Interval at which a node that looks for the workers' key-value store checks whether the round is over.
 const ROUND_POLL: Duration = Duration::from_millis(20);
-/// Time after the first answer during which an earlier address in the list still wins.
+/// Time after the first address of a store has answered, during which an address earlier in the list is
+/// preferred if it answers.
 const PREFERENCE_DELAY: Duration = Duration::from_millis(100);
-/// Maximum number of addresses to try.
+/// Maximum number of addresses of a store that a node announces or tries.
 const MAX_ADDRESSES: usize = 16;
 
 /// Returns the addresses of this host's interfaces that are up, without link-local ones; loopback last.
@@ -39,7 +41,7 @@ fn is_link_local(ip: &IpAddr) -> bool {
 }
 
 /// Returns the addresses to listen at so that peers that connect to `host` reach this process. Returns `None`
-/// if `host` is another host.
+/// if `host` is another host. `resolved` holds the addresses of the name `host`.
 pub(super) fn listening_addresses(host: &str, port: u16, resolved: &[IpAddr]) -> Option<Vec<SocketAddr>> {
     let at = |ips: &[IpAddr]| ips.iter().map(|ip| SocketAddr::new(*ip, port)).collect::<Vec<_>>();
     let everywhere = || {
@@ -70,8 +72,9 @@ pub(super) fn listen_anywhere() -> Result<Vec<TcpListener>, ServeError> {
     convoke_store::listen(&[six]).or_else(|_| convoke_store::listen(&[four]))
 }
 
-/// Returns the addresses of a worker store that this node serves at `port`. That is `own` if the user set it.
-/// Otherwise it is the address by which this host reaches the coordinator, followed by its other addresses.
+/// Returns the addresses of a key-value store for workers that this node serves at `port`. The result is
+/// `own` if the user set that. Otherwise it is `route_address`, by which this host reaches the coordinator,
+/// followed by the other addresses of this host.
 pub(super) fn store_addresses(own: Option<&str>, route_address: Option<IpAddr>, port: u16) -> Vec<String> {
     if let Some(own) = own {
         return vec![formatting::address(own, port)];
@@ -82,11 +85,13 @@ pub(super) fn store_addresses(own: Option<&str>, route_address: Option<IpAddr>, 
     all.into_iter().map(|ip| SocketAddr::new(ip, port).to_string()).collect()
 }
 
-/// Returns host and port of the address in `addresses` at which the store of this generation answers.
-/// An address later in the list wins only if the earlier ones take longer by [`PREFERENCE_DELAY`].
+/// Returns host and port of the address in `addresses` at which the workers' key-value store of this
+/// generation answers. An address later in the list is chosen only if the earlier addresses take longer by
+/// [`PREFERENCE_DELAY`].
 ///
 /// # Errors
-/// The error of each address, or nothing more if the round `is_over` before.
+/// The errors of the addresses that have failed. They may be incomplete if `is_over` returned true, which
+/// means that the round has ended.
 pub(super) fn find_store(
     addresses: &[String],
     generation: Generation,
@@ -142,7 +147,8 @@ pub(super) fn find_store(
     Err(format!("the store of the workers cannot be reached at any of its addresses: {}", failed.join("; ")))
 }
 
-/// Returns the first of `addresses`. No process listens there yet.
+/// Returns host and port of the first of `addresses`, at which worker rank 0 will listen. No process listens
+/// there yet.
 pub(super) fn first_address(addresses: &[String]) -> Result<(String, u16), String> {
     split(addresses.first().map_or("", String::as_str))
 }

@@ -17,13 +17,13 @@ use super::record_writer::RecordWriter;
 use super::wire::{FRAME_LIMIT, Seal, ToCoordinator, ToMember};
 use crate::membership::{Action, AgentId, Coordinator, Event, OrderMessage, Profile, leader_lease};
 
-/// Interval at which the job checks whether half of a round is heard.
+/// Minimum time between two checks whether half of the nodes of a round are reachable.
 const QUORUM_POLL: Duration = Duration::from_millis(50);
-/// A tick that is later than this shows that the process was not scheduled.
-/// [`MAX_CATCH_UP`] bounds the extra time that members get for it.
+/// A timer that fires later than this shows that the process was not scheduled. [`MAX_CATCH_UP`] bounds the
+/// extra time that members then get before they count as lost.
 const MAX_TICK_DELAY: Duration = Duration::from_millis(20);
 const MAX_CATCH_UP: Duration = Duration::from_secs(1);
-/// Maximum number of member connections.
+/// Maximum number of member connections of one job.
 const MAX_CONNECTIONS: usize = 50_000;
 
 /// One job and its connections.
@@ -34,11 +34,12 @@ pub(super) struct Job {
     /// Signals that [`Coordinator::wake_at`] may have changed.
     changed: Notify,
     record_writer: Option<RecordWriter>,
-    /// Time of the last check whether members may be answered, and its result.
+    /// Time of the last check whether the coordinator may answer members, and its result.
     may_answer: Cell<(Instant, bool)>,
 }
 
-/// Next message to a member. Only the latest counts, so a slow reader costs no memory.
+/// Next message to a member. Only the latest message is kept, so a member that reads slowly occupies no more
+/// memory.
 struct Outbox {
     connection: u64,
     next: RefCell<Option<OrderMessage>>,
@@ -66,7 +67,7 @@ impl Job {
         job
     }
 
-    /// Returns true if all members have left.
+    /// Returns true if all members have left or disconnected.
     pub(super) fn has_no_members(&self) -> bool {
         self.coordinator.borrow().has_no_members() || self.outboxes.borrow().is_empty()
     }
@@ -77,15 +78,15 @@ impl Job {
         !(coordinator.has_no_members() || coordinator.is_finished() && self.outboxes.borrow().is_empty())
     }
 
-    /// Returns true if the job has ended and another one may start here under its run id.
+    /// Returns true if the job has ended and another job may start on this server under its run id.
     pub(super) fn frees_run_id(&self, is_named: bool) -> bool {
         let coordinator = self.coordinator.borrow();
         let frees = coordinator.result().is_some_and(|result| result.frees_run_id(is_named));
         self.record_writer.is_none() && frees && self.outboxes.borrow().is_empty()
     }
 
-    /// Returns true if another coordinator can continue the job from its record, which includes that the
-    /// agent of this process has left.
+    /// Returns true if another coordinator can continue the job from its record, because the record is
+    /// written and the agent of this process has left.
     pub(super) fn is_replaceable(&self) -> bool {
         let coordinator = self.coordinator.borrow();
         self.record_writer.as_ref().is_some_and(|record_writer| {
@@ -95,14 +96,14 @@ impl Job {
         })
     }
 
-    /// Notes that the node of this process rejoins as another agent.
+    /// Notes that the node of this process rejoins the job under a new agent id.
     pub(super) fn set_agent(&self, agent: AgentId) {
         if let Some(record_writer) = &self.record_writer {
             record_writer.agent.set(agent);
         }
     }
 
-    /// Gives up leadership, so that another coordinator may take over at once.
+    /// Gives up leadership, so that a coordinator on another node may take over at once.
     pub(super) async fn release(&self) {
         if let Some(record_writer) = &self.record_writer {
             record_writer.leadership.release().await;
@@ -121,19 +122,19 @@ impl Job {
         }
     }
 
-    /// Writes records until another coordinator has taken over.
+    /// Writes queued records until another coordinator has taken over.
     async fn write(&self) {
         let Some(record_writer) = &self.record_writer else { return std::future::pending().await };
         while let Some(is_latest) = record_writer.write_next().await {
-            // If a later record has been put meanwhile, only that one counts.
+            // If a later record was queued during the write, the coordinator waits for that record.
             if is_latest {
                 self.handle(Event::Written);
             }
         }
     }
 
-    /// Keeps leadership. While this coordinator has too few members, it lets the lease rest: nodes that
-    /// cannot reach it may elect another.
+    /// Keeps leadership by renewing the leader lease. While this coordinator has too few members, it does not
+    /// renew the lease, so that nodes that cannot reach it may make another node the coordinator.
     async fn keep(&self) {
         match &self.record_writer {
             Some(record_writer) => {
@@ -143,7 +144,8 @@ impl Job {
         }
     }
 
-    /// Returns true if members may be answered: no other coordinator can have continued without them.
+    /// Returns true if the coordinator may answer members, because no other coordinator can have continued
+    /// without them. `own` is the agent of this process.
     fn may_answer(&self, own: AgentId, leadership: &Leadership) -> bool {
         if leadership.is_confirmed() {
             return true;
@@ -227,7 +229,8 @@ impl Job {
             match (action, &self.record_writer) {
                 (Action::Send { agent, message }, _) => self.send(agent, message),
                 (Action::Write(record), Some(record_writer)) => record_writer.enqueue(record),
-                // Without a registry no other coordinator could continue the job.
+                // Without a registry no other coordinator could continue the job, so the record need not be
+                // written.
                 (Action::Write(_), None) => {
                     let mut more = Vec::new();
                     self.coordinator.borrow_mut().handle(self.began.elapsed(), Event::Written, &mut more);
@@ -247,7 +250,7 @@ impl Job {
         let outboxes = self.outboxes.borrow();
         let Some(outbox) = outboxes.get(&agent) else { return };
         let mut next = outbox.next.borrow_mut();
-        // A heartbeat does not replace an order that waits to be sent.
+        // A heartbeat, which has no order, does not replace an order that waits to be sent.
         if let Some(waiting) =
             next.take().filter(|waiting| message.order.is_none() && waiting.seq == message.seq)
         {
@@ -257,7 +260,7 @@ impl Job {
         outbox.ready.notify_one();
     }
 
-    /// Runs the timers until the job has ended and no member remains to be told.
+    /// Runs the coordinator's timers until the job has ended and all members have learned the outcome.
     async fn tick(&self) {
         while self.record_writer.is_some()
             || !self.coordinator.borrow().is_finished()
@@ -272,8 +275,8 @@ impl Job {
             };
             tokio::select! {
                 () = sleeps => {
-                    // This process was late and may have received messages late. It handles those that have
-                    // arrived before it evicts a member.
+                    // If this timer is late, the process was not scheduled and has not read all statuses. It
+                    // reads those that have arrived before it treats a member as lost.
                     let late = wake.map_or(Duration::ZERO, |at| at.elapsed());
                     if late > MAX_TICK_DELAY {
                         sleep(late.min(MAX_CATCH_UP)).await;

@@ -1,5 +1,5 @@
-//! Leadership of a coordinator that another one may replace: an entry in a [`Registry`].
-//! [`leader_lease`] defines what a leader may do.
+//! Leadership of a replaceable coordinator: it leads while the entry in the [`Registry`] is its own.
+//! [`leader_lease`] defines when such a coordinator may answer members.
 
 use std::cell::{Cell, RefCell};
 use std::time::Duration;
@@ -15,12 +15,12 @@ use crate::messages::print_message;
 /// First delay between two attempts to reach the registry. [`MAX_RETRY_DELAY`] is the longest.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
-/// Leadership of one coordinator.
+/// Leadership of one coordinator, with its lease and the registry's entry.
 #[derive(Debug)]
 pub(super) struct Leadership {
     registry: Registry,
     seen: RefCell<EntrySnapshot>,
-    /// Latest record that was to be written.
+    /// Latest record that the coordinator asked to write.
     record: RefCell<Option<Record>>,
     lease: Cell<Lease>,
     /// Send time of the last request by which the registry confirmed the lease.
@@ -32,8 +32,8 @@ pub(super) struct Leadership {
 }
 
 impl Leadership {
-    /// Tries to become leader where the registry's entry is `seen`. The inner `Err` is the new entry, if
-    /// another node was faster.
+    /// Tries to make this node the leader by replacing the registry's entry `seen` by `entry`. The inner
+    /// `Err` is the entry that another node wrote first.
     ///
     /// # Errors
     /// The registry cannot be reached.
@@ -60,7 +60,8 @@ impl Leadership {
         }))
     }
 
-    /// Writes a record, however long that takes. Returns false if another coordinator has taken over.
+    /// Writes a record to the registry, and tries again until that succeeds. Returns false if another
+    /// coordinator has taken over.
     pub(super) async fn write(&self, record: &Record) -> bool {
         let mut retry = Backoff::new(RETRY_DELAY, MAX_RETRY_DELAY);
         self.record.replace(Some(record.clone()));
@@ -70,7 +71,8 @@ impl Leadership {
             match self.replace(&seen, &entry).await {
                 Ok(true) => return !self.is_lost.get(),
                 Ok(false) => continue,
-                // The lease expired while it was not needed.
+                // The lease had expired because the coordinator did not need it. With a new lease, the write
+                // is tried again.
                 Err(_) if matches!(self.renew().await, Ok(true)) => continue,
                 Err(error) => self.warn_once(&error),
             }
@@ -79,11 +81,12 @@ impl Leadership {
         false
     }
 
-    /// Replaces the entry `seen`. Returns false if the caller must try again because the entry has changed.
+    /// Replaces the registry's entry `seen` by `entry`. Returns false if the caller must try again because
+    /// the entry has changed.
     async fn replace(&self, seen: &EntrySnapshot, entry: &Entry) -> Result<bool, RegistryError> {
         let record = self.record.borrow().clone();
         let now = self.registry.replace(seen, entry, record.as_ref(), &self.lease.get()).await?;
-        // A write that seemed to fail may have succeeded.
+        // The registry may hold this entry from an earlier write that succeeded but whose answer was lost.
         if now.entry.as_ref() == Some(entry) {
             self.seen.replace(now);
             self.note_recovery();
@@ -92,12 +95,12 @@ impl Leadership {
         Ok(!self.observe(now))
     }
 
-    /// Processes the entry that the registry now holds. Returns true unless it belongs to another
+    /// Processes the entry that the registry now holds. Returns true unless that entry belongs to another
     /// coordinator.
     fn observe(&self, now: EntrySnapshot) -> bool {
         let mut seen = self.seen.borrow_mut();
         match (now.term(), seen.term()) {
-            // The registry has been emptied.
+            // The registry has been emptied. This coordinator remembers its entry, to write it again.
             (0, _) => {
                 let mine = seen.entry.take();
                 *seen = now;
@@ -113,8 +116,8 @@ impl Leadership {
         true
     }
 
-    /// Keeps leadership until it is lost. While `is_idle` returns true, it does not renew the lease: other
-    /// nodes may take over.
+    /// Watches the registry's entry and renews the lease until leadership is lost. While `is_idle` returns
+    /// true, it does not renew the lease, so that other nodes may take over.
     pub(super) async fn keep(&self, is_idle: impl Fn() -> bool) {
         tokio::select! {
             () = self.repeat(async || self.watch().await) => {}
@@ -122,7 +125,7 @@ impl Leadership {
         }
     }
 
-    /// Repeats `what` until leadership is lost.
+    /// Repeats `what` until leadership is lost, with a growing delay after each error.
     async fn repeat(&self, what: impl AsyncFn() -> Result<(), RegistryError>) {
         let mut retry = Backoff::new(RETRY_DELAY, MAX_RETRY_DELAY);
         while !self.is_lost.get() {
@@ -136,7 +139,8 @@ impl Leadership {
         }
     }
 
-    /// Waits until the registry's entry changes, and checks whether this coordinator is still the leader.
+    /// Waits until the registry's entry changes, and checks whether this coordinator is still the leader. If
+    /// the registry was emptied, it writes its entry again.
     async fn watch(&self) -> Result<(), RegistryError> {
         let seen = self.seen.borrow().clone();
         self.registry.changed(&seen).await?;
@@ -159,7 +163,8 @@ impl Leadership {
         }
         let sent_at = Instant::now();
         if self.renew().await? {
-            // If no other node has taken over yet, this coordinator is still the leader.
+            // The old lease had expired. If no other node has taken over yet, this write makes this
+            // coordinator the leader again.
             let seen = self.seen.borrow().clone();
             if let Some(entry) = &seen.entry {
                 self.replace(&seen, entry).await?;
@@ -170,7 +175,8 @@ impl Leadership {
         Ok(())
     }
 
-    /// Renews the lease, or gets another one if it has expired. Returns true if it had expired.
+    /// Renews the lease, or gets a new lease if the old one has expired. Returns true if the old lease had
+    /// expired.
     async fn renew(&self) -> Result<bool, RegistryError> {
         if self.registry.keep(&self.lease.get()).await? {
             return Ok(false);
@@ -179,7 +185,8 @@ impl Leadership {
         Ok(true)
     }
 
-    /// Returns true if no other coordinator can have taken over because our lease expired.
+    /// Returns true if the lease cannot have expired, so that no other coordinator can have taken over for
+    /// that reason.
     pub(super) fn is_confirmed(&self) -> bool {
         leader_lease::is_confirmed(self.confirmed.get().elapsed(), self.ttl())
     }
@@ -201,7 +208,7 @@ impl Leadership {
         self.seen.borrow().clone()
     }
 
-    /// Releases leadership, so that no node waits until the lease expires.
+    /// Gives up the lease, so that no other node must wait until it expires.
     pub(super) async fn release(&self) {
         self.registry.release(&self.lease.get()).await;
     }

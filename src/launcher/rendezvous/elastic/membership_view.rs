@@ -1,21 +1,22 @@
-//! State that the node's thread publishes to threads that wait for it.
+//! Membership state of this node, which the rendezvous thread publishes to threads that wait for changes.
 
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use crate::membership::{Assignment, JobResult, JoinStatus, Refusal};
 
-/// Latest value of each kind.
+/// Latest state that the rendezvous thread has received, by kind.
 #[derive(Debug, Default)]
 pub(super) struct MembershipView {
     pub(super) join_status: Option<JoinStatus>,
     pub(super) assignment: Option<Assignment>,
-    /// Latest round whose workers must stop.
+    /// Latest round whose workers this node must stop.
     pub(super) stopped: Option<StoppedRound>,
     pub(super) end_reason: Option<EndReason>,
-    /// Reason for which there is no connection, while there is none.
+    /// Reason for which this node has no connection to the coordinator, while it has none.
     pub(super) connection_error: Option<String>,
-    /// Number of other jobs that use the server of this node, which has left.
+    /// Number of other jobs that still use the rendezvous server of this node, after this node has left its
+    /// own job.
     pub(super) other_jobs: usize,
     /// True if the thread that publishes this state has ended.
     pub(super) closed: bool,
@@ -26,19 +27,20 @@ pub(super) struct MembershipView {
 pub(super) struct StoppedRound {
     pub(super) round: u64,
     pub(super) cause: String,
-    /// True if this node is cut off from the others.
+    /// True if this node must stop its workers because it receives no answers from the coordinator.
     pub(super) partitioned: bool,
 }
 
 impl StoppedRound {
-    /// Returns a key by which a higher value is news: a node that is cut off has less time than one that is
-    /// only told to stop.
+    /// Returns a key that increases with each end of a round that must be reported to the agent. For the same
+    /// round, `partitioned` has the higher key and is reported even after an order to stop. A node that is
+    /// cut off has less time to stop its workers.
     pub(super) fn sort_key(&self) -> (u64, bool) {
         (self.round, self.partitioned)
     }
 }
 
-/// Reason for which no further orders will come.
+/// Reason for which this node gets no further orders from the coordinator.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum EndReason {
     JobEnded(JobResult),
@@ -73,7 +75,8 @@ impl SharedView {
         drop(closed.unwrap_or_else(PoisonError::into_inner));
     }
 
-    /// Waits until `condition` returns a value, `deadline` passes, or this node no longer takes part.
+    /// Waits until `condition` returns a value, `deadline` passes, or this node no longer takes part in the
+    /// job. Returns `None` in the last two cases.
     pub(super) fn wait<T>(
         &self,
         deadline: Option<Instant>,

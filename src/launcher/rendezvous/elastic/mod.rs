@@ -1,9 +1,9 @@
-//! `c10d`: the elastic rendezvous. Nodes join and leave; one of them, at the endpoint, coordinates.
+//! The elastic rendezvous (`c10d`): nodes may join and leave while the job runs. A coordinator on one node,
+//! at the endpoint, decides for all.
 //!
-//! [`crate::membership`] makes all decisions. This module transports them: a thread holds this node's
-//! connection ([`session`]).
-//! If this host is the endpoint and no process serves it yet, the thread also runs the coordinator
-//! ([`server`]).
+//! [`crate::membership`] makes all decisions. This module carries its messages between nodes: one thread of
+//! each agent keeps the connection to the coordinator ([`session`]). If the endpoint is on this host and no
+//! process serves it yet, the thread also runs the coordinator ([`server`]).
 
 mod backoff;
 mod connector;
@@ -48,9 +48,10 @@ pub(crate) struct ElasticRendezvous {
     share_store: bool,
     thread: Option<Arc<RendezvousThread>>,
     other_jobs: OtherJobs,
-    /// Listener for the store of the next round's workers, in case this node serves it.
+    /// Listener for the key-value store of the next round's workers, in case this node has to serve that
+    /// store.
     listener: Option<TcpListener>,
-    /// Store for the workers of this round, if this node serves it.
+    /// Server of the key-value store for the current round's workers, if this node serves that store.
     server: Option<StoreServer>,
     /// Number of the last round that this node was in.
     round: u64,
@@ -119,7 +120,7 @@ impl Rendezvous for ElasticRendezvous {
             };
             let round = run.round;
             match self.enter_round(run) {
-                // The round ended before it began on this node.
+                // The coordinator ended the round before this node had entered it.
                 Err(_) if self.is_round_over(round) => {}
                 entered => break entered,
             }
@@ -163,7 +164,7 @@ impl Rendezvous for ElasticRendezvous {
 }
 
 impl ElasticRendezvous {
-    /// Waits for a round.
+    /// Waits until the coordinator assigns this node to a rendezvous round.
     fn wait_for_round(&mut self, restarts: u32) -> Result<membership::Assignment, RendezvousError> {
         if self.thread.is_none() {
             super::check_loopback(true)?;
@@ -225,7 +226,8 @@ impl ElasticRendezvous {
             } else {
                 progress.show(&line)
             }
-            // The coordinator enforces the timeout of a connected node.
+            // The coordinator enforces the join timeout of a connected node, so only a node without
+            // connection checks it here.
             if error && Instant::now() >= deadline {
                 let after_s = self.settings.rules.join_timeout.as_secs();
                 let rest = line.strip_prefix("waiting for ").unwrap_or(&line);
@@ -238,7 +240,8 @@ impl ElasticRendezvous {
         }
     }
 
-    /// Enters a round: serves the store of its workers, or finds that store.
+    /// Enters the rendezvous round `run`: serves the workers' key-value store if this node has group rank 0,
+    /// and finds an address at which the store answers.
     fn enter_round(&mut self, run: membership::Assignment) -> Result<Assignment, RendezvousError> {
         let generation = run.generation();
         let thread = self.thread(Phase::Running { round: run.round })?;
@@ -288,11 +291,12 @@ impl ElasticRendezvous {
         })
     }
 
-    /// Warns once if any process that can reach the endpoint can take part.
+    /// Prints a warning if no token or registry protects the job, so that any process that can reach the
+    /// endpoint can take part.
     fn warn_if_open(&self) {
         let is_open = match &self.settings.endpoint {
             Endpoint::Host { host, .. } => !is_loopback(host),
-            // A node that can read the file or etcd finds a key there.
+            // The file or etcd holds a key, and only nodes that can read the key can take part.
             Endpoint::File(_) => false,
             Endpoint::Etcd(cluster) => {
                 cluster.is_open() && !cluster.endpoints.iter().all(|(host, _)| is_loopback(host))
@@ -314,13 +318,14 @@ impl ElasticRendezvous {
         })
     }
 
-    /// Returns true if all nodes are on this host.
+    /// Returns true if the endpoint is a loopback address, so that all nodes are on this host.
     fn is_on_loopback(&self) -> bool {
         let Endpoint::Host { host, .. } = &self.settings.endpoint else { return false };
         is_loopback(host)
     }
 
-    /// Listens for a round's worker store: at the address that the user gave, or at all addresses.
+    /// Listens at a free port for the workers' key-value store: at the address that the user gave, at
+    /// loopback if all nodes are on this host, or at all addresses.
     fn listen_for_workers(&self) -> Result<Vec<TcpListener>, ServeError> {
         let given = self.local_addr.as_deref().and_then(|own| own.parse::<IpAddr>().ok());
         let only = given.or_else(|| {
@@ -328,7 +333,8 @@ impl ElasticRendezvous {
         });
         match only.map(|ip| convoke_store::listen(&[SocketAddr::new(ip, 0)])) {
             Some(Ok(listeners)) => Ok(listeners),
-            // The address does not belong to this host, but other hosts may still reach this one by it.
+            // The address does not belong to this host, but other hosts may still reach this host by that
+            // address.
             Some(Err(_)) | None => host_addresses::listen_anywhere(),
         }
     }
@@ -337,7 +343,7 @@ impl ElasticRendezvous {
         describe_endpoint(&self.settings.endpoint)
     }
 
-    /// Returns the reason for which this node cannot take part.
+    /// Describes the reason for which this node cannot take part in the job.
     fn describe_end(&self, reason: &EndReason) -> String {
         termination::describe_end(reason, &self.endpoint(), &self.settings.run_id)
     }
@@ -358,7 +364,7 @@ fn random<const N: usize>() -> std::io::Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// Describes the join status: the nodes that have joined and those that are missing.
+/// Describes, for a line of progress, which nodes have joined and which are missing.
 fn describe_join_status(join_status: &JoinStatus) -> String {
     let JoinStatus { joined, min, max, names, stopping, standby, cause, starts_in_ms } = join_status;
     if *standby {

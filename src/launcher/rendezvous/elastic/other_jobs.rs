@@ -1,11 +1,13 @@
-//! Other jobs that use the rendezvous server of this launcher. They would lose their coordinators with it.
+//! Other jobs that use the rendezvous server of this launcher. If this launcher exits, they lose their
+//! coordinators.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
 use super::thread::RendezvousThread;
 use crate::membership::Departure;
 
-/// The other jobs of one launcher. A launcher without a rendezvous server has none.
+/// The jobs, except the launcher's own, whose coordinators this launcher serves. Without a rendezvous server
+/// there are none.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct OtherJobs {
     endpoint: String,
@@ -26,22 +28,22 @@ impl OtherJobs {
         self.thread.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Returns the number of other jobs, once this launcher's own job has ended, and the endpoint that they
-    /// use.
+    /// Returns the number of other jobs (0 until this launcher's own job has ended), and the endpoint that
+    /// they use.
     pub(crate) fn count(&self) -> (usize, &str) {
         let count = self.thread().map_or(0, |thread| thread.view.lock().other_jobs);
         (count, &self.endpoint)
     }
 
-    /// Blocks until no other job is left.
+    /// Blocks until no other job uses the rendezvous server.
     pub(crate) fn wait(&self) {
         if let Some(thread) = self.thread() {
             thread.view.wait_until_closed();
         }
     }
 
-    /// Tells all members that a signal stops this launcher. Blocks until they have been told, for about a
-    /// second at most.
+    /// Tells all members of the other jobs that a signal stops this launcher. Blocks until they have received
+    /// this, for about a second at most.
     pub(crate) fn notify_shutdown(&self, signal: i32) {
         if let Some(thread) = self.thread() {
             thread.leave(Departure::Stopped { signal });

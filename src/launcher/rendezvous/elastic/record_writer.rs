@@ -1,4 +1,5 @@
-//! Writes the records of a coordinator that another one may replace.
+//! Writes the records of a replaceable coordinator to the registry, from which a coordinator on another node
+//! can continue the job.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -11,7 +12,8 @@ use super::leadership::Leadership;
 use crate::membership::{AgentId, Record};
 use crate::messages::print_message;
 
-/// Writer of a coordinator's records.
+/// Writes a coordinator's records to the registry one after the other, and skips records that a later one
+/// replaces.
 pub(super) struct RecordWriter {
     /// Agent of this process.
     pub(super) agent: Cell<AgentId>,
@@ -31,14 +33,14 @@ impl RecordWriter {
         Self { agent, leadership, close_timeout, next, ready, is_writing }
     }
 
-    /// Queues a record. A later one replaces it if it has not been written by then.
+    /// Queues a record for writing. It replaces a queued record that has not been written yet.
     pub(super) fn enqueue(&self, record: Record) {
         self.next.replace(Some(record));
         self.ready.notify_one();
     }
 
-    /// Writes the queued record. Returns `Some(true)` if that is the latest, and `None` if another
-    /// coordinator has taken over.
+    /// Waits for a queued record and writes it. Returns `Some(true)` if it is the latest, `Some(false)` if a
+    /// later record is queued, and `None` if another coordinator has taken over.
     pub(super) async fn write_next(&self) -> Option<bool> {
         let record = loop {
             if let Some(record) = self.next.take() {
@@ -52,13 +54,13 @@ impl RecordWriter {
         holds.then(|| self.next.borrow().is_none())
     }
 
-    /// Returns true if all records are written.
+    /// Returns true if no record is queued or being written.
     pub(super) fn is_complete(&self) -> bool {
         self.next.borrow().is_none() && !self.is_writing.get()
     }
 
-    /// Writes a record. Returns false if another coordinator has taken over. Writing the outcome of a job has
-    /// a deadline.
+    /// Writes a record to the registry. Returns false if another coordinator has taken over. A record with
+    /// the outcome of the job counts as written after `close_timeout`.
     async fn write(&self, record: &Record) -> bool {
         if record.result.is_none() {
             return self.leadership.write(record).await;

@@ -1,10 +1,10 @@
-//! The rendezvous server: serves the coordinator of each run id to agents that prove that they belong to the
-//! job.
+//! The rendezvous server: runs the coordinator of each run id, and serves agents that prove by the token that
+//! they belong to the job.
 //!
 //! Each connection has one task. All tasks run on one thread and need no lock: they borrow shared state only
-//! between two awaits.
-//! The memory that unauthenticated peers can occupy is bounded: number of connections, time and bytes per
-//! connection. Above the limit, the oldest connection is closed.
+//! between two awaits. The memory that unauthenticated peers can occupy is bounded by limits on the number of
+//! their connections, and on time and bytes per connection. Above the limit, the server closes the oldest
+//! unauthenticated connection.
 
 use std::cell::{Cell, RefCell};
 use std::collections::hash_map::Entry;
@@ -28,7 +28,7 @@ use crate::config::is_named;
 use crate::membership::{AgentId, Coordinator, Event, Profile, Record, Rules};
 use crate::messages::print_message;
 
-/// Longest time until a connection must have authenticated itself.
+/// Time within which the peer of a new connection must authenticate itself.
 const AUTHENTICATION_TIMEOUT: Duration = Duration::from_secs(5);
 /// Maximum number of unauthenticated connections.
 const MAX_UNAUTHENTICATED: usize = 256;
@@ -41,28 +41,29 @@ const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(20);
 pub(super) struct RendezvousServer {
     token: Option<Token>,
     rules: Rules,
-    /// Address of the TCPStore to which connections in its protocol are forwarded.
+    /// Address of the TCPStore to which the server forwards connections that use the TCPStore protocol.
     store: Option<SocketAddr>,
     jobs: RefCell<HashMap<String, Rc<Job>>>,
     unauthenticated: RefCell<VecDeque<(u64, AbortHandle)>>,
     connections: Cell<u64>,
-    /// True if no more jobs may start here.
+    /// True if no more jobs may start on this server.
     is_closed: Cell<bool>,
     /// The run id of the launcher's own job.
     own: String,
-    /// True if another coordinator may take over. The server then serves only its own job.
+    /// True if the server serves only the launcher's own job. With a registry (etcd or a shared file), each
+    /// job has a coordinator and server of its own, which another node can take over.
     own_job_only: bool,
 }
 
-/// A job that can outlive its coordinator.
+/// A job with a registry, which continues under a new coordinator if its coordinator is lost.
 pub(super) struct ReplaceableJob {
     pub(super) run_id: String,
     pub(super) term: u64,
     /// Latest record of the former coordinator.
     pub(super) record: Option<Record>,
-    /// Agent that ran the former coordinator, and how long to wait for it.
+    /// Agent that ran the former coordinator, and how long to wait for a status of that agent.
     pub(super) suspect: Option<(AgentId, Duration)>,
-    /// Agent of this process.
+    /// Agent of this process, which runs the new coordinator.
     pub(super) agent: AgentId,
     pub(super) leadership: Rc<Leadership>,
     /// Longest time that writing the outcome of the job may take.
@@ -70,7 +71,8 @@ pub(super) struct ReplaceableJob {
 }
 
 impl RendezvousServer {
-    /// Serves at `listeners` until it is dropped together with its tasks.
+    /// Starts a server that serves at `listeners` until it is dropped together with its tasks. `own` is the
+    /// run id of the launcher's own job. `replaceable` describes that job if it has a registry.
     pub(super) fn open(
         listeners: Vec<std::net::TcpListener>,
         token: Option<Token>,
@@ -117,8 +119,8 @@ impl RendezvousServer {
         server
     }
 
-    /// Tells members that this coordinator exits, with agent `agent` on `host`, because of `why`. `all`
-    /// selects the members of all jobs, not only of this launcher's own.
+    /// Tells members that the process of their coordinator, with agent `agent` on `host`, exits because of
+    /// `why`. `all` selects the members of all jobs, not only of this launcher's own.
     pub(super) fn notify_shutdown(&self, all: bool, agent: AgentId, host: &str, why: &str) {
         let is_affected = |run_id: &String| all || *run_id == self.own;
         let jobs = self.jobs.borrow().clone();
@@ -149,13 +151,13 @@ impl RendezvousServer {
         self.is_closed.set(true);
     }
 
-    /// Returns true if a node of this job would start a new job here.
+    /// Returns true if a node that connects with this run id would start a new job on this server.
     fn would_start_job(&self, run_id: &str) -> bool {
         self.jobs.borrow().get(run_id).is_none_or(|job| self.is_superseded(run_id, job))
     }
 
-    /// Returns true if another job under this run id starts here. The launcher's own run id is excluded: that
-    /// job is about to end.
+    /// Returns true if `job` has ended and the next node with this run id starts a new job. The launcher's
+    /// own run id is excluded, because this launcher is about to exit.
     fn is_superseded(&self, run_id: &str, job: &Job) -> bool {
         run_id != self.own && job.frees_run_id(is_named(run_id))
     }
@@ -185,7 +187,8 @@ impl RendezvousServer {
         }
     }
 
-    /// Removes a connection that has authenticated itself, or ended, from the list of unauthenticated ones.
+    /// Removes a connection that has authenticated itself, or ended, from the list of unauthenticated
+    /// connections.
     fn mark_authenticated(&self, number: u64) {
         self.unauthenticated.borrow_mut().retain(|(other, _)| *other != number);
     }
@@ -235,7 +238,8 @@ impl RendezvousServer {
         let nonce: Nonce = super::random()?;
         let (mut theirs, mut ours) = wire::seals(self.token.as_ref(), &hello, &nonce);
         let mut welcome = wire::encode(&Welcome::new(nonce));
-        // The other side learns the nonce that makes the key only now. The proof therefore follows it.
+        // The key depends on `nonce`, which the agent learns only from this frame. The frame that proves
+        // knowledge of the token therefore follows it.
         welcome = wire::frame(&welcome);
         welcome.extend_from_slice(&ours.seal(&()));
         framing::write_raw(stream, &welcome).await?;
@@ -247,12 +251,12 @@ impl RendezvousServer {
         Ok(Some((hello, profile, (theirs, ours))))
     }
 
-    /// Notes that the node of this process rejoins as another agent.
+    /// Notes that the node of this process rejoins its job under a new agent id.
     pub(super) fn set_agent(&self, agent: AgentId) {
         self.jobs.borrow().values().for_each(|job| job.set_agent(agent));
     }
 
-    /// Gives up leadership, so that another coordinator may take over at once.
+    /// Gives up leadership of all jobs, so that a coordinator on another node may take over at once.
     pub(super) async fn release(&self) {
         let jobs: Vec<_> = self.jobs.borrow().values().cloned().collect();
         for job in jobs {

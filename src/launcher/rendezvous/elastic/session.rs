@@ -1,4 +1,5 @@
-//! Coordinator session of a node: connects and reconnects, sends the node's statuses, and receives orders.
+//! Coordinator session of a node: connects and reconnects to the coordinator, sends the node's statuses, and
+//! receives orders.
 
 use std::net::IpAddr;
 use std::sync::{Mutex, PoisonError};
@@ -16,45 +17,47 @@ use super::wire::{FRAME_LIMIT, ToCoordinator, ToMember};
 use crate::config::is_named;
 use crate::membership::{Command, Departure, IDLE_TIMEOUT_FACTOR, JobResult, Member, Phase, Refusal};
 
-/// First delay between two attempts to connect. [`MAX_RETRY_DELAY`] is the longest.
+/// First delay between two attempts to connect to the coordinator. [`MAX_RETRY_DELAY`] is the longest.
 const RETRY_DELAY: Duration = Duration::from_millis(20);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
-/// Number of refused connections after which the process of the coordinator counts as dead.
+/// Number of consecutive refused connections after which the process of the coordinator counts as dead.
 const MAX_REFUSED: u32 = 4;
-/// Time after which an attempt also checks whether another coordinator is registered.
+/// Time after which an attempt to connect also checks whether the registry names another coordinator.
 const REGISTRY_CHECK_DELAY: Duration = Duration::from_millis(500);
-/// Interval at which a node checks whether the coordinator of an ended job is gone.
+/// Interval at which a node checks whether the coordinator of an ended job still occupies the endpoint.
 const CLOSED_JOB_POLL: Duration = Duration::from_millis(200);
 /// Longest time that a leaving node waits for its last message to be sent.
 const LEAVE_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Input from the node.
+/// Request of this node's agent to the session.
 #[derive(Debug)]
 pub(super) enum NodeRequest {
     Enter(Phase),
-    /// The node leaves.
+    /// The node leaves the job.
     Leave(Departure),
 }
 
-/// Event for the node.
+/// Event that the session reports to this node's agent.
 #[derive(Debug)]
 pub(super) enum SessionEvent {
     Command(Command),
-    /// No answer came for so long that the other nodes have continued without this one.
+    /// The coordinator answered nothing for the time `silent`, so the other nodes have continued without this
+    /// node. `last` is the last error of the connection.
     Partitioned {
         silent: Duration,
         last: String,
     },
-    /// No answer came for too long, so the workers must stop. The node will rejoin the others.
+    /// The coordinator answered nothing for the time `silent`, so the workers must stop. This node will
+    /// rejoin the job.
     Stop {
         silent: Duration,
         last: String,
     },
-    /// There is no connection at present. `why` is the reason.
+    /// There is no connection to the coordinator at present. `why` is the reason.
     Waiting {
         why: String,
     },
-    /// A connection is impossible.
+    /// A connection to the coordinator is impossible, and the session ends. `why` is the reason.
     Unusable {
         why: String,
     },
@@ -64,24 +67,24 @@ pub(super) enum SessionEvent {
 /// Coordinator session of one node.
 pub(super) struct Session {
     pub(super) connector: Connector,
-    /// Heartbeat interval of most nodes.
+    /// Heartbeat interval of all nodes except that of a replaceable coordinator.
     pub(super) heartbeat_interval: Duration,
-    /// Time for which a node without workers waits for a replaceable coordinator.
+    /// Time for which a node without workers tries to reach a replaceable coordinator.
     pub(super) join_timeout: Duration,
 }
 
-/// Reason for which there is no connection.
+/// Reason for which an attempt to connect to the coordinator failed.
 enum ConnectFailure {
     Unreachable {
         why: String,
         how: LastAttempt,
     },
-    /// The coordinator has moved, or will move.
+    /// The registry names another coordinator, or the current one has lost its lease.
     Moved,
     Unusable(String),
-    /// The job has ended.
+    /// The job has ended with this outcome.
     Closed(JobResult),
-    /// The job has ended, and another one has started under its run id.
+    /// The job has ended, and another job has started under the same run id.
     Replaced,
 }
 
@@ -98,19 +101,20 @@ impl From<DiscoveryError> for ConnectFailure {
     }
 }
 
-/// Reason for which a session ended.
+/// Reason for which a connection to the coordinator ended.
 enum SessionEnd {
-    /// The node leaves.
+    /// The node leaves the job.
     Left,
     /// The coordinator has evicted this node.
     Evicted,
-    /// This node never took part, and the job has ended.
+    /// The job has ended with this outcome, and this node never took part.
     Closed(JobResult),
     Broken(FramingError),
 }
 
 impl Session {
-    /// Runs until the node leaves or is cut off from the others.
+    /// Runs until the node leaves the job or cannot continue in it. Stores in `route_address` this host's
+    /// address on the route to the coordinator.
     pub(super) async fn run(
         mut self,
         member: &mut Member,
@@ -135,7 +139,8 @@ impl Session {
                         LastAttempt::NoFailure | LastAttempt::Refused | LastAttempt::Failed => ConnectFailure::Unreachable { why, how },
                     }),
                     () = async {
-                        // Most attempts succeed before this delay ends.
+                        // Most attempts to connect succeed before this delay ends, without reading the
+                        // registry.
                         sleep(REGISTRY_CHECK_DELAY).await;
                         discovery.changed().await;
                     } => Err(ConnectFailure::Moved),
@@ -158,7 +163,8 @@ impl Session {
                 }
             };
             let connected = match connected {
-                // A coordinator that answered before may do so again.
+                // The coordinator has answered this node before, so the refusal may be temporary: the node
+                // tries again.
                 Err(ConnectFailure::Unusable(why)) if member.answered().is_some() => {
                     Err(ConnectFailure::Unreachable { why, how })
                 }
@@ -214,7 +220,7 @@ impl Session {
                     since = Instant::now();
                 }
                 Err(ConnectFailure::Closed(result)) => {
-                    // For a node that took part, this is the outcome of the job.
+                    // For a node that took part in the job, this is the outcome of the job.
                     let command = if takes_part {
                         Command::End(result)
                     } else {
@@ -256,8 +262,9 @@ impl Session {
         }
     }
 
-    /// Returns the time at which a node that has no connection since `since` acts, and whether it then gives
-    /// up altogether. Otherwise it only stops its workers.
+    /// Returns the time at which a node acts that has had no connection to the coordinator since `since`. The
+    /// flag is true if the node then gives up, false if it only stops its workers. `None` if it waits without
+    /// limit.
     fn deadline(
         &self,
         member: &Member,
@@ -274,14 +281,15 @@ impl Session {
                 lease.map(|at| (at, false))
             }
             Phase::Ready { .. } | Phase::Succeeded { .. } | Phase::Left(_) => {
-                // A node that was never connected has no deadline here: its caller has one.
+                // A node that the coordinator never answered has no deadline here: the thread that waits for
+                // a round has one.
                 lease.map(|_| (since.duration_since(began) + self.join_timeout, true))
             }
         }
     }
 
-    /// Returns the time beyond its lease for which a node may receive nothing. It is zero unless the node
-    /// only waits for a round.
+    /// Returns the time beyond the member's lease for which it may receive no answers. It is zero unless the
+    /// node only waits for a round.
     fn extra_timeout(&self, member: &Member) -> Duration {
         match member.phase() {
             Phase::Ready { .. } => member.lease() * (IDLE_TIMEOUT_FACTOR - 1),
@@ -293,7 +301,7 @@ impl Session {
         }
     }
 
-    /// Exchanges messages until the connection ends or the node leaves.
+    /// Exchanges messages with the coordinator until the connection ends or the node leaves the job.
     async fn exchange(
         &self,
         connection: Connection,
@@ -322,11 +330,13 @@ impl Session {
         let start = began.elapsed();
         let mut begins = start;
         let result = loop {
-            // A node without workers may have been silent before.
+            // A node without workers may have had no connection for long, so its time starts with this
+            // connection.
             let ends = match member.lease_end() {
                 Some(ends) if has_workers(member) => Some(ends),
                 ends => {
-                    // If another coordinator may be registered, the node looks for it soon.
+                    // If the registry may name another coordinator, the node waits no longer than its lease
+                    // before it looks there.
                     let more = if is_static { self.extra_timeout(member) } else { Duration::ZERO };
                     ends.max(Some(begins + member.lease())).map(|ends| ends + more)
                 }
@@ -335,7 +345,7 @@ impl Session {
                 biased;
                 what = requests.recv() => match what {
                     Some(NodeRequest::Enter(phase)) => {
-                        // Each state is sent, even if the next one follows at once.
+                        // Each phase is sent in a status of its own, even if the next phase follows at once.
                         member.enter(phase);
                         let status = ToCoordinator::Status(member.status(began.elapsed()));
                         if let Err(error) = framing::write(&mut writing, &mut ours, &status).await {
@@ -384,7 +394,7 @@ impl Session {
                     if !may_wait || !discovery.is_current().await {
                         break SessionEnd::Broken(FramingError::Timeout(member.lease()));
                     }
-                    // The coordinator is alive but busy.
+                    // The registry still names this coordinator, so the coordinator is alive but busy.
                     begins = began.elapsed();
                 }
             }
@@ -399,7 +409,7 @@ fn has_workers(member: &Member) -> bool {
     matches!(member.phase(), Phase::Running { .. } | Phase::Failed { .. } | Phase::Leaving { .. })
 }
 
-/// Completes `at` that time after `began`, or never if `at` is `None`.
+/// Completes at the time `began + at`, or never if `at` is `None`.
 async fn until(at: Option<Duration>, began: Instant) {
     match at {
         Some(at) => sleep_until(began + at).await,
@@ -407,7 +417,8 @@ async fn until(at: Option<Duration>, began: Instant) {
     }
 }
 
-/// Processes states of the node while no coordinator is reachable. Returns when the node leaves.
+/// Applies new phases of the node to `member` while no coordinator is reachable. Returns when the node leaves
+/// the job.
 async fn wait_for_departure(member: &mut Member, requests: &mut mpsc::UnboundedReceiver<NodeRequest>) {
     while let Some(NodeRequest::Enter(phase)) = requests.recv().await {
         member.enter(phase);

@@ -1,4 +1,4 @@
-//! Exchange of failures between the nodes of an elastic job.
+//! The nodes of an elastic job report failures to each other through the coordinator.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
@@ -11,16 +11,17 @@ use crate::rendezvous::termination::{
     JobOutcome, OutcomeKind, OutcomeWaiter, RemoteEvent, TerminationChannel,
 };
 
-/// Connection of one node to the outcome of an elastic job.
+/// Termination channel of one node of an elastic job. It gets failures and the outcome from the coordinator.
 #[derive(Debug)]
 pub(super) struct ElasticTerminationChannel {
     thread: Arc<RendezvousThread>,
-    /// Rank of this node, and the round that it is in.
+    /// Group rank of this node, and number of the rendezvous round that it is in.
     position: Mutex<(usize, u64)>,
     host: String,
     endpoint: String,
     run_id: String,
-    /// Latest end of a round that has been reported to the caller.
+    /// Latest end of a round that `recv` has returned: number of the round, and whether this node was
+    /// partitioned.
     ended: Mutex<(u64, bool)>,
 }
 
@@ -34,7 +35,7 @@ impl ElasticTerminationChannel {
         Self { thread, position: Mutex::new((node, round)), host, endpoint, run_id, ended: Mutex::default() }
     }
 
-    /// Records that this node is in another round.
+    /// Records the group rank of this node and the number of the round that it has entered.
     pub(super) fn set_round(&self, node: usize, round: u64) {
         *self.position.lock().unwrap_or_else(PoisonError::into_inner) = (node, round);
     }
@@ -112,7 +113,8 @@ impl TerminationChannel for ElasticTerminationChannel {
             }
         };
         let phase = Phase::Failed { round, failure: Failure { summary, report, can_restart: restarts } };
-        // A node with a restart is about to enter the next round.
+        // A node with a restart left reports at once and waits for no outcome, because it enters the next
+        // round.
         let Some(grace_until) = grace_until.filter(|_| !restarts) else {
             self.thread.enter(phase);
             return (!restarts).then(|| -> OutcomeWaiter {
@@ -132,7 +134,7 @@ impl TerminationChannel for ElasticTerminationChannel {
         let departure = match &mine.kind {
             OutcomeKind::Stopped { signal } => Departure::Stopped { signal: *signal },
             OutcomeKind::Error { text } | OutcomeKind::Partitioned { text } => Departure::Error(text.clone()),
-            // The other nodes know already.
+            // The coordinator has already told the other nodes of such an outcome.
             OutcomeKind::Failed { .. } | OutcomeKind::Lost | OutcomeKind::Succeeded => return mine,
         };
         self.thread.leave(departure);
@@ -141,7 +143,7 @@ impl TerminationChannel for ElasticTerminationChannel {
 
     fn report_signal(&self, signal: i32) {
         if self.thread.is_host {
-            // No other node can take over the coordinator: the job ends at once.
+            // No other node can take over the coordinator of this process, so the job ends at once.
             self.propose_outcome(OutcomeKind::Stopped { signal }, None);
         } else {
             self.thread.enter(Phase::Leaving { round: self.position().1, signal });
@@ -161,7 +163,7 @@ impl TerminationChannel for ElasticTerminationChannel {
     }
 }
 
-/// Describes why this job sends no further orders to this node.
+/// Describes for the user why this node gets no further orders from the coordinator.
 pub(super) fn describe_end(reason: &EndReason, endpoint: &str, run_id: &str) -> String {
     let id = if is_named(run_id) { format!("--rdzv-id={run_id}") } else { "no --rdzv-id".to_owned() };
     match reason {

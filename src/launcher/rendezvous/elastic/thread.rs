@@ -1,4 +1,5 @@
-//! The thread that holds a node's connection and, on the host of the endpoint, runs the rendezvous server.
+//! The rendezvous thread of an agent: keeps the connection to the coordinator and, on the host of the
+//! endpoint, runs the rendezvous server.
 
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::rc::Rc;
@@ -23,18 +24,18 @@ use crate::membership::{AgentId, Command, Departure, Member, Phase, Profile, Rul
 use crate::messages::print_message;
 use crate::rendezvous::RendezvousError;
 
-/// Number of heartbeats within the heartbeat timeout.
+/// Number of heartbeats that a node sends within the heartbeat timeout.
 const HEARTBEATS_PER_TIMEOUT: u32 = 6;
-/// Longest time that the coordinator stays after its node leaves, so that all members learn how the job
-/// ended.
+/// Longest time that the coordinator keeps running after its node leaves, so that all members learn how the
+/// job ended.
 const LINGER: Duration = Duration::from_secs(1);
 const LINGER_POLL: Duration = Duration::from_millis(2);
 /// Interval at which the thread checks whether other jobs have ended.
 const OTHER_JOBS_POLL: Duration = Duration::from_millis(50);
-/// Longest time for releasing the lease in etcd.
+/// Longest time that giving up the leader lease in the registry may take.
 const RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Settings of the thread.
+/// Settings of the rendezvous thread.
 #[derive(Debug, Clone)]
 pub(super) struct Settings {
     pub(super) endpoint: Endpoint,
@@ -46,18 +47,18 @@ pub(super) struct Settings {
     pub(super) close_timeout: Duration,
 }
 
-/// Handle of the thread.
+/// Handle of the rendezvous thread, by which other threads use it.
 #[derive(Debug)]
 pub(super) struct RendezvousThread {
     pub(super) view: Arc<SharedView>,
     requests: mpsc::UnboundedSender<NodeRequest>,
     shared: SharedState,
-    /// True if the thread serves the coordinator.
+    /// True if the thread serves the coordinator at the endpoint, which no other node can take over.
     pub(super) is_host: bool,
 }
 
 impl RendezvousThread {
-    /// Starts the thread. `phase` is the state of this node.
+    /// Starts the rendezvous thread. `phase` is the state of this node at the start.
     ///
     /// # Errors
     /// This host is to serve the endpoint (`is_host=true`) and cannot.
@@ -97,16 +98,16 @@ impl RendezvousThread {
     }
 
     pub(super) fn enter(&self, phase: Phase) {
-        // If the thread has ended, the view holds the reason.
+        // Sending fails only if the thread has ended. The view then holds the reason.
         let _ = self.requests.send(NodeRequest::Enter(phase));
     }
 
-    /// Returns this host's address on the route to the coordinator, once there has been a connection.
+    /// Returns this host's address on the route to the coordinator, or `None` before the first connection.
     pub(super) fn route_address(&self) -> Option<IpAddr> {
         *lock(&self.shared.route_address)
     }
 
-    /// Leaves, and waits until the coordinator has been told.
+    /// Leaves the job, and waits until the thread has reported this and has ended or only serves other jobs.
     pub(super) fn leave(&self, departure: Departure) {
         *lock(&self.shared.departure) = Some(departure.clone());
         let _ = self.requests.send(NodeRequest::Leave(departure));
@@ -118,7 +119,8 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Returns listeners at the endpoint, if it is this host and no process listens there yet.
+/// Returns listeners at the endpoint if this process is to serve it. The list is empty if another host or
+/// another process of this host serves the endpoint, or if the endpoint is a registry.
 fn listen(settings: &Settings) -> Result<Vec<std::net::TcpListener>, RendezvousError> {
     let Endpoint::Host { host, port, is_host } = &settings.endpoint else { return Ok(Vec::new()) };
     if *is_host == Some(false) {
@@ -149,17 +151,18 @@ fn resolve(host: &str, port: u16) -> Vec<IpAddr> {
         .unwrap_or_default()
 }
 
-/// State that the thread shares with its callers.
+/// State that the rendezvous thread shares with the threads that use it.
 #[derive(Debug, Clone, Default)]
 struct SharedState {
     view: Arc<SharedView>,
     /// Address of this host on the route to the coordinator.
     route_address: Arc<Mutex<Option<IpAddr>>>,
-    /// Reason for which this node leaves, once it does.
+    /// Reason for which this node leaves the job, once it does.
     departure: Arc<Mutex<Option<Departure>>>,
 }
 
-/// Runs the thread until the node leaves or is cut off from the others.
+/// Body of the rendezvous thread. Runs until the node leaves the job or cannot continue in it, and then shuts
+/// down the server of this process.
 async fn run_thread(
     settings: Settings,
     agent: AgentId,
@@ -170,7 +173,7 @@ async fn run_thread(
 ) {
     let Settings { endpoint, rules, profile, run_id, token, close_timeout } = settings;
     let serves = !listeners.is_empty();
-    // A peer that looks for torch's store at the endpoint finds one, but only in open mode.
+    // A peer that expects torch's TCPStore at the endpoint finds one, but only if the job has no token.
     let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
     let store = (serves && token.is_none()).then(|| StoreServer::bind(&[loopback]).ok()).flatten();
     let store_at = store.as_ref().and_then(|store| store.addresses().first().copied());
@@ -218,7 +221,7 @@ async fn run_thread(
             let endpoint_server = EndpointServer { server, agent, host };
             endpoint_server.shut_down(requests, &shared).await;
         }
-        // Another node can take over.
+        // Another node can take over a coordinator that is named in a registry.
         (None, Some(server)) => {
             linger(|| server.has_no_own_members() || server.is_replaceable()).await;
             let _ = tokio::time::timeout(RELEASE_TIMEOUT, server.release()).await;
@@ -227,7 +230,7 @@ async fn run_thread(
     }
 }
 
-/// Server at the endpoint, if no other node can take over.
+/// Rendezvous server at a fixed endpoint, which no other node can take over.
 struct EndpointServer {
     server: Rc<RendezvousServer>,
     agent: AgentId,
@@ -235,8 +238,8 @@ struct EndpointServer {
 }
 
 impl EndpointServer {
-    /// Ends the service after this node has left. Members that lose their coordinator are told.
-    /// Other jobs may continue until they have ended, unless a signal stops this launcher.
+    /// Ends the server after this node has left its job. Members that thereby lose their coordinator are told
+    /// why. Other jobs may use the server until they have ended, unless a signal stops this launcher.
     async fn shut_down(&self, mut requests: mpsc::UnboundedReceiver<NodeRequest>, shared: &SharedState) {
         if self.notify_shutdown(shared) {
             return linger(|| self.server.has_no_members()).await;
@@ -260,7 +263,8 @@ impl EndpointServer {
         }
     }
 
-    /// Tells the affected members why this node leaves. Returns true if those are the members of all jobs.
+    /// Tells the members that lose their coordinator why this node leaves. Returns true if these are the
+    /// members of all jobs, because a signal stops this launcher.
     fn notify_shutdown(&self, shared: &SharedState) -> bool {
         let (why, all) = match lock(&shared.departure).take() {
             Some(Departure::Stopped { signal }) => {
@@ -275,7 +279,7 @@ impl EndpointServer {
     }
 }
 
-/// Waits until all members have been told, for [`LINGER`] at most.
+/// Waits until `is_done` returns true (all members have left), for [`LINGER`] at most.
 async fn linger(is_done: impl Fn() -> bool) {
     let until = Instant::now() + LINGER;
     while !is_done() && Instant::now() < until {
@@ -308,7 +312,7 @@ fn apply_event(view: &SharedView, event: SessionEvent) {
     });
 }
 
-/// Records why this node takes part no longer. The first reason stays.
+/// Records why this node no longer takes part in the job. If a reason is recorded already, that reason stays.
 fn end(state: &mut MembershipView, reason: EndReason) {
     let _ = state.end_reason.get_or_insert(reason);
 }

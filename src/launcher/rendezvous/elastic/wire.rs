@@ -9,13 +9,11 @@
 //! coordinator → agent   Order ...
 //! ```
 //!
-//! A frame is a length (4 bytes, little endian), a body, and 32 bytes of HMAC-SHA256 over direction, number
-//! and body.
-//! The key is derived from the job's token (empty in open mode), the contents of Hello and Welcome, and both
-//! nonces.
-//! An unauthenticated peer therefore cannot forge, replay, reflect, reorder or drop a frame. Nothing is
-//! encrypted.
-//! `suite` names the cryptography, so that this can change without a new format.
+//! A frame is a length (4 bytes, little endian), a body, and 32 bytes of HMAC-SHA256 over direction, frame
+//! number and body. The key is derived from the job's token (empty in open mode, if the user set none), the
+//! contents of Hello and Welcome, and both nonces. An unauthenticated peer therefore cannot forge, replay,
+//! reflect, reorder or drop a frame. Nothing is encrypted. `suite` names the cryptography, so that the
+//! cryptography can change without a new format.
 
 use convoke_env::Token;
 use hmac::{Hmac, KeyInit, Mac};
@@ -25,20 +23,20 @@ use sha2::Sha256;
 
 use crate::membership::{AgentId, OrderMessage, Profile, Status};
 
-/// First bytes of a connection; the last one is the version. (A TCPStore client begins with 0.)
+/// First bytes of a connection; the last one is the version. (The first byte of a TCPStore client is 0.)
 pub(super) const MAGIC: [u8; 8] = *b"convoke\x03";
 /// HMAC-SHA256 without encryption.
 const SUITE: u8 = 0;
-/// Maximum body length before the sender has authenticated itself.
+/// Maximum body length, in bytes, before the sender has authenticated itself.
 pub(super) const UNAUTHENTICATED_FRAME_LIMIT: usize = 2048;
-/// Maximum body length after authentication. The largest body is a failure report.
+/// Maximum body length, in bytes, after authentication. The largest body is a failure report.
 pub(super) const FRAME_LIMIT: usize = 1 << 20;
 pub(super) const LENGTH_BYTES: usize = 4;
 pub(super) const MAC_BYTES: usize = 32;
 
 pub(super) type Nonce = [u8; 32];
 
-/// First frame of an agent.
+/// First frame that an agent sends to the coordinator.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Hello {
     pub(super) suite: u8,
@@ -87,7 +85,8 @@ pub(super) enum Side {
     Coordinator,
 }
 
-/// State of one direction of a connection: seals or opens its frames, in order.
+/// Key and frame counter of one direction of a connection. It adds the MAC to frames that are sent, or
+/// verifies the MAC of frames that are received, in order.
 #[derive(Debug, Clone)]
 pub(super) struct Seal {
     key: [u8; MAC_BYTES],
@@ -112,7 +111,8 @@ impl Welcome {
     }
 }
 
-/// Returns the state of both directions: from the agent, and from the coordinator.
+/// Returns the seals of both directions of a connection: for frames of the agent, and for frames of the
+/// coordinator. `nonce` is that of the coordinator.
 pub(super) fn seals(token: Option<&Token>, hello: &Hello, nonce: &Nonce) -> (Seal, Seal) {
     let mut mac = new_hmac(token.map_or(&[][..], Token::as_bytes));
     mac.update(&MAGIC);
@@ -136,7 +136,7 @@ impl Seal {
         mac
     }
 
-    /// Seals the next frame and returns it ready to send.
+    /// Encodes `body` and returns the next frame with its MAC, ready to send.
     pub(super) fn seal(&mut self, body: &impl Serialize) -> Vec<u8> {
         let body = encode(body);
         let mac = self.mac(&body).finalize().into_bytes();
@@ -145,14 +145,14 @@ impl Seal {
         frame
     }
 
-    /// Verifies the next frame and returns its content. `mac` is the MAC that follows `body`.
+    /// Verifies the next frame and returns its decoded body. `mac` is the MAC that follows `body`.
     pub(super) fn open<T: DeserializeOwned>(&mut self, body: &[u8], mac: &[u8]) -> Result<T, WireError> {
         self.mac(body).verify_slice(mac).map_err(|_| WireError::Forged)?;
         decode(body)
     }
 }
 
-/// Returns a frame without MAC, for messages that precede the key.
+/// Returns a frame without MAC, for messages that are sent before both sides know the key.
 pub(super) fn frame(body: &[u8]) -> Vec<u8> {
     let len = u32::try_from(body.len()).expect("no message comes near 4 GiB");
     let mut frame = Vec::with_capacity(LENGTH_BYTES + body.len() + MAC_BYTES);
@@ -161,7 +161,8 @@ pub(super) fn frame(body: &[u8]) -> Vec<u8> {
     frame
 }
 
-/// Decodes the length of the body that follows.
+/// Decodes the length field of a frame, which is the number of bytes of its body. More than `limit` is an
+/// error.
 pub(super) fn body_len(length: [u8; LENGTH_BYTES], limit: usize) -> Result<usize, WireError> {
     let len = u32::from_le_bytes(length) as usize;
     if len > limit { Err(WireError::TooLong { len, limit }) } else { Ok(len) }

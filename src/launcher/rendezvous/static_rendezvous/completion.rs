@@ -1,4 +1,4 @@
-//! Successful end of a static job: each node waits until all have succeeded.
+//! Successful end of a static job: each node waits until all nodes have succeeded.
 
 use std::time::{Duration, Instant};
 
@@ -8,21 +8,22 @@ use super::{Joined, NODE, OPERATION_TIMEOUT, StaticRendezvous};
 use crate::messages::Progress;
 use crate::rendezvous::termination::{StoreTerminationChannel, Success};
 
-/// Longest time that finished nodes wait for those under torchrun, whose loss no watch reports.
+/// Longest time that nodes that have succeeded wait for nodes under torchrun, whose loss no watch reports.
 const TORCHRUN_TIMEOUT: Duration =
     if cfg!(test) { Duration::from_millis(200) } else { Duration::from_secs(300) };
-/// Interval at which a node counts the finished nodes.
+/// Interval at which a waiting node counts the nodes that have succeeded.
 const POLL: Duration = if cfg!(test) { Duration::from_millis(100) } else { Duration::from_secs(10) };
 
 const MEMBERS: &[u8] = b"torchelastic/agent/terminal_state/num_members";
 const LAST_MEMBER: &[u8] = b"torchelastic/agent/terminal_state/last_member";
-/// Counter of finished nodes under convoke. Only convoke uses this key.
+/// Key of the counter of nodes under convoke that have succeeded. Only convoke uses this key.
 const FINISHED: &[u8] = b"convoke/finished";
 
 impl StaticRendezvous {
     /// Waits until all nodes have succeeded. Returns false if the job has ended otherwise.
     ///
-    /// Nodes under convoke have no deadline: their loss is reported, and they need node 0's store.
+    /// The wait for nodes under convoke has no deadline: their loss is reported by the watch of the outcome,
+    /// and they need node 0's store until they have succeeded.
     pub(super) fn wait_for_all(&self, joined: &Joined) -> Result<bool, StoreError> {
         let Some(channel) = &joined.channel else { return self.wait_with_torchrun(joined.job.as_ref()) };
         channel.set_success(Success::Waiting);
@@ -90,7 +91,7 @@ impl StaticRendezvous {
         Ok(has_succeeded)
     }
 
-    /// Returns the number of nodes under convoke.
+    /// Returns the number of nodes that run under convoke, not under torchrun.
     fn count_convoke_nodes(&self, job: &dyn Store) -> Result<i64, StoreError> {
         let soon = || Instant::now() + OPERATION_TIMEOUT;
         let keys: Vec<String> = (0..self.nodes).map(|node| format!("{NODE}{node}")).collect();

@@ -1,5 +1,5 @@
-//! `static`: the user assigns node ranks, and node 0 serves the store. The keys are those of torchrun, so
-//! that nodes under torchrun and nodes under convoke can form one job.
+//! The static rendezvous: the user assigns node ranks, and node 0 serves a key-value store. The keys are
+//! those of torchrun, so that nodes under torchrun and nodes under convoke can form one job.
 
 mod completion;
 
@@ -19,23 +19,25 @@ use crate::config::Config;
 use crate::messages::{Progress, print_message};
 use crate::report::full_host_name;
 
-/// Longest single operation on a store that answers.
+/// Timeout of a single operation on the key-value store once this node has connected to it.
 const OPERATION_TIMEOUT: Duration = Duration::from_secs(60);
-/// Interval at which nodes that wait for their ranks check for an outcome. Node 0 keeps serving for longer
-/// than that.
+/// Interval at which nodes that wait for their ranks check whether the job has already ended. Node 0 serves
+/// its store for longer than that, so that each node can read the outcome.
 const OUTCOME_POLL: Duration = Duration::from_millis(100);
-/// Extra time that other nodes wait for their ranks, beyond node 0's own timeout.
+/// Extra time that other nodes wait for their ranks, beyond node 0's own timeout, so that node 0 can report
+/// missing nodes first.
 const RANKS_GRACE: Duration = Duration::from_secs(5);
 
 const ROLE_INFO: &str = "torchelastic/role_info/";
 const ASSIGNED_RANKS: &str = "torchelastic/assigned_ranks/";
-/// Prefix of the keys that hold the agent of each node rank. Only convoke uses them.
+/// Prefix of the keys that hold the [`Registration`] of each node rank's agent. Only convoke uses these keys.
 const NODE: &str = "convoke/node/";
 const VERSION: &str = env!("CARGO_PKG_VERSION");
-/// Prefix of the keys that hold the generation of the nth round. Only convoke uses them.
+/// Prefix of the keys that hold the generation (unique id) of each round, by round number. Only convoke uses
+/// these keys.
 const GENERATION: &str = "convoke/generation/";
 
-/// Registration of a convoke agent.
+/// Description that a convoke agent publishes of itself, for other nodes to check.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Registration {
     version: String,
@@ -58,12 +60,12 @@ pub(crate) struct StaticRendezvous {
     joined: Option<Joined>,
 }
 
-/// State from the first round on. The ranks are assigned by the user, so they never change.
+/// State of a node from its first round on. The user assigns the node ranks, so they never change.
 #[derive(Debug)]
 struct Joined {
-    /// Server of the store, which node 0 runs as long as this agent lives.
+    /// Server of the key-value store, on node 0 only. It runs as long as this agent.
     _server: Option<StoreServer>,
-    /// The whole store. `job` is the part of this job.
+    /// The whole key-value store. `job` is the part of it below this job's run id.
     store: Arc<dyn Store>,
     job: Arc<dyn Store>,
     channel: Option<Arc<StoreTerminationChannel>>,
@@ -105,11 +107,12 @@ impl StaticRendezvous {
             self.port = server.port();
         }
         let (store, tcp): (Arc<dyn Store>, _) = match &server {
-            // No other node will come.
+            // A job with one node needs no connection: it uses the store within this process.
             Some(server) if self.nodes == 1 => (server.store(), None),
             _ => {
                 let tcp = Arc::new(connect_to_node_0(&self.host, self.port, self.node == 0, deadline)?);
-                // torch's agents count themselves here, and torch's node 0 waits for the sum.
+                // Agents of torchrun count themselves in the store here, and a node 0 under torchrun waits
+                // until all are counted.
                 tcp.announce_worker(deadline)?;
                 (Arc::clone(&tcp) as Arc<dyn Store>, Some(tcp))
             }
@@ -128,7 +131,7 @@ impl StaticRendezvous {
         }
     }
 
-    /// Agrees on ranks and generation with the other nodes of this store.
+    /// Exchanges ranks and the generation with the other nodes of the job through the store.
     fn exchange_ranks(
         &self,
         job: &dyn Store,
@@ -144,9 +147,10 @@ impl StaticRendezvous {
         if self.node == 0 {
             self.assign_all(job, channel, deadline)?;
         }
-        // Only node 0 knows which nodes are missing. The extra time lets it say so.
+        // Only node 0 knows which nodes are missing. The extra time lets node 0 report them first.
         let ranks = self.read_ranks(job, channel, deadline + RANKS_GRACE)?;
-        // Node 0 wrote the generation before the ranks. If it is missing now, node 0 is another launcher.
+        // Node 0 wrote the generation before the ranks. If the generation is missing now, node 0 runs another
+        // launcher.
         let generation = match generation {
             Some(generation) => Some(generation),
             None => self.read_generation(job, 0)?,
@@ -167,7 +171,7 @@ impl StaticRendezvous {
         })
     }
 
-    /// Registers this node and compares its settings with those of node 0. Returns `None` if node 0 is
+    /// Registers this node and compares its settings with those of node 0. Returns `None` if node 0 runs
     /// another launcher.
     fn register(
         &self,
@@ -220,7 +224,7 @@ impl StaticRendezvous {
         })
     }
 
-    /// Node 0: waits for every node's role info and answers all of them.
+    /// On node 0: waits for the role info of every node, then publishes the ranks of all nodes.
     fn assign_all(
         &self,
         job: &dyn Store,
@@ -251,7 +255,7 @@ impl StaticRendezvous {
         Ok(job.multi_set(&pairs, deadline)?)
     }
 
-    /// Waits until all `keys` (one per node) exist, and names the missing nodes once per change.
+    /// Waits until all `keys` (one per node) exist, and prints which nodes are missing.
     fn wait_for_nodes(
         &self,
         job: &dyn Store,
@@ -301,7 +305,8 @@ impl StaticRendezvous {
         deadline: Instant,
     ) -> Result<Ranks, RendezvousError> {
         let key = format!("{ASSIGNED_RANKS}{}", self.node);
-        // Node 0 knows which nodes are missing, and prints the last message.
+        // The progress line counts down to node 0's deadline. After that node 0, which knows the missing
+        // nodes, reports them.
         let mut progress = Progress::new(deadline - RANKS_GRACE);
         let mut show_at = Instant::now() + Progress::INTERVAL;
         let text = loop {
@@ -344,9 +349,9 @@ impl StaticRendezvous {
         text.map(parse).transpose()
     }
 
-    /// Agrees on the generation of a restart. The restart is local to the node, but all nodes share its
-    /// generation.
-    /// The first node that restarts creates it, and nodes that follow use the newest.
+    /// Agrees with the other nodes on the generation of the round after a restart. Each node restarts its own
+    /// workers only, but all nodes use the same generation. The first node that restarts creates it, and
+    /// nodes that restart later use the newest generation.
     fn next_generation(&self, joined: &mut Joined) -> Result<(), RendezvousError> {
         if joined.assignment.generation.is_none() {
             return Ok(());
@@ -374,8 +379,8 @@ impl StaticRendezvous {
         Ok(())
     }
 
-    /// Deletes the keys that the workers of the last round left in the store. They would confuse those of the
-    /// next.
+    /// Deletes the keys that the workers of the previous round left in the store, so that workers of the next
+    /// round do not read them.
     fn delete_worker_keys(&self, joined: &Joined) -> Result<(), RendezvousError> {
         let deadline = Instant::now() + OPERATION_TIMEOUT;
         let ours = [format!("{}/torchelastic/", self.run_id), format!("{}/convoke/", self.run_id)];
@@ -416,7 +421,7 @@ impl Rendezvous for StaticRendezvous {
         };
         match self.wait_for_all(joined) {
             Ok(true) => BarrierResult::Passed,
-            // The watch delivers the outcome.
+            // The watch of the termination channel delivers the outcome of the job.
             Ok(false) => BarrierResult::Interrupted,
             Err(error) => BarrierResult::Unknown(format!(
                 "this node has finished, but it is not known whether the others have: {error}"
@@ -433,7 +438,7 @@ fn no_random_numbers(source: std::io::Error) -> RendezvousError {
     RendezvousError::System { what: "cannot get random numbers".to_owned(), source }
 }
 
-/// Returns an error if another node has ended the job meanwhile.
+/// Returns an error if another node has already ended the job.
 fn check_not_ended(channel: Option<&StoreTerminationChannel>) -> Result<(), RendezvousError> {
     channel
         .and_then(StoreTerminationChannel::current_outcome)

@@ -11,14 +11,14 @@ use serde::{Deserialize, Serialize};
 use super::{Entry, EntrySnapshot, Lease, RegistryError, Version, escape_path_component, from_json, to_json};
 use crate::membership::Record;
 
-/// Longest wait for an operation on the file.
+/// Longest wait for an operation on the registry file.
 const TIMEOUT: Duration = Duration::from_secs(10);
-/// Interval at which a node checks whether the file has changed.
+/// Interval at which a node checks whether the registry file has changed.
 const CHANGE_POLL: Duration = Duration::from_millis(500);
 
-/// Registry in a file. A coordinator that is alive regularly touches a second file beside it. Other nodes see
-/// that its modification time changes.
-/// They measure the intervals with their own clocks only.
+/// Registry in a shared file. A coordinator that is alive regularly touches a second file beside it, the
+/// heartbeat file. Other nodes see that its modification time changes, and measure with their own clocks how
+/// long it stays the same.
 #[derive(Debug, Clone)]
 pub(in super::super) struct FileRegistry {
     path: PathBuf,
@@ -29,14 +29,15 @@ pub(in super::super) struct FileRegistry {
     is_checking: Rc<Cell<bool>>,
 }
 
-/// Content of the file.
+/// Value in the registry file for one job.
 #[derive(Serialize, Deserialize)]
 struct FileContent {
     entry: Entry,
     record: Option<Record>,
 }
 
-/// Modification time of the second file, if it exists, and the time since which it has been that.
+/// Modification time of the heartbeat file (`None` without the file), and the time at which this node first
+/// saw that value.
 type ObservedMtime = (Option<SystemTime>, Instant);
 
 impl FileRegistry {
@@ -60,8 +61,8 @@ impl FileRegistry {
         self.seen(text.unwrap_or_default())
     }
 
-    /// Checks the second file in the background. Regular calls shorten the time until a lost coordinator is
-    /// noticed.
+    /// Checks the heartbeat file in the background. If this is called regularly, a lost coordinator is
+    /// noticed sooner.
     pub(super) fn check_in_background(&self) {
         if self.is_checking.replace(true) {
             return;
@@ -73,7 +74,7 @@ impl FileRegistry {
         });
     }
 
-    /// Reads when the second file was touched.
+    /// Reads the modification time of the heartbeat file, and notes the time if it has changed.
     async fn check_heartbeat(&self) -> Result<(), RegistryError> {
         let heartbeat_path = self.heartbeat_path.clone();
         let time = move || match std::fs::metadata(&heartbeat_path) {
@@ -104,7 +105,7 @@ impl FileRegistry {
 
     pub(super) async fn release(&self) {
         let heartbeat_path = self.heartbeat_path.clone();
-        // Without the second file, no modification time changes any more.
+        // Without the heartbeat file, no modification time changes any more, so the lease expires.
         let _ = self.run_blocking(move || std::fs::remove_file(&heartbeat_path)).await;
     }
 
@@ -134,8 +135,8 @@ impl FileRegistry {
         Ok(())
     }
 
-    /// Runs an operation on the file in a thread. A slow disk or a lock may delay it, which must not block
-    /// other tasks.
+    /// Runs `call` on the registry file in another thread. A slow disk or a file lock may delay it, which
+    /// must not block other tasks.
     async fn call<T: Send + 'static>(
         &self,
         call: impl FnOnce(&FileStore, &[u8], Instant) -> Result<T, convoke_store::StoreError> + Send + 'static,

@@ -1,11 +1,11 @@
 //! The registry: a shared file or etcd. It holds the address of a job's coordinator and the record that a
 //! successor needs.
 //!
-//! A node that finds no coordinator, or a lost one, makes itself the coordinator. It replaces the entry, with
-//! a higher term, only if the entry is still the one that it read. A replaced coordinator starts no more
-//! rounds ([`super::leadership`]).
+//! A node that finds no coordinator, or a lost one, makes itself the coordinator. It replaces the entry by
+//! one with a higher term, by compare-and-swap, so that only one node succeeds. A replaced coordinator starts
+//! no more rounds ([`super::leadership`]).
 
-// Without the feature, this type has no values.
+// Without the feature `etcd`, the type `EtcdRegistry` has no values.
 #[cfg_attr(not(feature = "etcd"), path = "no_etcd.rs")]
 mod etcd;
 mod file;
@@ -25,9 +25,9 @@ use crate::membership::{AgentId, JobResult, Record};
 /// Reason for which the registry gave no answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum RegistryError {
-    /// A temporary error.
+    /// A temporary error, with its description: the caller tries again.
     Transient(String),
-    /// A permanent error.
+    /// A permanent error, with its description: another attempt would fail as well.
     Permanent(String),
 }
 
@@ -39,21 +39,23 @@ impl fmt::Display for RegistryError {
     }
 }
 
-/// Entry of a job's coordinator. It is small because every node reads it and is notified of changes.
+/// Registry entry that names a job's coordinator. It is small because every node reads it and is notified of
+/// changes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Entry {
     version: u32,
     pub(super) term: u64,
-    /// Number of records that this coordinator has written.
+    /// Number of records that the coordinator of this term has written.
     #[serde(rename = "edition")]
     record_count: u64,
     /// Addresses at which the coordinator of this term listens.
     pub(super) addresses: Vec<SocketAddr>,
     /// Agent that runs the coordinator.
     pub(super) agent: AgentId,
-    /// Proves that its holder may read the registry. The first coordinator creates the key.
+    /// Random key of the job. A node that knows the key proves that it may read the registry. The job's first
+    /// coordinator creates the key.
     pub(super) key: [u8; 32],
-    /// Outcome of the job, as its record says.
+    /// Outcome of the job, if it has ended, copied from the record.
     #[serde(rename = "ending")]
     pub(super) result: Option<JobResult>,
 }
@@ -76,7 +78,7 @@ impl Entry {
         Self { record_count: self.record_count + 1, result: record.result.clone(), ..self.clone() }
     }
 
-    /// Checks the version of an entry that was read at `at`.
+    /// Checks the version of an entry. `at` names the file or etcd key from which it was read.
     fn check(version: Version, at: &str) -> Result<(), RegistryError> {
         if version.version == Self::VERSION {
             return Ok(());
@@ -89,7 +91,7 @@ impl Entry {
     }
 }
 
-/// Version of an entry, whatever its other fields are.
+/// Version of an entry. Parsing it ignores the other fields, which another version may have changed.
 #[derive(Deserialize)]
 struct Version {
     version: u32,
@@ -99,7 +101,7 @@ fn to_json(what: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(what).expect("entries and records are plain data")
 }
 
-/// Parses an entry that was read at `at`.
+/// Parses JSON that was read from the file or etcd key `at`.
 fn from_json<'a, T: Deserialize<'a>>(text: &'a [u8], at: &str) -> Result<T, RegistryError> {
     serde_json::from_slice(text)
         .map_err(|error| RegistryError::Permanent(format!("{at}: not an entry of convoke: {error}")))
@@ -109,11 +111,11 @@ fn from_json<'a, T: Deserialize<'a>>(text: &'a [u8], at: &str) -> Result<T, Regi
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct EntrySnapshot {
     pub(super) entry: Option<Entry>,
-    /// True if the lease of the coordinator is alive.
+    /// True if the lease of the coordinator has not expired.
     pub(super) is_leased: bool,
-    /// Whole content of the file.
+    /// Whole value in the registry file, with which a later write compares. Empty for etcd.
     text: Vec<u8>,
-    /// Revisions in etcd: of the entry, and of everything that was read.
+    /// Revisions in etcd: of the entry's last change, and of the whole etcd store when the entry was read.
     revisions: (i64, i64),
 }
 
@@ -132,7 +134,7 @@ pub(super) enum Registry {
 }
 
 impl Registry {
-    /// Reads the current entry.
+    /// Reads the current entry of the job.
     ///
     /// # Errors
     /// The registry cannot be reached, or its content is invalid.
@@ -143,8 +145,8 @@ impl Registry {
         }
     }
 
-    /// Checks in the background whether the coordinator's lease is alive, if the registry does not notify of
-    /// its loss.
+    /// Checks in the background whether the coordinator's lease is alive, if the registry does not report a
+    /// lost lease by itself.
     pub(super) fn check_in_background(&self) {
         if let Self::File(file) = self {
             file.check_in_background();
@@ -162,8 +164,8 @@ impl Registry {
         }
     }
 
-    /// Replaces the entry if it is still `seen`, and returns the entry afterwards. The new entry counts as
-    /// alive while the lease is.
+    /// Replaces the registry's entry by `entry` if it is still `seen`, and writes `record`. Returns the entry
+    /// that the registry then holds. The new coordinator counts as alive while `lease` is renewed.
     ///
     /// # Errors
     /// The registry cannot be reached, or its content is invalid.
@@ -180,7 +182,7 @@ impl Registry {
         }
     }
 
-    /// Completes when the entry differs from `seen`, or may differ.
+    /// Completes when the registry's entry differs from `seen`, or may differ.
     ///
     /// # Errors
     /// The registry cannot be reached, or its content is invalid.
@@ -227,10 +229,12 @@ fn escape_path_component(run_id: &str) -> String {
     run_id.replace('%', "%25").replace('/', "%2F")
 }
 
-/// Lease of a coordinator. The registry treats the coordinator as alive while it renews the lease.
+/// Lease of a coordinator. The registry treats the coordinator as alive while the coordinator renews the
+/// lease.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Lease {
-    /// Lease ids in etcd: of the coordinator, and of the entry, which outlives the coordinator.
+    /// Ids of two leases in etcd: that of the coordinator, and that of the entry, which outlives the
+    /// coordinator.
     ids: (i64, i64),
     /// Time without renewal after which the lease expires.
     pub(super) ttl: Duration,
@@ -239,7 +243,8 @@ pub(super) struct Lease {
 }
 
 impl Lease {
-    /// Returns the longest time that a lease lives without renewal.
+    /// Returns the time without renewal after which a requested lease expires. A registry may grant another
+    /// time.
     fn max_ttl(heartbeat_timeout: Duration) -> Duration {
         heartbeat_timeout * 2 / 3
     }

@@ -11,7 +11,8 @@ use crate::membership::Record;
 pub(in super::super) enum EtcdRegistry {}
 
 impl EtcdRegistry {
-    /// Refuses etcd. The command line has already refused it before.
+    /// Returns an error, because this launcher was built without etcd. The command line has refused etcd
+    /// already.
     ///
     /// # Errors
     /// Always.

@@ -1,4 +1,4 @@
-//! Calls to an etcd cluster through any member that answers, and descriptions of errors.
+//! Sends requests to an etcd cluster through any member that answers, and describes errors.
 
 use std::cell::{Cell, RefCell};
 use std::error::Error as _;
@@ -15,10 +15,10 @@ use super::super::RegistryError;
 use crate::config::EtcdCluster;
 use crate::formatting::address;
 
-/// Longest time for a connection to a member, including TLS and authentication.
+/// Longest time to connect to an etcd member, including TLS and authentication.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
-/// Timeout of a call to one member: this multiple of the time that the previous call took, at least
-/// [`MIN_CALL_TIMEOUT`] and at most [`MAX_CALL_TIMEOUT`].
+/// Timeout of a request to one etcd member: this multiple of the time that the previous request took, at
+/// least [`MIN_CALL_TIMEOUT`] and at most [`MAX_CALL_TIMEOUT`].
 const TIMEOUT_FACTOR: u32 = 4;
 const MIN_CALL_TIMEOUT: Duration = Duration::from_millis(500);
 const MAX_CALL_TIMEOUT: Duration = Duration::from_secs(8);
@@ -33,7 +33,7 @@ pub(super) struct Cluster {
     /// Index of the member in use. `client` is the connection to it.
     at: Cell<usize>,
     client: RefCell<Option<Client>>,
-    /// Longest time for the next call. It grows with each call that timed out.
+    /// Timeout of the next request. It doubles after each request that no member answered.
     call_timeout: Cell<Duration>,
 }
 
@@ -44,7 +44,7 @@ impl fmt::Debug for Cluster {
 }
 
 impl Cluster {
-    /// Reads certificates and password. The connection is made later.
+    /// Reads certificates, user and password. The first request makes the connection.
     ///
     /// # Errors
     /// A file cannot be read, or only one of user and password is set.
@@ -96,10 +96,11 @@ impl Cluster {
         &self.name
     }
 
-    /// Calls the member that answered last, then the others.
+    /// Sends a request by `call` to the member that answered last, and if that fails, to the other members in
+    /// turn.
     ///
     /// # Errors
-    /// No member answers, or one refuses the call.
+    /// No member answers, or a member refuses the request.
     pub(super) async fn call<T>(
         &self,
         call: impl AsyncFn(Client) -> Result<T, Error>,
@@ -139,7 +140,8 @@ impl Cluster {
         Err(RegistryError::Transient(format!("etcd at {}", failed.join("; "))))
     }
 
-    /// Describes the error of a stream of the member in use. The next call uses another member.
+    /// Describes the error of a watch, which is a gRPC stream of the member in use. The next request goes to
+    /// another member.
     pub(super) fn stream_error(&self, error: &Error) -> RegistryError {
         let error = self.describe_error(&self.names[self.at.get()], error);
         self.use_next_member();
@@ -168,7 +170,7 @@ impl Cluster {
         Ok(client)
     }
 
-    /// Describes the error of a call to member `name`.
+    /// Describes the error of a request to member `name`, as temporary or permanent.
     fn describe_error(&self, name: &str, error: &Error) -> RegistryError {
         let all = match error {
             Error::GRpcStatus(status) => match status.source() {
@@ -216,7 +218,7 @@ impl Cluster {
     }
 }
 
-/// Returns user and password from the environment.
+/// Returns user and password for etcd from the environment. `None` if neither is set.
 ///
 /// # Errors
 /// Only one of them is set, or a file cannot be read.

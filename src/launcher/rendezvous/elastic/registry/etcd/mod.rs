@@ -1,5 +1,5 @@
-//! etcd, API version 3. Keys: `PREFIX/RUN_ID/coordinator`, `/record`, and `/holder` while the coordinator is
-//! alive.
+//! The registry in etcd, API version 3. Its keys are `PREFIX/RUN_ID/coordinator`, `/record`, and `/holder`
+//! while the coordinator is alive.
 
 mod cluster;
 
@@ -19,23 +19,24 @@ use crate::rendezvous::elastic::wire;
 /// Time for which the keys of a job outlive its last coordinator.
 const RETENTION: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// Key of the coordinator's entry.
+/// Key of the entry that names the coordinator.
 const ENTRY_KEY: &str = "coordinator";
-/// Key of the coordinator's lease: its term, while the coordinator renews the lease.
+/// Key that is bound to the coordinator's lease: etcd deletes it when the lease expires. Its value is the
+/// term of the coordinator.
 const LEASE_KEY: &str = "holder";
-/// Key of the coordinator's record.
+/// Key of the record of the job.
 const RECORD_KEY: &str = "record";
 
 #[derive(Debug, Clone)]
 pub(in super::super) struct EtcdRegistry {
     cluster: Rc<Cluster>,
-    /// Prefix of the job's keys.
+    /// Prefix of the job's etcd keys.
     job: String,
     heartbeat_timeout: Duration,
 }
 
 impl EtcdRegistry {
-    /// Reads certificates and password. The connection is made later.
+    /// Reads certificates, user and password. The first request makes the connection.
     ///
     /// # Errors
     /// A file cannot be read, or only one of user and password is set.
@@ -104,7 +105,8 @@ impl EtcdRegistry {
             put(LEASE_KEY, entry.term.to_string().into_bytes(), lease.ids.0),
             put(ENTRY_KEY, to_json(entry), lease.ids.1),
         ];
-        // The record is binary: as text it would exceed etcd's limit with ten thousand nodes.
+        // The record is binary: as text it would exceed etcd's limit on the size of a request with ten
+        // thousand nodes.
         puts.extend(record.map(|record| put(RECORD_KEY, wire::encode(record), lease.ids.1)));
         let txn = Txn::new()
             .when([Compare::mod_revision(self.key(ENTRY_KEY), CompareOp::Equal, seen.revisions.0)])
@@ -122,7 +124,8 @@ impl EtcdRegistry {
         self.read().await
     }
 
-    /// Waits for a change of the lease's key, which is written with all others.
+    /// Waits until the lease key changes after the read of `seen`. Each write of the entry or the record also
+    /// writes the lease key.
     pub(super) async fn changed(&self, seen: &EntrySnapshot) -> Result<(), RegistryError> {
         let (key, options) =
             (self.key(LEASE_KEY), WatchOptions::new().with_start_revision(seen.revisions.1 + 1));
@@ -132,7 +135,8 @@ impl EtcdRegistry {
         loop {
             match stream.message().await {
                 Ok(Some(news)) if news.events().is_empty() && !news.canceled() => {}
-                // This includes a compacted history: the key must then be read again.
+                // A watch also ends here if etcd has compacted the history: the caller must then read the
+                // keys again.
                 Ok(_) => return Ok(()),
                 Err(error) => return Err(self.cluster.stream_error(&error)),
             }
@@ -176,8 +180,8 @@ impl EtcdRegistry {
     }
 }
 
-/// Returns the time to live of a lease that etcd has granted. A lease of no time would be lost at once, and
-/// with it the leadership.
+/// Returns the time to live of a lease that etcd has granted. A lease without time to live is an error: it
+/// would expire at once, and the leadership would be lost.
 fn granted_ttl(seconds: i64) -> Result<Duration, RegistryError> {
     match u64::try_from(seconds) {
         Ok(seconds @ 1..) => Ok(Duration::from_secs(seconds)),
