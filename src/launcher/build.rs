@@ -1,4 +1,5 @@
-//! Tells the program its commit and target, and whether it lacks etcd, for `--version`.
+//! Build script: passes the commit, the target and the lack of etcd to the program, which prints them for
+//! `--version`.
 
 use std::path::Path;
 use std::process::Command;
@@ -15,9 +16,9 @@ fn main() {
     println!("cargo:rustc-env=CONVOKE_COMMIT={commit}");
 }
 
-/// The commit that is checked out; `None` outside a repository, as in a source archive.
+/// Returns the commit that is checked out; `None` outside a repository, as in a source archive.
 fn commit() -> Option<String> {
-    // Git writes this file with every commit and checkout.
+    // Git writes this file with every commit and checkout. Cargo then runs this script again.
     let log = git(&["rev-parse", "--git-path", "logs/HEAD"])?;
     if Path::new(&log).exists() {
         println!("cargo:rerun-if-changed={log}");

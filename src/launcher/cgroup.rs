@@ -1,25 +1,26 @@
-//! The control groups (version 1 and 2) of this process, and the limits that they and their ancestors set.
+//! The control groups (cgroups, version 1 and 2) of this process, and the limits that they and their
+//! ancestors set.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::kernel_file;
 
-/// A control group of this process that has a certain controller.
+/// A cgroup of this process that has a certain controller, such as `memory`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Cgroup {
-    /// The name in /proc/self/cgroup.
+    /// The cgroup's name in /proc/self/cgroup.
     pub(crate) name: String,
     pub(crate) folder: PathBuf,
-    /// The mount point of the group's hierarchy. Groups above it are not visible.
+    /// The mount point of the cgroup's hierarchy. Ancestors outside of it are not visible.
     pub(crate) top: PathBuf,
     pub(crate) is_v2: bool,
 }
 
-/// A limit of tasks (processes and threads), and how many there are.
+/// A limit on the number of tasks (processes and threads), and how many there are.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TaskLimit {
-    /// The group that sets it.
+    /// Folder of the cgroup that sets the limit.
     pub(crate) folder: PathBuf,
     pub(crate) max: u64,
     pub(crate) current: u64,
@@ -34,14 +35,14 @@ impl Cgroup {
         number(&self.folder, file)
     }
 
-    /// Returns its folder and those above it, whose limits also apply.
+    /// Returns the cgroup's folder and those of its visible ancestors, whose limits also apply.
     fn self_and_ancestors(&self) -> impl Iterator<Item = &Path> {
         self.folder.ancestors().take_while(|folder| folder.starts_with(&self.top))
     }
 }
 
-/// Returns the groups with this controller, read below `root`. Groups of version 1 come before those of
-/// version 2; a controller belongs to only one of the versions.
+/// Returns the cgroups of this process with this controller. Paths are read below `root`. Cgroups of version
+/// 1 come before those of version 2; a controller belongs to only one of the versions.
 pub(crate) fn groups(root: &Path, controller: &str) -> Vec<Cgroup> {
     let read = |path: &str| kernel_file::read(&root.join(path));
     let mut found = parse(&read("proc/self/cgroup"), &read("proc/self/mountinfo"), controller);
@@ -52,8 +53,8 @@ pub(crate) fn groups(root: &Path, controller: &str) -> Vec<Cgroup> {
     found
 }
 
-/// Returns the number of CPUs whose time the quotas allow, rounded down but at least one. `None` means no
-/// quota.
+/// Returns the number of CPUs whose time the cgroups' quotas allow, rounded down but at least one. `None`
+/// means no quota.
 pub(crate) fn cpu_quota(root: &Path) -> Option<usize> {
     let quotas = groups(root, "cpu");
     let quotas =
@@ -62,7 +63,7 @@ pub(crate) fn cpu_quota(root: &Path) -> Option<usize> {
     cpus.min().map(|cpus| cpus.max(1))
 }
 
-/// The limit of tasks that leaves the least room; `None` if there is none.
+/// Returns the limit that leaves the least room for further tasks; `None` if there is no limit.
 pub(crate) fn task_limit(root: &Path) -> Option<TaskLimit> {
     let groups = groups(root, "pids");
     let folders = groups.iter().flat_map(Cgroup::self_and_ancestors);
@@ -74,14 +75,14 @@ pub(crate) fn task_limit(root: &Path) -> Option<TaskLimit> {
 }
 
 fn quota_v1(folder: &Path) -> Option<usize> {
-    // -1 means no quota, and does not parse as a number here.
+    // The value -1 means no quota, and does not parse as an unsigned number.
     whole(number(folder, "cpu.cfs_quota_us")?, number(folder, "cpu.cfs_period_us")?)
 }
 
 fn quota_v2(folder: &Path) -> Option<usize> {
     let text = fs::read_to_string(folder.join("cpu.max")).ok()?;
     let (quota, period) = text.trim().split_once(' ')?;
-    // `max` does not parse as a number.
+    // The value `max` means no quota, and does not parse as a number.
     whole(quota.parse().ok()?, period.parse().ok()?)
 }
 
@@ -120,10 +121,10 @@ fn parse(cgroups: &str, mounts: &str, controller: &str) -> Vec<Cgroup> {
     found
 }
 
-/// Returns the mount point of the hierarchy, and the folder of the group `name` in it.
+/// Returns the mount point of the cgroup hierarchy, and the folder of the cgroup `name` in it.
 fn mounted(mounts: &str, is_v2: bool, name: &str, controller: &str) -> Option<(PathBuf, PathBuf)> {
     mounts.lines().find_map(|line| {
-        // 36 35 98:0 ROOT POINT options ... - TYPE source SUPEROPTIONS
+        // Format of a line: 36 35 98:0 ROOT POINT options ... - TYPE source SUPEROPTIONS
         let (mount, system) = line.split_once(" - ")?;
         let mut mount = mount.split(' ').skip(3);
         let (root, point) = (mount.next()?, mount.next()?);
@@ -133,7 +134,8 @@ fn mounted(mounts: &str, is_v2: bool, name: &str, controller: &str) -> Option<(P
             true => kind == "cgroup2",
             false => kind == "cgroup" && options.split(',').any(|option| option == controller),
         };
-        // In a container the mount may begin at its own group; a name outside of that cannot be reached.
+        // In a container the mount's root may be the container's own cgroup. A cgroup outside of it cannot be
+        // reached.
         let below = Path::new(name).strip_prefix(root).ok().filter(|_| is_it)?;
         Some((PathBuf::from(point), Path::new(point).join(below)))
     })

@@ -1,5 +1,5 @@
-//! Implements `--dry-run`: prints which processes would start where, with their variables. Pure, but for the
-//! names of this host.
+//! Implements `--dry-run`: prints which worker processes would start on this node, with their environment
+//! variables. Pure, except for the names of this host.
 
 use std::ffi::{OsStr, OsString};
 use std::fmt::Write;
@@ -17,14 +17,14 @@ use crate::report::full_host_name;
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
-/// Variables that are known only when the job runs, and what to show for them.
+/// Environment variables whose values are known only when the job runs, and what to print instead.
 const RUNTIME_VARIABLES: &[(&str, &str)] = &[
     (vars::GENERATION, "<new for each round>"),
     (vars::ERROR_FILE, "<the worker's log folder>/error.json"),
     (vars::FLIGHT_DIR, "<the launcher's log folder>/flight"),
 ];
 
-/// The whole text.
+/// Returns the whole output of `--dry-run`.
 pub(crate) fn text(config: &Config, env: Env<'_>) -> String {
     let mut out = format!("convoke {VERSION}, dry run: nothing is started\n\n");
     let (assignment, port_is_known) = assignment(config);
@@ -82,8 +82,8 @@ pub(crate) fn text(config: &Config, env: Env<'_>) -> String {
     out
 }
 
-/// Returns the assignment of this node if all nodes joined with as many workers as this one. The flag says
-/// whether the store's port is known now.
+/// Returns the assignment of this node, assuming that all nodes join with as many workers as this one. The
+/// flag says whether the store's port is known now.
 fn assignment(config: &Config) -> (Assignment, bool) {
     let nodes = config.nodes.max;
     let alone = config.local_addr.clone().unwrap_or_else(|| "localhost".to_owned());
@@ -192,7 +192,8 @@ fn signals(config: &Config) -> String {
     )
 }
 
-/// The variables as text, those that are not known yet by a word for them.
+/// Formats a worker's environment variables. Values that are known only when the job runs are replaced by a
+/// description.
 fn variables_as_text(config: &Config, variables: Variables, port_is_known: bool) -> Vec<(String, String)> {
     let mut set: Vec<(OsString, OsString)> = variables.set;
     if config.logs.dir != LogDir::Disabled {

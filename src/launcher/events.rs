@@ -1,4 +1,4 @@
-//! Implements `--event-log-handler=console`: prints events as torchrun's JSON lines on stderr.
+//! Implements `--event-log-handler=console`: prints events on stderr as JSON lines, as torchrun does.
 
 use std::cell::Cell;
 use std::io::{self, Write};
@@ -13,13 +13,13 @@ use crate::config::{Config, Endpoint, EventHandler, Rendezvous};
 use crate::rendezvous::Assignment;
 use crate::report::{describe, full_host_name};
 
-/// Writes events, or drops them.
+/// Writes events to stderr, or drops them.
 #[derive(Debug)]
 pub(crate) struct Events {
-    /// `None`: events are dropped.
+    /// Fields common to all events. If `None`, events are dropped.
     job: Option<Job>,
     started: Instant,
-    /// The time at which the current rendezvous began: at the start, or when the last worker ended.
+    /// Time at which the current rendezvous began: when the launcher started, or when the last worker ended.
     rendezvous_started: Cell<Instant>,
 }
 
@@ -58,7 +58,8 @@ struct Metadata<'a> {
     duration_ms: Option<u64>,
 }
 
-/// JSON inside JSON, as in torch. Ranks are lists, since torch wrote one comma too many.
+/// Details of an event: a JSON text inside the JSON event, as in torch. Ranks are lists of one number, as
+/// torch writes them because of a comma too many.
 #[derive(Debug, Serialize)]
 struct Details<'a> {
     group_world_size: Option<usize>,
@@ -71,12 +72,12 @@ struct Details<'a> {
     role_world_size: Option<[usize; 1]>,
 }
 
-/// A state, and what is known with it.
+/// A change of a worker's or the agent's state, and its details as far as known.
 #[derive(Debug, Default)]
 struct StatusChange<'a> {
     state: &'static str,
     assignment: Option<&'a Assignment>,
-    /// Global rank and process.
+    /// Global rank and pid of the worker; `None` if the agent's state changed.
     worker: Option<(usize, i32)>,
     error: Option<String>,
     restarts: u32,
@@ -85,7 +86,7 @@ struct StatusChange<'a> {
 }
 
 impl Events {
-    /// Events of the job that `config` describes.
+    /// Prepares the events of the job that `config` describes.
     pub(crate) fn new(config: &Config) -> Self {
         let job = (config.events == EventHandler::Console).then(|| Job {
             run_id: config.run_id.clone(),
@@ -102,7 +103,7 @@ impl Events {
         Self { job, started: now, rendezvous_started: Cell::new(now) }
     }
 
-    /// The nodes have met.
+    /// Writes the event that the nodes have met in the rendezvous.
     pub(crate) fn rendezvous(&self, assignment: &Assignment, restarts: u32) {
         let took = self.rendezvous_started.get().elapsed().as_millis();
         let duration_ms = Some(u64::try_from(took).unwrap_or(u64::MAX));
@@ -116,7 +117,7 @@ impl Events {
         });
     }
 
-    /// The workers have ranks.
+    /// Writes the event that the workers have got their ranks.
     pub(crate) fn assigned(&self, assignment: &Assignment, restarts: u32) {
         let (assignment, duration_ms) = (Some(assignment), Some(0));
         self.write(StatusChange {
@@ -128,13 +129,14 @@ impl Events {
         });
     }
 
-    /// A worker has been started.
+    /// Writes the event that a worker has been started.
     pub(crate) fn started(&self, assignment: &Assignment, rank: usize, pid: i32, restarts: u32) {
         let (assignment, worker) = (Some(assignment), Some((rank, pid)));
         self.write(StatusChange { state: "START", assignment, worker, restarts, ..StatusChange::default() });
     }
 
-    /// A worker has ended: by exit code 0, by SIGTERM as the launcher stops workers, or by failure.
+    /// Writes the event that a worker has ended: by exit code 0, by SIGTERM as the launcher stops workers, or
+    /// by failure.
     pub(crate) fn ended(
         &self,
         assignment: &Assignment,
@@ -153,12 +155,12 @@ impl Events {
         self.write(StatusChange { state, assignment, worker, error, restarts, ..StatusChange::default() });
     }
 
-    /// The job has succeeded on this node.
+    /// Writes the event that the job has succeeded on this node.
     pub(crate) fn agent_succeeded(&self, assignment: Option<&Assignment>, restarts: u32) {
         self.write(StatusChange { state: "SUCCEEDED", assignment, restarts, ..StatusChange::default() });
     }
 
-    /// The job has failed here.
+    /// Writes the event that the job has failed on this node.
     pub(crate) fn agent_failed(&self, assignment: Option<&Assignment>, restarts: u32) {
         self.write(StatusChange { state: "FAILED", assignment, restarts, ..StatusChange::default() });
     }
@@ -167,15 +169,16 @@ impl Events {
         let Some(job) = &self.job else { return };
         let mut line = line(job, &StatusChange { total_s: self.started.elapsed().as_secs(), ..change });
         line.push('\n');
-        // A closed stderr must not end the job.
+        // If stderr is closed, the write fails, which must not end the job.
         let _ = io::stderr().lock().write_all(line.as_bytes());
     }
 }
 
-/// One event as one line, without newline.
+/// Formats one event as one line, without newline.
 fn line(job: &Job, change: &StatusChange<'_>) -> String {
     let StatusChange { state, assignment, worker, error, restarts, total_s, duration_ms } = change;
-    // The values of a single worker; empty without an assignment.
+    // Computes a value of the single worker that the event is about. `None` without a worker or an
+    // assignment.
     let own = |of: fn(&Assignment, usize) -> usize| {
         assignment.zip(*worker).map(|(assignment, (rank, _))| [of(assignment, rank)])
     };
@@ -211,10 +214,10 @@ fn line(job: &Job, change: &StatusChange<'_>) -> String {
     })
 }
 
-/// JSON with Python's `", "` and `": "`.
+/// Serializes to JSON with Python's separators `", "` and `": "`.
 fn python_json(value: &impl Serialize) -> String {
     let mut out = Vec::new();
-    // Only maps with odd keys cannot be written, and there are none.
+    // Only maps with keys that are not text cannot be written, and there are none.
     let _ = value.serialize(&mut Serializer::with_formatter(&mut out, PythonFormatter));
     String::from_utf8_lossy(&out).into_owned()
 }

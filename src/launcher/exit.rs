@@ -4,5 +4,5 @@ use std::process::ExitCode;
 
 /// All workers of all nodes succeeded.
 pub(crate) const SUCCESS: ExitCode = ExitCode::SUCCESS;
-/// Workers failed or were stopped, or the job could not be run as asked.
+/// Workers failed or were stopped, or the launcher could not run the job.
 pub(crate) const FAILURE: ExitCode = ExitCode::FAILURE;

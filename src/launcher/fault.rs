@@ -1,13 +1,13 @@
-//! Points at which a test can kill this process. Empty unless built with `fault-injection`.
+//! Points at which a test can make this process kill itself. Empty unless built with `fault-injection`.
 //!
-//! CONVOKE_FAULT=`who:point:nth:microseconds`: `who` (launcher, guard) sends itself SIGKILL that long
-//! after it has come to `point` for the nth time (from 1).
+//! CONVOKE_FAULT=`who:point:nth:microseconds`: the process `who` (launcher, guard) sends itself SIGKILL that
+//! many microseconds after it has come to `point` for the nth time (from 1).
 
 #[cfg(not(feature = "fault-injection"))]
 mod points {
-    /// Says which process this is.
+    /// Sets which process this is. Does nothing without `fault-injection`.
     pub(crate) fn init(_who: &'static str) {}
-    /// A point that has a name.
+    /// A named point at which a test can kill this process. Does nothing without `fault-injection`.
     pub(crate) fn point(_name: &str) {}
 }
 
@@ -26,7 +26,7 @@ mod points {
 
     static FAULT_PLAN: Mutex<Option<FaultPlan>> = Mutex::new(None);
 
-    /// Reads the plan if it is for `who`.
+    /// Reads CONVOKE_FAULT and keeps the plan if it is for the process `who`.
     pub(crate) fn init(who: &'static str) {
         let text = std::env::var("CONVOKE_FAULT").unwrap_or_default();
         let mut parts = text.split(':');
@@ -40,7 +40,7 @@ mod points {
         *FAULT_PLAN.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = plan.flatten();
     }
 
-    /// Dies here, or a while after, if the plan says so.
+    /// Kills this process now, or after the planned delay, if the plan names this point and this visit.
     pub(crate) fn point(name: &str) {
         let mut plan = FAULT_PLAN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let Some(armed) = plan.as_mut().filter(|plan| plan.point == name) else { return };

@@ -1,10 +1,10 @@
-//! Manages the workers' flight recordings ([`convoke_env::flight`]): their folder, their account of a
-//! failure, their removal.
+//! Manages the workers' flight recordings ([`convoke_env::flight`]): their folder, their evaluation after a
+//! failure, and their removal.
 //!
-//! Workers that use convoke's runtime record the operations of their groups. The default folder lies in this
-//! launcher's log folder. The workers create it, so that no folder exists if none of them records. A job
-//! that succeeds removes it. CONVOKE_FLIGHT_DIR names another folder, which keeps its recordings. If the
-//! variable is empty, workers record nothing in files.
+//! Workers that use convoke's runtime record the operations of their groups. The default folder is in this
+//! launcher's log folder. The workers create it, so that no folder exists if none of them records. The
+//! launcher removes it after the job has succeeded. CONVOKE_FLIGHT_DIR names another folder, which keeps its
+//! recordings. If the variable is empty, workers record nothing in files.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -22,30 +22,30 @@ use crate::config::FlightDir;
 use crate::messages::print_message;
 use crate::report;
 
-/// Its name in the log folder of a launcher.
+/// Name of the folder of recordings in the log folder of a launcher.
 const FOLDER_NAME: &str = "flight";
-/// Most groups of which a report tells.
+/// Most communication groups that a report describes.
 const MAX_GROUPS: usize = 8;
 
-/// The folder of the recordings.
+/// The folder of the flight recordings; none if workers record nothing in files.
 #[derive(Debug)]
 pub(crate) struct FlightFolder {
     folder: Option<PathBuf>,
-    /// A job that succeeds removes the folder.
+    /// True if the launcher removes the folder after the job has succeeded.
     remove_on_success: bool,
 }
 
-/// The launcher's knowledge of the workers of a round that has ended.
+/// What the launcher knows of the workers of a round that has ended.
 #[derive(Debug)]
 pub(crate) struct Round {
     pub(crate) generation: Option<Generation>,
     pub(crate) began: SystemTime,
-    /// Ranks, and how they ended.
+    /// Rank of each worker that has ended, and how it ended.
     pub(crate) exits: Vec<(usize, Exit)>,
 }
 
 impl FlightFolder {
-    /// `log_folder` is that of this launcher, if there is one.
+    /// Chooses the folder. `log_folder` is the log folder of this launcher, if there is one.
     pub(crate) fn new(config: &FlightDir, log_folder: Option<&Path>) -> Self {
         match config {
             FlightDir::LogFolder => {
@@ -53,7 +53,7 @@ impl FlightFolder {
             }
             FlightDir::Disabled => Self { folder: None, remove_on_success: false },
             FlightDir::Path(folder) => {
-                // Workers may change their directory.
+                // Workers may change their working directory, so the path must be absolute.
                 let folder = std::path::absolute(folder).unwrap_or_else(|_| folder.clone());
                 let writable = || access(&folder, AccessFlags::W_OK).map_err(std::io::Error::from);
                 if let Err(error) = fs::create_dir_all(&folder).and_then(|()| writable()) {
@@ -69,13 +69,13 @@ impl FlightFolder {
         }
     }
 
-    /// Returns the folder that the workers are given.
+    /// Returns the folder whose path the workers get.
     pub(crate) fn folder(&self) -> Option<&OsStr> {
         self.folder.as_deref().map(Path::as_os_str)
     }
 
-    /// Returns the recordings' account of a round; `None` without recordings. Also writes into the
-    /// recordings how their workers ended, for later readers.
+    /// Returns what the recordings show about a round, for its report; `None` without recordings. Also writes
+    /// into each recording how its worker ended, for those who read it later.
     pub(crate) fn analyze(&self, round: &Round) -> Option<report::FlightSummary> {
         let folder = self.folder.as_ref()?;
         let here = process::current();
@@ -84,7 +84,7 @@ impl FlightFolder {
         for (path, recording) in &mut recordings {
             if let Some(exit) = round.exit(recording, here.boot_id) {
                 recording.exit = Some(exit);
-                // Without the exit status the recordings contain less, but remain readable.
+                // If the exit status cannot be written, the recording contains less but remains readable.
                 let _ = folder::write_exit(path, &exit);
             }
         }
@@ -111,18 +111,19 @@ impl FlightFolder {
     /// Removes the recordings after the job has succeeded, since nobody needs them.
     pub(crate) fn discard(&self) {
         if let Some(folder) = self.folder.as_ref().filter(|_| self.remove_on_success) {
-            // As a rule there is one only if the workers use the runtime.
+            // The folder usually exists only if the workers use convoke's runtime.
             let _ = fs::remove_dir_all(folder);
         }
     }
 }
 
 impl Round {
-    /// Returns whether a recording was made in this round, here or on another node.
+    /// Returns whether a recording was made in this round, by a worker of this node or another.
     fn contains(&self, header: &Header, boot_id: u128) -> bool {
         match (self.generation, header.generation) {
             (Some(ours), Some(theirs)) => ours == theirs,
-            // Another launcher's round has no generation.
+            // A round of another launcher has no generation. Its recordings are told apart by host and start
+            // time.
             (None, None) => {
                 header.process.boot_id == boot_id && header.started_unix_ns >= unix_ns(self.began)
             }
@@ -137,7 +138,7 @@ impl Round {
     }
 }
 
-/// Nanoseconds since 1970.
+/// Converts a time to nanoseconds since 1970.
 pub(crate) fn unix_ns(time: SystemTime) -> u64 {
     let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)

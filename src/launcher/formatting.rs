@@ -7,7 +7,7 @@ pub(crate) fn signal(number: i32) -> String {
     Signal::try_from(number).map_or_else(|_| format!("signal {number}"), |known| known.as_str().to_owned())
 }
 
-/// `rank 3`, `ranks 0-2,5`.
+/// Formats rank numbers as `rank 3` or `ranks 0-2,5`.
 pub(crate) fn ranks(ranks: &[usize]) -> String {
     let mut ranks = ranks.to_vec();
     ranks.sort_unstable();
@@ -24,7 +24,7 @@ pub(crate) fn ranges(numbers: &[usize]) -> String {
     parts.collect::<Vec<_>>().join(",")
 }
 
-/// Joins host and port to `host:port`.
+/// Joins host and port to `host:port`. An IPv6 address gets brackets.
 pub(crate) fn address(host: &str, port: u16) -> String {
     if host.contains(':') && !host.starts_with('[') {
         format!("[{host}]:{port}")

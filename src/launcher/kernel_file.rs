@@ -1,14 +1,14 @@
-//! Reads files that the kernel generates, below /proc and /sys.
+//! Reads files that the kernel generates, those below /proc and /sys.
 
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-/// Most of these files fit into one read of this many bytes. Their reported length is 0, so that
-/// [`std::fs::read_to_string`] starts with 32 bytes and reads eight times.
+/// Initial capacity of the buffer. Most of these files fit into one read of this many bytes. Their reported
+/// length is 0, so that [`std::fs::read_to_string`] starts with 32 bytes and reads eight times.
 const USUAL_BYTES: usize = 8 << 10;
 
-/// Returns the text of a file. Returns an empty text if the system does not provide it.
+/// Returns the text of a file, or an empty text if the file cannot be read.
 pub(crate) fn read(path: &Path) -> String {
     let mut text = String::with_capacity(USUAL_BYTES);
     match File::open(path).and_then(|mut file| file.read_to_string(&mut text)) {

@@ -1,7 +1,8 @@
-//! The `convoke` launcher: torchrun's command line, workers that never outlive it, and reports of failures
+//! The `convoke` launcher has torchrun's command line. Its workers never outlive it, and it reports failures
 //! in the order in which they happened. `docs/internals/architecture.md` is the map of this crate.
 //!
-//! It is a library only so that tests can build the binary as their own; [`main`] is the only entry point.
+//! The launcher is a library only so that tests can build the binary as their own; [`main`] is the only entry
+//! point.
 
 #[cfg(not(target_os = "linux"))]
 compile_error!("convoke runs on Linux only: it relies on subreapers, pidfds and /proc");
@@ -85,14 +86,14 @@ pub fn main() -> ExitCode {
     }
 }
 
-/// Says why nothing can be started.
+/// Prints an error of the command line or configuration. Returns its exit code.
 fn refuse(error: &CliError) -> ExitCode {
     let _ = std::io::stderr().write_all(error.text.as_bytes());
     ExitCode::from(error.code)
 }
 
 fn print(text: &str) -> ExitCode {
-    // An output closed early by its reader (`convoke --help | head`) is no error.
+    // If the reader of stdout has closed it (`convoke --help | head`), the write fails, which is no error.
     let _ = std::io::stdout().write_all(text.as_bytes());
     exit::SUCCESS
 }

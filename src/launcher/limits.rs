@@ -1,6 +1,6 @@
-//! Raises the limits of the launcher's process as far as allowed, since it holds descriptors and files for
-//! all workers. Workers get the limits with which the launcher was started. Reports limits that cannot
-//! suffice before the first worker starts.
+//! Raises the resource limits (ulimit) of the launcher as far as allowed, since it holds descriptors and
+//! files for all workers. Workers get the limits with which the launcher was started. Before the first worker
+//! starts, the launcher reports limits that cannot suffice.
 
 use std::path::Path;
 
@@ -9,19 +9,20 @@ use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
 use crate::cgroup::{TaskLimit, task_limit};
 use crate::config::{Config, Rendezvous, StreamChoice, Streams, count};
 
-/// The number of descriptors that the launcher has open besides those for each worker.
+/// Number of file descriptors that the launcher has open besides those for each worker.
 const OWN_DESCRIPTORS: usize = 32;
-/// The maximum number of descriptors of workers' streams in transit to the guard at once.
+/// Most file descriptors of workers' channels, stdout and stderr that are in transit to the guard at once.
 const DESCRIPTORS_IN_TRANSIT: usize = 256;
-/// Processes and threads beside the workers: guard, copier of output, consoles.
+/// Processes and threads besides the workers: the guard, the thread that copies output, and those that write
+/// to the console.
 const OWN_TASKS: u64 = 4;
-/// A network card with RDMA needs more locked memory than that.
+/// Amount of locked memory in bytes below which RDMA network cards probably do not work.
 const RDMA_LOCKED_MEMORY_MIN: u64 = 64 << 20;
 
 const RAISED: [Resource; 4] =
     [Resource::RLIMIT_NOFILE, Resource::RLIMIT_NPROC, Resource::RLIMIT_MEMLOCK, Resource::RLIMIT_FSIZE];
 
-/// The limits that the launcher was started with.
+/// The resource limits that the launcher was started with.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     /// Soft and hard limits, in the order of [`RAISED`]; `None` if the system does not report one.
@@ -29,18 +30,19 @@ pub(crate) struct Limits {
 }
 
 impl Limits {
-    /// Raises the limits of this process.
+    /// Raises the soft resource limits of this process to the hard limits.
     pub(crate) fn raise() -> Self {
         let before = RAISED.map(|resource| {
             let (soft, hard) = getrlimit(resource).ok()?;
-            // If the system refuses a limit (above fs.nr_open, say), the limit stays unchanged.
+            // If the system refuses a value (one above fs.nr_open, say), the limit stays unchanged.
             let _ = setrlimit(resource, hard, hard);
             Some((soft, hard))
         });
         Self { before }
     }
 
-    /// Restores the original limits in this process, which is a worker before its program starts.
+    /// Restores the original resource limits in this process. To be called in a forked worker before its
+    /// program executes.
     pub(crate) fn restore(&self) {
         for (resource, before) in RAISED.into_iter().zip(self.before) {
             if let Some((soft, hard)) = before {
@@ -49,15 +51,15 @@ impl Limits {
         }
     }
 
-    /// Checks whether the limits suffice for this job. Returns warnings, one line each.
+    /// Checks whether the resource limits suffice for this job. Returns warnings, one line each.
     ///
     /// # Errors
-    /// They cannot suffice. One line states the need, the limit, and how to raise it.
+    /// A limit cannot suffice. One line states the need, the limit, and how to raise it.
     pub(crate) fn check(&self, config: &Config) -> Result<Vec<String>, String> {
         let now =
             |resource| getrlimit(resource).ok().map(|(soft, _)| soft).filter(|soft| *soft != RLIM_INFINITY);
         let is_root = nix::unistd::geteuid().is_root();
-        // Workers get the original limit.
+        // Workers get the original limit of locked memory.
         let before =
             RAISED.into_iter().zip(self.before).find(|(known, _)| *known == Resource::RLIMIT_MEMLOCK);
         let locked = before.and_then(|(_, limit)| Some(limit?.0)).filter(|soft| *soft != RLIM_INFINITY);
@@ -66,7 +68,7 @@ impl Limits {
             &Needs::of(config),
             &SystemLimits {
                 descriptors: now(Resource::RLIMIT_NOFILE),
-                // The limit does not apply to root.
+                // The kernel does not apply this limit to root.
                 processes: now(Resource::RLIMIT_NPROC).filter(|_| !is_root),
                 tasks: task_limit(Path::new("/")),
                 file_bytes: now(Resource::RLIMIT_FSIZE),
@@ -76,28 +78,28 @@ impl Limits {
     }
 }
 
-/// The needs of a job on this node.
+/// What a job needs on this node.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Needs {
     workers: usize,
-    /// Descriptors of the launcher.
+    /// File descriptors that the launcher needs.
     descriptors: usize,
-    /// `descriptors` plus the workers' connections to the store that this node may serve. If the guard needs
-    /// more descriptors, its number.
+    /// `descriptors` plus one connection of every worker to the store, which this node may serve. If the
+    /// guard needs more descriptors than that, the guard's number.
     most: usize,
-    /// Output is copied to files.
+    /// True if the launcher copies output to files.
     copies: bool,
 }
 
-/// Limits; `None` is no limit.
+/// Limits that apply to this launcher; `None` is no limit.
 #[derive(Debug, Default)]
 struct SystemLimits {
     descriptors: Option<u64>,
     processes: Option<u64>,
     tasks: Option<TaskLimit>,
     file_bytes: Option<u64>,
-    /// The limit of locked memory. `None` also means that the host has no RDMA device, whose users lock
-    /// memory.
+    /// The limit of locked memory in bytes. `None` also if the host has no RDMA device, because only RDMA
+    /// needs much locked memory.
     locked_bytes: Option<u64>,
 }
 
@@ -112,11 +114,12 @@ impl Needs {
             stdout: teed.iter().any(|streams| streams.stdout),
             stderr: teed.iter().any(|streams| streams.stderr),
         };
-        // The launcher holds the channel, a pipe and a file for each copied stream, and a pipe for the last
-        // lines of stderr.
+        // For each worker the launcher holds the agent channel, a pipe and a file for each copied stream, and
+        // a pipe for the last lines of stderr.
         let stderr = if tee.stderr { 2 } else { usize::from(config.logs.keep_stderr_tail) };
         let in_launcher = workers * (1 + 2 * usize::from(tee.stdout) + stderr);
-        // The guard holds one descriptor to see the worker's end, and one until its program has started.
+        // For each worker the guard holds one descriptor to see its end, and one until its program has
+        // started.
         let in_guard = 2 * workers + (3 * workers).min(DESCRIPTORS_IN_TRANSIT);
         let serves = match &config.rendezvous {
             Rendezvous::Standalone | Rendezvous::Elastic { .. } => true,

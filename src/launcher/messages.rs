@@ -4,16 +4,16 @@ use std::io::{self, IsTerminal, StderrLock, Write};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Moves to the start of a terminal's line and clears it.
+/// Escape sequence that moves to the start of the terminal's line and clears it.
 const CLEAR: &str = "\r\x1b[2K";
 const BOLD: &str = "\x1b[1m";
 const RED: &str = "\x1b[1;31m";
 const YELLOW: &str = "\x1b[1;33m";
 const RESET: &str = "\x1b[0m";
-/// True if the terminal's last line belongs to [`Progress`]. It must be cleared before other output.
+/// True if the terminal's last line was written by [`Progress`]. It must be cleared before other output.
 static PROGRESS_SHOWN: Mutex<bool> = Mutex::new(false);
 
-/// One line of the launcher's own, on stderr.
+/// Prints one line of the launcher's own on stderr.
 pub(crate) fn print_message(line: &str) {
     let colour = match line.split_once(':').map(|(kind, _)| kind) {
         Some("error") if is_coloured() => RED,
@@ -23,12 +23,12 @@ pub(crate) fn print_message(line: &str) {
     print_raw(&format!("{colour}convoke:{RESET} {line}\n"));
 }
 
-/// Text on stderr in one piece. A closed stderr must not end the job.
+/// Prints text on stderr in one piece. A closed stderr must not end the job.
 pub(crate) fn print_raw(text: &str) {
     write(text, false);
 }
 
-/// A report, with its headings in colour on a terminal.
+/// Prints a report on stderr, with its headings in colour on a terminal.
 pub(crate) fn print_report(text: &str) {
     if is_coloured() { print_raw(&coloured(text)) } else { print_raw(text) }
 }
@@ -39,12 +39,12 @@ fn is_coloured() -> bool {
     !unwanted && !is_dumb() && io::stderr().is_terminal()
 }
 
-/// Returns whether the terminal supports text only.
+/// Returns whether the terminal cannot interpret escape sequences.
 fn is_dumb() -> bool {
     std::env::var_os("TERM").is_none_or(|term| term.is_empty() || term == "dumb")
 }
 
-/// Colours the title, the headings and the names of the most important lines.
+/// Colours the title of a report, its headings and the names of its most important lines.
 fn coloured(report: &str) -> String {
     let line = |line: &str| {
         let (name, rest) = line.split_once(':').unwrap_or((line, ""));
@@ -67,8 +67,8 @@ fn write(text: &str, is_progress: bool) {
     *progress_shown = is_progress;
 }
 
-/// Shows the progress of a wait. A terminal shows one line that is updated. Other outputs get a line for
-/// each change, and every 10 s. Dropping the value removes the terminal's line.
+/// Shows the progress of a wait on stderr. A terminal shows one line that is updated. Other outputs get a
+/// line whenever the text changes, and every 10 s. Dropping the value clears the terminal's line.
 #[derive(Debug)]
 pub(crate) struct Progress {
     terminal: bool,
@@ -78,7 +78,7 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// The interval at which callers update the progress.
+    /// Interval at which callers update the progress.
     pub(crate) const INTERVAL: Duration = Duration::from_secs(1);
     /// The interval at which an unchanged line is repeated on outputs other than terminals.
     const REPEAT: Duration = Duration::from_secs(10);
@@ -93,15 +93,16 @@ impl Progress {
         }
     }
 
-    /// Shows the current reason for the wait. To be called every [`Self::INTERVAL`] or so.
+    /// Shows what the launcher waits for and how much time is left. To be called every [`Self::INTERVAL`] or
+    /// so.
     pub(crate) fn show(&mut self, what: &str) {
-        // Rounds up: a wait of one second must not begin with 0 s left.
+        // Rounds up, so that a wait of one second does not begin with 0 s left.
         let left = self.until.saturating_duration_since(Instant::now()).as_millis().div_ceil(1000);
         let again = self.shown_at.elapsed() >= Self::REPEAT;
         self.update(what, &format!("convoke: {what} ({left} s left)"), again);
     }
 
-    /// Shows a wait that may last for ever. Does not repeat an unchanged line, since nobody needs to read it
+    /// Shows a wait without a time limit. Does not repeat an unchanged line, since nobody needs to read it
     /// again.
     pub(crate) fn show_endless(&mut self, what: &str) {
         self.update(what, &format!("convoke: {what}"), false);
@@ -126,7 +127,7 @@ impl Drop for Progress {
     }
 }
 
-/// Width of the terminal; a longer line would go on in the next, which is not cleared.
+/// Returns the width of the terminal. A longer line would wrap onto a second one, which is not cleared later.
 fn columns() -> usize {
     rustix::termios::tcgetwinsize(io::stderr()).map_or(80, |size| match size.ws_col {
         0 => 80,

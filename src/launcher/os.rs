@@ -19,20 +19,21 @@ use tokio::io::unix::AsyncFd;
 use crate::cause::{StartFailure, StartStep};
 use crate::limits::Limits;
 
-/// The role of the current process after [`fork_guard`].
+/// Tells each of the two processes after [`fork_guard`] which one it is.
 #[derive(Debug)]
 pub(crate) enum Forked {
-    /// The launcher: pid of the guard, and the socket to it.
+    /// This process is the launcher: `guard` is the guard's pid, `socket` the connection to it.
     Launcher { guard: Pid, socket: UnixStream },
-    /// The guard, with the socket to its launcher.
+    /// This process is the guard: `socket` is the connection to the launcher.
     Guard { socket: UnixStream },
 }
 
-/// Becomes a subreaper, then forks the guard. To be called while this process has only one thread.
+/// Makes this process a subreaper, then forks the guard. To be called while this process has only one thread.
 ///
 /// The order matters. prctl(PR_SET_CHILD_SUBREAPER) marks all descendants, without a lock, in the word that
-/// also holds their own flag. A guard that makes itself a subreaper at that moment may lose the flag again,
-/// and with it all its daemons. Linux 6.18 lost it in 118 of 60,000 concurrent tries.
+/// also holds each descendant's own flag. A guard that makes itself a subreaper at that moment may lose the
+/// flag, and its orphaned descendants then escape it. Linux 6.18 lost the flag in 118 of 60,000 concurrent
+/// tries.
 ///
 /// # Errors
 /// More than one thread runs, or the system refuses a socket, a process or the role of a subreaper.
@@ -43,18 +44,18 @@ pub(crate) fn fork_guard() -> io::Result<Forked> {
     }
     nix::sys::prctl::set_child_subreaper(true)?;
     let (launcher, guard) = UnixStream::pair()?;
-    // SAFETY: one thread runs (checked above), so the child is a whole copy of this process. No thread that
-    // is missing in the child can hold a lock, so the child may allocate and call any function.
+    // SAFETY: one thread runs (checked above), so the child is a whole copy of this process. No other thread
+    // can hold a lock at the fork, so the child may allocate and call any function.
     match unsafe { nix::unistd::fork() }? {
         ForkResult::Parent { child } => Ok(Forked::Launcher { guard: child, socket: launcher }),
         ForkResult::Child => Ok(Forked::Guard { socket: guard }),
     }
 }
 
-/// A program with all data that its start needs, prepared before the fork.
+/// A program and all data that its start needs, allocated before the fork.
 #[derive(Debug)]
 pub(crate) struct PreparedProgram {
-    /// The paths at which the program may be.
+    /// Paths at which the program may be, in the order in which exec tries them.
     paths: Vec<CString>,
     argv: Vec<CString>,
     environment: Vec<CString>,
@@ -62,15 +63,16 @@ pub(crate) struct PreparedProgram {
     own_session: bool,
 }
 
-/// A forked process that has not yet started its program.
+/// A forked process that has not yet executed its program.
 #[derive(Debug)]
 pub(crate) struct StartingProcess {
     pub(crate) pid: i32,
-    /// Closes when the program runs. If the program cannot run, carries a [`StartFailure`] before that.
+    /// Pipe that closes when the program executes. If it cannot execute, a [`StartFailure`] can be read
+    /// before that.
     pub(crate) status: OwnedFd,
 }
 
-/// The size of a failure in the pipe of [`StartingProcess`].
+/// Length of a start failure in the pipe of [`StartingProcess`].
 pub(crate) const FAILURE_BYTES: usize = 5;
 
 fn encode_failure(StartFailure { step, errno }: StartFailure) -> [u8; FAILURE_BYTES] {
@@ -78,7 +80,7 @@ fn encode_failure(StartFailure { step, errno }: StartFailure) -> [u8; FAILURE_BY
     [u8::from(step == StartStep::Bind), a, b, c, d]
 }
 
-/// Decodes the message of a forked process that ended before its program started.
+/// Decodes the start failure that a forked process wrote before it ended.
 pub(crate) fn decode_failure([is_binding, errno @ ..]: [u8; FAILURE_BYTES]) -> StartFailure {
     let step = if is_binding == 0 { StartStep::Exec } else { StartStep::Bind };
     StartFailure { step, errno: i32::from_le_bytes(errno) }
@@ -89,8 +91,9 @@ fn start_failure(step: StartStep, errno: Errno) -> StartFailure {
 }
 
 impl PreparedProgram {
-    /// Without `cpus` the program keeps those of this process. It leads a session, or else only a process
-    /// group of this process's session. The program is searched in this process's PATH.
+    /// Prepares a program. Without `cpus` it keeps the CPUs of this process. With `own_session` it leads a
+    /// session, otherwise only a process group in this process's session. The program is searched in this
+    /// process's PATH.
     ///
     /// # Errors
     /// A word or variable contains a NUL, there is no program, or a CPU is above those that the system call
@@ -124,7 +127,7 @@ impl PreparedProgram {
     }
 }
 
-/// Returns the paths at which a program may be, in the order in which they are tried.
+/// Returns the paths at which a program may be, in the order in which exec tries them.
 pub(crate) fn candidate_paths(program: &OsStr) -> Vec<OsString> {
     if program.is_empty() || program.as_bytes().contains(&b'/') {
         return vec![program.to_owned()];
@@ -133,9 +136,9 @@ pub(crate) fn candidate_paths(program: &OsStr) -> Vec<OsString> {
     std::env::split_paths(&path).map(|folder| folder.join(program).into_os_string()).collect()
 }
 
-/// Replaces the process by the program; returns only if that fails. Like `execvpe`, it gives a file of
-/// unknown format to the shell. Unlike `execvpe`, it does not do so with an ELF file, which was built for
-/// another CPU.
+/// Replaces this process by the program; returns only if that fails. Like `execvpe`, it lets the shell run a
+/// file of unknown format. Unlike `execvpe`, it does not do so with an ELF file, which was built for another
+/// CPU.
 fn execute(program: &PreparedProgram) -> Errno {
     let (argv, environment) = (&program.argv, &program.environment);
     let mut reason = Errno::ENOENT;
@@ -150,7 +153,7 @@ fn execute(program: &PreparedProgram) -> Errno {
                 let Err(errno) = nix::unistd::execve(c"/bin/sh", &words, environment);
                 return errno;
             }
-            // Another path may work.
+            // Another path may hold a program that can be executed.
             Errno::EACCES => reason = errno,
             Errno::ENOENT | Errno::ENOTDIR | Errno::ESTALE | Errno::ENODEV | Errno::ETIMEDOUT => {}
             errno => return errno,
@@ -166,13 +169,13 @@ fn is_elf(path: &CStr) -> bool {
 }
 
 /// Forks a worker with its own session or process group and its own CPUs. The kernel kills the worker when
-/// this process dies. The worker inherits `channel` under its own number. Does not wait until the program
-/// starts, so that several workers start concurrently.
+/// this process dies. The worker inherits the descriptor `channel` under the same number. The function does
+/// not wait until the program executes, so that several workers start concurrently.
 ///
 /// To be called by the only thread of the guard.
 ///
 /// # Errors
-/// The reason why the system refuses a pipe or a process.
+/// The system refuses a pipe or a process.
 pub(crate) fn start_worker(
     program: &PreparedProgram,
     limits: &Limits,
@@ -183,20 +186,21 @@ pub(crate) fn start_worker(
     let guard = Pid::this();
     let not_forked = |errno| start_failure(StartStep::Fork, errno);
     let (status, report) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(not_forked)?;
-    // SAFETY: the guard has one thread, so the child is a whole copy of it and may do anything. (A test
+    // SAFETY: the guard has one thread, so the child is a whole copy of it and may call any function. (A test
     // that makes the guard die later adds a thread that only sleeps and holds no lock.)
     match unsafe { nix::unistd::fork() }.map_err(not_forked)? {
         ForkResult::Parent { child } => Ok(StartingProcess { pid: child.as_raw(), status }),
         ForkResult::Child => {
             let failure = become_worker(program, limits, guard, channel, stdout, stderr);
             let _ = nix::unistd::write(&report, &encode_failure(failure));
-            // SAFETY: always sound; `exit` would run what the guard has registered for its own end.
+            // SAFETY: always sound. `exit` would also run functions that the guard has registered for its own
+            // end.
             unsafe { nix::libc::_exit(127) }
         }
     }
 }
 
-/// Runs in the child and executes the program; returns only if that fails.
+/// Runs in the forked child: sets it up as a worker and executes the program. Returns only if that fails.
 fn become_worker(
     program: &PreparedProgram,
     limits: &Limits,
@@ -207,10 +211,10 @@ fn become_worker(
 ) -> StartFailure {
     let mut step = StartStep::Exec;
     let result: Result<Infallible, Errno> = (|| {
-        // The guard blocks nearly all signals and Rust ignores SIGPIPE; both survive exec. A shell without
-        // job control ignores SIGINT and SIGQUIT in background processes, so that a Ctrl-C meant for others
-        // spares them. Workers get these signals only from the launcher, if the user has told it to handle
-        // them anyway.
+        // The guard blocks nearly all signals and Rust ignores SIGPIPE; both settings survive exec. A shell
+        // without job control starts background processes with SIGINT and SIGQUIT ignored, so that they
+        // survive Ctrl-C. Workers get SIGINT and SIGQUIT only from the launcher, when it is configured to
+        // handle them, and must then not ignore them.
         SigSet::empty().thread_set_mask()?;
         for ignored in [Signal::SIGPIPE, Signal::SIGINT, Signal::SIGQUIT] {
             // SAFETY: SIG_DFL runs no code of ours.
@@ -223,7 +227,7 @@ fn become_worker(
         }
         nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
         if Pid::parent() != guard {
-            // The parent died before prctl could register the signal.
+            // The guard died before prctl could register the signal for its death.
             return Err(Errno::ESRCH);
         }
         if let Some(cpus) = &program.cpus {
@@ -243,43 +247,43 @@ fn become_worker(
     }
 }
 
-/// Ends this process by `signal`, as if it had never been caught.
+/// Ends this process by `signal`, as if the launcher had never handled the signal.
 ///
-/// The kernel ignores the signal in PID 1 of a container. The process then exits with the code by which
-/// shells report such a death.
+/// The kernel ignores the signal in PID 1 of a container. The process then exits with 128 plus the signal's
+/// number, as shells report such a death.
 pub(crate) fn exit_by_signal(number: i32) -> ! {
-    // Signals without a name, such as real-time signals, become an exit code at once.
+    // The library has no name for real-time signals. For these the process exits with a code at once.
     if let Ok(named) = Signal::try_from(number) {
         // SAFETY: SIG_DFL runs no code of ours.
         let _ = unsafe { signal(named, SigHandler::SigDfl) };
         let _ = SigSet::from(named).thread_unblock();
         let _ = raise(named);
     }
-    // SAFETY: always sound; nothing is registered for the end of the launcher.
+    // SAFETY: always sound; the launcher has registered no functions for its end.
     unsafe { nix::libc::_exit(128 + number) }
 }
 
 /// Stops this process until it is continued (SIGCONT).
 pub(crate) fn stop_this_process() {
-    // This cannot fail, since no process can catch or ignore the signal.
+    // This cannot fail, since no process can catch or ignore SIGSTOP.
     let _ = raise(Signal::SIGSTOP);
 }
 
-/// Registers a signalfd with the event loop.
+/// Registers a signalfd with the event loop, which can then wait for signals.
 ///
 /// # Errors
 /// The system refuses the registration.
 pub(crate) fn readable(signals: SignalFd) -> io::Result<AsyncFd<SignalFd>> {
-    // SAFETY: a `SignalFd` owns its open descriptor, always returns that one, and closes it only when
+    // SAFETY: a `SignalFd` owns its open descriptor, always returns the same one, and closes it only when
     // dropped.
     let registered = unsafe { AsyncFd::register_with_interest(signals, Interest::READABLE) };
     registered.map_err(Into::into)
 }
 
-/// Takes ownership of a descriptor that just arrived by SCM_RIGHTS.
+/// Takes ownership of a file descriptor that just arrived by SCM_RIGHTS.
 pub(crate) fn adopt_received_fd(fd: std::os::fd::RawFd) -> OwnedFd {
-    // SAFETY: the kernel made `fd` for this process with the message that carried it, and nothing else
-    // knows the number.
+    // SAFETY: the kernel made `fd` for this process with the message that carried it. No other code knows its
+    // number.
     unsafe { std::os::fd::FromRawFd::from_raw_fd(fd) }
 }
 

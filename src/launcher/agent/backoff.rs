@@ -1,4 +1,4 @@
-//! Delay before a restart. Pure: it reads no clock.
+//! Computes the delay before a restart. Pure: it reads no clock.
 
 use std::time::Duration;
 
@@ -6,14 +6,15 @@ use std::time::Duration;
 const QUICK_FAILURE: Duration = Duration::from_secs(10);
 /// Number of quick failures in a row that cause no delay.
 const FAILURES_WITHOUT_DELAY: u32 = 3;
-/// First delay after those. Each further one doubles, up to [`MAX_DELAY`].
+/// Delay after the first quick failure beyond [`FAILURES_WITHOUT_DELAY`]. Each further quick failure doubles
+/// the delay, up to [`MAX_DELAY`].
 const INITIAL_DELAY: Duration = Duration::from_secs(1);
 const MAX_DELAY: Duration = Duration::from_secs(60);
 
-/// Counter of quick failures.
+/// Counts quick failures in a row and computes the restart delay from them.
 #[derive(Debug)]
 pub(super) struct Backoff {
-    /// `--restart-delay`.
+    /// Minimum delay before every restart (`--restart-delay`).
     min_delay: Duration,
     quick_failures: u32,
 }
@@ -23,7 +24,7 @@ impl Backoff {
         Self { min_delay, quick_failures: 0 }
     }
 
-    /// Records a round that failed after `lasted`. Returns the delay before the next round.
+    /// Records a round that failed `lasted` after its start. Returns the delay before the next round.
     pub(super) fn record_failure(&mut self, lasted: Duration) -> Duration {
         self.quick_failures = if lasted < QUICK_FAILURE { self.quick_failures.saturating_add(1) } else { 0 };
         let doubled = |times: u32| INITIAL_DELAY.saturating_mul(1 << times.min(16)).min(MAX_DELAY);
@@ -33,7 +34,7 @@ impl Backoff {
             .max(self.min_delay)
     }
 
-    /// Returns the number of failures in a row that came sooner than [`QUICK_FAILURE`] after the start.
+    /// Returns the number of rounds in a row that failed sooner than [`QUICK_FAILURE`] after their start.
     pub(super) fn quick_failures(&self) -> u32 {
         self.quick_failures
     }

@@ -1,4 +1,4 @@
-//! Variables and command line of each worker. Pure.
+//! Builds the environment variables and command line of each worker. Pure.
 
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
@@ -8,18 +8,18 @@ use convoke_env::{Role, WorkerEnv, vars};
 use crate::config::{Config, omp_num_threads, substitute, visible_devices};
 use crate::rendezvous::Assignment;
 
-/// Variables to set for a worker, and variables that it must not inherit.
+/// Environment variables to set for a worker, and those of the launcher that it must not inherit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Variables {
     pub(crate) set: Vec<(OsString, OsString)>,
     pub(crate) unset: Vec<OsString>,
 }
 
-/// Returns the variables of the worker with this local rank. `flight` is the folder for its recording.
-/// `parent` reads the launcher's own environment.
+/// Returns the environment variables of the worker with this local rank. `flight` is the folder in which the
+/// worker saves its flight recording. `parent` reads the launcher's own environment.
 ///
 /// # Errors
-/// `--virtual-local-rank` with fewer devices than workers: a line for the user.
+/// `--virtual-local-rank` with fewer devices than workers. The error is a line for the user.
 pub(crate) fn variables(
     config: &Config,
     assignment: &Assignment,
@@ -74,7 +74,7 @@ pub(crate) fn variables(
     // The credentials for etcd belong to the launcher alone.
     let mut unset: Vec<OsString> =
         [vars::ETCD_USER, vars::ETCD_PASSWORD, vars::ETCD_PASSWORD_FILE].map(Into::into).into();
-    // A launcher that is itself a worker must not pass on its own generation.
+    // If this launcher is itself a worker, its own generation must not reach its workers.
     if assignment.generation.is_none() {
         unset.push(vars::GENERATION.into());
     }
@@ -85,7 +85,7 @@ pub(crate) fn variables(
     Ok(Variables { set, unset })
 }
 
-/// Returns the command line of the worker with this local rank, macros replaced.
+/// Returns the command line of the worker with this local rank. Macros such as the local rank are replaced.
 pub(crate) fn command_line(config: &Config, local_rank: usize) -> Vec<OsString> {
     let mut argv: Vec<_> = config.program.argv.iter().map(|word| substitute(word, local_rank)).collect();
     if let Some(argument) = &config.program.local_rank_argument {

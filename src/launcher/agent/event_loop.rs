@@ -34,20 +34,21 @@ use crate::rendezvous::{
 use crate::supervise::{self, Supervisor};
 use crate::{exit, fault};
 
-/// Time for which the failure of workers that only lost a peer stops no workers, here or on other nodes. The
-/// peer's own failure may still be reported.
-/// This exceeds the time in which the loss of a launcher or its host is detected.
+/// If workers failed only because they lost a peer, the launcher waits this long before it stops workers,
+/// here or on other nodes. The peer's own failure may still be reported in this time. This exceeds the time
+/// in which the loss of a launcher or its host is detected.
 pub(super) const ROOT_CAUSE_WAIT: Duration = Duration::from_secs(5);
-/// From SIGTERM to SIGKILL after a worker failed; torchrun's fixed value.
+/// Time from SIGTERM to SIGKILL for the remaining workers after a worker failed; torchrun's fixed value.
 pub(super) const FAILURE_GRACE: Duration = Duration::from_secs(30);
 /// Time from SIGTERM to SIGKILL when the other nodes are about to start a round without this node.
 const PARTITIONED_GRACE: Duration = Duration::from_millis(500);
-/// Time after which the launcher explains why the nodes may not have met. On one host they take less.
+/// Time after which the launcher prints why the nodes may not have met in the rendezvous. Nodes on one host
+/// meet sooner.
 const RENDEZVOUS_HINT_DELAY: Duration = Duration::from_secs(1);
-/// Time for which a process may outlive a successful worker before the launcher stops and reports it.
-/// Helpers such as Python's resource tracker end shortly after their worker.
+/// After a worker succeeds, processes that it started may run this long before the launcher stops and reports
+/// them. Helpers such as Python's resource tracker end shortly after their worker.
 const ORPHAN_EXIT_WAIT: Duration = Duration::from_millis(250);
-/// Runs the job of this node to its end.
+/// Runs this node's part of the job to its end.
 pub(crate) fn run(config: Config, guard: Pid, socket: UnixStream) -> ExitCode {
     fault::point("starting");
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
@@ -66,7 +67,7 @@ pub(crate) fn run(config: Config, guard: Pid, socket: UnixStream) -> ExitCode {
             }
         }
     });
-    // A thread that still waits for other nodes must not delay the exit.
+    // Does not wait for threads: one that still waits for other nodes must not delay the exit.
     runtime.shutdown_background();
     match end {
         LauncherExit::Code(code) => code,
@@ -74,13 +75,13 @@ pub(crate) fn run(config: Config, guard: Pid, socket: UnixStream) -> ExitCode {
     }
 }
 
-/// Result of the launcher: an exit code or a signal.
+/// How the launcher ends: with an exit code, or killed by a signal.
 pub(super) enum LauncherExit {
     Code(ExitCode),
     Signal(i32),
 }
 
-/// Input from threads and signal handlers.
+/// Input of the event loop from threads and signal handlers.
 #[derive(Debug)]
 pub(super) enum Notification {
     Joined(Result<(Assignment, Option<Arc<dyn TerminationChannel>>), RendezvousError>),
@@ -98,11 +99,11 @@ pub(super) struct EventLoop {
     pub(super) agent: Agent,
     pub(super) rendezvous: Arc<Mutex<Box<dyn Rendezvous>>>,
     pub(super) other_jobs: OtherJobs,
-    /// Set once this node has joined other nodes with which it can exchange failures.
+    /// Channel on which nodes report failures to each other. Set once this node has joined other nodes.
     pub(super) termination_channel: Option<Arc<dyn TerminationChannel>>,
-    /// The failure that this node has declared or is about to declare.
+    /// The failure that this node has declared to the other nodes or is about to declare.
     pub(super) declared: Option<DeclaredFailure>,
-    /// Outcome of the job, as far as it is known.
+    /// Outcome of the job on all nodes; `None` until this node learns it.
     pub(super) job_outcome: Option<JobOutcome>,
     pub(super) token: Option<Token>,
     pub(super) run_dir: RunDir,
@@ -112,18 +113,19 @@ pub(super) struct EventLoop {
     pub(super) round: Option<Round>,
     /// Number of the latest round that other nodes have ended.
     pub(super) ended_round: Option<u64>,
-    /// Number of the latest round that this node ended because it was cut off from the others.
+    /// Number of the latest round that this node ended because it was cut off from the other nodes.
     pub(super) partitioned_round: Option<u64>,
-    /// True if the last round succeeded.
+    /// True if this node's workers succeeded in the last round.
     pub(super) succeeded: bool,
     pub(super) next_worker_id: u64,
     pub(super) signals: SignalState,
     pub(super) backoff: Backoff,
-    /// Delay before the next restart.
+    /// Delay before the next restart, computed when the last round failed.
     pub(super) next_restart_delay: Duration,
     pub(super) pending_restart: Option<PendingRestart>,
     pub(super) failure_streak: FailureStreak,
-    /// Set once the guard has been reaped (how it ended) or its socket has closed (not known).
+    /// Set once the guard has ended. The inner value is how it ended, or `None` if only its socket has
+    /// closed.
     pub(super) guard_end: Option<Option<ExitCause>>,
 }
 
@@ -131,11 +133,12 @@ pub(super) struct EventLoop {
 #[derive(Debug, Clone)]
 pub(super) struct DeclaredFailure {
     pub(super) what: OutcomeKind,
-    /// Time until which other nodes may name the root cause: the workers that failed here only lost a peer.
+    /// The declaration takes effect at this time, unless another node names the root cause before. Set if the
+    /// workers that failed here only lost a peer or timed out waiting for one.
     pub(super) defer_until: Option<Instant>,
 }
 
-/// State that exists while there are workers.
+/// State of the current round: its workers and their output.
 pub(super) struct Round {
     pub(super) assignment: Assignment,
     pub(super) supervisor: Supervisor,
@@ -144,11 +147,11 @@ pub(super) struct Round {
     pub(super) began: Instant,
     /// Time at which the first worker failed.
     pub(super) first_failed: Option<Instant>,
-    /// True if the worker that ended last left no process behind.
+    /// True if no process of any worker was left when the latest worker exited.
     pub(super) no_process_left: bool,
 }
 
-/// Completes at that time, or never if `at` is `None`.
+/// Completes at the time `at`, or never if `at` is `None`.
 async fn until(at: Option<Instant>) {
     match at {
         Some(at) => tokio::time::sleep_until(at.into()).await,
@@ -166,7 +169,8 @@ impl EventLoop {
         let flight = FlightFolder::new(&config.flight, run_dir.path());
         let events = Events::new(&config);
         let policy = AgentPolicy {
-            // If restarts are counted for all nodes together, each node asks for every one.
+            // If all nodes count restarts together (a budget of the job), this agent has no restarts of its
+            // own: the nodes decide together after each failure.
             max_restarts: if config.has_job_budget() { 0 } else { config.max_restarts },
             sweep_delay: ORPHAN_EXIT_WAIT,
             sweep_grace: FAILURE_GRACE,
@@ -244,7 +248,8 @@ impl EventLoop {
             Notification::Joined(Ok((assignment, channel))) => {
                 self.open_termination_channel(channel);
                 if self.ended_round >= Some(assignment.round) {
-                    // The end of the round was reported before its start.
+                    // The message that other nodes have ended this round arrived before the message that it
+                    // starts.
                     self.join(self.restarts);
                     return None;
                 }
@@ -279,7 +284,7 @@ impl EventLoop {
                 self.decide(Event::BarrierPassed)
             }
             Notification::Remote(RemoteEvent::JobEnded(job_outcome)) => {
-                // This node is already acting on its own declaration.
+                // The outcome may be the one that this node declared. This node is then already acting on it.
                 let mine =
                     self.termination_channel.as_ref().is_some_and(|channel| channel.is_own(&job_outcome));
                 self.job_outcome.get_or_insert(job_outcome);
@@ -301,15 +306,16 @@ impl EventLoop {
         }
     }
 
-    /// Reaps the guard, workers that became our children when it died, and processes that we adopted as
-    /// subreaper or as PID 1.
+    /// Reaps the guard, workers that became our children when the guard died, and processes that we adopted
+    /// as subreaper or as PID 1.
     pub(super) fn reap_children(&mut self) {
         let mut reaped = Vec::new();
         reap(|pid, cause| reaped.push((pid, cause)));
         self.record_reaped(&reaped);
     }
 
-    /// Records how the guard, or workers without a guard, ended.
+    /// Records how the guard ended, or how workers ended that this process reaped after the loss of the
+    /// guard.
     pub(super) fn record_reaped(&mut self, reaped: &[(i32, ExitCause)]) {
         for &(pid, cause) in reaped {
             if pid == self.guard.as_raw() {
@@ -404,7 +410,8 @@ impl EventLoop {
             Action::Abort => {
                 let (signal, grace) = match self.job_outcome.as_ref().map(|job_outcome| &job_outcome.kind) {
                     _ if self.is_partitioned() => (Signal::SIGTERM, PARTITIONED_GRACE),
-                    // The signal is handled as if this node had received it.
+                    // Another node was stopped by this signal. The workers here are stopped as if this node
+                    // had received it.
                     Some(OutcomeKind::Stopped { signal }) => {
                         (Signal::try_from(*signal).unwrap_or(Signal::SIGTERM), self.config.shutdown_timeout)
                     }
@@ -431,7 +438,7 @@ impl EventLoop {
         }
     }
 
-    /// Returns true if this node is cut off and the other nodes are about to continue without it.
+    /// Returns true if this node is cut off from the other nodes, and they are about to continue without it.
     fn is_partitioned(&self) -> bool {
         let round = self.round.as_ref().map(|round| round.assignment.round);
         self.partitioned_round.is_some() && self.partitioned_round == round
@@ -441,7 +448,8 @@ impl EventLoop {
                 .is_some_and(|job_outcome| matches!(job_outcome.kind, OutcomeKind::Partitioned { .. }))
     }
 
-    /// Sends a message without descriptors. If the guard is gone, the select loop handles that next.
+    /// Sends a message without descriptors to the guard. If the guard is gone, the event loop handles that
+    /// next.
     pub(super) fn send_to_guard(&mut self, message: &ToGuard) {
         if self.link.send(message, &[]).is_err() {
             self.guard_end = Some(None);
@@ -456,12 +464,13 @@ impl EventLoop {
         });
     }
 
-    /// Calls the rendezvous in a thread. The result arrives in the select loop.
+    /// Calls the rendezvous in a thread if the call may block. The result arrives in the event loop.
     fn call_rendezvous(&self, work: impl FnOnce(&mut dyn Rendezvous) -> Notification + Send + 'static) {
-        // If the launcher is just ending, nobody receives this message.
+        // If the launcher is just ending, nobody receives the notification.
         let notifier = self.notifier.clone();
         let notifier = move |notification| drop(notifier.send(notification));
-        // A thread that waits for other nodes holds this lock. No other thread uses the rendezvous.
+        // A thread that waits for other nodes holds this lock. At most one thread at a time calls the
+        // rendezvous.
         if let Ok(mut rendezvous) = self.rendezvous.try_lock()
             && !rendezvous.may_block()
         {

@@ -1,4 +1,5 @@
-//! The outcome of the job on all nodes: this node receives it, declares it, and leaves.
+//! Handles the outcome of the job on all nodes: this node receives it, or declares it, and then leaves the
+//! job.
 
 use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
@@ -18,14 +19,14 @@ use crate::rendezvous::{OutcomeKind, RemoteEvent, TerminationChannel};
 use crate::report::{self, Report};
 use crate::supervise::FailureOrigin;
 
-/// Longest wait for the other nodes at the very end.
+/// Longest wait for the other nodes to agree on the job's outcome before this launcher exits.
 const TERMINATION_TIMEOUT: Duration = ROOT_CAUSE_WAIT.saturating_add(Duration::from_secs(3));
-/// Head start of other nodes' declarations if the workers of this node only timed out waiting for another
-/// worker.
+/// Time by which this node defers its own declaration if its workers only timed out waiting for another
+/// worker. Other nodes can declare the real failure first.
 const PEER_TIMEOUT_WAIT: Duration = Duration::from_millis(500);
 
 impl EventLoop {
-    /// Starts listening to the other nodes, once.
+    /// Starts a thread that receives the messages of the other nodes, if none runs yet.
     pub(super) fn open_termination_channel(&mut self, channel: Option<Arc<dyn TerminationChannel>>) {
         let (None, Some(channel)) = (&self.termination_channel, channel) else { return };
         self.termination_channel = Some(Arc::clone(&channel));
@@ -33,7 +34,7 @@ impl EventLoop {
         start_thread("verdict", move || {
             while let Some(notification) = channel.recv() {
                 let last = matches!(notification, RemoteEvent::JobEnded(_));
-                // If the launcher is just ending, nobody receives this message.
+                // If the launcher is just ending, nobody receives the message.
                 if notifier.send(Notification::Remote(notification)).is_err() || last {
                     return;
                 }
@@ -41,8 +42,8 @@ impl EventLoop {
         });
     }
 
-    /// Determines whether a worker that has just ended blames another one, from its error file and the stderr
-    /// read so far.
+    /// Determines whether a worker that has just failed blames another worker. The evidence is its error file
+    /// and the stderr read so far.
     pub(super) fn failure_origin(&mut self, local_rank: usize, cause: ExitCause) -> FailureOrigin {
         let Some(round) = self.round.as_mut().filter(|_| cause != ExitCause::Code(0)) else {
             return FailureOrigin::Own;
@@ -65,7 +66,8 @@ impl EventLoop {
         }
     }
 
-    /// Declares a failure that ends the round. If no restart is left, the job ends on all nodes at once.
+    /// Declares to the other nodes a failure that ends the round. If no restart is left, the job ends on all
+    /// nodes at once.
     pub(super) fn declare_failure(&mut self, local_rank: usize, cause: ExitCause) {
         let (Some(channel), Some(round)) = (&self.termination_channel, &self.round) else { return };
         let restarts = self.agent.restarts_left() > 0;
@@ -86,7 +88,8 @@ impl EventLoop {
             summary
                 .push_str(&format!("; suspected root cause: rank {blamed}, whose node reported no failure"));
         }
-        // A worker that lost its peer is not the cause if the peer's node declares a failure.
+        // A worker that lost its peer is not the root cause if the peer's node declares a failure. That node
+        // gets time to declare first.
         let head_start = match root.map(|root| root.class) {
             Some(Class::PeerLost) => ROOT_CAUSE_WAIT,
             Some(class) if class.cause_kind() != CauseKind::Primary => PEER_TIMEOUT_WAIT,
@@ -104,20 +107,21 @@ impl EventLoop {
         });
     }
 
-    /// Declares that a signal stops this agent without a failed worker.
+    /// Declares to the other nodes that a signal stops this agent without a failed worker.
     pub(super) fn declare_stop(&self, signal: Signal) {
         if let Some(channel) = self.termination_channel.clone() {
             start_thread("declare", move || channel.report_signal(signal as i32));
         }
     }
 
-    /// Declares how this node ends, if it must, and leaves. Records who ended the job, if it was another
-    /// node.
+    /// Declares to the other nodes how this node ends, unless it succeeded or was ended by them, and leaves
+    /// the job. Records the outcome if another node ended the job.
     pub(super) fn close_termination_channel(&mut self, end: &AgentOutcome) {
         let Some(channel) = self.termination_channel.take() else { return };
         let what = match end {
             AgentOutcome::Success | AgentOutcome::Aborted => None,
-            // This was declared when it happened, but that thread may not have run yet.
+            // The failure was declared when it happened, but the thread that declares it may not have run
+            // yet. Declares it again.
             AgentOutcome::Failed(_) => {
                 self.declared.take().map(|DeclaredFailure { what, defer_until }| (what, defer_until))
             }
@@ -141,7 +145,7 @@ impl EventLoop {
         }
     }
 
-    /// Stays for other jobs that use the rendezvous server of this launcher, unless a signal stops it.
+    /// Keeps the launcher running while other jobs use its rendezvous server, unless a signal stops it.
     pub(super) async fn serve_other_jobs(&mut self, end: &AgentOutcome) {
         if let AgentOutcome::Stopped(signal) | AgentOutcome::Interrupted(signal) = *end {
             return self.stop_serving_other_jobs(signal).await;
@@ -199,7 +203,7 @@ pub(super) fn report_of(what: &OutcomeKind) -> Option<Report> {
     }
 }
 
-/// Starts a thread that ends by itself. If it cannot start, its work is not done, and a warning says so.
+/// Starts a detached thread. If the thread cannot be started, `work` is not done, and a warning says so.
 pub(super) fn start_thread(name: &str, work: impl FnOnce() + Send + 'static) {
     if let Err(error) = std::thread::Builder::new().name(format!("convoke-{name}")).spawn(work) {
         print_message(&format!("warning: cannot start the thread convoke-{name}: {error}"));

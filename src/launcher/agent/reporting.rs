@@ -17,7 +17,7 @@ use crate::supervise::{self, FailureOrigin};
 
 /// Maximum number of leftover processes that a message names.
 const MAX_NAMED_ORPHANS: usize = 8;
-/// Longest time for reading the last lines of a worker before its failure is declared to other nodes.
+/// Longest time for reading a worker's last lines of stderr before its failure is declared to other nodes.
 const TAIL_READ_TIMEOUT: Duration = Duration::from_millis(100);
 
 impl EventLoop {
@@ -49,7 +49,7 @@ impl EventLoop {
         }
         let (report, ..) = self.report(failures);
         if !self.record_failure(report.root()) {
-            // The other nodes have not been told of an end.
+            // This node has not declared the failure to the other nodes yet, since a restart was left.
             if let (Some(root), Some(failure)) = (report.root(), failures.first())
                 && self.termination_channel.as_ref().is_some_and(|channel| !channel.defers_final_failure())
             {
@@ -58,7 +58,7 @@ impl EventLoop {
             return;
         }
         if let Some(root) = report.root() {
-            // An exit code alone needs no explanation.
+            // An exit code alone has no class to add.
             let why = if root.class == Class::Exit { String::new() } else { format!(" ({})", root.class) };
             print_message(&format!(
                 "warning: rank {} (local_rank {}) {}{why}; restarting {} of this node ({left} of {} restarts left)",
@@ -77,8 +77,8 @@ impl EventLoop {
         }
     }
 
-    /// Returns what the workers of this round have recorded. They have all ended. Without `failures`,
-    /// all of them count as stopped.
+    /// Returns what the flight recordings of this round's workers, which have all ended, show about their
+    /// operations. Without `failures`, all workers count as stopped by the launcher.
     pub(super) fn flight(&self, failures: Option<&[supervise::Failure]>) -> Option<report::FlightSummary> {
         let Round { assignment, workers, .. } = self.round.as_ref()?;
         let stopped = |local_rank: usize| {
@@ -135,7 +135,7 @@ impl EventLoop {
         report
     }
 
-    /// Adds evidence about the GPUs of workers that failed by themselves.
+    /// Adds evidence about the GPUs of those workers that failed by themselves.
     fn add_gpu_evidence(&self, report: &mut Report) {
         let Some(began) = self.round.as_ref().map(|round| round.workers.began) else { return };
         let own = |failure: &&mut report::Failure| !failure.stopped_by_us && failure.pid > 0;
@@ -151,10 +151,9 @@ impl EventLoop {
         }
     }
 
-    /// Returns a preliminary report, for use while the first failure of a round is being handled.
-    /// The other workers still run, and the failed worker's stderr may not have been read to its end. The
-    /// final report can only add to it.
-    /// `only` selects the one worker to report on, by local rank.
+    /// Returns a preliminary report, for use while the first failure of a round is being handled. The other
+    /// workers still run, and the failed worker's stderr may not have been read to its end. The final report
+    /// can only add to this one. `only` selects one worker by local rank; `None` selects all.
     pub(super) fn preliminary_report(&self, only: Option<usize>) -> Report {
         if let Some(tee) = self.round.as_ref().and_then(|round| round.tee.as_ref()) {
             tee.read_pending(TAIL_READ_TIMEOUT);
@@ -162,9 +161,10 @@ impl EventLoop {
         self.build_report(&[], only).0
     }
 
-    /// Returns the report of the current round, the evidence for it, and any problem with an error file.
+    /// Returns the report of the current round, the ended workers from which it was built, and a problem with
+    /// an error file, if any.
     ///
-    /// The report is complete once the output of the workers is ([`EventLoop::finish_output`]).
+    /// The report is complete once all output of the workers has been read ([`EventLoop::finish_output`]).
     /// Repeated calls are allowed.
     pub(super) fn report(
         &self,
@@ -221,7 +221,8 @@ impl EventLoop {
         (report, all, wrong)
     }
 
-    /// Writes the outcome of the job to `--report-file`. `report` is set if workers failed.
+    /// Writes the outcome of the job to `--report-file`. `report` is the failure report if one has been made
+    /// already.
     pub(super) fn write_report(&self, end: &AgentOutcome, report: Option<Report>) {
         let Some(path) = &self.config.report_file else { return };
         let bare = |outcome, message| report::without_failures(&self.job(), outcome, message);
@@ -250,15 +251,15 @@ impl EventLoop {
         }
     }
 
-    /// Prints the analysis of the recordings, for cases in which no report contains it.
+    /// Prints what the flight recordings show, for cases in which no report contains it.
     pub(super) fn report_flight(&self) {
         if let Some(flight) = self.flight(None) {
             print_flight(&flight);
         }
     }
 
-    /// Reports the loss of the guard: workers that failed before it, and workers that ended with it, as far
-    /// as that is known.
+    /// Reports the loss of the guard. The report names workers that failed before the guard ended, and
+    /// workers that ended with it, as far as that is known.
     pub(super) fn report_guard_loss(&self) {
         let (mut failures, mut fallen) = (Vec::new(), Vec::new());
         let mut killed = false;

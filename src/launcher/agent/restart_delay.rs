@@ -1,4 +1,4 @@
-//! The delay before a restart.
+//! Delays a restart after quick failures.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use super::event_loop::EventLoop;
 use crate::messages::{Progress, print_message};
 use crate::report::Failure;
 
-/// A restart that is being delayed.
+/// A restart that waits until its delay is over.
 #[derive(Debug)]
 pub(super) struct PendingRestart {
     until: Instant,
@@ -16,13 +16,13 @@ pub(super) struct PendingRestart {
 }
 
 impl PendingRestart {
-    /// Returns the time of the next action: to restart, or to report the remaining delay.
+    /// Returns the time of the next action: the restart, or a report of the remaining delay.
     pub(super) fn wake_at(&self) -> Instant {
         self.until.min(Instant::now() + Progress::INTERVAL)
     }
 }
 
-/// Counter of equal failures in a row.
+/// Counts how often in a row the workers failed in the same way.
 #[derive(Debug, Default)]
 pub(super) struct FailureStreak {
     failure: String,
@@ -30,7 +30,7 @@ pub(super) struct FailureStreak {
 }
 
 impl FailureStreak {
-    /// Returns how often in a row this failure has come.
+    /// Records a failure. Returns how many times in a row it has been recorded.
     fn record(&mut self, failure: &Failure) -> u32 {
         let now = format!("{} {} {}", failure.rank, failure.describe(), failure.explanation);
         self.count = if now == self.failure { self.count + 1 } else { 1 };
@@ -40,7 +40,7 @@ impl FailureStreak {
 }
 
 impl EventLoop {
-    /// Joins the next round after the delay that quick failures caused.
+    /// Joins the next round after the restart delay, if there is one.
     pub(super) fn restart(&mut self, restarts: u32) {
         let delay = std::mem::take(&mut self.next_restart_delay);
         if delay.is_zero() {
@@ -57,7 +57,7 @@ impl EventLoop {
         self.pending_restart = Some(PendingRestart { until, restarts, progress, what });
     }
 
-    /// Reports the remaining delay, or restarts when it is over.
+    /// Reports the remaining delay before a restart, or restarts when the delay is over.
     pub(super) fn continue_restart_delay(&mut self) {
         let Some(pause) = &mut self.pending_restart else { return };
         if Instant::now() < pause.until {
@@ -69,7 +69,8 @@ impl EventLoop {
         self.join(restarts);
     }
 
-    /// Records a failure of the workers for which a restart is left. Returns false if a restart is useless.
+    /// Records a failure of the workers after which a restart is left. Returns false if the same failure has
+    /// come so often that a restart is useless.
     pub(super) fn record_failure(&mut self, root: Option<&Failure>) -> bool {
         let began = self.round.as_ref().map(|round| round.began);
         self.next_restart_delay =

@@ -1,4 +1,4 @@
-//! Preparations before the first round: signal masking and the secret of the job.
+//! Prepares the launcher before the first round: masks signals and gets the token of the job.
 
 use convoke_env::Token;
 use nix::sys::signal::{SigSet, Signal};
@@ -8,15 +8,15 @@ use crate::config::{Config, Rendezvous as Choice};
 /// Signals by which users and schedulers end a launcher.
 const STOP_SIGNALS: [Signal; 4] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT];
 
-/// Blocks the signals that stop a job. They stay pending until the launcher handles them. Without that, PID 1
-/// of a container would ignore them.
+/// Blocks the signals that stop a job. They stay pending until the event loop reads them. PID 1 of a
+/// container would otherwise ignore them.
 pub(crate) fn block_signals() {
-    // If blocking fails, the signals keep their usual effect.
+    // If blocking fails, the signals keep their default actions.
     let _ = SigSet::from_iter(STOP_SIGNALS).thread_block();
 }
 
-/// Returns the secret of the job. The user may provide it. Otherwise the launcher creates it if all workers
-/// are its own.
+/// Returns the token of the job. The user may provide it. Otherwise the launcher creates one if the job has
+/// only this node, and returns `None` for several nodes.
 pub(super) fn token(config: &Config) -> Result<Option<Token>, String> {
     if let Some(token) = Token::from_process().map_err(|error| error.to_string())? {
         return Ok(Some(token));

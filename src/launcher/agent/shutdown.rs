@@ -1,4 +1,4 @@
-//! The end of the launcher, regular or after the loss of its guard.
+//! Ends the launcher, at the end of the job or after the loss of its guard.
 
 use std::io;
 use std::time::{Duration, Instant, SystemTime};
@@ -11,9 +11,9 @@ use crate::guard::{FromGuard, ToGuard, kill_all};
 use crate::messages::print_message;
 use crate::{exit, fault, supervise};
 
-/// Longest time that the guard may take to exit.
+/// Longest time that the guard may take to exit after the launcher told it to.
 const GUARD_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
-/// Longest time that output that is already written may take to reach its file or the console.
+/// Longest time that output which workers have already written may take to reach its file or the console.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
 impl EventLoop {
@@ -58,7 +58,7 @@ impl EventLoop {
             }
             AgentOutcome::Failed(failures) => {
                 self.events.agent_failed(self.round.as_ref().map(|round| &round.assignment), self.restarts);
-                // The report of the other nodes covers failures that they caused.
+                // If other nodes caused the failure, their report has been printed above.
                 if self.job_outcome.is_none() {
                     report = Some(self.report_failures(failures));
                 }
@@ -99,8 +99,8 @@ impl EventLoop {
         self.signals.fatal.map_or(exit, LauncherExit::Signal)
     }
 
-    /// Forwards the remaining output of the workers, which have all ended. Processes that they left behind
-    /// may continue to write.
+    /// Copies the remaining output of the workers, which have all ended, to console and files. Processes that
+    /// they left behind may continue to write.
     pub(super) fn finish_output(&mut self) {
         if let Some(tee) = self.round.as_ref().and_then(|round| round.tee.as_ref()) {
             tee.drain(Instant::now() + DRAIN_TIMEOUT);
@@ -108,15 +108,15 @@ impl EventLoop {
         self.run_dir.check_space();
     }
 
-    /// Forwards the remaining output and closes it for good.
+    /// Copies the remaining output of the workers to console and files, and stops reading it.
     fn close_output(&mut self) {
         if let Some(tee) = self.round.as_mut().and_then(|round| round.tee.take()) {
             tee.finish(Instant::now() + DRAIN_TIMEOUT);
         }
     }
 
-    /// Tells the guard to exit and waits until it has. Meanwhile closes the rendezvous and removes the files
-    /// that nobody needs.
+    /// Tells the guard to exit and waits until it has. While the guard exits, closes the rendezvous and
+    /// removes files that nobody needs.
     async fn stop_guard(&mut self, end: &AgentOutcome) -> io::Result<()> {
         self.link.send(&ToGuard::Exit, &[])?;
         if let Ok(mut rendezvous) = self.rendezvous.try_lock() {
@@ -128,8 +128,8 @@ impl EventLoop {
         self.run_dir.remove_empty();
         let deadline = tokio::time::Instant::now() + GUARD_EXIT_TIMEOUT;
         let mut closed = false;
-        // The guard's socket closes a moment before the guard exits. Only its reaping shows that no process
-        // is left.
+        // The guard's socket closes a moment before the guard exits. Only when the guard has been reaped is
+        // no process left.
         while self.guard_end.is_none() {
             tokio::select! {
                 message = self.link.receive(), if !closed => closed = message?.is_none(),
@@ -147,13 +147,15 @@ impl EventLoop {
         Ok(())
     }
 
-    /// Handles the unexpected end of the guard. The kernel has killed the workers, and this process ends
+    /// Handles the unexpected end of the guard. The kernel has killed the workers, and this process kills
     /// their descendants.
     pub(super) async fn handle_guard_loss(&mut self) -> LauncherExit {
         let mut reaped = Vec::new();
-        // The guard's socket may have closed a moment before the guard could be reaped.
+        // The guard's socket may have closed a moment before the guard could be reaped. `kill_all` waits for
+        // the guard too.
         kill_all(|pid, cause| reaped.push((pid, cause)));
-        // No other process should hold the far end of the socket open.
+        // The wait is bounded only in case another process holds the far end of the socket open, which none
+        // should.
         let _ = tokio::time::timeout(DRAIN_TIMEOUT, self.drain_guard_messages()).await;
         self.record_reaped(&reaped);
         self.close_output();
@@ -161,7 +163,8 @@ impl EventLoop {
         LauncherExit::Code(exit::FAILURE)
     }
 
-    /// Records the guard's last messages about its workers. They lead to no actions any more.
+    /// Records the guard's last messages about its workers. The actions that the supervisor derives from them
+    /// are dropped.
     async fn drain_guard_messages(&mut self) {
         while let Ok(Some(message)) = self.link.receive().await {
             let Some(round) = &mut self.round else { continue };

@@ -1,4 +1,4 @@
-//! Reactions to signals.
+//! Reacts to signals that the launcher receives.
 
 use std::time::Instant;
 
@@ -12,12 +12,13 @@ use crate::guard::{ToGuard, WorkerId};
 use crate::messages::print_message;
 use crate::os::stop_this_process;
 
-/// Signals that the launcher has received.
+/// State of signals that the launcher has received.
 #[derive(Debug, Default)]
 pub(super) struct SignalState {
-    /// A signal that the launcher does not handle. The launcher ends by it after its workers.
+    /// A signal that ends the launcher because no reaction to it is defined. The launcher first stops its
+    /// workers, then kills itself by the same signal.
     pub(super) fatal: Option<i32>,
-    /// Number of Ctrl-C.
+    /// Number of SIGINT received (Ctrl-C).
     interrupts: u32,
     /// Signals that are being forwarded to workers, oldest first.
     forwarded: Vec<ForwardedSignal>,
@@ -27,7 +28,7 @@ pub(super) struct SignalState {
 #[derive(Debug)]
 struct ForwardedSignal {
     signal: Signal,
-    /// Workers for which the guard has not answered.
+    /// Workers for which the guard has not answered: id and rank.
     waiting: Vec<(WorkerId, usize)>,
     caught: usize,
     /// Ranks that do not catch the signal.
@@ -39,8 +40,7 @@ impl EventLoop {
         match (meaning, Signal::try_from(number)) {
             (SignalAction::Stop, Ok(signal)) => {
                 // A scheduler may signal every process of a job, and repeat that: all these signals are one
-                // stop.
-                // A user at the terminal who repeats Ctrl-C wants an immediate end.
+                // request to stop. A user at the terminal who repeats Ctrl-C wants an immediate end.
                 self.signals.interrupts += u32::from(signal == Signal::SIGINT);
                 let at_once = signal == Signal::SIGINT && self.signals.interrupts > 1 && has_terminal();
                 self.declare_stop(signal);
@@ -79,7 +79,7 @@ impl EventLoop {
         }
     }
 
-    /// Returns the id and rank of each worker that may run.
+    /// Returns the id and rank of each worker that may be running.
     fn running_workers(&self) -> Vec<(WorkerId, usize)> {
         let Some(round) = &self.round else { return Vec::new() };
         let workers = &round.workers;
@@ -93,7 +93,7 @@ impl EventLoop {
         }
     }
 
-    /// Forwards a signal to the workers that catch it.
+    /// Forwards a signal to the workers that have a handler for it.
     fn forward(&mut self, signal: Signal) {
         let waiting = self.running_workers();
         if waiting.is_empty() {
@@ -106,7 +106,8 @@ impl EventLoop {
         self.signals.forwarded.push(ForwardedSignal { signal, waiting, caught: 0, not_caught: Vec::new() });
     }
 
-    /// Handles the guard's answer: it has forwarded a signal, or no process of the worker catches it.
+    /// Handles the guard's answer to a forwarded signal. `caught` is false if no process of the worker has a
+    /// handler for it.
     pub(super) fn handle_forwarded(&mut self, id: WorkerId, caught: bool) {
         let is_waiting = |one: &ForwardedSignal| one.waiting.iter().any(|(waiting, _)| *waiting == id);
         let Some(at) = self.signals.forwarded.iter().position(is_waiting) else { return };
@@ -130,7 +131,8 @@ impl EventLoop {
         }
     }
 
-    /// Stops the workers, then this process (Ctrl-Z).
+    /// Handles Ctrl-Z: stops the workers, then this process. Continues the workers once this process is
+    /// continued.
     fn suspend(&mut self) {
         self.signal_workers(Signal::SIGSTOP);
         let several = self.round.as_ref().is_some_and(|round| round.assignment.group_world_size > 1);
@@ -146,7 +148,7 @@ impl EventLoop {
     }
 }
 
-/// Returns true if this process has a terminal, at which a user can press Ctrl-C.
+/// Returns true if this process has a controlling terminal, at which a user can press Ctrl-C.
 fn has_terminal() -> bool {
     std::fs::File::open("/dev/tty").is_ok()
 }

@@ -1,4 +1,4 @@
-//! Meanings of signals to the launcher, and their delivery to the select loop.
+//! Defines what the launcher does on each signal, and delivers signals to the event loop.
 
 use std::path::Path;
 
@@ -14,16 +14,17 @@ use crate::guard::signal_set;
 use crate::kernel_file;
 use crate::messages::print_message;
 
-/// Meaning of a signal to the launcher.
+/// What the launcher does when it receives a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SignalAction {
     /// The workers get the signal and must end within the shutdown timeout. The job ends.
     Stop,
-    /// The workers that catch the signal get it. The job continues.
+    /// The workers that have a handler for the signal get it. The job continues.
     Forward,
-    /// The workers get SIGTERM and the shutdown timeout. The launcher then ends by this signal.
+    /// The workers get SIGTERM and the shutdown timeout. The launcher then kills itself by the signal that it
+    /// received.
     Die,
-    /// Ctrl-Z: the workers stop, then the launcher, until SIGCONT.
+    /// Ctrl-Z: the workers are stopped, then the launcher, until SIGCONT continues it.
     Suspend,
     /// The size of the terminal has changed.
     Resize,
@@ -34,16 +35,16 @@ pub(super) enum SignalAction {
 /// User settings for signals.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct SignalSettings<'a> {
-    /// `--signals-to-handle`. `is_given` is true if the user set the list.
+    /// Signals of `--signals-to-handle`. `is_given` is true if the user set this flag.
     pub(super) stop: &'a [Signal],
     pub(super) is_given: bool,
-    /// `--forward-signals`.
+    /// Signals of `--forward-signals`.
     pub(super) forward: &'a [Signal],
 }
 
-/// Returns the signals to watch, each with its meaning. A signal that was ignored when the launcher started,
-/// as under `nohup`, has no meaning.
-/// Only a user's own `--signals-to-handle` overrides that.
+/// Returns the signals to watch, each with the launcher's action. A signal that was ignored when the launcher
+/// started, as under `nohup`, is left out and stays ignored. Only a user's own `--signals-to-handle` makes
+/// the launcher watch such a signal.
 pub(super) fn signal_actions(
     choices: SignalSettings<'_>,
     is_ignored: impl Fn(i32) -> bool,
@@ -60,8 +61,8 @@ pub(super) fn signal_actions(
             _ if is_in(choices.forward, number) => SignalAction::Forward,
             Ok(Signal::SIGTSTP) => SignalAction::Suspend,
             Ok(Signal::SIGWINCH) => SignalAction::Resize,
-            // The first two cannot be caught. The others indicate a fault in this program, which cannot
-            // continue after them.
+            // SIGKILL and SIGSTOP cannot be caught. The other signals indicate a fault in this program, which
+            // cannot continue after them.
             Ok(
                 Signal::SIGKILL
                 | Signal::SIGSTOP
@@ -72,7 +73,7 @@ pub(super) fn signal_actions(
                 | Signal::SIGTRAP
                 | Signal::SIGSYS,
             ) => continue,
-            // These signals do nothing, or stop and continue this process alone.
+            // These signals do nothing (Rust ignores SIGPIPE), or stop and continue only this process.
             Ok(Signal::SIGPIPE | Signal::SIGURG | Signal::SIGCONT | Signal::SIGTTIN | Signal::SIGTTOU) => {
                 continue;
             }
@@ -83,8 +84,8 @@ pub(super) fn signal_actions(
     all
 }
 
-/// Blocks the signals that have a meaning and passes them on to the select loop. Threads that start later
-/// inherit the mask. One signalfd costs two system calls; a handler for each signal costs two each.
+/// Blocks the signals that have an action and delivers them to the event loop. Threads that start later
+/// inherit the mask. One signalfd costs two system calls; a handler for each signal would cost two each.
 pub(super) fn watch(config: &Config, notifier: &mpsc::UnboundedSender<Notification>) -> Result<(), String> {
     let choices = SignalSettings {
         stop: &config.signals,
@@ -96,7 +97,7 @@ pub(super) fn watch(config: &Config, notifier: &mpsc::UnboundedSender<Notificati
     let meaning =
         move |number| meanings.iter().find(|(known, _)| *known == number).map(|(_, meaning)| *meaning);
     let cannot = |error: std::io::Error| format!("cannot handle signals: {error}");
-    // The set contains every real-time signal. Those without a meaning are dropped when they arrive.
+    // The set contains every real-time signal. Those without an action are dropped when they arrive.
     let mut watched = SigSet::all();
     Signal::iterator()
         .filter(|&named| meaning(named as i32).is_none())
@@ -118,7 +119,8 @@ pub(super) fn watch(config: &Config, notifier: &mpsc::UnboundedSender<Notificati
     Ok(())
 }
 
-/// Waits for the next signal. Returns `None`, with a warning, if the system delivers none any more.
+/// Waits for the next signal. Returns `None`, with a warning, if reading signals fails, which ends their
+/// handling.
 async fn next_signal(signals: &AsyncFd<SignalFd>) -> Option<i32> {
     loop {
         let read = match signals.readable().await {
@@ -141,8 +143,8 @@ async fn next_signal(signals: &AsyncFd<SignalFd>) -> Option<i32> {
     }
 }
 
-/// Returns the signals that this process ignores: bit 0 is number 1. Returns 0 if the system does not provide
-/// them.
+/// Returns the signals that this process ignores, as a bit set: bit 0 is signal 1. Returns 0 if /proc does
+/// not show them.
 fn ignored() -> u64 {
     signal_set(&kernel_file::read(Path::new("/proc/self/status")), "SigIgn:")
 }

@@ -1,4 +1,4 @@
-//! The start of a round: the spawn request for each worker.
+//! Starts a round: sends the guard a spawn request for each worker.
 
 use std::os::fd::AsFd;
 use std::time::Instant;
@@ -13,7 +13,7 @@ use crate::rendezvous::Assignment;
 use crate::supervise::{Policy, Supervisor};
 
 impl EventLoop {
-    /// Prepares a round without its workers.
+    /// Prepares a round. Its workers are not started yet.
     pub(super) fn prepare(&mut self, assignment: Assignment) -> Result<Round, String> {
         self.events.rendezvous(&assignment, self.restarts);
         self.events.assigned(&assignment, self.restarts);
@@ -35,7 +35,7 @@ impl EventLoop {
         })
     }
 
-    /// Asks the guard for all workers of the round.
+    /// Asks the guard to start all workers of the round.
     pub(super) fn start(&mut self) -> Result<(), String> {
         let Some(round) = self.round.as_mut() else { return Ok(()) };
         let config = &self.config;

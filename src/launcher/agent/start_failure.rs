@@ -1,4 +1,4 @@
-//! Evidence about a program and about limits when a worker could not be started.
+//! Collects evidence about the program and about system limits when a worker could not be started.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -11,13 +11,13 @@ use crate::cgroup::task_limit;
 use crate::config::{FileKind, is_executable};
 use crate::os::candidate_paths;
 
-/// Returns the error for a process of the launcher's own that could not be created.
+/// Returns the error for a process of the launcher itself, such as the guard, that could not be created.
 pub(crate) fn process_creation_error(what: &str, errno: i32) -> NotStarted {
     explain_start_failure(StartFailure { step: StartStep::Fork, errno }, &start_context(&[what.into()]))
 }
 
-/// Inspects the program `argv[0]` and limits. Only the launcher's own variables are counted: those added for
-/// a worker are small.
+/// Inspects the program `argv[0]` and the limits that apply to its start. Only the launcher's own environment
+/// variables are counted: those added for a worker are small.
 pub(super) fn start_context(argv: &[OsString]) -> StartContext {
     let program = argv.first().cloned().unwrap_or_default();
     let size = |(name, value): (OsString, OsString)| {
@@ -41,7 +41,7 @@ pub(super) fn start_context(argv: &[OsString]) -> StartContext {
     }
 }
 
-/// Returns the first file at which the program was looked up, even if it is not executable.
+/// Returns the first existing path in the search for the program, even if that file is not executable.
 fn find(program: &OsStr) -> Option<PathBuf> {
     candidate_paths(program).into_iter().map(PathBuf::from).find(|path| path.symlink_metadata().is_ok())
 }

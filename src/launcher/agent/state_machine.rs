@@ -1,4 +1,5 @@
-//! State machine of one agent: the order of its rounds, and how it ends. Pure: no clock, no handle, no I/O.
+//! State machine of one agent: it decides when rounds start and end, and how the agent ends. Pure: no clock,
+//! no handle, no I/O.
 //!
 //! ```text
 //! Joining ─► Running ─► Sweeping ─┬─► Barrier ─► end        all workers succeeded
@@ -19,22 +20,22 @@ pub(crate) struct Agent {
     state: State,
     policy: AgentPolicy,
     restarts: u32,
-    /// Decision of the other nodes about this round.
+    /// What the other nodes have decided about this round; `None` until they have.
     decision: Option<RoundDecision>,
-    /// True if a failure without a remaining restart is final only when the other nodes say so.
+    /// True if a failure after which no restart is left becomes final only when the other nodes decide so.
     awaits_decision: bool,
-    /// A signal that ends the job, if one has come.
+    /// The first signal received that ends the job.
     signalled: Option<Signal>,
-    /// True if another restart would be useless.
+    /// True if restarts would be useless, so that the next failure is final.
     restarts_disabled: bool,
 }
 
-/// Decision of the other nodes about a round.
+/// What the other nodes have decided about this node's current round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RoundDecision {
-    /// All nodes restart.
+    /// All nodes start a new round.
     Restart,
-    /// A failure of this node has ended the job.
+    /// The job ends because of a failure of this node.
     JobFailed,
 }
 
@@ -43,11 +44,11 @@ enum RoundDecision {
 pub(crate) struct AgentPolicy {
     /// `--max-restarts`.
     pub(crate) max_restarts: u32,
-    /// Time that processes left behind by successful workers have to end by themselves.
+    /// Time in which processes left behind by successful workers may end by themselves, before SIGTERM.
     pub(crate) sweep_delay: Duration,
     /// Time from SIGTERM to SIGKILL for leftover processes.
     pub(crate) sweep_grace: Duration,
-    /// Leaves such processes alone if the workers succeeded (`--orphans=keep`).
+    /// True if processes left behind by successful workers are left alone (`--orphans=keep`).
     pub(crate) keep_orphans: bool,
 }
 
@@ -56,7 +57,7 @@ enum State {
     Joining,
     Running,
     Sweeping(Outcome),
-    /// Waits for the decision of the other nodes about a failure.
+    /// Waits until the other nodes decide whether these failures end the job.
     Waiting(Vec<Failure>),
     Barrier,
     Ended,
@@ -65,56 +66,57 @@ enum State {
 /// Input of the agent's state machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Event {
-    /// The nodes of the round are known. `awaits_decision` is true if a failure without a remaining restart
-    /// is final only when the other nodes say so.
+    /// The rendezvous has assigned this node its round. `awaits_decision` is true if a failure without a
+    /// remaining restart is final only when the other nodes decide so.
     Joined { awaits_decision: bool },
     /// The rendezvous failed.
     JoinFailed(String),
-    /// The job succeeded while this node waited for a round.
+    /// The job succeeded while this node waited to join a round.
     NotNeeded,
     /// All workers of the round have ended.
     RoundEnded(Outcome),
     /// No process that the workers started remains.
     Swept,
-    /// All nodes have succeeded, or waiting for them is useless.
+    /// All nodes have succeeded, or waiting for the other nodes is useless.
     BarrierPassed,
-    /// A signal ends the job; `at_once` if the user has asked for an immediate end.
+    /// A signal ends the job. `at_once` is true if the user has repeated Ctrl-C.
     Signalled { signal: Signal, at_once: bool },
-    /// The job is over on all nodes.
+    /// The job has ended on all nodes with an outcome that another node declared.
     JobEnded,
-    /// The job is over because of a failure of this node.
+    /// The job has ended on all nodes because of a failure of this node.
     JobFailedHere,
-    /// All nodes restart, perhaps without this one. A node that is `partitioned` has no time left.
+    /// All nodes start a new round, perhaps without this one. If `partitioned`, this node is cut off and must
+    /// kill its processes at once.
     NewRound { partitioned: bool },
 }
 
 /// Output of the agent's state machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// Meet the other nodes, for a round with this restart count.
+    /// Join the other nodes in the rendezvous, for a round with this restart count.
     Join { restarts: u32 },
     /// Start the workers.
     Start,
-    /// Pass the signal on to the workers.
+    /// Pass the signal on to the workers. If the workers are already being stopped, `at_once` kills them.
     Stop { signal: Signal, at_once: bool },
-    /// Stop the workers: their work is no longer needed.
+    /// Stop the workers: the other nodes have ended the round or the job.
     Abort,
-    /// End what the workers left behind: SIGTERM after `delay`, SIGKILL after another `grace`.
+    /// Stop processes that the workers left behind: SIGTERM after `delay`, SIGKILL after another `grace`.
     Sweep { delay: Duration, grace: Duration },
-    /// Wait for the other nodes.
+    /// Wait in the rendezvous until all nodes have succeeded.
     Barrier,
-    /// End the agent. This is the last action.
+    /// End the agent. No action follows.
     End(AgentOutcome),
 }
 
-/// Result of the agent.
+/// How the agent ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum AgentOutcome {
-    /// All workers of all nodes have succeeded, as far as is known.
+    /// All workers of all nodes have succeeded, as far as this node knows.
     Success,
     /// Workers failed and no restart is left.
     Failed(Vec<Failure>),
-    /// The agent could not continue. The text says why.
+    /// The agent could not continue. The text gives the reason.
     Error(String),
     /// A signal stopped the workers.
     Stopped(Signal),
@@ -142,7 +144,7 @@ impl Agent {
         )
     }
 
-    /// Processes `event`. Returns an action, if any.
+    /// Processes `event`. Returns the resulting action, if any.
     pub(crate) fn handle(&mut self, event: Event) -> Option<Action> {
         if let Event::Signalled { signal, .. } = event {
             self.signalled.get_or_insert(signal);
@@ -224,7 +226,7 @@ impl Agent {
         action
     }
 
-    /// Returns the number of failures after which this agent can still restart.
+    /// Returns how many more times this agent can restart its workers.
     pub(crate) fn restarts_left(&self) -> u32 {
         if self.restarts_disabled { 0 } else { self.policy.max_restarts - self.restarts }
     }
@@ -241,9 +243,9 @@ impl Agent {
     fn after_sweep(&mut self, outcome: Outcome) -> (State, Option<Action>) {
         match (outcome, self.signalled) {
             (Outcome::Failed(failures), _) if self.restarts_disabled => end(AgentOutcome::Failed(failures)),
-            // A signal never leads to another round.
+            // After a signal no round follows.
             (Outcome::Failed(failures), Some(_)) => end(AgentOutcome::Failed(failures)),
-            // A signal does not lead to a wait for the others either.
+            // After a signal the agent does not wait for the other nodes either.
             (Outcome::Aborted | Outcome::Succeeded, Some(signal)) => end(AgentOutcome::Stopped(signal)),
             (outcome, _) => self.after_round(outcome),
         }

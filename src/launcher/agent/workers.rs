@@ -1,4 +1,4 @@
-//! State of the workers of the current round, and the channels to them.
+//! Holds the state of the workers of the current round, and the socket to each of them.
 
 use std::io::Write;
 use std::os::unix::net::UnixStream;
@@ -14,7 +14,7 @@ use crate::logs::StderrTail;
 /// The workers of one round, by local rank.
 #[derive(Debug)]
 pub(crate) struct Workers {
-    /// Id of the worker with local rank 0; the others follow.
+    /// Id of the worker with local rank 0. The ids of the other workers follow in order of local rank.
     first_id: u64,
     base_rank: usize,
     generation: Option<Generation>,
@@ -27,29 +27,29 @@ pub(crate) struct Workers {
     pub(crate) not_started: Option<(usize, NotStarted)>,
 }
 
-/// One worker.
+/// State of one worker.
 #[derive(Debug)]
 pub(crate) struct Worker {
-    /// Our end of its agent channel. We never block on it.
+    /// The launcher's end of the worker's agent channel. Writes to it never block.
     channel: UnixStream,
     pub(crate) pid: Option<i32>,
     pub(crate) error_file: Option<PathBuf>,
-    /// Time at which its exit was noticed, and how it ended.
+    /// Time at which the worker's exit was noticed, and how it ended.
     pub(crate) ended: Option<(SystemTime, ExitCause)>,
     pub(crate) evidence: Evidence,
-    /// Last lines of its stderr.
+    /// Last lines of the worker's stderr.
     pub(crate) stderr: StderrTail,
 }
 
 impl Workers {
-    /// Returns a round without workers. The first one will have the id `first_id`.
+    /// Returns the state of a round without workers. The first worker added will have the id `first_id`.
     pub(crate) fn new(first_id: u64, base_rank: usize, generation: Option<Generation>) -> Self {
         let (began, list) = (SystemTime::now(), Vec::new());
         Self { first_id, base_rank, generation, list, began, ended: Vec::new(), not_started: None }
     }
 
-    /// Adds the worker with the next local rank. Returns its end of the channel, which already holds the
-    /// hello message.
+    /// Adds the worker with the next local rank. Returns its id and its end of the agent channel, from which
+    /// it can already read the hello message.
     pub(crate) fn add(
         &mut self,
         token: Option<&Token>,
@@ -67,7 +67,7 @@ impl Workers {
         Ok((id, theirs))
     }
 
-    /// Returns the first id after those of this round.
+    /// Returns the first id that no worker of this round has.
     pub(crate) fn next_id(&self) -> u64 {
         self.first_id + self.list.len() as u64
     }
@@ -94,8 +94,8 @@ impl Workers {
         self.list[local_rank].pid = Some(pid);
     }
 
-    /// Returns true if the worker was requested and has not been reported as ended. It may run before the
-    /// guard reports that.
+    /// Returns true if the guard was asked to start the worker and has not reported its end. The worker may
+    /// run before the guard reports its start.
     pub(crate) fn may_be_running(&self, local_rank: usize) -> bool {
         self.list.get(local_rank).is_some_and(|worker| worker.ended.is_none())
     }
@@ -105,17 +105,17 @@ impl Workers {
         self.list.iter().any(|worker| worker.ended.is_none())
     }
 
-    /// Returns the worker with this pid, unless its exit has been noticed.
+    /// Returns the local rank of the worker with this pid, unless its exit has been noticed.
     pub(crate) fn running_with_pid(&self, pid: i32) -> Option<usize> {
         self.list.iter().position(|worker| worker.pid == Some(pid) && worker.ended.is_none())
     }
 
-    /// Returns the local ranks of workers that have ended, in the order of their ends.
+    /// Returns the local ranks of workers that have ended, in the order in which their exits were noticed.
     pub(crate) fn in_exit_order(&self) -> &[usize] {
         &self.ended
     }
 
-    /// Records the end of a worker and tells the other workers.
+    /// Records the end of a worker and sends it to the other workers.
     pub(crate) fn record_exit(
         &mut self,
         local_rank: usize,
@@ -130,8 +130,8 @@ impl Workers {
         let message = ToWorker::PeerExit { generation, rank: self.rank(local_rank), cause }.encode();
         for (other, worker) in self.list.iter().enumerate() {
             if other != local_rank && worker.ended.is_none() {
-                // A worker that does not read has a full buffer or is just ending. The message is not needed
-                // in either case.
+                // The write fails if the worker does not read and its buffer is full, or if it is just
+                // ending. It does not need the message in either case.
                 let _ = (&worker.channel).write(&message);
             }
         }

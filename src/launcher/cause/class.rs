@@ -1,11 +1,11 @@
-//! The classes of causes. Pure. docs/reference/failure-model.md lists the classes for users; a test compares
-//! the two lists.
+//! The classes of failures. Pure. docs/reference/failure-model.md lists the classes for users; a test
+//! compares the two lists.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// The kind of event that ended a process.
+/// The class of a failure: what kind of event ended a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Class {
@@ -37,17 +37,17 @@ pub(crate) enum Class {
     Timeout,
     PeerLost,
     Stopped,
-    /// A class of a launcher of another version.
+    /// A class that this version does not know, sent by a launcher of another version.
     #[serde(other)]
     Unknown,
 }
 
-/// The strength with which a class explains the end of a job.
+/// How well a class of failure explains why the job ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum CauseKind {
-    /// It happened in this process.
+    /// The failure arose in this process, so it can be the root cause.
     Primary,
-    /// It most likely follows from a failure in another process.
+    /// The failure most likely follows from a failure in another process.
     Consequence,
     /// The launcher ended the process.
     ByLauncher,
@@ -87,7 +87,7 @@ impl Class {
         Self::Stopped,
     ];
 
-    /// Returns the name in the JSON report.
+    /// Returns the class's name in the JSON report.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Exception => "exception",

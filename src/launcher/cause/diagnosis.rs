@@ -1,4 +1,4 @@
-//! Decides on the class, the explanation and the advice for a worker's death. Pure.
+//! Determines the class, the explanation and the advice for a worker's failure. Pure.
 
 use convoke_env::ExitCause;
 use nix::sys::signal::Signal;
@@ -12,22 +12,22 @@ use crate::formatting;
 pub(crate) struct Facts<'a> {
     /// The exit code or signal of the process.
     pub(crate) cause: ExitCause,
-    /// The launcher had told it to stop before.
+    /// True if the launcher was already stopping the process when it ended.
     pub(crate) stopped: bool,
-    /// The program was given to Python because no program of that name exists.
+    /// True if the launcher gave the program to Python because no executable of that name exists.
     pub(crate) assumed_python: bool,
     pub(crate) evidence: &'a Evidence,
-    /// The evidence from its stderr and from its error file.
+    /// Evidence from the worker's stderr and error file.
     pub(crate) log: &'a LogEvidence,
 }
 
-/// The class, explanation and advice that the report shows.
+/// Class, explanation and advice that the report shows for a failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Diagnosis {
     pub(crate) class: Class,
     pub(crate) explanation: String,
     pub(crate) advice: Option<String>,
-    /// The rank that it names as lost, if it is a consequence.
+    /// The rank that the worker reports as lost, if its failure is a consequence of another.
     pub(crate) suspect_rank: Option<usize>,
 }
 
@@ -47,7 +47,7 @@ impl Diagnosis {
     }
 }
 
-/// Diagnoses the failure. `facts.cause` is not exit code 0.
+/// Diagnoses the failure of a worker. `facts.cause` is not exit code 0.
 pub(crate) fn diagnose(facts: &Facts<'_>) -> Diagnosis {
     let Facts { cause, stopped, log, .. } = *facts;
     if !stopped {
@@ -60,8 +60,8 @@ pub(crate) fn diagnose(facts: &Facts<'_>) -> Diagnosis {
     let stopped_by_launcher =
         Diagnosis::new(Class::Stopped, format!("by the launcher, after another worker had failed ({how})"));
     if matches!(cause, ExitCause::Signal(9 | 15) | ExitCause::Code(137 | 143)) {
-        // The worker may have been about to end by itself: an uncaught exception takes a while to end
-        // Python.
+        // The worker may have been failing by itself when it was stopped: Python takes a while to exit after
+        // an uncaught exception.
         return match &log.exception {
             Some(exception) if is_own(exception) => {
                 let diagnosis = diagnose_exception(facts, exception);
@@ -88,7 +88,8 @@ pub(crate) fn diagnose(facts: &Facts<'_>) -> Diagnosis {
     }
 }
 
-/// Returns whether the exception is more than Python's reaction to SIGTERM or SIGINT.
+/// Returns whether the exception is a failure of the program, and not only Python's reaction to SIGTERM or
+/// SIGINT.
 fn is_own(exception: &str) -> bool {
     let to_stop = ["KeyboardInterrupt", "SystemExit", "SIGTERM", "SIGINT", "SignalException", "signal: 15"];
     !to_stop.iter().any(|text| exception.contains(text))
@@ -103,7 +104,7 @@ fn diagnose_own_failure(facts: &Facts<'_>) -> Diagnosis {
 
 fn diagnose_signal(facts: &Facts<'_>, signal: i32, code: Option<i32>) -> Diagnosis {
     let Facts { evidence, log, .. } = *facts;
-    // A shell or wrapper script exits with 128 + signal if a signal ended its program.
+    // A shell or wrapper script exits with 128 + signal if a signal ended the program that it ran.
     let by = |text: &str| match code {
         Some(code) => {
             format!(
@@ -177,8 +178,8 @@ fn diagnose_oom(oom: &OomKills) -> Diagnosis {
         .with_advice("raise the memory limit, or lower batch size, loader workers or workers per node; dmesg names the process")
 }
 
-/// The message of the C++ runtime if a running thread is destroyed. Threads of gloo may still run while
-/// Python exits.
+/// Message of the C++ runtime if a thread object is destroyed while its thread runs. Threads of gloo may
+/// still run while Python exits.
 const THREAD_AT_EXIT: &str = "terminate called without an active exception";
 
 fn diagnose_abort(log: &LogEvidence, otherwise: &str) -> Diagnosis {
@@ -324,7 +325,7 @@ fn diagnose_exception(facts: &Facts<'_>, exception: &str) -> Diagnosis {
     Diagnosis::new(Class::Exception, exception)
 }
 
-/// Returns the diagnosis for arguments that a program rejects.
+/// Returns the diagnosis for a program that rejected its arguments.
 fn diagnose_arguments(log: &LogEvidence, code: i32) -> Option<Diagnosis> {
     let line = match (&log.argument, log.usage && code == 2) {
         (Some(line), _) => line.clone(),
@@ -342,7 +343,7 @@ fn diagnose_arguments(log: &LogEvidence, code: i32) -> Option<Diagnosis> {
     })
 }
 
-/// Returns the diagnosis for a resource that the kernel or a device refused.
+/// Returns the diagnosis for a process to which the kernel or a device refused a resource.
 fn diagnose_resource(log: &LogEvidence) -> Option<Diagnosis> {
     if let Some(line) = &log.device_memory {
         return Some(device_memory(line));

@@ -1,51 +1,51 @@
-//! Extracts the reason for a worker's end from the last lines of its stderr. Pure.
+//! Extracts the reason for a worker's failure from the last lines of its stderr. Pure.
 
 use std::ops::Range;
 
-/// Lines of a traceback that are shown: its start and its end.
+/// Most lines of a traceback that the report shows: its start and its end.
 const SHOWN_MAX_LINES: usize = 60;
-/// Lines of an exception's message after its first.
+/// Most lines of an exception's message after its first line.
 const MESSAGE_MAX_LINES: usize = 12;
 
-/// The text with which the runtime reports that a rank panicked.
+/// Text with which convoke's runtime reports that a rank panicked.
 const PANICKED: &str = " panicked; group ";
 
-/// Python's message if it cannot run a folder or zip file.
+/// Python's message if it cannot run a folder or zip file as a program.
 pub(crate) const NO_MAIN: &str = "can't find '__main__' module in";
 
-/// The evidence found in the last lines of stderr.
+/// What the last lines of stderr, or an error file, say about a failure. Each text is a line of the log.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct LogEvidence {
-    /// The last uncaught Python exception: its last line, and the message's further lines.
+    /// The line with type and message of the last uncaught Python exception.
     pub(crate) exception: Option<String>,
-    /// The place and reason of a Rust or Go panic, in one line.
+    /// Place and message of a Rust or Go panic, in one line.
     pub(crate) panic: Option<String>,
     /// Final message of a C or C++ program: glibc, assert, terminate, stack overflow.
     pub(crate) abort_message: Option<String>,
-    /// A line of the dynamic linker or of an import that names a library.
+    /// Line of the dynamic linker or of a Python import that names a missing library.
     pub(crate) library: Option<String>,
-    /// A line that says that an argument is not known.
+    /// Line of a program that rejects an argument.
     pub(crate) argument: Option<String>,
-    /// "usage:" was printed.
+    /// True if a line begins with "usage:".
     pub(crate) usage: bool,
-    /// Lines that say what the kernel or a device refused.
+    /// Lines that say what the kernel or a device refused to the worker.
     pub(crate) no_space: Option<String>,
     pub(crate) address_in_use: Option<String>,
     pub(crate) device_memory: Option<String>,
     pub(crate) not_found: Option<String>,
     pub(crate) not_permitted: Option<String>,
-    /// A lost peer or connection, and the rank that is named.
+    /// Line about a lost peer or connection, and the peer's rank if the line names it.
     pub(crate) peer_lost: Option<(String, Option<usize>)>,
-    /// A collective that timed out, and the rank that is named.
+    /// Line about a collective call that timed out, and the missing rank if the line names it.
     pub(crate) timeout: Option<(String, Option<usize>)>,
-    /// A child of the worker that was killed.
+    /// Line about a child process of the worker that was killed.
     pub(crate) killed_child: Option<String>,
-    /// The part to show as traceback, in lines of the text.
+    /// Range of the lines that the report shows as traceback.
     pub(crate) traceback_range: Option<Range<usize>>,
 }
 
 impl LogEvidence {
-    /// Looks through `lines`, oldest first.
+    /// Extracts the evidence from `lines`, oldest first.
     pub(crate) fn from_lines(lines: &[String]) -> Self {
         let lines: Vec<&str> = lines.iter().map(|line| strip_rank_prefix(line)).collect();
         let mut found = Self::default();
@@ -65,7 +65,8 @@ impl LogEvidence {
         found
     }
 
-    /// Prefers the evidence of `own`, the worker's own error file; takes from `self` only what `own` lacks.
+    /// Merges evidence from the log (`self`) and from the worker's error file (`own`). `own` has priority;
+    /// `self` supplies only what `own` lacks.
     pub(crate) fn overridden_by(self, own: Self) -> Self {
         Self {
             exception: own.exception.or(self.exception),
@@ -86,7 +87,7 @@ impl LogEvidence {
         }
     }
 
-    /// Drops the lost peer of a worker that reports its own panic in its log.
+    /// Removes a lost peer that is this worker itself: the runtime's message about its own panic.
     pub(crate) fn ignore_own_panic(&mut self, rank: usize) {
         self.peer_lost.take_if(|(line, lost)| *lost == Some(rank) && line.contains(PANICKED));
     }
@@ -184,7 +185,8 @@ fn is_abort_message(line: &str) -> bool {
         || line.starts_with("Fatal Python error: ")
 }
 
-/// Parses a collective's timeout. Returns the missing rank, if the line names it.
+/// Parses a line about the timeout of a collective call; `None` if it is no such line. Returns the missing
+/// rank, if the line names it.
 fn parse_timeout(line: &str) -> Option<Option<usize>> {
     if let Some(rest) =
         line.split("waiting for rank(s) ").nth(1).filter(|_| line.contains("timed out after "))
@@ -199,9 +201,10 @@ fn parse_timeout(line: &str) -> Option<Option<usize>> {
     torch.then_some(None)
 }
 
-/// Parses the loss of a peer or of its connection. Returns the peer's rank, if the line names it.
+/// Parses a line about the loss of a peer or of its connection; `None` if it is no such line. Returns the
+/// peer's rank, if the line names it.
 fn parse_peer_loss(line: &str) -> Option<Option<usize>> {
-    // convoke-comm, by Display: rank 3 at 10.0.0.1:4000 was ended by SIGSEGV; group ...
+    // Message of convoke-comm's errors, by Display: rank 3 at 10.0.0.1:4000 was ended by SIGSEGV; group ...
     let how = [
         " was ended by ",
         " exited with code ",
@@ -210,7 +213,8 @@ fn parse_peer_loss(line: &str) -> Option<Option<usize>> {
         " has left the group",
         PANICKED,
     ];
-    // `fn main() -> Result` and `unwrap` print this text after words of their own.
+    // `fn main() -> Result` and `unwrap` print such a message after words of their own, so it is searched
+    // anywhere in the line.
     for (at, _) in line.match_indices(" at ") {
         let (before, rest) = line.split_at(at);
         let rank = before.rsplit_once("rank ").and_then(|(_, digits)| digits.parse().ok());
@@ -220,11 +224,11 @@ fn parse_peer_loss(line: &str) -> Option<Option<usize>> {
             return Some(Some(rank));
         }
     }
-    // Earlier versions printed this Debug form.
+    // Earlier versions of convoke-comm printed this Debug form.
     if let Some(rest) = line.split("PeerLost { rank: ").nth(1) {
         return Some(number(rest));
     }
-    // Messages of NCCL and gloo through torch, and of sockets through Python.
+    // Messages of NCCL and gloo through torch, and of sockets through Python. They name no rank.
     const LOST: [&str; 11] = [
         "Connection closed by peer",
         "Connection reset by peer",
@@ -241,7 +245,7 @@ fn parse_peer_loss(line: &str) -> Option<Option<usize>> {
     LOST.iter().any(|text| line.contains(text)).then_some(None)
 }
 
-/// The number at the start of `text`.
+/// Parses the number at the start of `text`.
 fn number(text: &str) -> Option<usize> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).map_or(text, |end| &text[..end]);
     digits.parse().ok()
@@ -249,21 +253,22 @@ fn number(text: &str) -> Option<usize> {
 
 const HEADER: &str = "Traceback (most recent call last):";
 
-/// Finds the last uncaught Python exception: the range of its traceback with the chained ones, and its last
-/// line.
+/// Finds the last uncaught Python exception. Returns the range of its traceback, including chained
+/// exceptions, and the line with its type and message.
 fn python_traceback(lines: &[&str]) -> Option<(Range<usize>, String)> {
     let headers = (0..lines.len()).filter(|&at| lines[at].trim_start().ends_with(HEADER));
     let mut best = None;
     for at in headers {
         let before = at.checked_sub(1).map_or("", |before| lines[before]);
-        // These do not end a program, but may follow the exception that did.
+        // Such an exception does not end the program, but its traceback may follow that of the exception that
+        // did.
         let harmless = before.starts_with("Exception in thread") && best.is_some();
         if !harmless && !before.starts_with("Exception ignored in") {
             best = parse_traceback(lines, at).or(best);
         }
     }
     let (mut range, text) = best.or_else(|| syntax_error(lines))?;
-    // Extends the range to the first traceback of the chain.
+    // Extends the range to the first traceback of the exceptions chained to this one.
     while let Some(link) = (0..range.start).rev().find(|&at| !lines[at].trim().is_empty()) {
         let linked = lines[link].starts_with("During handling of the above exception")
             || lines[link].starts_with("The above exception was the direct cause");
@@ -276,9 +281,9 @@ fn python_traceback(lines: &[&str]) -> Option<(Range<usize>, String)> {
     Some((range, text))
 }
 
-/// The traceback whose header is line `at`.
+/// Parses the traceback whose header is line `at`. Returns its range and the line with the exception.
 fn parse_traceback(lines: &[&str], at: usize) -> Option<(Range<usize>, String)> {
-    // A bar precedes the frames of an exception group.
+    // In an exception group, Python prints a bar before each line of a traceback.
     let group = lines[at].trim_start().starts_with('+');
     let inner = |line: usize| {
         let bare = lines[line].trim_start().trim_start_matches(['|', '+']);
@@ -291,14 +296,14 @@ fn parse_traceback(lines: &[&str], at: usize) -> Option<(Range<usize>, String)> 
     if kind.is_empty() || !kind.chars().all(|c| c.is_alphanumeric() || c == '_' || c == '.') {
         return None;
     }
-    // A message may have several lines, and nothing marks its end.
+    // The message of an exception may have several lines, and nothing marks its end.
     let stop = (last + 1 + MESSAGE_MAX_LINES).min(lines.len());
     let over = |&line: &usize| lines[line].trim().is_empty() || starts_new_entry(lines[line]);
     let end = (last + 1..stop).find(over).unwrap_or(stop);
     Some((at..end, exception.to_owned()))
 }
 
-/// Returns whether the line begins something new and so does not continue a message.
+/// Returns whether the line begins another message, and so does not continue that of an exception.
 fn starts_new_entry(line: &str) -> bool {
     line.ends_with(HEADER)
         || line.starts_with("Exception ignored in")
@@ -306,7 +311,7 @@ fn starts_new_entry(line: &str) -> bool {
         || line.starts_with("thread '")
 }
 
-/// A script that Python cannot read has no header.
+/// Finds a syntax error. Python prints no traceback header for a script that it cannot parse.
 fn syntax_error(lines: &[&str]) -> Option<(Range<usize>, String)> {
     let kinds = ["SyntaxError: ", "IndentationError: ", "TabError: "];
     let last = lines.iter().rposition(|line| kinds.iter().any(|kind| line.starts_with(kind)))?;
@@ -314,7 +319,8 @@ fn syntax_error(lines: &[&str]) -> Option<(Range<usize>, String)> {
     Some((start..last + 1, lines[last].to_owned()))
 }
 
-/// Finds the first panic of Rust or Go: its range, and its place and reason in one line.
+/// Finds the first panic of Rust or Go. Returns the range of its lines, and its place and message in one
+/// line.
 fn parse_panic(lines: &[&str]) -> Option<(Range<usize>, String)> {
     if let Some(at) =
         lines.iter().position(|line| line.starts_with("thread '") && line.contains(" panicked at "))
@@ -332,13 +338,15 @@ fn parse_panic(lines: &[&str]) -> Option<(Range<usize>, String)> {
     go.then(|| (at..block_end(lines, at), lines[at].to_owned()))
 }
 
-/// The end of what starts at `at`: as many lines as can be shown, without the advice to set RUST_BACKTRACE.
+/// Returns the end of a panic's or fatal error's lines that start at `at`. There are as many as the report
+/// can show, without the advice to set RUST_BACKTRACE.
 fn block_end(lines: &[&str], at: usize) -> usize {
     let end = (at + SHOWN_MAX_LINES).min(lines.len());
     (at..end).find(|&line| lines[line].starts_with("note: run with `RUST_BACKTRACE")).unwrap_or(end)
 }
 
-/// The lines `range` of `lines` as they are shown.
+/// Formats the lines `range` of `lines` as a traceback for the report. If there are too many, omits the
+/// middle.
 pub(crate) fn format_traceback(lines: &[String], range: &Range<usize>) -> String {
     let part: Vec<&str> = lines[range.clone()].iter().map(|line| strip_rank_prefix(line)).collect();
     if part.len() <= SHOWN_MAX_LINES {

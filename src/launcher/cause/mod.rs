@@ -6,7 +6,7 @@
 //! status, evidence ───────────────┴─► diagnose ─► Diagnosis ─► root_cause: which of them came first
 //! ```
 //!
-//! `start_failure` explains workers that could not start their program.
+//! `start_failure` explains why workers could not start their program.
 
 mod class;
 mod diagnosis;
@@ -28,24 +28,25 @@ pub(crate) use start_failure::{
 };
 pub(crate) use text::lines;
 
-/// The evidence about a worker's death besides its exit status. The guard gathers it.
+/// Evidence about a worker's end besides its exit status, collected by the guard.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Evidence {
-    /// The kernel wrote a core file, or gave it to a handler.
+    /// True if the kernel wrote a core file, or gave it to a handler.
     pub(crate) core_dumped: bool,
-    /// Processes that the kernel killed for lack of memory while the worker ran.
+    /// OOM kills by the kernel while the worker ran; `None` if there were none.
     pub(crate) oom: Option<OomKills>,
 }
 
-/// The counter `oom_kill` rose.
+/// An increase of the kernel's counter `oom_kill`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct OomKills {
-    /// The increase since the worker started, minus the part that earlier deaths explain.
+    /// Increase of the counter since the worker started, without kills that were attributed to workers that
+    /// ended before.
     pub(crate) count: u64,
-    /// The cgroup whose counter it is; `None` if only the machine's counter could be read.
+    /// The cgroup that has the counter; `None` if only the machine's counter could be read.
     pub(crate) cgroup: Option<String>,
-    /// The cgroup's limit, if it has one.
+    /// The cgroup's memory limit, if it has one.
     pub(crate) limit_bytes: Option<u64>,
-    /// The most that the cgroup ever used.
+    /// Most memory that the cgroup ever used.
     pub(crate) peak_bytes: Option<u64>,
 }

@@ -1,28 +1,28 @@
-//! Selects the root cause among several failures. Pure.
+//! Selects the root cause of a job's end among several failures. Pure.
 
 use super::Class;
 use super::class::CauseKind;
 
-/// The facts about one process that decide the selection.
+/// A failure, with the facts that decide the selection of the root cause.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Candidate {
     pub(crate) rank: usize,
     pub(crate) class: Class,
-    /// It was told to stop before it ended.
+    /// True if the launcher was already stopping the worker when it ended.
     pub(crate) stopped: bool,
-    /// The rank that it says is gone.
+    /// The rank that this worker reports as lost.
     pub(crate) suspect_rank: Option<usize>,
-    /// When it failed, in seconds.
+    /// Time of the failure, in seconds since 1970.
     pub(crate) time: i64,
 }
 
-/// Returns the index of the root cause. The order of `candidates` is the order in which their ends were
-/// noticed.
+/// Returns the index of the root cause, or `None` without candidates. `candidates` are in the order in which
+/// their ends were noticed.
 ///
-/// A failure with a cause of its own wins over a failure that follows from the end of another process. Both
-/// win over processes that the launcher stopped. Among equals the earliest wins, then the first noticed. A
-/// worker that fails by itself after the launcher told it to stop counts only if no other worker has a cause
-/// of its own. An early exit counts last among own causes.
+/// A failure that arose in its own process has priority over one that follows from the end of another
+/// process. Both have priority over processes that the launcher stopped. Among equals the earliest wins, then
+/// the first noticed. A worker that fails by itself after the launcher told it to stop counts only if no
+/// other worker has a cause of its own. An early exit counts last among own causes.
 pub(crate) fn select_root_cause(candidates: &[Candidate]) -> Option<usize> {
     let suspect_in_list = |candidate: &Candidate| {
         let rank = candidate.suspect_rank?;
@@ -30,8 +30,8 @@ pub(crate) fn select_root_cause(candidates: &[Candidate]) -> Option<usize> {
     };
     let best = (0..candidates.len()).min_by_key(|&at| {
         let candidate = &candidates[at];
-        // A candidate that blames a rank outside this list knows more than one that blames another
-        // candidate: that candidate has a reason of its own.
+        // A candidate that blames a rank outside this list comes before one that blames another candidate,
+        // since that other candidate can be considered itself.
         (priority(candidate), suspect_in_list(candidate).is_some(), candidate.time)
     })?;
     Some(best)

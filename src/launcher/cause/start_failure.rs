@@ -1,5 +1,5 @@
-//! Explains why a worker could not start its program. Turns the errno of the refusal, the program file and
-//! the limits into a sentence and a remedy. Pure.
+//! Explains why a worker could not start its program. Turns the errno of the failed step, the program file
+//! and the limits into a sentence and a remedy. Pure.
 
 use std::fmt;
 use std::io;
@@ -11,54 +11,55 @@ use super::Class;
 use crate::cgroup::TaskLimit;
 use crate::config::FileKind;
 
-/// Longest word or variable that the kernel hands to a program.
+/// Longest single argument or variable that the kernel passes to a program.
 const ARGUMENT_MAX_BYTES: usize = 128 << 10;
 
-/// The step that the system refused to the guard, and its errno.
+/// The step of a program's start that the system refused to the guard, and its errno.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct StartFailure {
     pub(crate) step: StartStep,
     pub(crate) errno: i32,
 }
 
-/// A step of the start of a program.
+/// A step in which the guard starts a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum StartStep {
-    /// Creating the process and the pipe to it.
+    /// Creating the process, and the pipe on which it reports failures.
     Fork,
-    /// Binding it to its CPUs.
+    /// Binding the process to its CPUs.
     Bind,
     /// Executing the program.
     Exec,
 }
 
-/// The facts about the program and the limits, gathered after the refusal.
+/// Facts about the program and the limits, collected after the start failed.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct StartContext {
-    /// The name by which it was called.
+    /// Name of the program in the worker's command line.
     pub(crate) program: String,
     /// The file at the program's path, if one exists.
     pub(crate) file: Option<ProgramFile>,
-    /// A file of this name is in the current folder, where it is not looked for.
+    /// True if a file of this name is in the current folder, where programs are not searched.
     pub(crate) in_current_folder: bool,
-    /// Bytes of its words and of its variables, and the largest variable.
+    /// Bytes of the program's arguments and of its environment variables; name and bytes of the largest
+    /// variable.
     pub(crate) argument_bytes: usize,
     pub(crate) variable_bytes: usize,
     pub(crate) largest: Option<(String, usize)>,
-    /// The limit of tasks with the least room.
+    /// The limit on tasks that leaves the least room for further ones.
     pub(crate) tasks: Option<TaskLimit>,
-    /// `ulimit -u` and `ulimit -n`, if they are limits.
+    /// Limits of `ulimit -u` and `ulimit -n`; `None` if unlimited.
     pub(crate) process_limit: Option<u64>,
     pub(crate) descriptor_limit: Option<u64>,
 }
 
-/// The file of a program.
+/// The file of the program that could not be started.
 #[derive(Debug, Clone)]
 pub(crate) struct ProgramFile {
     pub(crate) path: String,
     pub(crate) kind: FileKind,
     pub(crate) is_executable: bool,
-    /// Its file system allows no programs.
+    /// True if the file system is mounted noexec, so that no program on it may run.
     pub(crate) is_noexec: bool,
 }
 
@@ -76,7 +77,7 @@ impl fmt::Display for NotStarted {
     }
 }
 
-/// Derives the reason and the remedy from the refusal.
+/// Derives the reason and the remedy from the step that failed and its errno.
 pub(crate) fn explain_start_failure(failure: StartFailure, context: &StartContext) -> NotStarted {
     let errno = Errno::from_raw(failure.errno);
     let error = io::Error::from(errno);
@@ -163,7 +164,8 @@ fn exec_failure(errno: Errno, context: &StartContext) -> Explanation {
     }
 }
 
-/// If a program's interpreter or loader is missing, the kernel reports the program itself as missing.
+/// Explains a missing file when the program file exists. If a program's interpreter or loader is missing, the
+/// kernel reports the program itself as missing.
 fn missing_interpreter(file: &ProgramFile) -> Explanation {
     match &file.kind {
         FileKind::Script(line) if line.has_cr => explanation(

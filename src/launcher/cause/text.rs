@@ -1,13 +1,14 @@
-//! Converts the last bytes of a stream to lines that can be shown and searched. Pure.
+//! Converts the last bytes of a worker's stderr to lines that can be shown and searched. Pure.
 
-/// The length of the longest line that is kept. A longer line keeps its start and its end.
+/// Most characters of a line. A longer line keeps its start and its end.
 const LINE_MAX_CHARS: usize = 1000;
 
-/// Returns the lines of `bytes`, oldest first. `cut` says that earlier bytes are gone; the first line is
-/// then left out if there are others.
+/// Returns the lines of `bytes`, oldest first. `cut` says that earlier bytes are missing. The first line is
+/// then incomplete and left out, if there are other lines.
 ///
-/// If `\r` overwrote a line, its last state counts, as on a terminal. Escape sequences are removed. Other
-/// control characters and invalid UTF-8 become `\u{fffd}`, because shown text must not control a terminal.
+/// If `\r` overwrote a line, only the text after the last `\r` is kept, as a terminal shows it. Escape
+/// sequences are removed. Other control characters and invalid UTF-8 become `\u{fffd}`, because shown text
+/// must not control a terminal.
 pub(crate) fn lines(bytes: &[u8], cut: bool) -> Vec<String> {
     let text = String::from_utf8_lossy(bytes);
     let mut lines: Vec<String> = text.split('\n').map(clean).collect();
@@ -36,7 +37,7 @@ fn clean(line: &str) -> String {
     shorten(out)
 }
 
-/// Skips the rest of `ESC [ parameters final`, `ESC ] text BEL` or `ESC c`.
+/// Skips the rest of an escape sequence: `ESC [ parameters final`, `ESC ] text BEL` or `ESC c`.
 fn skip_escape(chars: &mut std::iter::Peekable<std::str::Chars<'_>>) {
     match chars.next() {
         Some('[') => {

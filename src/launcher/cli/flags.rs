@@ -1,68 +1,69 @@
-//! The flags: one table, from which the grammar, the help text and the completions are made.
+//! The table of all flags. The parser, the help text and the completions are made from it.
 
 /// One flag of the command line.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Flag {
-    /// Long name with dashes between words, without the leading two.
+    /// Long name with dashes between words, without the two leading dashes.
     pub(crate) name: &'static str,
-    /// Letter of the short form.
+    /// Letter of the short form, if the flag has one.
     pub(crate) short: Option<char>,
-    /// Says whether the flag takes a value.
+    /// Whether the flag takes a value.
     pub(crate) takes: Takes,
-    /// True if `PET_<NAME>` is the flag's default.
+    /// True if the environment variable `PET_<NAME>` sets the flag's default.
     pub(crate) pet: bool,
-    /// True if torchrun has the flag. A prefix matches torchrun's flags first, so that convoke's own flags
-    /// make none ambiguous.
+    /// True if torchrun has the flag. An abbreviated flag (unique prefix) is searched among torchrun's flags
+    /// first, so that convoke's own flags make no abbreviation ambiguous.
     pub(crate) torchrun: bool,
-    /// The help text without the default and the variable.
+    /// The help text, without the default and the environment variable.
     pub(crate) help: &'static str,
     /// The default as the help shows it; empty if there is nothing to show.
     pub(crate) default: &'static str,
 }
 
-/// Says whether a flag takes a value.
+/// Whether a flag takes a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Takes {
-    /// A switch.
+    /// The flag is a switch without a value.
     Nothing,
-    /// `--flag VALUE` or `--flag=VALUE`; the name that the help shows.
+    /// The flag needs a value: `--flag VALUE` or `--flag=VALUE`. The text is the value's name in the help.
     Value(&'static str),
-    /// `--flag` or `--flag=VALUE`, never the next word.
+    /// The value is optional: `--flag` or `--flag=VALUE`. The next word is never the value.
     MaybeValue(&'static str),
 }
 
-/// Flags under one heading of the help text.
+/// The flags under one heading of the help text.
 #[derive(Debug)]
 pub(crate) struct FlagGroup {
     /// The heading.
     pub(crate) heading: &'static str,
-    /// Its flags, in the order shown.
+    /// Flags of this group, in the order of the help text.
     pub(crate) flags: &'static [Flag],
 }
 
 impl Flag {
-    /// The spelling with underscores, if it differs.
+    /// Returns the long name with underscores, if it differs from the one with dashes.
     pub(crate) fn underscored(&self) -> Option<String> {
         self.name.contains('-').then(|| self.name.replace('-', "_"))
     }
 
-    /// The variable that holds its default: PET_ and the name in capitals.
+    /// Returns the environment variable that sets the flag's default, PET_ and the name in capitals; `None`
+    /// if there is none.
     pub(crate) fn variable(&self) -> Option<String> {
         self.pet.then(|| format!("PET_{}", self.name.replace('-', "_").to_uppercase()))
     }
 
-    /// `--name`, as messages write it.
+    /// Returns the flag as messages write it, `--name`.
     pub(crate) fn dashed(&self) -> String {
         format!("--{}", self.name)
     }
 }
 
-/// All flags, in the order of the help text.
+/// Returns all flags, in the order of the help text.
 pub(crate) fn all() -> impl Iterator<Item = &'static Flag> {
     GROUPS.iter().flat_map(|group| group.flags)
 }
 
-/// The flag of this exact name, if there is one.
+/// Returns the flag of this exact name, if there is one.
 pub(crate) fn named(name: &str) -> Option<&'static Flag> {
     all().find(|flag| flag.name == name)
 }
@@ -88,7 +89,7 @@ impl Flag {
 
 use Takes::{MaybeValue, Nothing, Value};
 
-/// The table.
+/// The table of all flags, by heading of the help text.
 pub(crate) const GROUPS: &[FlagGroup] = &[
     FlagGroup {
         heading: "Nodes and workers",

@@ -1,4 +1,5 @@
-//! Cuts words into flags like Python's argparse for torchrun; does not interpret values. Pure.
+//! Splits the command line into flags, as Python's argparse does for torchrun. Does not interpret values.
+//! Pure.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -7,21 +8,21 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use super::flags::{self, Flag, Takes};
 use super::suggest;
 
-/// The command line, cut into its parts.
+/// The command line, split into flags, SCRIPT and arguments.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct RawArgs {
-    /// Last value of each flag, by name; an empty one for a switch or a value left out.
+    /// Last value of each flag, by name. `None` for a switch, or if an optional value was left out.
     pub(crate) flags: BTreeMap<&'static str, Option<OsString>>,
-    /// SCRIPT.
+    /// The word SCRIPT: what to run.
     pub(crate) script: OsString,
-    /// The arguments after the script, unchanged.
+    /// The arguments after SCRIPT, unchanged.
     pub(crate) arguments: Vec<OsString>,
 }
 
-/// The request that the command line makes.
+/// What the command line asks for.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Request {
-    /// `--help` came before any error.
+    /// `--help`, before any error in the command line.
     Help,
     /// `--version`.
     Version,
@@ -29,33 +30,33 @@ pub(crate) enum Request {
     Completion(OsString),
     /// `--print-man`.
     Man,
-    /// A program to run.
+    /// Run a program, with these flags.
     Run(RawArgs),
 }
 
-/// The kind of one word before SCRIPT.
+/// The kind of one word before or at SCRIPT.
 enum ArgKind {
-    /// No flag.
+    /// A word that is no flag.
     Plain,
-    /// A flag, and what was attached to it.
+    /// A flag, and the value or letters attached to it in the same word.
     Flag(&'static Flag, AttachedValue),
-    /// Starts like a flag, but is none.
+    /// A word that starts like a flag, but is none.
     Unknown,
-    /// Starts with a typographic dash, such as word processors and web pages insert.
+    /// A word that starts with a typographic dash, such as word processors and web pages insert.
     Typographic,
-    /// A prefix of several flags.
+    /// A prefix of several flags, whose names follow.
     Ambiguous(Vec<String>),
 }
 
 enum AttachedValue {
     Nothing,
-    /// The text after `=`, or after a short flag's letter.
+    /// The value after `=`, or after a short flag's letter.
     Value(OsString),
-    /// More letters after a short switch, as in `-mr3`.
+    /// More short flags after a short switch, as in `-mr3`.
     Letters(OsString),
 }
 
-/// Reads the words after the program's name.
+/// Parses the command line after the program's name.
 ///
 /// # Errors
 /// The text of a usage error (exit code 2), without `error: `.
@@ -67,7 +68,7 @@ pub(crate) fn read(words: impl Iterator<Item = OsString>) -> Result<Request, Str
     let script = loop {
         let Some(word) = words.next() else { break None };
         if word == "--" {
-            break words.next(); // whatever it looks like
+            break words.next(); // SCRIPT, even if it looks like a flag
         }
         let (mut flag, mut attached) = match classify(&word) {
             ArgKind::Plain => break Some(word),
@@ -79,7 +80,7 @@ pub(crate) fn read(words: impl Iterator<Item = OsString>) -> Result<Request, Str
             ArgKind::Ambiguous(candidates) => return Err(ambiguous(&word, &candidates)),
             ArgKind::Flag(flag, attached) => (flag, attached),
         };
-        // A cluster of short switches is taken apart letter by letter.
+        // Splits short switches in one word, such as `-mh`, letter by letter.
         while let AttachedValue::Letters(letters) = attached {
             out.flags.insert(flag.name, None);
             if let Some(request) = immediate(flag, None) {
@@ -129,7 +130,7 @@ pub(crate) fn read(words: impl Iterator<Item = OsString>) -> Result<Request, Str
     Ok(Request::Run(out))
 }
 
-/// Returns the request of a flag that ends the parsing at once, as in argparse.
+/// Returns the request of a flag that, as in argparse, ends the parsing at once; `None` for other flags.
 fn immediate(flag: &Flag, value: Option<&OsStr>) -> Option<Request> {
     match flag.name {
         "help" => Some(Request::Help),
@@ -172,7 +173,8 @@ fn classify(word: &OsStr) -> ArgKind {
     }
 }
 
-/// Reads `-x`, `-x=V`, `-xV` and, for a switch, `-xyz`.
+/// Parses a word with a short flag: `-x`, `-x=V`, `-xV` and, for a switch, `-xyz`. `None` if there is no such
+/// flag.
 fn classify_short(word: &OsStr) -> Option<(&'static Flag, AttachedValue)> {
     let bytes = word.as_bytes();
     let letter = char::from(*bytes.get(1)?);
@@ -194,7 +196,7 @@ enum FlagLookup {
     None,
 }
 
-/// Finds the flag of this name or unique prefix.
+/// Finds the flag with this name, or with this unique prefix of its name.
 ///
 /// As in argparse, both spellings of a flag are separate candidates: `--nproc` is ambiguous between
 /// `--nproc-per-node` and `--nproc_per_node`. A prefix of a torchrun flag never means one of convoke's own
@@ -234,7 +236,8 @@ fn split_at_equals(bytes: &[u8]) -> (&[u8], Option<&[u8]>) {
     }
 }
 
-/// argparse's `^-\d+$|^-\d*\.\d+$`: such words are values, since no flag looks like a number.
+/// Returns whether a word is a negative number, as argparse's `^-\d+$|^-\d*\.\d+$`. Such words are values,
+/// since no flag looks like a number.
 fn is_negative_number(bytes: &[u8]) -> bool {
     let digits = |bytes: &[u8]| bytes.iter().all(u8::is_ascii_digit);
     let bytes = &bytes[1..];
@@ -268,7 +271,7 @@ fn no_value(flag: &Flag, form: &str, next: Option<&OsString>) -> String {
     }
 }
 
-/// The word begins with, or has in its name, a character that only looks like a dash or like nothing.
+/// Returns the error for a word whose name has a typographic dash or an invisible character.
 fn typographic(word: &OsStr) -> String {
     let word = word.to_string_lossy();
     let (name, value) = word.split_once('=').map_or((&*word, None), |(name, value)| (name, Some(value)));

@@ -1,10 +1,10 @@
-//! The help text and the shell completions, rendered by clap from the table.
+//! The help text, the manual page and the shell completions, made by clap from the table of flags.
 
 use clap::{Arg, ArgAction, Command};
 
 use super::flags::{Flag, GROUPS, Takes};
 
-/// The command as clap knows it: for texts only, the grammar is our own.
+/// Describes the command line to clap. It only makes texts from this; the parser is our own.
 pub(crate) fn command(name: &'static str) -> Command {
     let mut command = Command::new(name)
         .about("Starts the processes of a distributed program, watches them and restarts them; torchrun's command line")
@@ -72,12 +72,12 @@ fn help_line(flag: &Flag) -> String {
     line
 }
 
-/// The whole help text.
+/// Returns the whole help text.
 pub(crate) fn text(name: &'static str) -> String {
     command(name).render_help().to_string()
 }
 
-/// Completions for a shell; `None` if it is not known.
+/// Returns the completions for a shell; `None` if clap does not know the shell.
 pub(crate) fn completion(name: &'static str, shell: &str) -> Option<String> {
     let shell: clap_complete::Shell = shell.parse().ok()?;
     let mut out = Vec::new();
@@ -85,7 +85,7 @@ pub(crate) fn completion(name: &'static str, shell: &str) -> Option<String> {
     Some(String::from_utf8_lossy(&out).into_owned())
 }
 
-/// The manual page, in the language of man(7).
+/// Returns the manual page, in the language of man(7).
 pub(crate) fn man(name: &'static str) -> String {
     let mut out = Vec::new();
     // Writing to memory does not fail.
@@ -93,7 +93,7 @@ pub(crate) fn man(name: &'static str) -> String {
     String::from_utf8_lossy(&out).into_owned()
 }
 
-/// Version, commit, target and `without etcd` where that is so, from build.rs.
+/// Version, commit, target and, if so built, `without etcd`, as set by build.rs.
 pub(crate) const VERSION: &str = concat!(
     env!("CARGO_PKG_VERSION"),
     " (",
@@ -104,7 +104,7 @@ pub(crate) const VERSION: &str = concat!(
     ")"
 );
 
-/// `convoke 0.1.0 (commit, target)`, or `convoke 0.1.0 (commit, target, without etcd)`.
+/// Returns the text of `--version`: `convoke 0.1.0 (commit, target)`, or ending in `, without etcd)`.
 pub(crate) fn version(name: &str) -> String {
     format!("{name} {VERSION}\n")
 }

@@ -1,7 +1,7 @@
 //! The command line: torchrun's grammar, its `PET_` variables, and help.
 //!
-//! `flags` is the table of all flags, `grammar` cuts words into flags and SCRIPT, `parsed_args` merges them
-//! with the `PET_` variables. [`crate::config`] interprets the values of the [`ParsedArgs`].
+//! `flags` is the table of all flags. `grammar` splits the command line into flags and SCRIPT, `parsed_args`
+//! merges the flags with the `PET_` variables. [`crate::config`] interprets the values of the [`ParsedArgs`].
 
 mod flags;
 mod grammar;
@@ -21,7 +21,7 @@ pub(crate) use parsed_args::{ParsedArgs, Value};
 pub(crate) use suggest::choice as suggest_choice;
 pub(crate) use values::{float, integer};
 
-/// The action that the command line asks for.
+/// What the command line asks for, with the texts to print.
 #[derive(Debug)]
 pub(crate) enum Invocation {
     /// `--help`: this text on stdout, exit code 0.
@@ -30,11 +30,11 @@ pub(crate) enum Invocation {
     Version(String),
     /// `--print-completion`, `--print-man`: this text on stdout, exit code 0.
     Printed(String),
-    /// A program to run with these flags; only planned with `--dry-run`.
+    /// Run a program with these flags. With `--dry-run` nothing is started.
     Run(ParsedArgs),
 }
 
-/// The reason why nothing can be started.
+/// An error of the command line or configuration, because of which nothing can be started.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub(crate) struct CliError {
@@ -45,18 +45,18 @@ pub(crate) struct CliError {
 }
 
 impl CliError {
-    /// A command line that cannot be read: exit code 2.
+    /// Creates the error for a command line that cannot be parsed: exit code 2.
     pub(crate) fn usage(message: impl AsRef<str>) -> Self {
         Self { text: format!("convoke: error: {}\n", message.as_ref()), code: 2 }
     }
 
-    /// A value that can be read but makes no sense: exit code 1.
+    /// Creates the error for a value that can be parsed but makes no sense: exit code 1.
     pub(crate) fn value(message: impl AsRef<str>) -> Self {
         Self { text: format!("convoke: error: {}\n", message.as_ref()), code: 1 }
     }
 }
 
-/// Reads a command line, with the program's own name as first word, and the environment.
+/// Parses a command line, whose first word is the program's own name, and the environment.
 ///
 /// # Errors
 /// [`CliError`]: the error and the correct spelling, with torchrun's exit code.

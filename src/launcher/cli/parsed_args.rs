@@ -1,4 +1,4 @@
-//! The flags that were given, on the command line or as `PET_` variables.
+//! The flags that the user has set, on the command line or as `PET_` variables.
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
@@ -8,29 +8,30 @@ use super::flags::{self, Takes};
 use super::grammar::RawArgs;
 use super::{CliError, values};
 
-/// Everything that was given; the rest is default.
+/// All flags that the user has set. Other flags have their defaults.
 #[derive(Debug)]
 pub(crate) struct ParsedArgs {
     values: BTreeMap<&'static str, Value>,
-    /// SCRIPT.
+    /// The word SCRIPT: what to run.
     pub(crate) script: OsString,
-    /// Its arguments.
+    /// The arguments after SCRIPT.
     pub(crate) arguments: Vec<OsString>,
 }
 
-/// One flag's value, and where it was found. Displays as it would be written: `--nnodes=2`, `PET_NNODES=2`.
+/// The value of one flag, and where it was set. Displays as the user would write it: `--nnodes=2`,
+/// `PET_NNODES=2`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Value {
-    /// As given; empty for a switch.
+    /// The text that the user has given; empty for a switch.
     pub(crate) text: OsString,
-    /// `--nnodes` or `PET_NNODES`.
+    /// Name of the flag or variable that holds the value: `--nnodes` or `PET_NNODES`.
     pub(crate) name: String,
-    /// True on the command line, false in a variable.
+    /// True if the value is on the command line, false if it is in an environment variable.
     pub(crate) on_command_line: bool,
 }
 
 impl ParsedArgs {
-    /// Merges the command line with the `PET_` variables.
+    /// Merges the flags of the command line with the `PET_` variables. The command line has priority.
     ///
     /// # Errors
     /// A `PET_` variable of a switch is not an integer: exit code 1, as torchrun's.
@@ -58,59 +59,59 @@ impl ParsedArgs {
         Ok(Self { values, script: raw.script, arguments: raw.arguments })
     }
 
-    /// The value of a flag, if one was given.
+    /// Returns the value of a flag, if the user has set it.
     pub(crate) fn get(&self, name: &str) -> Option<&Value> {
         debug_assert!(flags::named(name).is_some(), "no flag --{name}");
         self.values.get(name)
     }
 
-    /// Returns whether a switch is on.
+    /// Returns whether the user has set a flag.
     pub(crate) fn is_on(&self, name: &str) -> bool {
         self.get(name).is_some()
     }
 
-    /// The value of a flag as text; empty if it was not given.
+    /// Returns the value of a flag as text; empty if the user has not set it.
     ///
     /// # Errors
-    /// It is not UTF-8.
+    /// The value is not UTF-8.
     pub(crate) fn text(&self, name: &str) -> Result<&str, CliError> {
         self.get(name).map_or(Ok(""), Value::as_str)
     }
 }
 
 impl Value {
-    /// The value as text.
+    /// Returns the value as text.
     ///
     /// # Errors
-    /// It is not UTF-8.
+    /// The value is not UTF-8.
     pub(crate) fn as_str(&self) -> Result<&str, CliError> {
         self.text.to_str().ok_or_else(|| CliError::value(format!("{self}: not valid UTF-8")))
     }
 
-    /// The value as Python's `int` reads it.
+    /// Parses the value as Python's `int` does.
     ///
     /// # Errors
-    /// A usage error (exit code 2) that shows `example`.
+    /// A usage error (exit code 2) that shows `example` as a valid value.
     pub(crate) fn integer(&self, example: &str) -> Result<i128, CliError> {
         let number = self.text.to_str().and_then(values::integer);
         number.ok_or_else(|| CliError::usage(self.wrong("not an integer", example)))
     }
 
-    /// The value as Python's `float` reads it.
+    /// Parses the value as Python's `float` does.
     ///
     /// # Errors
-    /// A usage error (exit code 2) that shows `example`.
+    /// A usage error (exit code 2) that shows `example` as a valid value.
     pub(crate) fn float(&self, example: &str) -> Result<f64, CliError> {
         let number = self.text.to_str().and_then(values::float);
         number.ok_or_else(|| CliError::usage(self.wrong("not a number", example)))
     }
 
-    /// `--flag=TEXT: what is wrong; write --flag=EXAMPLE`.
+    /// Formats an error about this value: `--flag=TEXT: what is wrong; write --flag=EXAMPLE`.
     pub(crate) fn wrong(&self, what: &str, example: &str) -> String {
         format!("{self}: {what}; write {}={example}", self.name)
     }
 
-    /// The value of a switch's variable.
+    /// Returns whether the environment variable of a switch turns it on.
     fn switch(&self) -> Result<bool, CliError> {
         match self.text.to_str().and_then(values::integer) {
             Some(number) => Ok(number != 0),
@@ -128,7 +129,7 @@ impl fmt::Display for Value {
     }
 }
 
-/// Quotes a text for a shell. A text with blanks or control characters, or an empty one, gets quotes.
+/// Quotes a value for messages if it has blanks or control characters.
 fn quoted(text: &OsStr) -> String {
     let text = text.to_string_lossy();
     if text.chars().any(|c| c.is_whitespace() || c.is_control()) {

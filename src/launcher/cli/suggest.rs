@@ -1,10 +1,10 @@
-//! Suggests the flag that a misspelt flag, or a flag of another launcher, probably meant. Pure.
+//! Suggests a flag in place of a misspelt one, or of one of another launcher. Pure.
 
 use strsim::osa_distance;
 
 use super::flags;
 
-/// Flags of other launchers, and their names in convoke.
+/// Flags of other launchers, and the flags of convoke with the same meaning.
 const FOREIGN_FLAGS: &[(&str, &str)] = &[
     ("-n", "--nproc-per-node"),
     ("-np", "--nproc-per-node"),
@@ -25,7 +25,7 @@ const FOREIGN_FLAGS: &[(&str, &str)] = &[
     ("--run-id", "--rdzv-id"),
 ];
 
-/// Advice for an unknown flag, such as `did you mean --master-addr?`.
+/// Returns advice for an unknown flag, such as `did you mean --master-addr?`; `None` if no flag is similar.
 pub(crate) fn flag(name: &str) -> Option<String> {
     let plain = name.to_lowercase().replace('_', "-");
     let same = |other: &str| if other.len() == 2 { other == name } else { other == plain };
@@ -43,16 +43,16 @@ pub(crate) fn flag(name: &str) -> Option<String> {
     let (distance, flag) = flags::all()
         .map(|flag| (osa_distance(wanted, flag.name), flag))
         .min_by_key(|(distance, _)| *distance)?;
-    // A longer name may differ in more letters. If one name is a prefix of the other, up to 4 letters may
-    // differ.
+    // The longer the name, the more letters may differ. If one name is a prefix of the other, up to 4 letters
+    // may differ.
     let continued = wanted.starts_with(flag.name) || flag.name.starts_with(wanted);
     (distance <= wanted.len() / 3 || continued && distance <= 4)
         .then(|| format!("did you mean {}?", flag.dashed()))
 }
 
-/// Dashes other than the one on the keyboard.
+/// Dashes and minus signs other than ASCII's `-`.
 const DASHES: &str = "\u{2010}\u{2011}\u{2012}\u{2013}\u{2014}\u{2015}\u{2212}\u{fe58}\u{fe63}\u{ff0d}";
-/// Characters that look like a blank or are invisible, and that a shell does not treat as a blank.
+/// Characters that look like a blank or are invisible, but that a shell does not treat as a blank.
 const INVISIBLE: &str = "\u{a0}\u{ad}\u{200b}\u{200c}\u{200d}\u{200e}\u{200f}\u{202f}\u{2060}\u{feff}";
 
 /// Returns whether a character is a typographic dash or an invisible character, as in a formatted document.
@@ -60,13 +60,13 @@ pub(crate) fn is_typographic(c: char) -> bool {
     DASHES.contains(c) || INVISIBLE.contains(c)
 }
 
-/// `text` with typographic dashes as plain ones, and without invisible characters.
+/// Returns `text` with typographic dashes replaced by `-`, and without invisible characters.
 pub(crate) fn without_typography(text: &str) -> String {
     let seen = text.chars().filter(|&c| !INVISIBLE.contains(c));
     seen.map(|c| if DASHES.contains(c) { '-' } else { c }).collect()
 }
 
-/// The choice that `text` probably meant.
+/// Returns the choice that `text` probably meant; `None` if no choice is similar.
 pub(crate) fn choice<'a>(text: &str, choices: &[&'a str]) -> Option<&'a str> {
     let text = text.trim().to_lowercase().replace('_', "-");
     let (distance, choice) = choices

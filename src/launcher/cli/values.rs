@@ -1,8 +1,8 @@
 //! Parses text into numbers, as Python does. Pure.
 
-/// Python's `int(text)`: blanks around, a sign, digits, single underscores between digits.
+/// Parses like Python's `int(text)`: blanks around, a sign, digits, single underscores between digits.
 ///
-/// Numbers beyond 10^36 become 10^36 (or its negative): no flag has a use for them.
+/// Numbers beyond 10^36 become 10^36 (or its negative), since no flag accepts such numbers.
 pub(crate) fn integer(text: &str) -> Option<i128> {
     let text = text.trim();
     let (negative, digits) = match text.as_bytes().first()? {
@@ -23,7 +23,7 @@ pub(crate) fn integer(text: &str) -> Option<i128> {
     Some(if negative { -number } else { number })
 }
 
-/// Python's `float(text)`.
+/// Parses like Python's `float(text)`.
 pub(crate) fn float(text: &str) -> Option<f64> {
     let text = text.trim();
     let well_placed = |(at, byte): (usize, u8)| {

@@ -1,4 +1,4 @@
-//! Converts flags to [`Config`]; performs all checks of values.
+//! Converts the flags to [`Config`], and checks all their values.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -14,15 +14,15 @@ type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
 const MAX_SECONDS: f64 = 86_400.0;
 const SHUTDOWN_TIMEOUT_SECONDS: u64 = 30;
-/// Lines of stderr that a report keeps by default.
+/// Most lines of stderr that a report keeps per worker, by default.
 const STDERR_LINES: usize = 64;
 const SIGNALS: &str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT";
 const FORWARDED: &str = "SIGUSR1,SIGUSR2";
 
-/// Checks all values and chooses the defaults.
+/// Checks the values of all flags and chooses defaults for the others.
 ///
 /// # Errors
-/// The first value that cannot be read (exit code 2) or makes no sense (exit code 1).
+/// The first value that cannot be parsed (exit code 2) or makes no sense (exit code 1).
 pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Result<Config, CliError> {
     let numbers = NumericFlags::read(args)?;
     let mut warnings = Vec::new();
@@ -132,7 +132,8 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
     })
 }
 
-/// The values that argparse converts itself. A failed conversion is a usage error, before all other checks.
+/// Values of the flags that argparse itself converts. As in torchrun, a failed conversion is a usage error,
+/// found before all other checks.
 pub(super) struct NumericFlags {
     max_restarts: Option<i128>,
     pub(super) node_rank: Option<i128>,
@@ -169,7 +170,8 @@ impl NumericFlags {
     }
 }
 
-/// Checks a flag with fixed choices: others are usage errors.
+/// Returns the value of a flag with fixed choices; `None` if the flag is not set. Another value is a usage
+/// error.
 fn choice<'a>(args: &'a ParsedArgs, name: &str, choices: &[&str]) -> Result<Option<&'a str>, CliError> {
     let Some(value) = args.get(name) else { return Ok(None) };
     match value.text.to_str() {
@@ -183,7 +185,7 @@ fn choice<'a>(args: &'a ParsedArgs, name: &str, choices: &[&str]) -> Result<Opti
     }
 }
 
-/// A number that must not be negative; `None` if the flag was not given.
+/// Checks that a number is not negative; `None` if the flag is not set.
 fn non_negative<T: TryFrom<i128>>(
     args: &ParsedArgs,
     name: &str,
@@ -281,7 +283,8 @@ fn nproc_per_node(
     }
 }
 
-/// Returns a warning that names the variable that hides all GPUs, if GPUs exist and one does.
+/// Returns a message that names the environment variable which hides all GPUs. `None` if there are no GPUs or
+/// no such variable.
 fn hidden_gpus_message(env: Env<'_>, machine: &Machine) -> Option<String> {
     let names = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"];
     let vendors = [(Vendor::Nvidia, &names[2..]), (Vendor::Amd, &names[..])];
@@ -291,7 +294,7 @@ fn hidden_gpus_message(env: Env<'_>, machine: &Machine) -> Option<String> {
     Some(format!("{name}={} shows no GPU; without it there are {}", list.display(), count(gpus, "GPU")))
 }
 
-/// A time of at most a day; `None` if the flag was not given.
+/// Checks that a time is at most a day; `None` if the flag is not set.
 fn seconds(args: &ParsedArgs, name: &str, seconds: Option<f64>) -> Result<Option<Duration>, CliError> {
     let (Some(value), Some(seconds)) = (args.get(name), seconds) else { return Ok(None) };
     if !(0.0..=MAX_SECONDS).contains(&seconds) {
@@ -337,13 +340,13 @@ fn stderr_lines(args: &ParsedArgs, number: Option<i128>) -> Result<usize, CliErr
     }
 }
 
-/// `1 node`, `2 nodes`.
+/// Formats a number with its noun: `1 node`, `2 nodes`.
 pub(crate) fn count(number: usize, noun: &str) -> String {
     if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
 }
 
-/// Parses signals by name. Drops, with a warning, signals that no process can handle or that the launcher
-/// needs itself.
+/// Parses a list of signal names. Leaves out, with a warning, signals that no process can handle or that the
+/// launcher needs itself.
 fn signals(flag: &str, text: &str, warnings: &mut Vec<String>) -> Vec<Signal> {
     use Signal::{SIGCHLD, SIGFPE, SIGILL, SIGKILL, SIGSEGV, SIGSTOP};
     let mut out = Vec::new();
@@ -366,7 +369,7 @@ fn signals(flag: &str, text: &str, warnings: &mut Vec<String>) -> Vec<Signal> {
     out
 }
 
-/// `--role`.
+/// Returns the value of `--role`, or its default.
 pub(super) fn role(args: &ParsedArgs) -> Result<String, CliError> {
     Ok(if args.is_on("role") { args.text("role")?.to_owned() } else { "default".to_owned() })
 }

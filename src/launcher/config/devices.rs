@@ -1,6 +1,6 @@
-//! `--virtual-local-rank`: which device each worker sees. Pure.
+//! Implements `--virtual-local-rank`: computes which device each worker sees. Pure.
 
-/// The parent's list of devices is shorter than the workers are many.
+/// The device list in the launcher's environment has fewer entries than there are workers.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{variable}={value} has no device for local rank {local_rank} (entries: {count})")]
 pub(crate) struct TooFewDevices {
@@ -10,14 +10,14 @@ pub(crate) struct TooFewDevices {
     local_rank: usize,
 }
 
-/// Returns the variables that show one device to the worker of `local_rank`.
+/// Returns the environment variables that make one device visible to the worker with `local_rank`.
 ///
-/// The device is the n-th entry of the parent's CUDA_VISIBLE_DEVICES, else the local rank. If
-/// HIP_VISIBLE_DEVICES is set and not empty, it is the source instead, and both variables are set. An empty
-/// CUDA_VISIBLE_DEVICES hides all devices and is left empty.
+/// The device is the entry with this index in the launcher's CUDA_VISIBLE_DEVICES, or the local rank if that
+/// is not set. If HIP_VISIBLE_DEVICES is set and not empty, it is the source instead, and both variables are
+/// set. An empty CUDA_VISIBLE_DEVICES hides all devices and is left empty.
 ///
 /// # Errors
-/// The list is too short.
+/// The list has no entry for this local rank.
 pub(crate) fn visible_devices(
     parent: &dyn Fn(&str) -> Option<String>,
     local_rank: usize,
@@ -44,7 +44,8 @@ pub(crate) fn visible_devices(
     Ok(out)
 }
 
-/// The OMP_NUM_THREADS to set for the workers: `1` where there are several and the parent has none.
+/// Returns the value of OMP_NUM_THREADS to set for the workers: `1` if there are several workers and the
+/// launcher's environment does not set it.
 pub(crate) fn omp_num_threads(parent_has_it: bool, nproc_per_node: usize) -> Option<&'static str> {
     (!parent_has_it && nproc_per_node > 1).then_some("1")
 }

@@ -1,32 +1,32 @@
-//! `host:port`, as torchrun reads it.
+//! Parses an endpoint `host:port`, as torchrun does.
 
 use std::net::{IpAddr, Ipv6Addr};
 
-/// The reason why a text is no endpoint.
+/// Reasons why a text is no valid endpoint.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum EndpointError {
-    /// The port is no number or too large.
+    /// The port is no number, or too large.
     #[error("the port must be a number from 0 to 65535")]
     Port,
-    /// The host has characters that no host has.
+    /// The host is empty, or has characters that no host name or address has.
     #[error("the host must be a name or an address")]
     Host,
-    /// `http://` and the like. What stands after it, and how to ask for https.
+    /// The text begins with `http://` or another scheme. `rest` is the text after it, without a path.
     #[error("only HOST:PORT, without {scheme}://")]
     Scheme { scheme: String, rest: String },
     /// An IPv6 address without brackets that may or may not end with a port.
     #[error("an IPv6 address stands in brackets")]
     Bare {
-        /// All of it as an address.
+        /// The whole text as an address, in brackets.
         whole: String,
-        /// Its last part as a port, if it can be one.
+        /// The text with its last part as a port and the rest in brackets, if that is possible.
         split: Option<String>,
     },
 }
 
-/// Reads `host`, `host:port`, `[v6]`, `[v6]:port`. The last colon separates, as in torchrun, so that
-/// `::1:29500` is port 29500 of `::1`. A text that is also an address as a whole is an error. An empty text
-/// is `localhost`.
+/// Parses `host`, `host:port`, `[v6]`, `[v6]:port`. The last colon separates host and port, as in torchrun,
+/// so that `::1:29500` could be port 29500 of `::1`. A text that is also an IPv6 address as a whole is
+/// therefore an error. An empty text is `localhost`.
 pub(crate) fn parse(text: &str) -> Result<(String, Option<u16>), EndpointError> {
     let text = text.trim();
     if text.is_empty() {
@@ -62,7 +62,7 @@ pub(crate) fn parse(text: &str) -> Result<(String, Option<u16>), EndpointError> 
     Ok((host, port))
 }
 
-/// Returns whether the name means the local host on every host.
+/// Returns whether every host reaches itself by this name.
 pub(crate) fn is_loopback(host: &str) -> bool {
     host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }

@@ -7,42 +7,43 @@ use convoke_env::vars;
 
 use crate::formatting;
 
-/// `PREFIX` of keys without `etcd_prefix`.
+/// Prefix of all keys in etcd if the setting `etcd_prefix` is missing.
 const PREFIX: &str = "/convoke";
 
-/// An etcd cluster and the way into it.
+/// An etcd cluster, and how to connect to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct EtcdCluster {
-    /// Its members, at least one.
+    /// Host and port of the cluster's members, at least one.
     pub(crate) endpoints: Vec<(String, u16)>,
-    /// `protocol=https`.
+    /// The files for TLS; set if `protocol=https`.
     pub(crate) tls: Option<TlsFiles>,
-    /// `etcd_prefix`: the prefix of all keys.
+    /// The prefix of all keys, from the setting `etcd_prefix`.
     pub(crate) prefix: String,
 }
 
-/// Files in PEM.
+/// Files in PEM format for TLS.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct TlsFiles {
-    /// `ca_cert`, `cacert`: the authority that signed the servers' certificates; else those that this host
-    /// trusts.
+    /// Settings `ca_cert` or `cacert`: certificate of the authority that signed the servers' certificates. If
+    /// `None`, the authorities that this host trusts apply.
     pub(crate) ca: Option<PathBuf>,
-    /// `ssl_cert` and `ssl_cert_key`, `cert` and `key`: the client's certificate and its key.
+    /// Settings `ssl_cert` and `ssl_cert_key`, or `cert` and `key`: the client's certificate and its key.
     pub(crate) identity: Option<(PathBuf, PathBuf)>,
 }
 
 impl EtcdCluster {
-    /// True in a launcher that was built with the feature `etcd`.
+    /// True if this launcher was built with the feature `etcd`.
     pub(crate) const IS_BUILT_IN: bool = cfg!(feature = "etcd");
-    /// Error text of a launcher without it: the reason and the remedy.
+    /// Error text if this launcher was built without etcd: the reason and the remedy.
     pub(crate) const MISSING: &str = "this convoke was built without etcd; install protoc (Debian: apt-get install \
         protobuf-compiler libprotobuf-dev) and rebuild (cargo build --release -p convoke), or use \
         --rdzv-backend=c10d, with an endpoint or a shared file (docs/reference/rendezvous.md)";
 
-    /// Of `--rdzv-conf`, whose keys `value` looks up; both torch backends' names for a key are understood.
+    /// Reads the cluster's settings from `--rdzv-conf`, where `value` looks up a key. For some keys, the
+    /// names of both torch backends are accepted.
     ///
     /// # Errors
-    /// Settings that contradict each other.
+    /// Settings that contradict each other, or a password.
     pub(super) fn new(
         endpoints: Vec<(String, u16)>,
         value: impl Fn(&str) -> Option<String>,
@@ -73,7 +74,8 @@ impl EtcdCluster {
         })
     }
 
-    /// Returns whether everyone who reaches the cluster can read and write it, or can intercept credentials.
+    /// Returns whether access to the cluster is unprotected: anyone who reaches it can read and write its
+    /// keys, or can intercept credentials.
     pub(crate) fn is_open(&self) -> bool {
         let is_user = std::env::var_os(vars::ETCD_USER).is_some_and(|name| !name.is_empty());
         self.tls.as_ref().is_none_or(|tls| tls.identity.is_none() && !is_user)

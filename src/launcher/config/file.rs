@@ -1,4 +1,4 @@
-//! Classifies the file to run: a program of some kind, or an input for Python.
+//! Determines of what kind the file SCRIPT is: an executable of some format, or an input for Python.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -8,10 +8,10 @@ use std::path::{Path, PathBuf};
 
 use super::machine::is_executable;
 
-/// Longest `#!` line that the kernel reads.
+/// Most bytes of a `#!` line that the kernel reads.
 const LINE_MAX_BYTES: u64 = 256;
 
-/// The kind of file at a path.
+/// What is at a path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum FileKind {
     /// An ELF file.
@@ -22,35 +22,36 @@ pub(crate) enum FileKind {
     Folder { has_main: bool },
     /// Any other file, or a device or pipe.
     Other,
-    /// A link that leads nowhere.
+    /// A symbolic link to this path, at which there is no file.
     Dangling(PathBuf),
-    /// It is there, or may be, and this user may not read it.
+    /// A file that this user may not read, or whose folder this user may not search.
     Unreadable(io::ErrorKind),
-    /// No file of this name.
+    /// There is no file of this name.
     Absent,
 }
 
-/// The fields of an ELF header that decide whether this machine can run the file.
+/// The fields of an ELF header that decide whether this host can run the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Elf {
-    /// `e_machine`: the CPU that it is for; `None` if the file ends before.
+    /// The header's `e_machine`: the kind of CPU for which the file is built; `None` if the file is too
+    /// short.
     pub(crate) machine: Option<u16>,
 }
 
-/// A `#!` line, as the kernel reads it.
+/// The `#!` line of a script, as the kernel parses it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Shebang {
     pub(crate) interpreter: OsString,
-    /// All that follows it, as one word.
+    /// All text after the interpreter, which the kernel passes as one argument.
     pub(crate) argument: Option<OsString>,
-    /// The line ends with CR LF, which makes CR a part of its last word.
+    /// True if the line ends with CR LF. The kernel takes the CR as part of the line's last word.
     pub(crate) has_cr: bool,
-    /// The file may be executed.
+    /// True if the script file has an execute permission.
     pub(crate) is_executable: bool,
 }
 
 impl FileKind {
-    /// Looks at a path.
+    /// Determines what is at a path.
     pub(crate) fn of(path: &Path) -> Self {
         let metadata = match fs::metadata(path) {
             Ok(metadata) => metadata,
@@ -63,7 +64,7 @@ impl FileKind {
             return Self::Folder { has_main: path.join("__main__.py").is_file() };
         }
         if !metadata.is_file() {
-            // A read from a pipe would take data that the workers should read.
+            // The path is a device or pipe. Reading from a pipe would consume data meant for the workers.
             return Self::Other;
         }
         let mut start = Vec::new();
@@ -77,7 +78,7 @@ impl FileKind {
     fn of_start(start: &[u8], is_executable: bool) -> Self {
         if start.starts_with(b"\x7fELF") {
             let machine = match start {
-                // Byte 5 gives the byte order of the others.
+                // Byte 5 of the header gives the byte order of its other fields.
                 [_, _, _, _, _, 2, ..] => start.get(18..20).map(|two| u16::from_be_bytes([two[0], two[1]])),
                 _ => start.get(18..20).map(|two| u16::from_le_bytes([two[0], two[1]])),
             };
@@ -88,11 +89,11 @@ impl FileKind {
 }
 
 impl Elf {
-    /// Returns the name of the CPU that it is for, if this host has another.
+    /// Returns the name of the CPU for which the file is built, if this host has another kind of CPU.
     pub(crate) fn foreign_arch(self) -> Option<String> {
         let machine = self.machine?;
         let is_own = match std::env::consts::ARCH {
-            // An x86_64 kernel may also run i386 programs.
+            // An x86_64 kernel may also run i386 programs, and an aarch64 kernel arm programs.
             "x86_64" => matches!(machine, 62 | 3),
             "aarch64" => matches!(machine, 183 | 40),
             _ => true,
@@ -115,7 +116,7 @@ impl Elf {
 }
 
 impl Shebang {
-    /// Parses the first line after `#!`.
+    /// Parses a `#!` line. `text` is the start of the file after `#!`.
     fn of(text: &[u8], is_executable: bool) -> Self {
         let line = text.split(|&byte| byte == b'\n').next().unwrap_or_default();
         let has_cr = line.ends_with(b"\r");
@@ -131,7 +132,7 @@ impl Shebang {
         }
     }
 
-    /// Returns the word to which a CR belongs if the line ends with CR LF.
+    /// Returns the last word of the line, to which a CR belongs if the line ends with CR LF.
     pub(crate) fn last_argument(&self) -> &OsStr {
         self.argument.as_ref().unwrap_or(&self.interpreter)
     }
@@ -147,7 +148,7 @@ impl Shebang {
         }
         let argument = self.argument.clone().unwrap_or_default();
         let mut words = argument.as_bytes().split(|byte| byte.is_ascii_whitespace());
-        // Options of env and variables come first.
+        // Options of env, and variables that it sets, come before the program.
         let first = words.find(|word| !word.is_empty() && !word.starts_with(b"-") && !word.contains(&b'='));
         first.is_some_and(|word| of_python(&name(OsStr::from_bytes(word))))
     }

@@ -1,4 +1,4 @@
-//! The CPUs, devices and programs of this machine.
+//! Finds the CPUs, devices and programs of this machine.
 
 use std::ffi::{OsStr, OsString};
 use std::fs;
@@ -19,34 +19,35 @@ use crate::gpus::visible::{self, VisibleError};
 const CUDA: &str = "CUDA_VISIBLE_DEVICES";
 const HIP: &str = "HIP_VISIBLE_DEVICES";
 
-/// The root below which the machine's files are read; tests use another root.
+/// What the launcher knows about this machine. Tests read its files below another root than `/`.
 #[derive(Debug, Clone)]
 pub(crate) struct Machine {
-    /// `/`: holds dev/, proc/ and sys/.
+    /// Folder with dev/, proc/ and sys/: `/`, except in tests.
     pub(crate) root: PathBuf,
     /// CPUs on which this process may run, ascending; empty if the system does not report them.
     pub(crate) cpus: Vec<usize>,
-    /// NVIDIA's GPUs, read at the first request.
+    /// NVIDIA's GPUs, which are listed at the first use.
     pub(crate) gpus: OnceLock<Vec<Gpu>>,
-    /// Folders of the launcher: that of its path as called, and that to which the links lead.
+    /// Folders that contain the launcher's program: by the path as called, and by the path without symbolic
+    /// links.
     pub(crate) launcher: Vec<PathBuf>,
 }
 
 /// The vendor of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Vendor {
-    /// /dev/nvidia0, ...
+    /// NVIDIA: /dev/nvidia0, ...
     Nvidia,
-    /// /dev/kfd, and render nodes of AMD.
+    /// AMD: /dev/kfd, and render nodes of AMD.
     Amd,
-    /// Render nodes of Intel.
+    /// Intel: render nodes of Intel.
     Intel,
 }
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
 impl Machine {
-    /// The machine that this process runs on.
+    /// Detects the CPUs and folders of the machine on which this process runs.
     pub(crate) fn detect() -> Self {
         Self {
             root: PathBuf::from("/"),
@@ -61,13 +62,14 @@ impl Machine {
         self.cpus.len().max(1)
     }
 
-    /// Returns the number of CPUs whose time this process may use: [`Self::cpu_count`], or less under a
-    /// control group's quota.
+    /// Returns how many CPUs' worth of time this process may use: [`Self::cpu_count`], or less if a cgroup
+    /// has a CPU quota.
     pub(crate) fn cpu_share(&self) -> usize {
         cpu_quota(&self.root).map_or(self.cpu_count(), |quota| self.cpu_count().min(quota))
     }
 
-    /// Returns the number of this vendor's devices that exist and may be used.
+    /// Returns the number of this vendor's devices that exist and that the environment variables leave
+    /// visible.
     pub(crate) fn devices(&self, vendor: Vendor, env: Env<'_>) -> usize {
         match vendor {
             Vendor::Nvidia => {
@@ -93,7 +95,8 @@ impl Machine {
         })
     }
 
-    /// The devices of each of `workers`, `each` for one, and the variable that shows them.
+    /// Returns the environment variable that makes devices visible, and its value for each of `workers`,
+    /// which get `each` devices.
     ///
     /// # Errors
     /// There are too few devices, or the variable names a device that does not exist.
@@ -116,12 +119,13 @@ impl Machine {
         Ok((variable, visible::split_devices(&devices, workers, each)?))
     }
 
-    /// N of each /dev/nvidiaN, ascending.
+    /// Returns the number N of each device node /dev/nvidiaN, ascending.
     pub(super) fn nvidia_minors(&self) -> Vec<usize> {
         numbered_entries(&self.root.join("dev"), "nvidia").into_iter().map(|(minor, _)| minor).collect()
     }
 
-    /// N of each /dev/dri/renderDN whose sysfs entry names this PCI vendor, ascending; without sysfs, of all.
+    /// Returns the number N of each /dev/dri/renderDN whose sysfs entry names this PCI vendor, ascending.
+    /// Nodes without a sysfs entry are included.
     pub(super) fn render_nodes(&self, vendor: &str) -> Vec<usize> {
         let is_ours = |number: &usize| {
             let path = self.root.join(format!("sys/class/drm/renderD{number}/device/vendor"));
@@ -133,7 +137,8 @@ impl Machine {
     }
 }
 
-/// The folders of this program: from the word that called it, then from the kernel.
+/// Returns the folders that contain this program: by the word that called it, then by the path that the
+/// kernel reports.
 fn launcher_folders() -> Vec<PathBuf> {
     let word = std::env::args_os().next().unwrap_or_default();
     let called = if word.as_bytes().contains(&b'/') {
@@ -145,20 +150,21 @@ fn launcher_folders() -> Vec<PathBuf> {
     files.filter_map(|file| file.parent().map(Path::to_owned)).collect()
 }
 
-/// CPUs that this process may run on.
+/// Returns the CPUs on which this process may run.
 fn affinity() -> Vec<usize> {
     let set = sched_getaffinity(Pid::from_raw(0)).unwrap_or_else(|_| CpuSet::new());
     (0..CpuSet::count()).filter(|&cpu| set.is_set(cpu).unwrap_or(false)).collect()
 }
 
-/// Returns the number of `count` devices that the variables leave visible. Like the drivers, it counts up to
-/// the first entry that is no device.
+/// Returns how many of `count` devices the environment variables leave visible. Like the drivers, it counts
+/// the list's entries up to the first that is no device.
 fn visible_count(count: usize, env: Env<'_>, variables: &[&str]) -> usize {
     variables.iter().fold(count, |left, variable| match env(variable) {
         Some(list) => {
             let list = list.to_string_lossy();
             let is_index = |text: &str| text.parse().is_ok_and(|index: usize| index < count);
-            // Only the driver knows names, and parts of a device such as 0.1.
+            // A name, or a part of a device such as 0.1, counts as a device: only the driver knows whether it
+            // exists.
             let is_part = |entry: &str| entry.split_once('.').is_some_and(|(device, _)| is_index(device));
             let is_device = |entry: &&str| is_index(entry) || is_part(entry) || visible::has_uuid_form(entry);
             left.min(list.split(',').map(str::trim).take_while(is_device).count())
@@ -172,7 +178,7 @@ pub(crate) fn is_executable(path: &Path) -> bool {
     fs::metadata(path).is_ok_and(|metadata| metadata.is_file() && metadata.permissions().mode() & 0o111 != 0)
 }
 
-/// The first program of this name in PATH. A name with a slash is none.
+/// Returns the first program of this name in PATH; `None` if there is none or the name has a slash.
 pub(crate) fn in_path(name: &OsStr, env: Env<'_>) -> Option<PathBuf> {
     if name.is_empty() || name.as_bytes().contains(&b'/') {
         return None;

@@ -1,15 +1,15 @@
-//! `${name}` in arguments and prefixes, by the rules of Python's `string.Template`. Pure.
+//! Replaces `${name}` in arguments and line prefixes, by the rules of Python's `string.Template`. Pure.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 
-/// Replaces `${local_rank}` and `$local_rank`; `$$` becomes `$`, everything else stays.
+/// Replaces `${local_rank}` and `$local_rank` by the local rank; `$$` becomes `$`. Other text stays.
 pub(crate) fn substitute(text: &OsStr, local_rank: usize) -> OsString {
     let rank = local_rank.to_string();
     OsString::from_vec(expand(text.as_bytes(), |name| (name == "local_rank").then_some(rank.as_str())))
 }
 
-/// Replaces every `${name}` and `$name` that `value` knows; `$$` becomes `$`, everything else stays.
+/// Replaces every `${name}` and `$name` for which `value` returns a text; `$$` becomes `$`. Other text stays.
 pub(crate) fn expand<'a>(text: &[u8], value: impl Fn(&str) -> Option<&'a str>) -> Vec<u8> {
     let mut out = Vec::with_capacity(text.len());
     let mut rest = text;
@@ -28,7 +28,7 @@ pub(crate) fn expand<'a>(text: &[u8], value: impl Fn(&str) -> Option<&'a str>) -
     out
 }
 
-/// The length of the macro that `text` (which starts with `$`) begins with, and its name.
+/// Returns the length of the macro at the start of `text`, which starts with `$`, and the macro's name.
 fn macro_at(text: &[u8]) -> (usize, Option<&str>) {
     let name_length = |text: &[u8]| match text.first() {
         Some(first) if first.is_ascii_alphabetic() || *first == b'_' => {

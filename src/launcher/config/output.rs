@@ -1,4 +1,4 @@
-//! The destinations of output: log files, tee, filters, events.
+//! Reads the flags for output: log files, tee, filters, events.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -15,7 +15,7 @@ type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
 const PREFIX_TEMPLATE: &str = "[${role_name}${local_rank}]:";
 
-/// Everything about logs.
+/// Reads all flags about the workers' output.
 ///
 /// # Errors
 /// A value that makes no sense: exit code 1.
@@ -31,8 +31,8 @@ pub(super) fn logs(
         None => LogDir::Temporary,
         Some(value) if value.text.is_empty() => LogDir::Temporary,
         Some(value) if value.text == "/dev/null" => LogDir::Disabled,
-        // The user probably mistyped. Other problems of the path (no permission, a full disk) do not stop a
-        // job.
+        // A path that is no directory is probably mistyped. Other problems of the path (no permission, a full
+        // disk) must not stop a job.
         Some(value) if fs::metadata(&value.text).is_ok_and(|found| !found.is_dir()) => {
             return Err(CliError::value(value.wrong("not a directory", "DIRECTORY")));
         }
@@ -75,7 +75,7 @@ fn stream_choice(
     Ok(choice)
 }
 
-/// The value of `-r` and `-t`: one digit, or `rank:digit,rank:digit` with one-digit ranks.
+/// Parses the value of `-r` and `-t`: one digit, or `rank:digit,rank:digit` with one-digit local ranks.
 pub(super) fn streams(text: &str) -> Option<StreamChoice> {
     if let Some(streams) = one_streams(text) {
         return Some(StreamChoice::All(streams));
@@ -99,8 +99,8 @@ fn one_streams(text: &str) -> Option<Streams> {
     }
 }
 
-/// The value of the duplicate filters: split at commas, `,,` is a comma itself. Empty texts, which every
-/// line would contain, are dropped.
+/// Parses the value of the duplicate filters. A comma separates texts, `,,` is a comma itself. Empty texts
+/// are dropped, since every line would contain them.
 pub(super) fn substrings(text: &str) -> Vec<String> {
     let mut out = vec![String::new()];
     let mut chars = text.chars().peekable();
@@ -142,7 +142,7 @@ fn warn_of_absent_ranks(
     }
 }
 
-/// CONVOKE_FLIGHT_DIR.
+/// Reads CONVOKE_FLIGHT_DIR.
 pub(super) fn flight(env: Env<'_>) -> FlightDir {
     match env(vars::FLIGHT_DIR) {
         None => FlightDir::LogFolder,
@@ -151,31 +151,31 @@ pub(super) fn flight(env: Env<'_>) -> FlightDir {
     }
 }
 
-/// `--event-log-handler`, and LOGLEVEL.
+/// Reads `--event-log-handler` and the environment variable LOGLEVEL.
 ///
 /// # Errors
-/// No such handler: exit code 1.
+/// There is no such handler: exit code 1.
 pub(super) fn events(args: &ParsedArgs, env: Env<'_>) -> Result<EventHandler, CliError> {
     const INFO: i128 = 20;
     let Some(value) = args.get("event-log-handler") else { return Ok(EventHandler::Null) };
     match value.text.to_str() {
         Some("null") => Ok(EventHandler::Null),
-        // Unlike other messages, events are shown unless LOGLEVEL asks for less.
+        // Unlike other messages of level INFO, events are printed unless LOGLEVEL is set to a higher level.
         Some("console") if env("LOGLEVEL").is_some() && log_level(env) > INFO => Ok(EventHandler::Null),
         Some("console") => Ok(EventHandler::Console),
         _ => Err(CliError::value(value.wrong("no such handler", "console"))),
     }
 }
 
-/// The default of LOGLEVEL.
+/// The level if LOGLEVEL is not set.
 const WARNING: i128 = 30;
 
-/// Returns whether LOGLEVEL suppresses warnings.
+/// Returns whether the environment variable LOGLEVEL suppresses warnings.
 pub(crate) fn is_quiet(env: Env<'_>) -> bool {
     log_level(env) > WARNING
 }
 
-/// LOGLEVEL as Python's logging numbers it; WARNING by default.
+/// Returns LOGLEVEL as a number of Python's logging; WARNING by default.
 fn log_level(env: Env<'_>) -> i128 {
     let Some(text) = env("LOGLEVEL") else { return WARNING };
     let text = text.to_string_lossy().to_uppercase();

@@ -1,4 +1,4 @@
-//! Builds the command of the workers from SCRIPT.
+//! Builds the workers' command line from SCRIPT.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -12,7 +12,8 @@ use crate::cli::{CliError, ParsedArgs};
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
-/// Runs SCRIPT as `__main__` in an interpreter of its own, with `argv[0]` as torchrun gives it.
+/// Python code for `--run-path`: runs SCRIPT as `__main__` in the worker's own interpreter, with `argv[0]` as
+/// torchrun sets it.
 const RUN_PATH: &str =
     "import runpy,sys; sys.argv=sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')";
 
@@ -31,20 +32,21 @@ const OTHER_LANGUAGES: &[(&str, &str)] = &[
     (".R", "Rscript"),
 ];
 
-/// The method by which SCRIPT is run.
+/// How SCRIPT is run.
 enum RunMethod {
-    /// It is a program, executed under this name.
+    /// SCRIPT is a program, executed by this name.
     Executable(OsString),
-    /// The interpreter of its `#!` line runs it: interpreter, its argument, the file.
+    /// The interpreter of SCRIPT's `#!` line runs it. The command is the interpreter, its argument, and the
+    /// file.
     Interpreter(Vec<OsString>),
-    /// Python runs it.
+    /// Python runs SCRIPT.
     Python,
 }
 
-/// Decides how SCRIPT is executed.
+/// Builds the command of the workers from SCRIPT and the flags.
 ///
 /// # Errors
-/// Flags that contradict each other, no Python, or a SCRIPT that nobody can run: exit code 1.
+/// Flags that contradict each other, no Python, or a SCRIPT that cannot be run: exit code 1.
 pub(super) fn program(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Result<Program, CliError> {
     let form = local_rank_form(args)?;
     let (module, no_python, run_path) =
@@ -89,12 +91,16 @@ pub(super) fn program(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Res
     Ok(Program { argv, local_rank_argument, title, assumed_python })
 }
 
-/// Decides how SCRIPT is run. It runs by itself if it is an ELF file, or an executable `#!` file that does
-/// not end in `.py`. It also runs by itself if no such file is here but PATH has a program of this name. The
-/// interpreter of its `#!` line runs it if only the permission is missing. Otherwise Python runs it.
+/// Decides how SCRIPT is run.
+///
+/// - It is executed itself if it is an ELF file, or a file with a `#!` line and execute permission that does
+///   not end in `.py`.
+/// - It is also executed itself if there is no such file but PATH has a program of this name.
+/// - The interpreter of its `#!` line runs it if only the permission is missing.
+/// - Otherwise Python runs it.
 fn run_method(script: &OsStr, env: Env<'_>) -> Result<RunMethod, CliError> {
     let here = || {
-        // A bare name would be searched in PATH instead of the current folder.
+        // A name without a slash would be searched in PATH instead of the current folder.
         let mut path = OsString::from(if script.as_bytes().contains(&b'/') { "" } else { "./" });
         path.push(script);
         path
@@ -122,7 +128,7 @@ fn run_method(script: &OsStr, env: Env<'_>) -> Result<RunMethod, CliError> {
             "is a folder without a __main__.py; name the script in it, or -m and the name of a package"
                 .to_owned(),
         ),
-        // For example, the current folder belongs to another user.
+        // PATH has a program of this name, for example if the current folder belongs to another user.
         FileKind::Dangling(_) | FileKind::Unreadable(_) if in_path(script, env).is_some() => {
             Ok(RunMethod::Executable(script.to_owned()))
         }
@@ -143,7 +149,7 @@ fn run_method(script: &OsStr, env: Env<'_>) -> Result<RunMethod, CliError> {
     }
 }
 
-/// Explains why a file with Windows line ends cannot be run.
+/// Explains why a script with Windows line endings cannot be run.
 fn carriage_return_message(script: &OsStr, shebang: &Shebang) -> String {
     format!(
         "has Windows line endings: by its #! line its interpreter is `{}\\r`; dos2unix {} converts them",
@@ -152,7 +158,7 @@ fn carriage_return_message(script: &OsStr, shebang: &Shebang) -> String {
     )
 }
 
-/// Explains why Python cannot run a file without `#!`, if its name shows another language.
+/// Explains why Python cannot run a file without a `#!` line, if its name ends as in another language.
 fn other_language_message(script: &OsStr) -> Option<String> {
     if script.as_bytes().ends_with(b".ipynb") {
         let name = script.display();
@@ -167,8 +173,8 @@ fn other_language_message(script: &OsStr) -> Option<String> {
     ))
 }
 
-/// Returns the interpreter: PYTHON_EXEC, else the Python of the environment that contains the launcher, else
-/// that of VIRTUAL_ENV, else `python` or `python3` in PATH.
+/// Returns the Python interpreter to use. It is PYTHON_EXEC, else the Python of the virtual environment that
+/// contains the launcher, else that of VIRTUAL_ENV, else `python` or `python3` in PATH.
 fn python(env: Env<'_>, machine: &Machine) -> Result<OsString, CliError> {
     if let Some(python) = env("PYTHON_EXEC").filter(|python| !python.is_empty()) {
         return Ok(python);
@@ -192,7 +198,8 @@ fn python(env: Env<'_>, machine: &Machine) -> Result<OsString, CliError> {
     })
 }
 
-/// `--pass-local-rank` and `--use-env`: (dash, underscore), or `None`.
+/// Reads `--pass-local-rank` and `--use-env`. Returns whether to pass `--local-rank` and `--local_rank`;
+/// `None` if neither.
 fn local_rank_form(args: &ParsedArgs) -> Result<Option<(bool, bool)>, CliError> {
     let use_env = match args.get("use-env") {
         None => false,

@@ -1,8 +1,9 @@
-//! `--rdzv-conf`: splitting, and the checks of the keys that a backend knows. Pure.
+//! Splits `--rdzv-conf` into settings, and checks the values of the keys that a backend knows. Pure.
 
 use crate::cli::{float, integer, suggest_choice};
 
-/// Splits `k=v,k=v` at commas, then at the first `=`, and trims both sides. The last of equal keys counts.
+/// Splits `k=v,k=v` at commas, then at the first `=`, and trims both sides. If a key is repeated, its last
+/// value counts.
 ///
 /// # Errors
 /// A description of the malformed part.
@@ -28,22 +29,22 @@ pub(crate) fn split(text: &str) -> Result<Vec<(String, String)>, String> {
     Ok(out)
 }
 
-/// The kind of value that a key requires.
+/// What kind of value a key requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ValueKind {
-    /// A positive whole number (of seconds, mostly).
+    /// A positive whole number, mostly of seconds.
     Positive,
     /// A number of seconds, 0 or more.
     Seconds,
-    /// `1/true/t/yes/y` or `0/false/f/no/n`.
+    /// A boolean: `1/true/t/yes/y` or `0/false/f/no/n`.
     Switch,
-    /// One of these.
+    /// One of these texts.
     Choice(&'static [&'static str]),
     /// Any text.
     Text,
 }
 
-/// Keys that a backend knows, in parts.
+/// The keys that a backend knows and the kinds of their values, in several tables.
 pub(crate) type KnownKeys = [&'static [(&'static str, ValueKind)]];
 
 const DYNAMIC: &[(&str, ValueKind)] = &[
@@ -61,7 +62,7 @@ const DYNAMIC: &[(&str, ValueKind)] = &[
 const C10D_ONLY: &[(&str, ValueKind)] = &[
     ("is_host", ValueKind::Switch),
     ("store_type", ValueKind::Choice(&["tcp", "file"])),
-    // Selects the backend of torch's own store.
+    // Selects the implementation of torch's own key-value store; convoke ignores it.
     ("use_libuv", ValueKind::Text),
 ];
 
@@ -75,23 +76,23 @@ const ETCD_ONLY: &[(&str, ValueKind)] = &[
     ("cert", ValueKind::Text),
     ("ssl_cert_key", ValueKind::Text),
     ("key", ValueKind::Text),
-    // The check refuses it with advice.
+    // The check of the etcd settings rejects passwords with advice.
     ("password", ValueKind::Text),
     ("etcd_password", ValueKind::Text),
 ];
 
 const STATIC_ONLY: &[(&str, ValueKind)] = &[("timeout", ValueKind::Positive)];
 
-/// Keys of the built-in rendezvous.
+/// Keys of the backend `c10d`, the built-in rendezvous.
 pub(crate) const C10D: &KnownKeys = &[DYNAMIC, C10D_ONLY];
 
-/// Keys of `etcd` and `etcd-v2`.
+/// Keys of the backends `etcd` and `etcd-v2`.
 pub(crate) const ETCD: &KnownKeys = &[DYNAMIC, ETCD_ONLY];
 
-/// Keys of `static`.
+/// Keys of the backend `static`.
 pub(crate) const STATIC: &KnownKeys = &[STATIC_ONLY];
 
-/// Keys of any of them.
+/// Keys of all backends.
 pub(crate) const ANY: &KnownKeys = &[DYNAMIC, C10D_ONLY, STATIC_ONLY, ETCD_ONLY];
 
 /// Checks the values of the keys that `known` lists; does not check other keys.
@@ -119,8 +120,8 @@ pub(crate) fn check(conf: &[(String, String)], known: &KnownKeys) -> Result<(), 
     Ok(())
 }
 
-/// Returns a warning about keys that `known` does not list. They are ignored, as in torchrun. `None` means
-/// that `known` lists all keys.
+/// Returns a warning about keys that `known` does not list. The launcher ignores them, as torchrun does.
+/// `None` means that `known` lists all keys.
 pub(crate) fn ignored(conf: &[(String, String)], known: &KnownKeys, reader: &str) -> Option<String> {
     let all = || known.iter().copied().flatten().map(|(name, _)| *name);
     let unknown: Vec<&str> =
@@ -132,7 +133,7 @@ pub(crate) fn ignored(conf: &[(String, String)], known: &KnownKeys, reader: &str
     Some(format!("{} {verb} ignored: {reader} knows no such setting{advice}", unknown.join(", ")))
 }
 
-/// `is_host`.
+/// Parses a boolean setting, such as `is_host`; `None` if it is none.
 pub(crate) fn parse_bool(value: &str) -> Option<bool> {
     match value.to_lowercase().as_str() {
         "1" | "true" | "t" | "yes" | "y" => Some(true),

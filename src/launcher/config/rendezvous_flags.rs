@@ -1,4 +1,4 @@
-//! The rendezvous settings: backend, endpoint, id and timeouts.
+//! Reads the flags for the rendezvous: backend, endpoint, id and timeouts.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -15,25 +15,25 @@ const STATIC_PORT: u16 = 29500;
 const LAST_CALL: Duration = Duration::from_secs(30);
 const JOIN_TIMEOUT: Duration = Duration::from_secs(600);
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(30);
-/// The heartbeat timeout: a node that stays silent for longer is lost.
+/// Heartbeat timeout by default: a node that sends no heartbeat for longer is lost.
 const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(3);
 const MAX_HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
-/// torchrun's defaults for the interval and the attempts if only the other of them is given.
+/// torchrun's defaults for interval and attempts, used if the user sets only one of the two.
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 const KEEP_ALIVE_ATTEMPTS: u32 = 3;
 const STATIC_TIMEOUT: Duration = Duration::from_secs(900);
-/// The run id of a job whose command line names none, as torchrun's.
+/// The run id if the command line has none, the same as torchrun's.
 const NO_RUN_ID: &str = "none";
 
-/// Returns whether the user named the job with this run id.
+/// Returns whether the user has given this run id.
 pub(crate) fn is_named(run_id: &str) -> bool {
     run_id != NO_RUN_ID
 }
 
-/// The rendezvous, the job's id, how many nodes it has, and `--rdzv-conf`.
+/// The rendezvous, the run id, the number of nodes, and the settings of `--rdzv-conf`.
 pub(super) type RendezvousConfig = (Rendezvous, String, NodeRange, Vec<(String, String)>);
 
-/// Selects the backend as torchrun does and checks what it needs.
+/// Selects the rendezvous backend as torchrun does, and checks the values that the backend needs.
 ///
 /// # Errors
 /// A value that makes no sense: exit code 1.
@@ -131,7 +131,7 @@ fn value<'a>(conf: &'a [(String, String)], key: &str) -> Option<&'a str> {
     conf.iter().find(|(known, _)| known == key).map(|(_, value)| value.as_str())
 }
 
-/// A number of seconds that has been checked.
+/// Returns a number of seconds whose value has been checked before.
 fn seconds(conf: &[(String, String)], key: &str) -> Option<Duration> {
     let number = integer(value(conf, key)?)?;
     Some(Duration::from_secs(u64::from(u32::try_from(number).unwrap_or(u32::MAX))))
@@ -154,7 +154,7 @@ fn settings(conf: &[(String, String)]) -> ElasticSettings {
     }
 }
 
-/// `static`: an endpoint, or `--master-addr` and `--master-port`; both need a port.
+/// Reads the flags of the `static` backend: an endpoint, or `--master-addr` and `--master-port`.
 fn static_rendezvous(
     args: &ParsedArgs,
     numbers: &NumericFlags,
@@ -195,7 +195,8 @@ fn static_rendezvous(
     Ok(Rendezvous::Static { host, port, node_rank, timeout })
 }
 
-/// A host without a port. `port_flag` is where the port belongs, if anywhere.
+/// Parses a host and rejects a port. `port_flag` is the flag for the port, if there is one, which the error
+/// then suggests.
 pub(super) fn host_without_port(value: &Value, port_flag: Option<&str>) -> Result<String, CliError> {
     let text = value.as_str()?.trim();
     let inner = text.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(text);
@@ -226,7 +227,7 @@ fn port_zero_error(args: &ParsedArgs) -> CliError {
     CliError::value(args.get("rdzv-endpoint").map_or_else(String::new, wrong))
 }
 
-/// `store_type=file`: the endpoint is a path.
+/// Parses the endpoint for `store_type=file`, which is a path.
 fn shared_file(args: &ParsedArgs, text: &str) -> Result<PathBuf, CliError> {
     if text.is_empty() {
         let what = "with store_type=file it is the path of a file that all nodes share";
@@ -251,7 +252,7 @@ fn parse_endpoint(
         let what = error.to_string();
         match error {
             EndpointError::Scheme { scheme, .. } => {
-                // Members of a cluster all at once.
+                // The advice covers all members of an etcd cluster, not only this one.
                 let members = args.text("rdzv-endpoint").unwrap_or_default().split(',');
                 let plain = members.map(|member| match endpoint::parse(member) {
                     Err(EndpointError::Scheme { rest, .. }) => rest,
@@ -276,7 +277,7 @@ fn parse_endpoint(
     }
 }
 
-/// A member of an etcd cluster.
+/// Parses host and port of one member of an etcd cluster.
 fn parse_member(args: &ParsedArgs, text: &str) -> Result<(String, u16), CliError> {
     match parse_endpoint(args, text, Some(ETCD_PORT))? {
         (_, 0) => Err(port_zero_error(args)),
@@ -284,7 +285,8 @@ fn parse_member(args: &ParsedArgs, text: &str) -> Result<(String, u16), CliError
     }
 }
 
-/// Returns the command-line value that is the likely reason if the nodes do not meet, or `None`.
+/// Returns a line about the flag that is the likely reason if the nodes do not meet. The flag gives a
+/// loopback address for several nodes. `None` otherwise.
 pub(super) fn rendezvous_hint(
     args: &ParsedArgs,
     nodes: NodeRange,
@@ -312,7 +314,7 @@ pub(super) fn rendezvous_hint(
     ))
 }
 
-/// Says which flags a job of one node ignores.
+/// Warns about flags that a job of one node ignores.
 fn warn_ignored_by_standalone(args: &ParsedArgs, warnings: &mut Vec<String>) {
     let standalone = args.is_on("standalone");
     let why = if standalone { "--standalone" } else { "one node without --rdzv-endpoint or --master-port" };
@@ -329,7 +331,7 @@ fn warn_ignored_by_standalone(args: &ParsedArgs, warnings: &mut Vec<String>) {
     }
 }
 
-/// Says which flags only the static backend reads.
+/// Warns about flags that only the static backend reads, since another backend is used.
 fn warn_ignored_by_dynamic(args: &ParsedArgs, warnings: &mut Vec<String>) {
     let names = ["node-rank", "master-addr", "master-port"];
     for value in names.iter().filter_map(|name| args.get(name)).filter(|value| value.on_command_line) {

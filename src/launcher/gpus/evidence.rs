@@ -1,4 +1,4 @@
-//! Gathers evidence about a failed worker's GPUs: the driver's messages in the kernel's log, and memory
+//! Collects evidence about a failed worker's GPUs: the driver's messages in the kernel's log, and memory
 //! errors.
 
 use std::io::Read;
@@ -14,35 +14,35 @@ use super::Gpu;
 use super::nvml::Nvml;
 use super::xid::Xid;
 
-/// The variable that names another log, for tests.
+/// Environment variable that names another kernel log, for tests.
 const KERNEL_LOG_VARIABLE: &str = "CONVOKE_KMSG";
 const KERNEL_LOG: &str = "/dev/kmsg";
-/// The time limit for the driver. It may never answer if a GPU is lost.
+/// Longest wait for NVIDIA's driver. It may never answer if a GPU is lost.
 const DRIVER_TIMEOUT: Duration = Duration::from_secs(2);
-/// The tolerance for differences between clocks.
+/// Tolerance for differences between the system's clock and the kernel log's.
 const CLOCK_TOLERANCE: Duration = Duration::from_secs(1);
-/// Longest record of the kernel's log, and most that are read.
+/// Bytes of the longest record of the kernel's log, and most records that are read.
 const RECORD_BYTES: usize = 8 << 10;
 const MAX_RECORDS: usize = 20_000;
-/// Most lines about one worker.
+/// Most lines of evidence about one worker.
 const MAX_LINES: usize = 8;
 
-/// A worker that failed.
+/// A worker that failed, for which to collect evidence.
 #[derive(Debug, Clone)]
 pub(crate) struct FailedWorker {
-    /// Its GPUs, as CUDA_VISIBLE_DEVICES calls them.
+    /// GPUs of the worker, as CUDA_VISIBLE_DEVICES names them.
     pub(crate) devices: Vec<String>,
     pub(crate) pid: Option<i32>,
 }
 
-/// Returns the evidence about the GPUs of each worker since the job began. It is empty if nothing can be
-/// read.
+/// Returns lines of evidence about the GPUs of each worker since the time `began`. There are none if neither
+/// driver nor log can be read.
 pub(crate) fn gather(failed: Vec<FailedWorker>, began: SystemTime) -> Vec<Vec<String>> {
     let (count, (sender, receiver)) = (failed.len(), channel());
     let gatherer = move || {
         let nvml = Nvml::open();
         if nvml.is_none() && std::env::var_os(KERNEL_LOG_VARIABLE).is_none() {
-            // Without NVIDIA's driver the log has no such messages.
+            // Without NVIDIA's driver the kernel's log has no messages about GPUs.
             return;
         }
         let gpus = nvml.as_ref().and_then(Nvml::gpus).unwrap_or_default();
@@ -52,13 +52,13 @@ pub(crate) fn gather(failed: Vec<FailedWorker>, began: SystemTime) -> Vec<Vec<St
         let lines: Vec<_> = failed.iter().map(|worker| lines(worker, &gpus, &xids, errors)).collect();
         let _ = sender.send(lines);
     };
-    // Uses a thread, which is abandoned if the driver does not answer.
+    // Collects in a thread, which is abandoned if the driver does not answer.
     let started = thread::Builder::new().name("gpus".to_owned()).spawn(gatherer);
     let lines = started.ok().and_then(|_| receiver.recv_timeout(DRIVER_TIMEOUT).ok());
     lines.unwrap_or_else(|| vec![Vec::new(); count])
 }
 
-/// Returns the lines that concern one worker.
+/// Returns the lines of evidence that concern one worker.
 fn lines(worker: &FailedWorker, gpus: &[Gpu], xids: &[Xid], errors: impl Fn(&Gpu) -> u64) -> Vec<String> {
     let own: Vec<&Gpu> = worker.devices.iter().filter_map(|device| find_gpu(gpus, device)).collect();
     let is_own = |xid: &&Xid| {
@@ -79,7 +79,7 @@ fn lines(worker: &FailedWorker, gpus: &[Gpu], xids: &[Xid], errors: impl Fn(&Gpu
     reported.chain(counted).take(MAX_LINES).collect()
 }
 
-/// The GPU that an entry of CUDA_VISIBLE_DEVICES means.
+/// Returns the GPU that an entry of CUDA_VISIBLE_DEVICES means.
 fn find_gpu<'a>(gpus: &'a [Gpu], device: &str) -> Option<&'a Gpu> {
     if let Ok(index) = device.parse::<usize>() {
         return gpus.get(index);
@@ -91,7 +91,7 @@ fn find_gpu<'a>(gpus: &'a [Gpu], device: &str) -> Option<&'a Gpu> {
     gpus.iter().find(is_it)
 }
 
-/// The driver's messages since `began`, as far as this user may read them.
+/// Returns the driver's messages in the kernel's log since `began`, as far as this user may read them.
 fn xids(began: SystemTime) -> Vec<Xid> {
     let path = std::env::var_os(KERNEL_LOG_VARIABLE).unwrap_or_else(|| KERNEL_LOG.into());
     let opened = std::fs::OpenOptions::new().read(true).custom_flags(O_NONBLOCK).open(path);
@@ -101,11 +101,11 @@ fn xids(began: SystemTime) -> Vec<Xid> {
     let since = now.saturating_sub(age).as_micros();
     let (mut found, mut record) = (Vec::new(), vec![0; RECORD_BYTES]);
     for _ in 0..MAX_RECORDS {
-        // One record of the kernel, or a part of a file.
+        // Each read returns one record of the kernel's log, or a part of a file in tests.
         match log.read(&mut record) {
             Ok(0) => break,
             Ok(bytes) => found.extend(parse_xids_since(&String::from_utf8_lossy(&record[..bytes]), since)),
-            // It was overwritten before it was read.
+            // The kernel has overwritten the record before it was read.
             Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => {}
             Err(_) => break,
         }
@@ -113,7 +113,7 @@ fn xids(began: SystemTime) -> Vec<Xid> {
     found
 }
 
-/// The messages of records that are not older.
+/// Returns the driver's messages in records that are not older than `since`, in microseconds since boot.
 fn parse_xids_since(records: &str, since: u128) -> Vec<Xid> {
     let is_new = |line: &&str| {
         let micros = line.split(',').nth(2).and_then(|micros| micros.parse::<u128>().ok());

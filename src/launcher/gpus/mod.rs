@@ -1,7 +1,7 @@
-//! NVIDIA's GPUs: the list of them, the share of each worker, and the evidence when one fails.
+//! NVIDIA's GPUs: the list of them, the GPUs of each worker, and the evidence when a worker fails.
 //!
-//! `nvml` calls the driver's library and loads it if it exists. `visible` and `xid` (pure) read device lists
-//! and the driver's messages. `evidence` gathers the facts about a failed worker's GPUs.
+//! `nvml` calls the driver's library and loads it if it exists. `visible` and `xid` (pure) parse device lists
+//! and the driver's messages. `evidence` collects the facts about a failed worker's GPUs.
 
 pub(crate) mod evidence;
 pub(crate) mod nvml;
@@ -11,10 +11,10 @@ mod xid;
 /// A GPU as NVML reports it. Lists are in PCI bus order.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Gpu {
-    /// `GPU-...`.
+    /// Name of the GPU, `GPU-...`.
     pub(crate) uuid: String,
     /// Address on the PCI bus, as sysfs writes it: `0000:3b:00.0`.
     pub(crate) pci: String,
-    /// `MIG-...` of each of its instances; `None` if it is not cut into any.
+    /// Names of the MIG instances, `MIG-...`; `None` if the GPU is not partitioned.
     pub(crate) instances: Option<Vec<String>>,
 }

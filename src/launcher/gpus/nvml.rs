@@ -1,4 +1,4 @@
-//! The driver's library for looking after GPUs, loaded when it is there.
+//! Calls NVML, the driver's library for managing GPUs, which is loaded if it exists.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 
@@ -6,22 +6,22 @@ use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 
 use super::Gpu;
 
-/// The variable that names another one, for tests.
+/// Environment variable that names another library, for tests.
 const LIBRARY_VARIABLE: &str = "CONVOKE_NVML_SO";
 const LIBRARY_NAME: &str = "libnvidia-ml.so.1";
 const SUCCESS: c_int = 0;
-/// Bytes of a UUID's text, and of an address on the bus.
+/// Sizes of the buffers for a UUID and for an address on the PCI bus.
 const UUID_BYTES: usize = 96;
 const BUS_ID_BYTES: usize = 32;
-/// `NVML_MEMORY_ERROR_TYPE_UNCORRECTED`, `NVML_VOLATILE_ECC`: since the driver was loaded.
+/// `NVML_MEMORY_ERROR_TYPE_UNCORRECTED` and `NVML_VOLATILE_ECC`, which counts since the driver was loaded.
 const UNCORRECTED: c_int = 1;
 const VOLATILE: c_int = 0;
-/// More instances than any GPU has.
+/// Limit on the number of MIG instances, more than any GPU has.
 const MAX_INSTANCES: c_uint = 64;
-/// More GPUs than any node has.
+/// Limit on the number of GPUs, more than any node has.
 const MAX_GPUS: c_uint = 1024;
 
-/// `nvmlPciInfo_t`.
+/// NVML's `nvmlPciInfo_t`.
 #[repr(C)]
 struct PciInfo {
     bus_id_legacy: [c_char; 16],
@@ -35,33 +35,34 @@ struct PciInfo {
 
 type Device = *mut c_void;
 
-/// NVML, open until it is dropped.
+/// The library NVML, initialized until this value is dropped.
 pub(crate) struct Nvml {
     library: Library,
 }
 
 #[allow(unsafe_code)]
 impl Nvml {
-    /// `None` where there is no such library, or it cannot reach the driver.
+    /// Loads and initializes NVML; `None` if there is no such library, or it cannot reach the driver.
     pub(crate) fn open() -> Option<Self> {
         let name = std::env::var_os(LIBRARY_VARIABLE).unwrap_or_else(|| LIBRARY_NAME.into());
-        // SAFETY: opening a library runs what it has to run first; that it is NVML is what its name says.
+        // SAFETY: opening a library runs its initializers. The name says that it is NVML, whose initializers
+        // are sound.
         let library = unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL) }.ok()?;
         let nvml = Self { library };
-        // SAFETY: the type is that of `nvml.h`.
+        // SAFETY: the function type is that of `nvml.h`.
         let init: unsafe extern "C" fn() -> c_int = unsafe { nvml.function(c"nvmlInit_v2") }?;
-        // SAFETY: any thread may call it at any time; each call that succeeds has its `nvmlShutdown`
-        // (`drop`).
+        // SAFETY: any thread may call `nvmlInit_v2` at any time; each call that succeeds is paired with
+        // `nvmlShutdown` in `drop`.
         (unsafe { init() } == SUCCESS).then_some(nvml)
     }
 
-    /// The GPUs of this node that this process may use.
+    /// Returns the GPUs of this node that this process may use; `None` if NVML fails.
     pub(crate) fn gpus(&self) -> Option<Vec<Gpu>> {
         type Count = unsafe extern "C" fn(*mut c_uint) -> c_int;
-        // SAFETY: the type is that of `nvml.h`.
+        // SAFETY: the function type is that of `nvml.h`.
         let count: Count = unsafe { self.function(c"nvmlDeviceGetCount_v2") }?;
         let mut gpus = 0;
-        // SAFETY: writes one number.
+        // SAFETY: the function writes one number.
         if unsafe { count(&raw mut gpus) } != SUCCESS {
             return None;
         }
@@ -69,41 +70,41 @@ impl Nvml {
     }
 
     /// Returns the number of uncorrected memory errors of a GPU since the driver was loaded. `None` means
-    /// that they are not counted.
+    /// that the GPU does not count them.
     pub(crate) fn uncorrected_errors(&self, uuid: &str) -> Option<u64> {
         type Total = unsafe extern "C" fn(Device, c_int, c_int, *mut c_ulonglong) -> c_int;
         type ByUuid = unsafe extern "C" fn(*const c_char, *mut Device) -> c_int;
-        // SAFETY: the type is that of `nvml.h`.
+        // SAFETY: the function type is that of `nvml.h`.
         let by_uuid: ByUuid = unsafe { self.function(c"nvmlDeviceGetHandleByUUID") }?;
-        // SAFETY: the type is that of `nvml.h`.
+        // SAFETY: the function type is that of `nvml.h`.
         let total: Total = unsafe { self.function(c"nvmlDeviceGetTotalEccErrors") }?;
         let uuid = std::ffi::CString::new(uuid).ok()?;
         let (mut device, mut errors) = (std::ptr::null_mut(), 0);
-        // SAFETY: reads a text that ends with a zero, writes one pointer.
+        // SAFETY: the function reads a NUL-terminated text and writes one pointer.
         if unsafe { by_uuid(uuid.as_ptr(), &raw mut device) } != SUCCESS {
             return None;
         }
-        // SAFETY: writes one number.
+        // SAFETY: the function writes one number.
         let result = unsafe { total(device, UNCORRECTED, VOLATILE, &raw mut errors) };
         (result == SUCCESS).then_some(errors)
     }
 
     fn device(&self, index: c_uint) -> Option<Device> {
         type ByIndex = unsafe extern "C" fn(c_uint, *mut Device) -> c_int;
-        // SAFETY: the type is that of `nvml.h`.
+        // SAFETY: the function type is that of `nvml.h`.
         let by_index: ByIndex = unsafe { self.function(c"nvmlDeviceGetHandleByIndex_v2") }?;
         let mut device = std::ptr::null_mut();
-        // SAFETY: writes one pointer.
+        // SAFETY: the function writes one pointer.
         (unsafe { by_index(index, &raw mut device) } == SUCCESS).then_some(device)
     }
 
     fn gpu(&self, device: Device) -> Option<Gpu> {
         type Pci = unsafe extern "C" fn(Device, *mut PciInfo) -> c_int;
-        // SAFETY: the type is that of `nvml.h`.
+        // SAFETY: the function type is that of `nvml.h`.
         let pci: Pci = unsafe { self.function(c"nvmlDeviceGetPciInfo_v3") }?;
-        // SAFETY: numbers and bytes, of which zeros are some.
+        // SAFETY: the struct holds only integers, for which zero bytes are valid.
         let mut info: PciInfo = unsafe { std::mem::zeroed() };
-        // SAFETY: writes as much as the layout has.
+        // SAFETY: the function writes one `nvmlPciInfo_t`, which has this layout.
         if unsafe { pci(device, &raw mut info) } != SUCCESS {
             return None;
         }
@@ -114,29 +115,29 @@ impl Nvml {
         })
     }
 
-    /// The instances of a GPU, if it is cut into any.
+    /// Returns the names of a GPU's MIG instances; `None` if the GPU is not partitioned.
     fn instances(&self, device: Device) -> Option<Vec<String>> {
         type Mode = unsafe extern "C" fn(Device, *mut c_uint, *mut c_uint) -> c_int;
         type Most = unsafe extern "C" fn(Device, *mut c_uint) -> c_int;
         type Instance = unsafe extern "C" fn(Device, c_uint, *mut Device) -> c_int;
-        // SAFETY: the type is that of `nvml.h`.
+        // SAFETY: the function type is that of `nvml.h`.
         let mode: Mode = unsafe { self.function(c"nvmlDeviceGetMigMode") }?;
-        // SAFETY: the type is that of `nvml.h`.
+        // SAFETY: the function type is that of `nvml.h`.
         let most: Most = unsafe { self.function(c"nvmlDeviceGetMaxMigDeviceCount") }?;
-        // SAFETY: the type is that of `nvml.h`.
+        // SAFETY: the function type is that of `nvml.h`.
         let instance: Instance = unsafe { self.function(c"nvmlDeviceGetMigDeviceHandleByIndex") }?;
         let (mut now, mut pending, mut count) = (0, 0, 0);
-        // SAFETY: writes two numbers.
+        // SAFETY: the function writes two numbers.
         if unsafe { mode(device, &raw mut now, &raw mut pending) } != SUCCESS || now != 1 {
             return None;
         }
-        // SAFETY: writes one number.
+        // SAFETY: the function writes one number.
         if unsafe { most(device, &raw mut count) } != SUCCESS {
             return None;
         }
         let each = (0..count.min(MAX_INSTANCES)).filter_map(|index| {
             let mut handle = std::ptr::null_mut();
-            // SAFETY: writes one pointer.
+            // SAFETY: the function writes one pointer.
             let found = unsafe { instance(device, index, &raw mut handle) } == SUCCESS;
             found.then(|| self.uuid(handle)).flatten()
         });
@@ -145,21 +146,21 @@ impl Nvml {
 
     fn uuid(&self, device: Device) -> Option<String> {
         type Uuid = unsafe extern "C" fn(Device, *mut c_char, c_uint) -> c_int;
-        // SAFETY: the type is that of `nvml.h`.
+        // SAFETY: the function type is that of `nvml.h`.
         let uuid: Uuid = unsafe { self.function(c"nvmlDeviceGetUUID") }?;
         let mut bytes = [0; UUID_BYTES];
-        // SAFETY: writes at most as many bytes.
+        // SAFETY: the function writes at most `UUID_BYTES` bytes.
         let result = unsafe { uuid(device, bytes.as_mut_ptr(), UUID_BYTES as c_uint) };
         if result == SUCCESS { text(&bytes) } else { None }
     }
 
-    /// A function by its name.
+    /// Returns a function of the library by its name; `None` if the library lacks it.
     ///
     /// # Safety
     /// `F` is the type of the pointer to that function, as `nvml.h` declares it.
     unsafe fn function<F: Copy>(&self, name: &CStr) -> Option<F> {
-        // SAFETY: the caller guarantees the type. The pointer is used only while the library is open: it does
-        // not outlive the call of a method.
+        // SAFETY: the caller guarantees the type. The library is open while a method uses the pointer, and no
+        // pointer outlives the call of a method.
         unsafe { self.library.get::<F>(name.to_bytes_with_nul()) }.ok().map(|symbol| *symbol)
     }
 }
@@ -167,22 +168,22 @@ impl Nvml {
 impl Drop for Nvml {
     #[allow(unsafe_code)]
     fn drop(&mut self) {
-        // SAFETY: the type is that of `nvml.h`.
+        // SAFETY: the function type is that of `nvml.h`.
         let shutdown = unsafe { self.function::<unsafe extern "C" fn() -> c_int>(c"nvmlShutdown") };
         if let Some(shutdown) = shutdown {
-            // SAFETY: it ends what `nvmlInit_v2` began; nothing of NVML is used after it.
+            // SAFETY: this undoes `nvmlInit_v2` of `open`; nothing of NVML is used after it.
             let _ = unsafe { shutdown() };
         }
     }
 }
 
-/// A text that ends with a zero, if it has one.
+/// Returns the text before the first NUL; `None` if there is no NUL.
 fn text(bytes: &[c_char]) -> Option<String> {
     let bytes: Vec<u8> = bytes.iter().map(|&byte| byte.cast_unsigned()).collect();
     CStr::from_bytes_until_nul(&bytes).ok().map(|text| text.to_string_lossy().into_owned())
 }
 
-/// An address on the bus as sysfs writes it: NVML's domain has 8 digits.
+/// Converts a PCI bus address from NVML's form, in which the domain has 8 digits, to that of sysfs with 4.
 fn to_sysfs_address(bus_id: &str) -> String {
     let lower = bus_id.to_lowercase();
     match lower.split_once(':') {

@@ -1,8 +1,9 @@
-//! Computes which GPUs each worker sees from the driver's list and the parent's CUDA_VISIBLE_DEVICES. Pure.
+//! Computes which GPUs each worker sees. Inputs are the driver's list of GPUs and the launcher's own
+//! CUDA_VISIBLE_DEVICES. Pure.
 
 use super::Gpu;
 
-/// The reasons why the workers get no devices.
+/// Reasons why the workers cannot get the GPUs that the flags ask for.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum VisibleError {
     #[error("{variable} names {entry}, which is no GPU of this node (there are {})", list_names(there))]
@@ -18,12 +19,12 @@ fn list_names(there: &[String]) -> String {
 /// Returns the visible devices as CUDA_VISIBLE_DEVICES names them. Names are indices, except for the MIG
 /// instances of partitioned GPUs, which have no indices.
 ///
-/// `list` is the value of `variable`, if that is set. As in the driver, the list ends at the first entry
-/// that is no device. An unknown name is an error. `gpus` are the GPUs of the node, without names if those
-/// are unknown.
+/// `list` is the value of the environment variable `variable`, if that is set. As in the driver, the list
+/// ends at the first entry that is no device. An unknown UUID is an error. `gpus` are the GPUs of the node,
+/// without names if those are unknown.
 ///
 /// # Errors
-/// [`VisibleError::Unknown`].
+/// [`VisibleError::Unknown`]: the list ends at the UUID of no device.
 pub(crate) fn devices(
     gpus: &[Gpu],
     variable: &'static str,
@@ -42,24 +43,25 @@ pub(crate) fn devices(
     }
 }
 
-/// Returns the number of devices that the driver shows, for any reason that ends the list.
+/// Returns the number of devices that the driver makes visible. Unlike [`devices`], accepts any entry that
+/// ends the list.
 pub(crate) fn count(gpus: &[Gpu], list: Option<&str>) -> usize {
     enumerate_visible(gpus, list).0.len()
 }
 
-/// Returns whether a list entry has the form of a GPU's or MIG instance's name. `NoDevFiles`, `none` and
+/// Returns whether a list entry has the form of a GPU's or MIG instance's UUID. `NoDevFiles`, `none` and
 /// `void` do not.
 pub(crate) fn has_uuid_form(entry: &str) -> bool {
     entry.starts_with("GPU-") || entry.starts_with("MIG-")
 }
 
-/// The devices that can be seen, and the entry that ended the list, if one did.
+/// Returns the visible devices, and the entry that ended the list, if an entry did.
 fn enumerate_visible<'a>(gpus: &[Gpu], list: Option<&'a str>) -> (Vec<String>, Option<&'a str>) {
     let Some(list) = list else {
         let is_partitioned = gpus.iter().any(|gpu| gpu.instances.is_some());
         let own = |(index, gpu): (usize, &Gpu)| match &gpu.instances {
             Some(instances) => instances.clone(),
-            // If another GPU has MIG instances, which have only names, this GPU is also listed by name.
+            // If another GPU has MIG instances, which have only UUIDs, this GPU is also listed by its UUID.
             None if is_partitioned => vec![gpu.uuid.clone()],
             None => vec![index.to_string()],
         };
@@ -74,7 +76,7 @@ fn enumerate_visible<'a>(gpus: &[Gpu], list: Option<&'a str>) -> (Vec<String>, O
         if !is_there {
             return (devices, Some(entry));
         }
-        // The list also ends at a repeated entry.
+        // As in the driver, the list also ends at a repeated entry.
         if devices.iter().any(|before| before == entry) {
             break;
         }
@@ -83,18 +85,18 @@ fn enumerate_visible<'a>(gpus: &[Gpu], list: Option<&'a str>) -> (Vec<String>, O
     (devices, None)
 }
 
-/// Returns whether the entry is a prefix of a device's name, as in the driver. If no names are known, any
-/// name matches.
+/// Returns whether the entry is a prefix of a device's UUID, as in the driver. If no UUIDs are known, any
+/// entry in the form of one matches.
 fn is_named(gpus: &[Gpu], entry: &str) -> bool {
     let names = gpus.iter().flat_map(|gpu| std::iter::once(&gpu.uuid).chain(gpu.instances.iter().flatten()));
     let mut names = names.filter(|name| !name.is_empty()).peekable();
     has_uuid_form(entry) && (names.peek().is_none() || names.any(|name| name.starts_with(entry)))
 }
 
-/// Returns the devices of each of `workers`: `each` devices, in order.
+/// Assigns `each` devices, in order, to each of `workers`. Returns one list for each worker.
 ///
 /// # Errors
-/// [`VisibleError::TooFew`].
+/// [`VisibleError::TooFew`]: there are fewer devices than that.
 pub(crate) fn split_devices(
     devices: &[String],
     workers: usize,

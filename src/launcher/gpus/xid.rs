@@ -1,14 +1,14 @@
 //! Parses Xid messages, which NVIDIA's driver writes to the kernel's log when a GPU fails. Pure.
 
-/// A message of the driver about a GPU.
+/// An Xid message: an error that the driver reports about a GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Xid {
     /// The GPU's address on the PCI bus, as sysfs writes it.
     pub(crate) pci: String,
     pub(crate) number: u32,
-    /// The process that was to blame, if the driver says so.
+    /// The process that caused the error, if the driver names it.
     pub(crate) pid: Option<u32>,
-    /// The driver's text after the number.
+    /// The driver's text after the Xid number.
     pub(crate) text: String,
 }
 
@@ -32,7 +32,7 @@ impl Xid {
         Some(Self { pci: pci.to_lowercase(), number: number.parse().ok()?, pid, text })
     }
 
-    /// Returns the meaning and the remedy, from NVIDIA's catalogue.
+    /// Returns the meaning of the Xid number and the remedy, from NVIDIA's catalogue.
     pub(crate) fn meaning(&self) -> &'static str {
         match self.number {
             13 | 31 => "the program made an invalid memory access on the GPU: run it under compute-sanitizer",

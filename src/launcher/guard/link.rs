@@ -1,4 +1,4 @@
-//! The launcher's end of the socket to the guard.
+//! The launcher's end of the socket to the guard process.
 
 use std::io::{self, IoSlice};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -11,7 +11,7 @@ use tokio::net::UnixStream;
 
 use super::protocol::{Decoder, FromGuard, ToGuard, encode};
 
-/// A socket to the guard, within a tokio runtime.
+/// The socket to the guard, used from a tokio runtime.
 #[derive(Debug)]
 pub(crate) struct GuardLink {
     socket: UnixStream,
@@ -20,15 +20,16 @@ pub(crate) struct GuardLink {
 
 impl GuardLink {
     /// # Errors
-    /// The socket cannot be watched.
+    /// The socket cannot be registered with the runtime.
     pub(crate) fn new(socket: StdUnixStream) -> io::Result<Self> {
         socket.set_nonblocking(true)?;
         Ok(Self { socket: UnixStream::from_std(socket)?, decoder: Decoder::default() })
     }
 
-    /// Sends `message` and the descriptors that belong to it.
+    /// Sends `message` and the file descriptors that belong to it.
     ///
-    /// Blocks until the guard has room for it. The guard never blocks on the launcher, so this is short.
+    /// Blocks while the socket's buffer is full. The guard never blocks on the launcher, so the wait is
+    /// short.
     ///
     /// # Errors
     /// The guard is gone.
@@ -40,7 +41,7 @@ impl GuardLink {
         let mut sent = 0;
         while sent < frame.len() {
             let rights = [ControlMessage::ScmRights(&raw)];
-            // The descriptors travel with the first bytes.
+            // The descriptors are sent with the first bytes of the message.
             let control: &[ControlMessage<'_>] = if sent == 0 && !raw.is_empty() { &rights } else { &[] };
             let parts = [IoSlice::new(&frame[sent..])];
             match sendmsg::<()>(socket.as_raw_fd(), &parts, control, MsgFlags::MSG_NOSIGNAL, None) {
@@ -59,7 +60,7 @@ impl GuardLink {
         Ok(())
     }
 
-    /// Returns the guard's next message, or `None` when the guard is gone. Cancel safe.
+    /// Returns the guard's next message, or `None` if the guard is gone. Cancel safe.
     ///
     /// # Errors
     /// The guard sent an invalid message.

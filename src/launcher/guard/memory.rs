@@ -1,7 +1,8 @@
-//! Kills by the kernel's OOM killer: the counters of the workers' cgroup, or of the machine.
+//! Counts kills by the kernel's OOM killer: those in the workers' cgroup, or on the machine.
 //!
-//! Workers inherit the guard's cgroup. The guard reads the counters when workers start and after one ended.
-//! A dead process has no cgroup any more (v1), and the kernel counts before it kills.
+//! Workers inherit the guard's cgroup. The guard reads the counters when workers start and after a worker has
+//! ended. The cgroup of a dead process cannot be looked up any more (v1), and the kernel counts a kill before
+//! it kills.
 
 use std::collections::HashMap;
 use std::fs;
@@ -12,30 +13,31 @@ use convoke_env::ExitCause;
 use crate::cause::OomKills;
 use crate::cgroup::{Cgroup, groups};
 
-/// Kills that have been counted so far.
+/// The OOM kills counted so far, and those already attributed to workers.
 #[derive(Debug, Default)]
 pub(super) struct OomCounter {
-    /// Source of the counter, looked up at the first start of workers.
+    /// File that holds the counter, looked up when the first workers start.
     source: Option<Source>,
-    /// Value of the counter when each running worker started.
+    /// Value of the counter when each running worker started, by worker id.
     at_start: HashMap<u64, u64>,
     /// Number of kills that are attributed to workers that have ended.
     accounted: u64,
 }
 
-/// Location of the counter.
+/// Location of the kernel's OOM kill counter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Source {
-    /// Version 1: `memory.oom_control` and others in this folder.
+    /// Cgroup version 1: `memory.oom_control` and other files in this folder.
     V1(Cgroup),
-    /// Version 2: `memory.events` and others.
+    /// Cgroup version 2: `memory.events` and other files.
     V2(Cgroup),
-    /// `/proc/vmstat`.
+    /// The machine's counter in `/proc/vmstat`, if no cgroup has one.
     Machine,
 }
 
 impl OomCounter {
-    /// Notes that these workers have just started. One call for all of them delays none of their starts.
+    /// Records the counter's value for workers that have just started. One call for all of them reads the
+    /// counter once, and so delays none of their starts.
     pub(super) fn started(&mut self, workers: &[u64]) {
         if workers.is_empty() {
             return;
@@ -46,7 +48,8 @@ impl OomCounter {
         }
     }
 
-    /// Returns the kills since the worker started, without those attributed to other workers.
+    /// Returns the OOM kills since the worker started, without those attributed to other workers. `None` if
+    /// there are none or they cannot be counted.
     pub(super) fn oom_kills(&mut self, worker: u64, cause: ExitCause) -> Option<OomKills> {
         let (source, start) = (self.source.as_ref()?, *self.at_start.get(&worker)?);
         let since = start.max(self.accounted);
@@ -66,7 +69,7 @@ impl OomCounter {
         Some(OomKills { count, cgroup: source.name(), limit_bytes, peak_bytes: peak })
     }
 
-    /// Forgets a worker that is gone.
+    /// Forgets the start of a worker that has ended.
     pub(super) fn forget(&mut self, worker: u64) {
         self.at_start.remove(&worker);
     }

@@ -2,7 +2,7 @@
 //!
 //! The guard starts, signals and reaps workers for the launcher. When the launcher's socket closes, the guard
 //! kills all its own descendants and then exits. It has one thread and no timers except its poll timeout.
-//! [`sweep`] makes its decisions.
+//! [`sweep`] decides which processes to signal when.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ffi::OsString;
@@ -29,15 +29,15 @@ use crate::fault;
 use crate::limits::Limits;
 use crate::os::{FAILURE_BYTES, PreparedProgram, StartingProcess, decode_failure, start_worker};
 
-/// Set to skip pidfds, as on kernels before 5.3.
+/// Environment variable that makes the guard work without pidfds, as on kernels before 5.3.
 const NO_PIDFD: &str = "CONVOKE_NO_PIDFD";
 
-/// Runs the guard until its launcher is done or gone.
+/// Runs the guard until the launcher tells it to exit or dies.
 pub(crate) fn run(socket: UnixStream, limits: Limits) -> ExitCode {
     fault::init("guard");
     match Guard::new(socket, limits).and_then(|mut guard| guard.serve()) {
         Ok(GuardExit::Requested) => ExitCode::SUCCESS,
-        // No process can receive an error any more. The guard answers every error by killing its descendants.
+        // No process can receive an error any more. After every error the guard kills its descendants.
         Ok(GuardExit::LauncherDied) | Err(_) => {
             kill_all(|_, _| {});
             ExitCode::FAILURE
@@ -58,13 +58,14 @@ struct Guard {
     limits: Limits,
     signals: SignalFd,
     decoder: Decoder,
-    /// Descriptors that have arrived, for messages that have not been handled yet.
+    /// File descriptors that have arrived with messages not handled yet.
     descriptors: VecDeque<OwnedFd>,
     workers: BTreeMap<i32, WorkerId>,
     pids: HashMap<WorkerId, i32>,
-    /// Workers that have been forked and have not been seen to execute their program.
+    /// Forked workers that have not executed their program yet. The descriptor shows when they have, or why
+    /// they failed.
     starting: HashMap<i32, OwnedFd>,
-    /// One per running worker, if the kernel has them. Its exit is then a separate event.
+    /// A pidfd for each running worker, if the kernel has them. The worker's exit makes it readable.
     pidfds: HashMap<i32, OwnedFd>,
     use_pidfds: bool,
     sweep: Option<Sweep>,
@@ -76,9 +77,9 @@ struct Guard {
 
 impl Guard {
     fn new(socket: UnixStream, limits: Limits) -> io::Result<Self> {
-        // Schedulers signal every process of a job (Slurm even after setsid). The launcher tells each process
-        // that should stop.
-        // The guard itself exits only on the launcher's request or death.
+        // Schedulers signal every process of a job (Slurm even after setsid). The launcher stops the workers
+        // itself, so the guard ignores such signals. The guard itself exits only on the launcher's request or
+        // death.
         let mut blocked = SigSet::all();
         for synchronous in [Signal::SIGSEGV, Signal::SIGBUS, Signal::SIGFPE, Signal::SIGILL, Signal::SIGABRT]
         {
@@ -144,7 +145,8 @@ impl Guard {
         }
     }
 
-    /// Sleeps until an event comes.
+    /// Sleeps until the launcher sends a message, a child changes its state, or the next step of the sweep is
+    /// due.
     fn wait(&self) -> io::Result<()> {
         let mut wanted = PollFlags::POLLIN;
         wanted.set(PollFlags::POLLOUT, !self.send_buffer.is_empty());
@@ -168,7 +170,8 @@ impl Guard {
         }
     }
 
-    /// Reads what has arrived. Returns false if the launcher is gone.
+    /// Reads the bytes and descriptors that have arrived from the launcher. Returns false if the launcher is
+    /// gone.
     fn receive(&mut self) -> io::Result<bool> {
         let mut bytes = [0; 16 << 10];
         let mut space = nix::cmsg_space!([std::os::fd::RawFd; 3]);
@@ -230,7 +233,8 @@ impl Guard {
         }
     }
 
-    /// Reports a worker that has executed its program or failed to. `pid` may have been reaped already.
+    /// Reports to the launcher that a worker has executed its program, or failed to. The process `pid` may
+    /// have been reaped already.
     fn started(&mut self, pid: i32) -> io::Result<()> {
         let (Some(status), Some(&id)) = (self.starting.remove(&pid), self.workers.get(&pid)) else {
             return Ok(());
@@ -238,7 +242,7 @@ impl Guard {
         let mut failure = [0; FAILURE_BYTES];
         match nix::unistd::read(&status, &mut failure) {
             Ok(FAILURE_BYTES) => {
-                // The process is reaped later as an unknown child.
+                // The failed process is reaped later as an unknown child.
                 self.workers.remove(&pid);
                 self.pids.remove(&id);
                 self.send(&FromGuard::SpawnFailed { id, error: decode_failure(failure) })
@@ -247,7 +251,7 @@ impl Guard {
         }
     }
 
-    /// Reports all workers whose start has succeeded or failed.
+    /// Reports to the launcher all workers whose start has succeeded or failed since the last call.
     fn report_started(&mut self) -> io::Result<()> {
         let pids: Vec<i32> = self.starting.keys().copied().collect();
         for pid in pids {
@@ -281,7 +285,8 @@ impl Guard {
         }
     }
 
-    /// Sends a signal only to processes that catch it, because its default action would kill the others.
+    /// Sends a signal only to those processes of a worker that have a handler for it. The default action
+    /// would kill the others.
     fn forward(&mut self, id: WorkerId, signal: i32) -> io::Result<()> {
         let group = self.pids.get(&id).copied();
         let mut caught = false;
@@ -303,7 +308,8 @@ impl Guard {
 
     fn exited(&mut self, pid: i32, cause: ExitCause, core_dumped: bool, last: bool) {
         self.pidfds.remove(&pid);
-        // The start is reported first, even if both events are seen at once. The next flush reports an error.
+        // The launcher must get the report of the start first, even if start and exit are seen at once. If it
+        // fails, the next flush reports the error.
         let _ = self.started(pid);
         if let Some(id) = self.workers.remove(&pid) {
             self.pids.remove(&id);
@@ -327,7 +333,7 @@ impl Guard {
         Ok(())
     }
 
-    /// Writes as much as the socket accepts. Returns false if the launcher is gone.
+    /// Writes as many bytes of `send_buffer` as the socket accepts. Returns false if the launcher is gone.
     fn flush(&mut self) -> io::Result<bool> {
         while !self.send_buffer.is_empty() {
             match (&self.socket).write(self.send_buffer.as_slices().0) {
@@ -342,7 +348,8 @@ impl Guard {
     }
 }
 
-/// Returns the guard's own variables, which are the launcher's, overridden by those of the worker.
+/// Returns the environment of a worker: the guard's own variables, which are the launcher's, overridden by
+/// those of the request.
 fn environment(request: &SpawnRequest, channel: &OwnedFd) -> Vec<(OsString, OsString)> {
     let mut all: BTreeMap<OsString, OsString> = std::env::vars_os().collect();
     for name in &request.unset {

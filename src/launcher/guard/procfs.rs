@@ -1,4 +1,4 @@
-//! The children of this process, from /proc.
+//! Lists the children of this process, from /proc.
 
 use std::fs;
 
@@ -10,8 +10,8 @@ use super::protocol::Orphan;
 
 /// Returns all children of this process, adopted ones and zombies included.
 ///
-/// The kernel's list of children is reliable only while nothing changes. An empty list is therefore believed
-/// only if wait(2) has no child either.
+/// The kernel's list of children is reliable only while no child is forked or ends. An empty list is
+/// therefore believed only if waitid(2) also reports that there is no child.
 pub(crate) fn children() -> Vec<i32> {
     let listed = children_by_list();
     let nobody = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
@@ -34,7 +34,7 @@ fn children_by_list() -> Vec<i32> {
     found
 }
 
-/// Returns all children of this process by reading the parent of every process.
+/// Returns all children of this process by reading the parent of every process on the machine.
 fn children_by_scan() -> Vec<i32> {
     let me = Pid::this().as_raw();
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
@@ -49,14 +49,14 @@ fn parent(pid: i32) -> Option<i32> {
     stat(pid, 1)
 }
 
-/// Returns a field after the name, which may contain spaces and parentheses: 1 is the parent, 2 the process
-/// group.
+/// Returns field number `field` of `/proc/PID/stat`, counted after the name: 1 is the parent, 2 the process
+/// group. The name may contain spaces and parentheses.
 fn stat(pid: i32, field: usize) -> Option<i32> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(field)?.parse().ok()
 }
 
-/// Returns the processes of a process group that catch a signal.
+/// Returns the processes of a process group that have a handler for a signal.
 pub(crate) fn pids_catching(group: i32, signal: i32) -> Vec<i32> {
     let catches = |pid: &i32| {
         let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
@@ -67,14 +67,14 @@ pub(crate) fn pids_catching(group: i32, signal: i32) -> Vec<i32> {
     pids.filter(|&pid| stat(pid, 2) == Some(group)).filter(catches).collect()
 }
 
-/// Parses a set of signals in the text of `/proc/PID/status`: bit 0 is number 1. Returns 0 if the field is
-/// missing.
+/// Parses the set of signals in line `field` of `/proc/PID/status`, as a bit set: bit 0 is signal 1. Returns
+/// 0 if the line is missing.
 pub(crate) fn signal_set(status: &str, field: &str) -> u64 {
     let line = status.lines().find_map(|line| line.strip_prefix(field));
     line.and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok()).unwrap_or(0)
 }
 
-/// Returns the name of the process for messages.
+/// Returns the pid and name of a process, for messages.
 pub(crate) fn describe(pid: i32) -> Orphan {
     let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     Orphan { pid, name: name.trim_end().to_owned() }

@@ -1,7 +1,7 @@
 //! Messages between launcher and guard: length-prefixed JSON over a unix stream socket.
 //!
-//! Pure: bytes in, messages out. Descriptors travel beside the bytes (SCM_RIGHTS). Each message says how many
-//! of them belong to it.
+//! Pure: bytes in, messages out. File descriptors are sent beside the bytes (SCM_RIGHTS). Each message says
+//! how many descriptors belong to it.
 
 use std::ffi::OsString;
 
@@ -11,30 +11,32 @@ use serde::{Deserialize, Serialize};
 
 use crate::cause::{Evidence, StartFailure};
 
-/// Longest message: a command line and its variables (the kernel's own limit is 6 MiB by default).
+/// Longest message, which is a spawn request: a command line and its variables (the kernel's own limit is 6
+/// MiB by default).
 pub(crate) const MAX_FRAME_BYTES: usize = 64 << 20;
 
-/// Id of one started process, never reused during the life of a launcher.
+/// Id of one worker process, never reused in the life of a launcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub(crate) struct WorkerId(pub(crate) u64);
 
 /// Requests of the launcher to the guard.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum ToGuard {
-    /// Start a worker. Its descriptors: agent channel, then stdout and stderr if they are not inherited.
+    /// Start a worker. The message carries these descriptors: agent channel, then stdout and stderr if they
+    /// are not inherited.
     Spawn(SpawnRequest),
     /// Send a signal to the process group of a worker that has not been reported as exited.
     Signal { id: WorkerId, signal: i32 },
-    /// Send a signal to those processes of the worker that catch it. The answer is `Forwarded`.
+    /// Send a signal to those processes of the worker that have a handler for it. The answer is `Forwarded`.
     Forward { id: WorkerId, signal: i32 },
-    /// End every process that is left after all workers have exited. SIGTERM comes after `delay_ms`,
-    /// SIGKILL after another `grace_ms`. The answer is `Swept`.
+    /// End every process that is left after all workers have exited. The guard sends SIGTERM after
+    /// `delay_ms`, and SIGKILL after another `grace_ms`. The answer is `Swept`.
     Sweep { delay_ms: u64, grace_ms: u64 },
-    /// Exit, and leave processes alone that may still run.
+    /// Exit without ending processes that may still run.
     Exit,
 }
 
-/// A worker to start.
+/// The description of a worker to start.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SpawnRequest {
     pub(crate) id: WorkerId,
@@ -42,20 +44,20 @@ pub(crate) struct SpawnRequest {
     pub(crate) argv: Vec<OsString>,
     /// Variables set over the launcher's own environment.
     pub(crate) vars: Vec<(OsString, OsString)>,
-    /// Variables of the launcher's environment that the worker must not see.
+    /// Variables of the launcher's environment that the worker must not inherit.
     pub(crate) unset: Vec<OsString>,
-    /// CPUs on which the worker may run; empty: those of the launcher.
+    /// CPUs on which the worker may run. If empty, it may run on those of the launcher.
     pub(crate) cpus: Vec<usize>,
-    /// True if the worker leads a session of its own, and not only a process group.
+    /// True if the worker leads a session of its own; false if it leads only a process group.
     pub(crate) own_session: bool,
-    /// True if a descriptor for stdout follows; otherwise stdout is inherited.
+    /// True if the message carries a descriptor for stdout; otherwise stdout is inherited.
     pub(crate) stdout: bool,
-    /// True if a descriptor for stderr follows; otherwise stderr is inherited.
+    /// True if the message carries a descriptor for stderr; otherwise stderr is inherited.
     pub(crate) stderr: bool,
 }
 
 impl ToGuard {
-    /// Returns the number of descriptors that belong to this message.
+    /// Returns the number of file descriptors that this message carries.
     pub(crate) fn descriptors(&self) -> usize {
         match self {
             Self::Spawn(request) => 1 + usize::from(request.stdout) + usize::from(request.stderr),
@@ -64,22 +66,23 @@ impl ToGuard {
     }
 }
 
-/// Reports of the guard.
+/// Messages of the guard to the launcher.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum FromGuard {
-    /// The worker is running.
+    /// The worker has executed its program.
     Spawned { id: WorkerId, pid: i32 },
     /// The worker could not be started.
     SpawnFailed { id: WorkerId, error: StartFailure },
     /// The worker ended and has been reaped. `last` is true if no descendant of any worker is left.
     Exited { id: WorkerId, cause: ExitCause, evidence: Evidence, last: bool },
-    /// `caught` is true if a signal was forwarded, and false if no process of this worker catches it.
+    /// Answer to `Forward`: `caught` is true if the signal was sent, and false if no process of this worker
+    /// has a handler for it.
     Forwarded { id: WorkerId, caught: bool },
-    /// No process that the workers started is left.
+    /// Answer to `Sweep`: no process that the workers started is left, except `stuck`.
     Swept {
-        /// Processes that had to be stopped.
+        /// Processes that the guard had to signal.
         stopped: Vec<Orphan>,
-        /// Processes that even SIGKILL did not end in time (uninterruptible sleep).
+        /// Processes that SIGKILL did not end within the time limit (uninterruptible sleep).
         stuck: Vec<Orphan>,
     },
 }
@@ -91,7 +94,7 @@ pub(crate) struct Orphan {
     pub(crate) name: String,
 }
 
-/// Encodes a message as bytes.
+/// Encodes a message as its length and JSON.
 pub(crate) fn encode(message: &impl Serialize) -> serde_json::Result<Vec<u8>> {
     let mut frame = vec![0; 4];
     serde_json::to_writer(&mut frame, message)?;
@@ -100,7 +103,7 @@ pub(crate) fn encode(message: &impl Serialize) -> serde_json::Result<Vec<u8>> {
     Ok(frame)
 }
 
-/// Decodes a stream of bytes into messages.
+/// Decodes received bytes into messages.
 #[derive(Debug, Default)]
 pub(crate) struct Decoder {
     buffer: Vec<u8>,

@@ -1,7 +1,7 @@
-//! Ends everything that descends from this process.
+//! Ends all descendants of this process.
 //!
-//! This works in a subreaper: a process whose parent dies becomes our child. The sweep kills children and
-//! reaps until there are none, so no process is left, however often processes forked or called setsid.
+//! This works in a subreaper: a process whose parent dies becomes our child. The sweep kills and reaps
+//! children until there are none. So no process is left, however often processes forked or called setsid.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -19,33 +19,35 @@ pub(crate) const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval of the search for children that were forked while their parent was being killed.
 const RESCAN: Duration = Duration::from_millis(5);
 
-/// A sweep in progress. Its owner reaps children and calls [`Sweep::step`] after every change.
+/// A sweep in progress: it signals all descendants of this process until none is left. Its owner reaps
+/// children and calls [`Sweep::step`] after every change.
 #[derive(Debug)]
 pub(crate) struct Sweep {
     term_at: Instant,
     kill_at: Instant,
-    /// All processes that were found, and whether SIGKILL was already sent.
+    /// All processes that were found, by pid, and whether SIGKILL was already sent to them.
     found: BTreeMap<i32, (Orphan, bool)>,
 }
 
 /// Result of a sweep.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct SweepResult {
-    /// Processes that had to be stopped.
+    /// Processes that the sweep signalled and that have ended.
     pub(crate) stopped: Vec<Orphan>,
-    /// Processes that still exist.
+    /// Processes that still exist after the time limit.
     pub(crate) stuck: Vec<Orphan>,
 }
 
 impl Sweep {
-    /// Starts a sweep: SIGTERM for processes that still exist after `delay`, SIGKILL after another `grace`
-    /// (zero: at once).
+    /// Starts a sweep. It sends SIGTERM to processes that still exist after `delay`, and SIGKILL after
+    /// another `grace` (zero: at once).
     pub(crate) fn new(now: Instant, delay: Duration, grace: Duration) -> Self {
         let term_at = now + delay;
         Self { term_at, kill_at: term_at + grace, found: BTreeMap::new() }
     }
 
-    /// Sends the signals that are due. Returns `Some` when the sweep is over. Reap before every call.
+    /// Sends the signals that are due at `now`. Returns `Some` when the sweep is over. The caller must reap
+    /// children before every call.
     pub(crate) fn step(&mut self, now: Instant) -> Option<SweepResult> {
         let killing = now >= self.kill_at;
         let children = procfs::children();
@@ -61,11 +63,11 @@ impl Sweep {
                 (true, _, true) | (false, true, _) => continue,
             };
             *killed |= killing;
-            // ESRCH is impossible: the process is our unreaped child. A process with EPERM (it changed its
-            // user) is reported as stuck.
+            // The kill cannot fail with ESRCH: the process is our unreaped child. If it fails with EPERM (the
+            // process changed its user), the process is reported as stuck.
             let _ = kill(Pid::from_raw(pid), signal);
             if !killing {
-                // A stopped process would not run during its grace period.
+                // A stopped process could not handle SIGTERM in its grace period.
                 let _ = kill(Pid::from_raw(pid), Signal::SIGCONT);
             }
         }
@@ -80,7 +82,7 @@ impl Sweep {
         })
     }
 
-    /// Returns the time of the next [`Sweep::step`] if nothing happens before.
+    /// Returns the time at which to call [`Sweep::step`] next if no child ends before.
     pub(crate) fn wake_at(&self, now: Instant) -> Instant {
         [self.term_at, self.kill_at].into_iter().find(|&at| now < at).unwrap_or(now + RESCAN)
     }
@@ -91,10 +93,10 @@ pub(crate) fn reap(mut on_exit: impl FnMut(i32, ExitCause)) {
     let _ = reap_with_core(|pid, cause, _| on_exit(pid, cause));
 }
 
-/// Reaps like [`reap`]. The last argument of `on_exit` says whether the kernel wrote a core file. Returns
-/// true if no child is left.
+/// Reaps every child that has ended, as [`reap`]. The last argument of `on_exit` says whether the kernel
+/// wrote a core file. Returns true if no child is left.
 pub(super) fn reap_with_core(mut on_exit: impl FnMut(i32, ExitCause, bool)) -> bool {
-    /// Flag in the status that wait(2) returns.
+    /// Flag of wait(2)'s status: the kernel wrote a core file.
     const CORE_DUMPED: i32 = 0x80;
     loop {
         match rustix::process::wait(WaitOptions::NOHANG) {
@@ -113,7 +115,7 @@ pub(super) fn reap_with_core(mut on_exit: impl FnMut(i32, ExitCause, bool)) -> b
     }
 }
 
-/// Kills and reaps all descendants, for a process that has no other work left.
+/// Kills and reaps all descendants. Blocks, so it is for a process that has no other work left.
 pub(crate) fn kill_all(mut on_exit: impl FnMut(i32, ExitCause)) -> SweepResult {
     let mut sweep = Sweep::new(Instant::now(), Duration::ZERO, Duration::ZERO);
     loop {
@@ -121,7 +123,8 @@ pub(crate) fn kill_all(mut on_exit: impl FnMut(i32, ExitCause)) -> SweepResult {
         if let Some(swept) = sweep.step(Instant::now()) {
             return swept;
         }
-        // No other code runs in this process, and a dying child cannot wake it otherwise.
+        // A sleep is needed, since the end of a child does not wake this loop. No other code runs in this
+        // process.
         std::thread::sleep(Duration::from_millis(1));
     }
 }

@@ -1,5 +1,5 @@
-//! Writes one of the launcher's own streams from a thread of its own, so that a slow terminal does not delay
-//! files and other streams.
+//! Writes the launcher's stdout or stderr from a separate thread, so that a slow terminal does not delay log
+//! files and the other stream.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -8,31 +8,34 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The maximum of bytes waiting to be written. Beyond it the workers are slowed down to the console's pace.
+/// Most bytes waiting to be written to a console. Beyond it the launcher stops reading the workers' output,
+/// so that they slow down to the console's pace.
 const PENDING_MAX_BYTES: usize = 8 << 20;
-/// A console that accepts nothing for this long is abandoned: a stopped terminal must not stop the job.
+/// Output for a console that accepts nothing for this long is dropped: a stopped terminal must not stop the
+/// job.
 const STALL_TIMEOUT: Duration = Duration::from_secs(10);
-/// A console is making progress if it has written something within this time.
+/// A console counts as making progress if it has accepted data within this time.
 const PROGRESS_WINDOW: Duration = Duration::from_secs(2);
-/// The maximum time to wait for a slow console at the end, beyond the requested time, while it accepts data.
+/// Most time by which the wait for a slow console at the end exceeds the requested time, while the console
+/// accepts data.
 const MAX_EXTENSION: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
-/// The size of one write: small enough that a slow console still shows progress.
+/// Bytes per write to a console: few enough that a slow console still shows progress.
 const WRITE_BYTES: usize = 16 << 10;
 
-/// The sending side, which collects lines. Used by one thread.
+/// The sending side of a console: collects lines for the thread that writes them. Used by one thread.
 #[derive(Debug)]
 pub(super) struct Console {
     shared: Arc<Shared>,
-    /// The parts that the thread needs. It starts with the first bytes.
+    /// What the writing thread needs. The thread starts with the first bytes; then this is `None`.
     unstarted: Option<Unstarted>,
-    /// The source whose unfinished line is on the console.
+    /// Number of the source whose unfinished line is the last on the console.
     open: Option<usize>,
-    /// True if that line was passed through unchanged.
+    /// True if that unfinished line was passed through unchanged, without prefix.
     open_raw: bool,
-    /// Collected lines, not yet handed over.
+    /// Collected lines, not yet passed to the writing thread.
     batch: Vec<u8>,
-    /// Bytes that were dropped since the console stalled.
+    /// Number of bytes that were dropped since the console stalled; `None` if it has not.
     dropped: Option<u64>,
     stall: Duration,
 }
@@ -52,18 +55,18 @@ impl fmt::Debug for Unstarted {
 struct Shared {
     state: Mutex<State>,
     changed: Condvar,
-    /// Counts writes, which shows whether the console makes progress.
+    /// Number of completed writes, which shows whether the console makes progress.
     writes: AtomicU64,
 }
 
 #[derive(Debug, Default)]
 struct State {
     pending: Vec<u8>,
-    /// The thread is about to write what it took.
+    /// True if the thread has taken bytes and not finished writing them.
     writing: bool,
-    /// The sender is gone, so no more bytes will come.
+    /// True if the sender is gone, so that no more bytes will come.
     closed: bool,
-    /// The error that broke the stream. All later bytes are dropped.
+    /// The error with which a write to the console failed. All later bytes are dropped.
     broken: Option<io::ErrorKind>,
 }
 
@@ -74,7 +77,7 @@ impl Shared {
 }
 
 impl Console {
-    /// A console that a thread of this name writes to `stream`, from the first bytes on.
+    /// Creates a console for `stream`. A thread of this name writes to it, started with the first bytes.
     pub(super) fn new(name: &str, stream: Box<dyn Write + Send>) -> Self {
         Self::with_stall(name, stream, STALL_TIMEOUT)
     }
@@ -101,13 +104,14 @@ impl Console {
         started.map(drop)
     }
 
-    /// Adds a piece of a line of `source`, and its newline if it is over.
+    /// Adds `text`, a piece of a line of `source`. `newline` says that the line ends here, and `continued`
+    /// that earlier pieces of it were added.
     ///
-    /// A line that others have interrupted gets its prefix again.
+    /// A line that other sources have interrupted gets its prefix again.
     pub(super) fn add(&mut self, source: usize, prefix: &[u8], text: &[u8], newline: bool, continued: bool) {
         if self.open != Some(source) {
             if continued && text.is_empty() {
-                return; // its newline was put in by whoever interrupted it
+                return; // the source that interrupted the line has already added its newline
             }
             self.close_line();
             self.batch.extend_from_slice(prefix);
@@ -120,7 +124,7 @@ impl Console {
         }
     }
 
-    /// Adds bytes of `source` unchanged. Unfinished lines of other sources stay unfinished, as if each
+    /// Adds bytes of `source` unchanged. Unfinished lines of other sources do not get a newline, as if each
     /// source wrote directly.
     pub(super) fn pass_through(&mut self, source: usize, parts: [&[u8]; 2]) {
         if self.open.is_some() && !self.open_raw {
@@ -133,15 +137,16 @@ impl Console {
         self.open_raw = true;
     }
 
-    /// Adds a line of the launcher itself.
+    /// Adds a line of the launcher itself, with `convoke:` before it.
     pub(super) fn add_launcher_line(&mut self, line: &str) {
         self.close_line();
         self.batch.extend_from_slice(format!("convoke: {line}\n").as_bytes());
     }
 
-    /// Hands the collected lines to the thread. Waits while the console is behind.
+    /// Passes the collected lines to the writing thread. Waits while too many bytes are waiting for the
+    /// console.
     ///
-    /// Returns the error that broke the stream, if any.
+    /// Returns the error that a write to the console had, if any.
     pub(super) fn submit(&mut self) -> Option<io::ErrorKind> {
         if self.batch.is_empty() {
             return None;
@@ -187,20 +192,20 @@ impl Console {
         None
     }
 
-    /// Waits, as long as `deadline` lasts, until all bytes are written or the stream is broken.
+    /// Waits until all bytes are written or a write has failed, at most until `deadline`.
     ///
-    /// Returns the error that broke the stream, if any.
+    /// Returns the error that a write to the console had, if any.
     pub(super) fn flush_console(&self, deadline: &mut ConsoleDeadline) -> Option<io::ErrorKind> {
         let mut state = self.shared.lock();
         while state.broken.is_none() && (state.writing || !state.pending.is_empty()) {
-            // When the launcher exits, the process's end also ends the thread.
+            // After the deadline the thread may still be writing. It ends with the launcher's process.
             let Some(left) = deadline.left(self.shared.writes.load(Ordering::Relaxed)) else { break };
             state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
         state.broken
     }
 
-    /// Returns a counter of writes, which shows whether the console makes progress.
+    /// Returns a counter of completed writes, which shows whether the console makes progress.
     pub(super) fn writes(&self) -> Writes {
         Writes(Arc::clone(&self.shared))
     }
@@ -212,7 +217,7 @@ impl Console {
     }
 }
 
-/// Counts the writes of a console.
+/// Counts the completed writes of a console.
 #[derive(Debug, Clone)]
 pub(super) struct Writes(Arc<Shared>);
 
@@ -222,7 +227,7 @@ impl Writes {
     }
 }
 
-/// The time to wait for consoles: until a deadline, and beyond it while they accept data.
+/// Time to wait for consoles: until a deadline, and beyond it while they accept data.
 #[derive(Debug)]
 pub(super) struct ConsoleDeadline {
     until: Instant,
@@ -235,7 +240,8 @@ impl ConsoleDeadline {
         Self { until: deadline, latest: deadline + MAX_EXTENSION, seen: 0 }
     }
 
-    /// Returns the time to wait before the next check; `None` when the wait is over.
+    /// Returns the time to wait before the next check, given the number of completed writes; `None` when the
+    /// wait is over.
     pub(super) fn left(&mut self, writes: u64) -> Option<Duration> {
         let now = Instant::now();
         if writes != self.seen {

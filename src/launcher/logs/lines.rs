@@ -1,38 +1,38 @@
-//! Splits bytes into lines as they arrive. Pure.
+//! Splits the bytes of a worker's output into lines as they arrive. Pure.
 
 use memchr::memchr2;
 
-/// A line longer than this is passed on in pieces.
+/// A line longer than this is passed on in several pieces.
 pub(super) const LINE_MAX_BYTES: usize = 64 << 10;
 
-/// A line, or a piece of one.
+/// A line of a worker's output, or a piece of one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Piece<'a> {
-    /// The text that was not passed on before.
+    /// The part of the line that earlier pieces did not contain.
     pub(super) text: &'a [u8],
-    /// The line from its start, without its newline. For a line beyond [`LINE_MAX_BYTES`], the part after
-    /// the last cut.
+    /// The line from its start, without its newline. If the line is longer than [`LINE_MAX_BYTES`], the part
+    /// after the last cut.
     pub(super) line: &'a [u8],
-    /// A newline or a cut ended `line`, so that nothing more will be added to it.
+    /// True if a newline or a cut ended `line`, so that nothing more will be added to it.
     pub(super) complete: bool,
-    /// A newline follows.
+    /// True if the line ended with a newline here.
     pub(super) newline: bool,
 }
 
-/// Cuts a stream into lines like Python's text files. A line ends with `\n`, `\r\n` or `\r`; progress bars
+/// Cuts output into lines like Python's text files. A line ends with `\n`, `\r\n` or `\r`; progress bars
 /// write `\r`.
 #[derive(Debug, Default)]
 pub(super) struct Lines {
-    /// The unfinished line.
+    /// Bytes of the unfinished line.
     partial: Vec<u8>,
-    /// The number of its bytes that were passed on.
+    /// Number of bytes of `partial` that were passed on.
     shown: usize,
-    /// The last byte was `\r`; a following `\n` belongs to it.
+    /// True if the last byte was `\r`. A `\n` after it belongs to the same line end.
     after_return: bool,
 }
 
 impl Lines {
-    /// Passes on all lines that `bytes` completes.
+    /// Adds `bytes` and passes all lines that they complete to `pass`.
     pub(super) fn feed(&mut self, mut bytes: &[u8], mut pass: impl FnMut(Piece<'_>)) {
         if self.after_return && !bytes.is_empty() {
             self.after_return = false;
@@ -69,7 +69,7 @@ impl Lines {
         self.partial.extend_from_slice(bytes);
     }
 
-    /// Passes on the unfinished line, up to its last whole character.
+    /// Passes the unfinished line to `pass`, up to its last whole character.
     pub(super) fn show_partial(&mut self, mut pass: impl FnMut(Piece<'_>)) {
         let text = &self.partial[self.shown..];
         let whole = text.len() - incomplete_utf8_len(text);
@@ -80,14 +80,14 @@ impl Lines {
         }
     }
 
-    /// Passes on the rest at the end of the stream.
+    /// Passes the unfinished line to `pass` at the end of the output.
     pub(super) fn finish(&mut self, mut pass: impl FnMut(Piece<'_>)) {
         if !self.partial.is_empty() {
             self.pass_partial(true, false, &mut pass);
         }
     }
 
-    /// Returns whether [`Lines::show_partial`] has something to show.
+    /// Returns whether an unfinished line has bytes that [`Lines::show_partial`] can pass on.
     pub(super) fn has_partial(&self) -> bool {
         self.shown < self.partial.len()
     }
@@ -99,7 +99,7 @@ impl Lines {
     }
 }
 
-/// Returns the number of bytes at the end that begin a character whose rest may still come.
+/// Returns the number of bytes at the end that begin a UTF-8 character whose rest may still come.
 pub(super) fn incomplete_utf8_len(bytes: &[u8]) -> usize {
     let longest = bytes.len().min(3);
     (1..=longest)

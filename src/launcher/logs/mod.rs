@@ -1,11 +1,13 @@
 //! Routes the output of the workers to the console, to files, or to both.
 //!
-//! [`RunDir`] is one launcher's directory. [`AttemptDir`] is the directory of one attempt and provides the
-//! descriptors of each worker. The worker itself writes a file without tee. A teed stream is a pipe that
-//! [`Tee`] reads. A stderr that goes to the console is also such a pipe, since the report needs its last
-//! lines if the worker fails. If the console is a terminal, the stream is a pseudo-terminal instead.
+//! [`RunDir`] is the directory of one launcher. [`AttemptDir`] is the directory of one attempt (one start of
+//! the workers) and provides the descriptors of each worker. Without tee, the worker itself writes to its
+//! file. A teed stream is a pipe that [`Tee`] reads. A stderr that goes to the console is also such a pipe,
+//! since the report needs its last lines if the worker fails. If the console is a terminal, the worker gets a
+//! pseudo-terminal instead of the pipe.
 //!
-//! Logs serve the job. The launcher reports a problem here once, and the job continues without files.
+//! A problem with log files must not end the job. The launcher reports it once, and the job continues without
+//! files.
 
 mod console;
 mod lines;
@@ -38,7 +40,7 @@ use tee::{Source, Stream};
 const RANDOM_CHARS: usize = 8;
 const PIPE_BYTES: i32 = 256 << 10;
 
-/// The reasons why there can be no logs.
+/// Reasons why the workers' output cannot be routed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LogError {
     /// The operating system refuses a pipe, a thread or /dev/null.
@@ -51,40 +53,41 @@ pub(crate) enum LogError {
     },
 }
 
-/// Adds the failed operation to an error.
+/// Returns a function that adds the failed operation to an error.
 fn system(what: &'static str) -> impl FnOnce(io::Error) -> LogError {
     move |source| LogError::System { what, source }
 }
 
-/// The directory of one launcher, `<base>/<run id>_<8 random>`.
+/// The log directory of one launcher, `<base>/<run id>_<8 random>`.
 #[derive(Debug)]
 pub(crate) struct RunDir {
     settings: Arc<Settings>,
-    /// `None` with `--log-dir=/dev/null`, or if it could not be made.
+    /// `None` with `--log-dir=/dev/null`, or if the directory could not be made.
     path: Option<PathBuf>,
 }
 
-/// The settings that all attempts share.
+/// Settings that all attempts of a launcher share.
 #[derive(Debug)]
 struct Settings {
     config: LogConfig,
     host: String,
-    /// The launcher's own stderr is a terminal. A worker's stderr is then one too, so that colours and
-    /// progress bars work.
+    /// True if the launcher's own stderr is a terminal. A worker's stderr is then a terminal too, so that
+    /// colours and progress bars work.
     terminal: bool,
     reported: Arc<ReportedProblems>,
 }
 
-/// The problems already reported. Each kind is reported once in the life of a launcher.
+/// Problems that were already reported. Each kind is reported once in the life of a launcher.
 #[derive(Debug, Default)]
 struct ReportedProblems {
-    /// A problem with files.
+    /// True if a problem with log files was reported.
     files: AtomicBool,
-    /// A problem with the launcher's stdout. A broken stderr cannot be reported anywhere.
+    /// True if a problem with the launcher's stdout was reported. A failing stderr cannot be reported
+    /// anywhere.
     stdout: AtomicBool,
 }
 
-/// The directory of one attempt, `attempt_<restarts>`, and the streams of its workers.
+/// The log directory of one attempt, `attempt_<restarts>`, and the output streams of its workers.
 #[derive(Debug)]
 pub(crate) struct AttemptDir {
     settings: Arc<Settings>,
@@ -93,34 +96,35 @@ pub(crate) struct AttemptDir {
     filtered: [Option<File>; 2],
 }
 
-/// The descriptors and paths that a worker gets.
+/// Descriptors and paths for one worker's output.
 #[derive(Debug)]
 pub(crate) struct WorkerStdio {
-    /// Its standard output.
+    /// Destination of the worker's standard output.
     pub(crate) stdout: StdioTarget,
-    /// Its standard error.
+    /// Destination of the worker's standard error.
     pub(crate) stderr: StdioTarget,
-    /// TORCHELASTIC_ERROR_FILE; `None` if there are no files.
+    /// Path for TORCHELASTIC_ERROR_FILE; `None` if there are no log files.
     pub(crate) error_file: Option<PathBuf>,
-    /// The end of its standard error.
+    /// Source of the last lines of the worker's standard error.
     pub(crate) stderr_tail: StderrTail,
 }
 
-/// The destination of one stream of a worker.
+/// Destination of a worker's stdout or stderr.
 #[derive(Debug)]
 pub(crate) enum StdioTarget {
-    /// The launcher's own stream.
+    /// The stdout or stderr that the worker inherits from the launcher.
     Inherit,
-    /// The stream is discarded.
+    /// /dev/null: the output is discarded.
     Null(OwnedFd),
-    /// A file.
+    /// A log file.
     File(OwnedFd),
-    /// A pipe to [`Tee`], to be closed here once the worker has it.
+    /// The worker's end of a pipe or pseudo-terminal that [`Tee`] reads. The launcher closes this end once
+    /// the worker has it.
     Pipe(OwnedFd),
 }
 
 impl StdioTarget {
-    /// The descriptor to give to the worker; `None` to inherit.
+    /// Returns the descriptor to give to the worker; `None` if it inherits the launcher's.
     pub(crate) fn as_fd(&self) -> Option<BorrowedFd<'_>> {
         match self {
             Self::Inherit => None,
@@ -130,7 +134,7 @@ impl StdioTarget {
 }
 
 impl RunDir {
-    /// Creates the directory. If that fails, reports it, and there will be no files.
+    /// Creates the directory. If that fails, the launcher warns, and there will be no log files.
     pub(crate) fn create(config: &LogConfig, run_id: &str) -> Self {
         Self::create_on(config, run_id, io::stderr().is_terminal())
     }
@@ -158,7 +162,7 @@ impl RunDir {
         Self { settings, path }
     }
 
-    /// Returns the directory; `None` if there are no files.
+    /// Returns the directory; `None` if the launcher writes no log files.
     pub(crate) fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
@@ -168,15 +172,15 @@ impl RunDir {
         self.path().filter(|_| matches!(self.settings.config.dir, LogDir::Temporary))
     }
 
-    /// Called when a worker has succeeded. Removes its directory if that is empty and in TMPDIR. Some file
-    /// systems take 0.1 ms for it, in which the other workers end.
+    /// Removes the directory of a worker if it is empty and in TMPDIR. To be called when the worker has
+    /// succeeded: a file system may take 0.1 ms, in which the other workers end.
     pub(crate) fn worker_succeeded(&self, restarts: u32, local_rank: usize) {
         if let Some(path) = self.temporary() {
             let _ = fs::remove_dir(path.join(attempt_name(restarts)).join(local_rank.to_string()));
         }
     }
 
-    /// Called when the job has ended. Removes empty directories in TMPDIR.
+    /// Removes empty directories in TMPDIR. To be called when the job has ended.
     pub(crate) fn remove_empty(&self) {
         let Some(path) = self.temporary() else { return };
         // This suffices if all workers of the first attempt succeeded and wrote no files.
@@ -186,8 +190,8 @@ impl RunDir {
         }
     }
 
-    /// Called when the workers of an attempt have ended. Reports if the disk may have been too full for
-    /// their files. A worker that writes its file itself is the only one to see the error, and may be unable
+    /// Warns if the disk may have been too full for the log files. To be called when the workers of an
+    /// attempt have ended. If a worker writes its file itself, only it sees the error, and it may be unable
     /// to report it.
     pub(crate) fn check_space(&self) {
         let Some(path) = &self.path else { return };
@@ -203,10 +207,11 @@ impl RunDir {
         }
     }
 
-    /// Makes the directory of an attempt anew, with one directory for each of `nproc` local ranks.
+    /// Creates the directory of an attempt, with one directory for each of `nproc` local ranks. An existing
+    /// one is removed before.
     ///
     /// # Errors
-    /// None at present: a problem is reported, and there will be no files.
+    /// None at present: a problem is reported, and there will be no log files.
     pub(crate) fn attempt(&self, restarts: u32, nproc: usize) -> Result<AttemptDir, LogError> {
         let mut attempt = AttemptDir {
             settings: Arc::clone(&self.settings),
@@ -229,14 +234,14 @@ impl RunDir {
     }
 }
 
-/// Blocks SIGXFSZ in a thread that writes. A write beyond `ulimit -f` then fails, and no signal ends the
-/// launcher.
+/// Blocks SIGXFSZ in a thread that writes files. A write beyond `ulimit -f` then fails, and the signal does
+/// not end the launcher.
 fn block_file_size_signal() {
-    // If this fails, the signal ends the job, as in other programs.
+    // If blocking fails, the signal ends the launcher, as it does other programs.
     let _ = SigSet::from(Signal::SIGXFSZ).thread_block();
 }
 
-/// Replaces the error "File exists" if the path is no directory.
+/// Replaces the error "File exists" by "Not a directory" if `base` exists and is no directory.
 fn clarify_error(error: io::Error, base: &Path) -> io::Error {
     if error.kind() == io::ErrorKind::AlreadyExists && fs::metadata(base).is_ok_and(|found| !found.is_dir()) {
         return io::Error::from_raw_os_error(nix::libc::ENOTDIR);
@@ -258,13 +263,14 @@ fn remove_empty(directory: &Path) {
     let _ = fs::remove_dir(directory);
 }
 
-/// Writes a block to an unnamed file, which the system removes at once.
+/// Checks for free space: writes a block to an unnamed file, which the system removes at once.
 fn probe_disk_space(directory: &Path) -> io::Result<()> {
     const BLOCK: [u8; 4096] = [0; 4096];
     OpenOptions::new().write(true).custom_flags(nix::libc::O_TMPFILE).open(directory)?.write_all(&BLOCK)
 }
 
-/// Makes `<base>/<prefix>_<8 random>` and returns its absolute path, since workers may change theirs.
+/// Makes the directory `<base>/<prefix>_<8 random>`. Returns its absolute path, since workers may change
+/// their working directory.
 fn make_random(base: &Path, prefix: &str) -> io::Result<PathBuf> {
     const ALPHABET: &[u8; 32] = b"abcdefghijklmnopqrstuvwxyz234567";
     let prefix = prefix.replace('/', "_");
@@ -281,7 +287,8 @@ fn make_random(base: &Path, prefix: &str) -> io::Result<PathBuf> {
     Err(io::ErrorKind::AlreadyExists.into())
 }
 
-/// Makes the directory of an attempt; returns the files of the duplicate filters.
+/// Makes the directory of an attempt. Returns the files for lines that match the duplicate filters of stdout
+/// and stderr.
 fn create_attempt_dir(path: &Path, nproc: usize, config: &LogConfig) -> io::Result<[Option<File>; 2]> {
     match fs::remove_dir_all(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -299,16 +306,17 @@ fn create_attempt_dir(path: &Path, nproc: usize, config: &LogConfig) -> io::Resu
     ])
 }
 
-/// Files are appended to, so that `truncate` frees space of a running job.
+/// Opens a log file for appending, so that `truncate` frees its space while the job is running.
 fn append(path: &Path) -> io::Result<File> {
     OpenOptions::new().create(true).append(true).open(path)
 }
 
 impl AttemptDir {
-    /// Returns the stdio of the worker with this local and global rank. To be called once for each worker.
+    /// Returns the descriptors and paths for the output of the worker with this local and global rank. To be
+    /// called once for each worker.
     ///
     /// # Errors
-    /// [`LogError::System`]: no pipe, no /dev/null.
+    /// [`LogError::System`]: the system refuses a pipe or /dev/null.
     pub(crate) fn worker(&mut self, local_rank: usize, rank: usize) -> Result<WorkerStdio, LogError> {
         let (stdout, _) = self.target(Stream::Stdout, local_rank, rank)?;
         let (stderr, stderr_tail) = self.target(Stream::Stderr, local_rank, rank)?;
@@ -316,10 +324,10 @@ impl AttemptDir {
         Ok(WorkerStdio { stdout, stderr, error_file, stderr_tail })
     }
 
-    /// Starts to copy the output of teed streams; `None` if there are none.
+    /// Starts the thread that copies the output of teed streams; `None` if there are none.
     ///
     /// # Errors
-    /// [`LogError::System`]: no thread.
+    /// [`LogError::System`]: the system refuses the thread.
     pub(crate) fn start_tee(self) -> Result<Option<Tee>, LogError> {
         if self.sources.is_empty() {
             return Ok(None);
@@ -369,7 +377,7 @@ impl AttemptDir {
         if let (Some(file), Some(path)) = (file, path) {
             return Ok((StdioTarget::File(file.into()), StderrTail::File(path)));
         }
-        // If no file could be made, the output goes to the console rather than being lost.
+        // If no log file could be made, redirected output goes to the console rather than being lost.
         let inherit = on_console && !(redirected && config.dir == LogDir::Disabled);
         let nowhere = redirected && !inherit;
         if tail_wanted && !nowhere {
@@ -404,14 +412,14 @@ impl AttemptDir {
 }
 
 impl Settings {
-    /// Prints one line on stderr, the first time only.
+    /// Prints a warning on stderr about log files, if it is the first one.
     fn warn_once(&self, what: &str) {
         if !self.reported.files.swap(true, Ordering::Relaxed) {
             print_message(&format!("warning: {what}"));
         }
     }
 
-    /// Reports that there will be no files, where the output goes instead, and the remedy.
+    /// Warns that there will be no log files. Says where the output goes instead, and the remedy.
     fn warn_no_files(&self, directory: &Path, error: &io::Error) {
         let redirected = self.config.redirects != StreamChoice::All(Streams::default());
         let instead = if redirected { "with its output on the console" } else { "without them" };
@@ -433,13 +441,13 @@ fn pipe() -> Result<(OwnedFd, OwnedFd), LogError> {
     let (ours, theirs) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).map_err(|error| {
         LogError::System { what: "cannot create a pipe for a worker's output", source: error.into() }
     })?;
-    // A larger pipe means fewer switches between worker and launcher. A refusal (pipe-user-pages-soft) does
-    // no harm.
+    // A larger pipe means fewer switches between worker and launcher. If the system refuses the size
+    // (pipe-user-pages-soft), the pipe still works.
     let _ = nix::fcntl::fcntl(&ours, nix::fcntl::FcntlArg::F_SETPIPE_SZ(PIPE_BYTES));
     Ok((ours, theirs))
 }
 
-/// Returns the prefix of each teed line.
+/// Returns the prefix of each teed line of a worker.
 fn prefix(config: &LogConfig, host: &str, local_rank: usize, rank: usize) -> Vec<u8> {
     let (local_rank, rank) = (local_rank.to_string(), rank.to_string());
     expand(config.prefix_template.as_bytes(), |name| match name {

@@ -1,5 +1,5 @@
-//! Provides a pseudo-terminal for a stderr that the launcher copies to a terminal. Colours and progress bars
-//! still work, and the launcher can keep the last lines.
+//! Provides a pseudo-terminal for a worker's stderr that the launcher copies to a terminal. Colours and
+//! progress bars still work, and the launcher can keep the last lines.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -7,7 +7,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use rustix::pty::{OpenptFlags, grantpt, ioctl_tiocgptpeer, openpt, unlockpt};
 use rustix::termios::{OptionalActions, Winsize, tcgetattr, tcgetwinsize, tcsetattr, tcsetwinsize};
 
-/// Opens a pseudo-terminal: the launcher's end and the worker's. Bytes pass from the worker's end unchanged.
+/// Opens a pseudo-terminal. Returns the launcher's end and the worker's. The terminal is raw: it passes bytes
+/// from the worker unchanged.
 ///
 /// # Errors
 /// The system cannot provide a pseudo-terminal (no /dev/pts, too many).
@@ -24,7 +25,8 @@ pub(super) fn open() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok((ours, theirs))
 }
 
-/// Resizes a worker's terminal to the size of the console; `last` is its current size.
+/// Resizes a worker's pseudo-terminal to the size of the console. `last` is the size set before, and is
+/// updated.
 pub(super) fn sync_size(ours: &impl AsFd, last: &mut Option<Winsize>) {
     let Ok(size) = tcgetwinsize(io::stderr()) else { return };
     let same = |last: &Winsize| (last.ws_row, last.ws_col) == (size.ws_row, size.ws_col);

@@ -1,4 +1,4 @@
-//! The last bytes of a stream, for the report of a failure.
+//! Keeps the last bytes of a worker's stderr, for the report of a failure.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -8,19 +8,19 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// The number of bytes kept of each worker's stderr: enough for a long traceback with some output after it.
 pub(super) const TAIL_BYTES: usize = 32 << 10;
 
-/// The last bytes of a stream that the launcher copies; clones share them.
+/// The last bytes of a stderr that the launcher copies. Clones share the bytes.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Tail(Arc<Mutex<TailBuffer>>);
 
 #[derive(Debug, Default)]
 struct TailBuffer {
     bytes: Vec<u8>,
-    /// Earlier bytes were dropped.
+    /// True if earlier bytes were dropped.
     cut: bool,
 }
 
 impl Tail {
-    /// Adds the bytes just copied.
+    /// Adds bytes that the launcher has just copied.
     pub(super) fn push(&self, bytes: &[u8]) {
         let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if bytes.len() >= TAIL_BYTES {
@@ -29,7 +29,8 @@ impl Tail {
             kept.bytes.extend_from_slice(&bytes[bytes.len() - TAIL_BYTES..]);
             return;
         }
-        // Moves the bytes only rarely, so that each byte is copied only once more.
+        // Drops old bytes only when the buffer has twice the needed size, so that each byte is moved at most
+        // about once.
         if kept.bytes.len() + bytes.len() > 2 * TAIL_BYTES {
             let gone = kept.bytes.len() + bytes.len() - TAIL_BYTES;
             kept.bytes.drain(..gone);
@@ -45,18 +46,18 @@ impl Tail {
     }
 }
 
-/// The source of the last lines of a worker's stderr.
+/// Where the report gets the last lines of a worker's stderr.
 #[derive(Debug, Clone)]
 pub(crate) enum StderrTail {
-    /// No source: the stream bypassed the launcher, or its tail is not needed.
+    /// Nowhere: the output bypassed the launcher, or its last lines are not needed.
     Unknown,
-    /// The launcher copied the stream.
+    /// From the bytes that the launcher kept while it copied the output.
     Stream(TailHandle),
-    /// The worker's own file.
+    /// From the file to which the worker itself writes.
     File(PathBuf),
 }
 
-/// A stream's last bytes.
+/// The last bytes of a stderr that the launcher copies.
 #[derive(Debug, Clone)]
 pub(crate) struct TailHandle(Tail);
 
@@ -67,7 +68,8 @@ impl From<Tail> for StderrTail {
 }
 
 impl StderrTail {
-    /// Returns the last bytes, and whether others came before them. Leaves out unreadable parts.
+    /// Returns the last bytes of the stderr, and whether others came before them. Returns no bytes if they
+    /// cannot be read.
     pub(crate) fn read(&self) -> (Vec<u8>, bool) {
         match self {
             Self::Unknown => (Vec::new(), false),

@@ -1,4 +1,4 @@
-//! Reads error files, in which a worker describes its own failure, by torch's `@record` or otherwise.
+//! Reads error files. In such a file a worker describes its own failure, by torch's `@record` or otherwise.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -6,10 +6,10 @@ use std::path::Path;
 
 use serde_json::Value;
 
-/// Longest error file that is read. A job can fail on many ranks at once.
+/// Longest error file that is read, in bytes. A job can fail on many ranks at once, each with its file.
 const FILE_MAX_BYTES: u64 = 1 << 20;
 
-/// A worker's account of its failure.
+/// What a worker's error file says about its failure.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ErrorFileContent {
     /// The time of the failure, in seconds since 1970.
@@ -18,7 +18,7 @@ pub(super) struct ErrorFileContent {
     pub(super) traceback: String,
 }
 
-/// Reads an account; `None` if there is no file.
+/// Reads an error file; `None` if there is none.
 ///
 /// # Errors
 /// A description of the problem, with the file's name.
@@ -51,14 +51,14 @@ pub(super) fn read(path: &Path) -> Result<Option<ErrorFileContent>, String> {
                 traceback: shown,
             }
         }
-        // Without a timestamp torch writes 0.
+        // Torch writes 0 if it has no timestamp.
         other => {
             ErrorFileContent { seconds: value.get("timestamp").and_then(seconds), traceback: text(other) }
         }
     }))
 }
 
-/// Copies the file at `path` to `target`, with `errorCode`.
+/// Copies the error file at `path` to `target`, and adds the exit code as `errorCode`.
 pub(super) fn copy_error_file(path: &Path, exit_code: i32, target: &Path) -> Result<(), String> {
     let Some(bytes) = bytes(path)? else { return Ok(()) };
     if bytes.len() as u64 > FILE_MAX_BYTES {
@@ -76,7 +76,7 @@ pub(super) fn copy_error_file(path: &Path, exit_code: i32, target: &Path) -> Res
         .map_err(|error| format!("cannot write {}: {error}", target.display()))
 }
 
-/// Writes in one step, so that a reader never sees half a file.
+/// Replaces the file `target` in one step, so that a reader never sees an incomplete file.
 pub(super) fn replace(target: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut temporary = target.as_os_str().to_owned();
     temporary.push(format!(".partial.{}", std::process::id()));
@@ -84,11 +84,12 @@ pub(super) fn replace(target: &Path, bytes: &[u8]) -> io::Result<()> {
     fs::rename(&temporary, target).inspect_err(|_| drop(fs::remove_file(&temporary)))
 }
 
-/// The content, at most one byte more than [`FILE_MAX_BYTES`]; `None` if there is no regular file.
+/// Returns the content of an error file, at most one byte more than [`FILE_MAX_BYTES`]; `None` if there is no
+/// regular file.
 fn bytes(path: &Path) -> Result<Option<Vec<u8>>, String> {
     let failed = |error: io::Error| format!("cannot read error file {}: {error}", path.display());
     match fs::metadata(path) {
-        // A worker may have replaced it by another kind of file; a FIFO would block.
+        // A worker may have replaced its error file by another kind of file. Reading a FIFO would block.
         Ok(metadata) if !metadata.is_file() => return Ok(None),
         Ok(_) => {}
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -106,13 +107,13 @@ fn parse(path: &Path, bytes: &[u8]) -> Result<Value, String> {
         .map_err(|error| format!("error file {} is not valid JSON: {error}", path.display()))
 }
 
-/// A number of seconds, as number or as text, with or without fraction.
+/// Converts seconds, given as number or as text, with or without fraction.
 fn seconds(value: &Value) -> Option<i64> {
     let number = match value {
         Value::Number(number) => number.as_f64()?,
         Value::String(text) => text.trim().parse::<f64>().ok()?,
         _ => return None,
     };
-    // torch writes 0 for "unknown". Times beyond the year 9999 are invalid.
+    // Torch writes 0 for "unknown". Times beyond the year 9999 are invalid.
     (1.0..253_402_300_800.0).contains(&number).then_some(number as i64)
 }

@@ -4,8 +4,8 @@
 //! what the agent saw, error files, stderr ─► build ─► Report ─► text, JSON
 //! ```
 //!
-//! The error file, a failure's own account, wins over the launcher's observation. The report shows its
-//! traceback, and uses its time if it can be compared.
+//! If a worker has written an error file, the report shows the traceback in it, rather than the one found in
+//! stderr. The report also uses its time of failure, if that can be compared with other times.
 
 mod error_file;
 mod host;
@@ -34,59 +34,58 @@ pub(crate) use host::{full_host_name, host_name};
 pub(crate) use model::{Failure, FlightSummary, Outcome, Report};
 use model::{SignalName, VERSION, root_cause_of};
 
-/// The tolerance for a time in an error file. A time further outside the attempt was not told by this host's
-/// clock.
+/// Tolerance for the time in an error file. A time further outside the attempt is not of this host's clock.
 const CLOCK_SLACK: Duration = Duration::from_secs(5);
-/// Bytes of the lines of stderr that a report keeps.
+/// Most bytes of stderr lines that a report keeps per worker.
 const STDERR_MAX_BYTES: usize = 16 << 10;
 
-/// The launcher and its job.
+/// What a report says about the launcher and its job.
 #[derive(Debug, Clone)]
 pub(crate) struct Job {
-    /// The name of the program in the report.
+    /// Name of the program in the report.
     pub(crate) title: String,
     pub(crate) run_id: String,
     pub(crate) node: Option<usize>,
     pub(crate) nodes: Option<usize>,
     pub(crate) restarts: u32,
     pub(crate) max_restarts: u32,
-    /// The program was given to Python because no program of that name exists.
+    /// True if the launcher gave the program to Python because no executable of that name exists.
     pub(crate) assumed_python: bool,
     /// The time at which the workers of the attempt were started.
     pub(crate) began: SystemTime,
-    /// Most lines of stderr to keep per worker.
+    /// Most lines of stderr that the report keeps per worker.
     pub(crate) stderr_lines: usize,
-    /// Settings that the launcher made for the workers without a request.
+    /// Notes on settings that the launcher made for the workers although the user did not ask for them.
     pub(crate) notes: Vec<String>,
 }
 
 /// A worker that has ended, or could not be started.
 #[derive(Debug, Clone)]
 pub(crate) struct EndedWorker {
-    /// Index on this node, and global rank.
+    /// Local rank on this node, and global rank.
     pub(crate) local_rank: usize,
     pub(crate) rank: usize,
-    /// `None` if it never ran.
+    /// Process id; `None` if the worker was never started.
     pub(crate) pid: Option<i32>,
     pub(crate) end: WorkerEnd,
-    /// The time at which its end was noticed.
+    /// Time at which the launcher noticed the worker's end.
     pub(crate) time: SystemTime,
-    /// The launcher had already told it to stop.
+    /// True if the launcher was already stopping the workers when this one ended.
     pub(crate) stopped: bool,
-    /// The path of its error file; the file need not exist.
+    /// Path of the worker's error file. The file need not exist.
     pub(crate) error_file: Option<PathBuf>,
-    /// The last bytes of its stderr, and whether others came before them.
+    /// Last bytes of the worker's stderr, and whether others came before them.
     pub(crate) stderr: (Vec<u8>, bool),
     pub(crate) evidence: Evidence,
-    /// The evidence about its GPUs.
+    /// Lines of evidence about the worker's GPUs.
     pub(crate) gpu: Vec<String>,
 }
 
-/// The way in which a worker ended.
+/// How a worker ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum WorkerEnd {
     Exited(ExitCause),
-    /// It could not be started.
+    /// The worker could not be started.
     NotStarted(NotStarted),
 }
 
@@ -98,7 +97,7 @@ pub(crate) fn describe(cause: ExitCause) -> String {
     }
 }
 
-/// A report without failures: the job succeeded, was stopped, or the launcher could not go on.
+/// Returns a report without failures: the job succeeded, was stopped, or the launcher could not continue.
 pub(crate) fn without_failures(job: &Job, outcome: Outcome, message: Option<String>) -> Report {
     Report {
         version: VERSION,
@@ -123,8 +122,8 @@ pub(crate) fn without_failures(job: &Job, outcome: Outcome, message: Option<Stri
 /// Builds the report of an attempt in which workers failed. Reads error files and the names of this host.
 ///
 /// `ended` are all workers of this node that have ended, in the order in which their ends were noticed. It
-/// includes those with exit code 0: a worker that left too early may be the root cause. The second value is
-/// a line about the first error file that cannot be parsed.
+/// includes workers with exit code 0: one that exited too early may be the root cause. The second result is a
+/// line about the first error file that cannot be parsed.
 pub(crate) fn build(job: &Job, ended: &[EndedWorker]) -> (Report, Option<String>) {
     let failed: Vec<&EndedWorker> =
         ended.iter().filter(|worker| worker.end != WorkerEnd::Exited(ExitCause::Code(0))).collect();
@@ -157,12 +156,12 @@ pub(crate) fn render(report: &Report, form: ReportFormat) -> String {
     }
 }
 
-/// Writes the report to `path` in one step.
+/// Writes the report as JSON to `path` in one step.
 ///
 /// # Errors
-/// A line for the user.
+/// A line for the user: the file cannot be written.
 pub(crate) fn write(report: &Report, path: &Path) -> Result<(), String> {
-    // Writes directly to a device or a pipe. A regular file is replaced as a whole.
+    // A device or a pipe is written directly. A regular file is replaced as a whole.
     let special = fs::metadata(path).is_ok_and(|metadata| !metadata.is_file() && !metadata.is_dir());
     let bytes = report.to_pretty_json();
     let written: io::Result<()> =
@@ -170,10 +169,10 @@ pub(crate) fn write(report: &Report, path: &Path) -> Result<(), String> {
     written.map_err(|error| format!("cannot write the report to {}: {error}", path.display()))
 }
 
-/// Writes the error file of the root cause to `target`, for the process that started the launcher. `target`
+/// Copies the error file of the root cause to `target`, for the process that started the launcher. `target`
 /// is the launcher's own TORCHELASTIC_ERROR_FILE. Adds the exit code as `message.errorCode`.
 ///
-/// Does nothing if the root cause wrote none, or is on another node.
+/// Does nothing if the root cause wrote no error file, or is on another node.
 ///
 /// # Errors
 /// A line for the user: the file cannot be read or written.
@@ -187,7 +186,7 @@ pub(crate) fn copy_error_file(report: &Report, ended: &[EndedWorker], target: &P
     error_file::copy_error_file(file, root.exitcode.unwrap_or(1), target)
 }
 
-/// Returns the contents of the error files, and a line about the first that cannot be parsed.
+/// Returns the contents of the workers' error files, and a line about the first file that cannot be parsed.
 fn accounts(failed: &[&EndedWorker]) -> (Vec<Option<ErrorFileContent>>, Option<String>) {
     let mut wrong = None;
     let read = |worker: &&EndedWorker| match worker.error_file.as_deref().map(error_file::read) {
@@ -202,11 +201,11 @@ fn accounts(failed: &[&EndedWorker]) -> (Vec<Option<ErrorFileContent>>, Option<S
     (accounts, wrong)
 }
 
-/// Returns the time of each failure: that of its own account if these can be compared, else the time at
-/// which its end was noticed.
+/// Returns the time of each failure: the one in its error file if these can be compared, else the time at
+/// which the worker's end was noticed.
 ///
-/// Times within the attempt come from this host's clock. Others come from another clock. They count only if
-/// every worker that was not stopped reports such a time.
+/// A time within the attempt counts as one of this host's clock. Other times come from another clock. They
+/// are used only if every worker that was not stopped reports such a time.
 fn times(job: &Job, failed: &[&EndedWorker], accounts: &[Option<ErrorFileContent>]) -> Vec<i64> {
     let own = |at: usize| accounts[at].as_ref().and_then(|account| account.seconds);
     let by_our_clock = |at: usize| {
@@ -293,8 +292,8 @@ fn failure(
     }
 }
 
-/// Returns a worker that exited with 0 and whose absence made others fail. It is one that they name, else
-/// the first that had ended before them.
+/// Returns a worker that exited with code 0 and so caused the other workers to fail. It is one that these
+/// name as lost, else the first worker that ended before them.
 fn early_exit<'a>(ended: &'a [EndedWorker], failures: &[Failure]) -> Option<&'a EndedWorker> {
     let lost = |failure: &&Failure| failure.class == Class::PeerLost && !failure.stopped_by_us;
     let mut others = failures.iter().filter(|failure| !failure.stopped_by_us);
@@ -307,11 +306,11 @@ fn early_exit<'a>(ended: &'a [EndedWorker], failures: &[Failure]) -> Option<&'a 
     if named.is_empty() {
         return ended[..first_lost].first();
     }
-    // Other workers may have failed before this one exited.
+    // The named worker may have exited after other workers had failed.
     ended.iter().filter(is_well).find(|worker| named.contains(&worker.rank))
 }
 
-/// Keeps the last lines.
+/// Keeps the last `count` lines, and at most [`STDERR_MAX_BYTES`] of them.
 fn keep_last_lines(lines: &mut Vec<String>, count: usize) {
     let mut bytes = 0;
     let kept = lines.iter().rev().take(count).take_while(|line| {
@@ -322,7 +321,7 @@ fn keep_last_lines(lines: &mut Vec<String>, count: usize) {
     lines.drain(..lines.len() - kept);
 }
 
-/// Milliseconds since 1970.
+/// Converts a time to milliseconds since 1970.
 fn unix_ms(time: SystemTime) -> i64 {
     match time.duration_since(SystemTime::UNIX_EPOCH) {
         Ok(since) => i64::try_from(since.as_millis()).unwrap_or(i64::MAX),
@@ -330,7 +329,7 @@ fn unix_ms(time: SystemTime) -> i64 {
     }
 }
 
-/// Returns the exit code in Python's form: negative for signals.
+/// Returns the exit code in Python's form, which is negative for signals.
 fn exit_code(cause: ExitCause) -> i32 {
     match cause {
         ExitCause::Code(code) => code,

@@ -1,18 +1,18 @@
 //! The report as data: the content of `--report-file` and of messages between agents. Pure.
 //!
-//! Fields may be added within a version; readers ignore those that they do not know.
+//! Fields may be added within a version of the JSON form; readers ignore fields that they do not know.
 
 use convoke_env::ExitCause;
 use serde::{Deserialize, Serialize};
 
 use crate::cause::{Candidate, Class, select_root_cause};
 
-/// Version of the JSON form.
+/// Version of the report's JSON form.
 pub(crate) const VERSION: u32 = 1;
-/// Longest JSON form that is handed to other agents.
+/// Longest JSON form that agents send to each other, in bytes.
 pub(crate) const MESSAGE_MAX_BYTES: usize = 64 << 10;
 
-/// The end of the job on one node.
+/// How the job ended on one node.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Report {
     pub(crate) version: u32,
@@ -20,41 +20,42 @@ pub(crate) struct Report {
     /// The program, as the user wrote it.
     pub(crate) title: String,
     pub(crate) run_id: String,
-    /// Rank of the node, and how many there are; `None` before they have met.
+    /// Rank of this node, and number of nodes; `None` before the nodes have met.
     pub(crate) node: Option<usize>,
     pub(crate) nodes: Option<usize>,
     pub(crate) host: String,
-    /// The number of restarts before this end.
+    /// Number of restarts before the job ended.
     pub(crate) restarts: u32,
     pub(crate) max_restarts: u32,
     /// The time at which the report was made, in milliseconds since 1970.
     pub(crate) time_unix_ms: i64,
-    /// The launcher's own message, if the failure was not a worker's.
+    /// The launcher's own message, if the job ended without a failed worker or because of another node.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) message: Option<String>,
     /// Workers that failed or were stopped, in the order in which their ends were noticed.
     #[serde(default)]
     pub(crate) failures: Vec<Failure>,
-    /// Index in `failures`.
+    /// Index of the root cause in `failures`; `None` if there is none.
     #[serde(default)]
     pub(crate) root_cause: Option<usize>,
-    /// The number of failures left out to keep the report short.
+    /// Number of failures left out to keep the report short.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub(crate) failures_left_out: usize,
-    /// The recorded operations of this node's workers in their groups, if they recorded any.
+    /// What the flight recordings show about the communication groups of this node's workers, if they
+    /// recorded any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) flight: Option<FlightSummary>,
-    /// Settings that the launcher made for the workers without a request.
+    /// Notes on settings that the launcher made for the workers although the user did not ask for them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) notes: Vec<String>,
 }
 
-/// The account of the flight recordings.
+/// What the flight recordings show about a round.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct FlightSummary {
     /// The folder that holds the recordings.
     pub(crate) folder: String,
-    /// One line for each group in which a rank waited or died.
+    /// One line for each communication group in which a rank waited or died.
     pub(crate) groups: Vec<String>,
 }
 
@@ -67,7 +68,7 @@ pub(crate) enum Outcome {
     Failed,
     /// A signal to the launcher ended the job.
     Stopped,
-    /// The launcher could not continue: no rendezvous, no guard, ...
+    /// The launcher could not continue: the rendezvous failed, the guard ended, ...
     Error,
     #[serde(other)]
     Unknown,
@@ -80,41 +81,41 @@ pub(crate) struct Failure {
     pub(crate) local_rank: usize,
     pub(crate) node: usize,
     pub(crate) host: String,
-    /// 0 if it never ran.
+    /// Process id; 0 if the worker was never started.
     pub(crate) pid: i32,
-    /// The exit code in Python's form, negative for signals; `None` if the worker never ran.
+    /// Exit code in Python's form, negative for signals; `None` if the worker was never started.
     pub(crate) exitcode: Option<i32>,
     pub(crate) signal: Option<SignalName>,
-    /// The time in its own account, else the time at which its end was noticed.
+    /// Time of the failure: the one in the error file, else the time at which the worker's end was noticed.
     pub(crate) time_unix_ms: i64,
     pub(crate) class: Class,
     pub(crate) explanation: String,
     pub(crate) advice: Option<String>,
-    /// The rank that it names as lost.
+    /// The rank that this worker reports as lost.
     #[serde(default, rename = "blames")]
     pub(crate) suspect_rank: Option<usize>,
-    /// Its error file, if it wrote one.
+    /// Path of the worker's error file, if it wrote one.
     pub(crate) error_file: Option<String>,
-    /// The traceback in its error file, else the one found in its stderr.
+    /// The traceback in the worker's error file, else the one found in its stderr.
     pub(crate) traceback: Option<String>,
-    /// The last lines of its stderr, oldest first, without the traceback.
+    /// Last lines of the worker's stderr, oldest first, without the traceback.
     #[serde(default)]
     pub(crate) stderr_tail: Vec<String>,
-    /// The driver's messages about its GPUs while the job ran, and errors of their memory.
+    /// The driver's messages about the worker's GPUs while the job ran, and errors of their memory.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) gpu: Vec<String>,
     #[serde(default)]
     pub(crate) core_dumped: bool,
-    /// The launcher had told it to stop before it ended.
+    /// True if the launcher was already stopping the workers when this one ended.
     #[serde(default)]
     pub(crate) stopped_by_us: bool,
 }
 
-/// A signal.
+/// A signal that ended a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SignalName {
     pub(crate) number: i32,
-    /// `None` for real-time signals.
+    /// Name such as `SIGKILL`; `None` for real-time signals.
     pub(crate) name: Option<String>,
 }
 
@@ -122,7 +123,8 @@ fn is_zero(number: &usize) -> bool {
     *number == 0
 }
 
-/// The limits on each text in a short form.
+/// Limits of a shortened report: number of failures, and bytes of each text of the root cause and of other
+/// failures.
 #[derive(Debug, Clone, Copy)]
 struct SizeLimits {
     failures: usize,
@@ -131,13 +133,13 @@ struct SizeLimits {
 }
 
 impl Report {
-    /// The whole report for people and programs, with a newline at its end.
+    /// Serializes the whole report for people and programs, with a newline at its end.
     pub(crate) fn to_pretty_json(&self) -> String {
         serde_json::to_string_pretty(self).expect("a report is plain data") + "\n"
     }
 
-    /// Serializes the report in at most [`MESSAGE_MAX_BYTES`]. Cuts long texts and many failures; cuts the
-    /// root cause last.
+    /// Serializes the report in at most [`MESSAGE_MAX_BYTES`]. Shortens long texts and leaves out failures;
+    /// shortens the root cause last.
     pub(crate) fn to_json(&self) -> String {
         let mut limits = SizeLimits { failures: 256, root_bytes: MESSAGE_MAX_BYTES, other_bytes: 16 << 10 };
         loop {
@@ -145,8 +147,8 @@ impl Report {
             if json.len() <= MESSAGE_MAX_BYTES {
                 return json;
             }
-            // Cuts the texts of other failures first, then some of the other failures, then the root cause's
-            // text.
+            // Shortens the texts of other failures first, then leaves out some of these failures, then
+            // shortens the root cause's texts.
             if limits.other_bytes > 256 {
                 limits.other_bytes /= 2;
             } else if limits.failures > 8 {
@@ -162,8 +164,10 @@ impl Report {
         }
     }
 
+    /// Parses a report from JSON.
+    ///
     /// # Errors
-    /// A description of the error in the text.
+    /// A description of what is wrong in the JSON.
     pub(crate) fn from_json(json: &str) -> Result<Self, String> {
         let report: Self = serde_json::from_str(json).map_err(|error| error.to_string())?;
         match report.root_cause {
@@ -172,7 +176,8 @@ impl Report {
         }
     }
 
-    /// Returns this report with the root cause alone, for nodes that report the other failures themselves.
+    /// Returns this report with only the root cause among its failures, for nodes that report their own
+    /// failures themselves.
     pub(crate) fn root_only(&self) -> Self {
         let failures: Vec<Failure> = self.root().cloned().into_iter().collect();
         let root_cause = (!failures.is_empty()).then_some(0);
@@ -184,7 +189,7 @@ impl Report {
         self.root_cause.and_then(|at| self.failures.get(at))
     }
 
-    /// Returns this report with the root cause of `other`, on which all nodes agreed.
+    /// Returns this report with the root cause of `other`, the report on which all nodes agreed.
     pub(crate) fn with_root_of(mut self, other: &Self) -> Self {
         let Some(root) = other.root() else { return self };
         let same = |mine: &Failure| (mine.node, mine.rank, mine.pid) == (root.node, root.rank, root.pid);
@@ -200,7 +205,7 @@ impl Report {
         let mut report = Self { failures: Vec::new(), root_cause: None, ..self.clone() };
         for (at, failure) in self.failures.iter().enumerate() {
             let root = self.root_cause == Some(at);
-            // Reserves one entry for the root cause.
+            // Keeps room for the root cause if it comes later.
             let root_to_come = self.root_cause.is_some_and(|root| root > at);
             if !root && report.failures.len() + usize::from(root_to_come) >= limits.failures {
                 report.failures_left_out += 1;
@@ -224,7 +229,7 @@ impl Report {
 }
 
 impl Failure {
-    /// Describes the end of the process as a verb.
+    /// Describes the end of the process as a verb, such as `exited with code 3`.
     pub(crate) fn describe(&self) -> String {
         match (&self.signal, self.exitcode) {
             (Some(signal), _) => super::describe(ExitCause::Signal(signal.number)),
@@ -256,7 +261,7 @@ impl Failure {
     }
 }
 
-/// Keeps the start and end of `text`, `bytes` in total.
+/// Shortens `text` to its start and its end, about `bytes` bytes in total.
 fn shorten(text: &mut String, bytes: usize) {
     if text.len() <= bytes {
         return;
@@ -267,14 +272,14 @@ fn shorten(text: &mut String, bytes: usize) {
     *text = format!("{} [... {} bytes ...] {}", &text[..start], end - start, &text[end..]);
 }
 
-/// Index of the root cause among failures of any nodes.
+/// Returns the index of the root cause among failures of one or more nodes.
 pub(crate) fn root_cause_of(failures: &[Failure]) -> Option<usize> {
     let candidate = |failure: &Failure| Candidate {
         rank: failure.rank,
         class: failure.class,
         stopped: failure.stopped_by_us,
         suspect_rank: failure.suspect_rank,
-        // Error files give times in seconds.
+        // Times are compared in seconds, because error files give no more.
         time: failure.time_unix_ms.div_euclid(1000),
     };
     select_root_cause(&failures.iter().map(candidate).collect::<Vec<_>>())

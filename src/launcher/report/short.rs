@@ -1,4 +1,4 @@
-//! The report on one screen: the root cause, then all other workers in a few lines. Pure.
+//! Formats the report for one screen: the root cause, then all other workers in a few lines. Pure.
 //!
 //! Workers with similar failures share one entry. The full report and the JSON form list every worker.
 
@@ -11,25 +11,26 @@ use super::text::{borders, local_time, shorten};
 use crate::cause::Class;
 use crate::formatting;
 
-/// Lines of a traceback.
+/// Most lines of the root cause's traceback.
 const TRACEBACK_LINES: usize = 12;
-/// Lines of the cause.
+/// Most lines that explain the root cause.
 const CAUSE_LINES: usize = 4;
-/// The number of last lines of stderr, and a smaller number below a traceback.
+/// Most lines of the root cause's stderr. If a traceback is shown above them, the second number applies.
 const STDERR_LINES: usize = 10;
 const STDERR_LINES_BELOW_TRACEBACK: usize = 5;
-/// The number of entries for workers that failed otherwise than the root cause, and of those that show the
-/// end of a traceback.
+/// Most entries for workers that failed otherwise than the root cause, and how many of these show the end of
+/// a traceback.
 const ENTRIES: usize = 4;
 const ENTRIES_WITH_TRACEBACK: usize = 1;
 const ENTRY_TRACEBACK_LINES: usize = 4;
-/// The number of lines for the driver's messages about GPUs, and for the calls of groups.
+/// Most lines of the driver's messages about GPUs, and of lines about communication groups from the flight
+/// recordings.
 const GPU_LINES: usize = 2;
 const CALL_LINES: usize = 4;
-/// The number of hosts that an entry names.
+/// Most hosts that an entry names.
 const HOSTS: usize = 4;
 
-/// The report, with an empty line before it and a newline at its end.
+/// Formats the report, with an empty line before it and a newline at its end.
 pub(super) fn report(report: &Report, zone: &TimeZone) -> String {
     let mut screen = Screen { lines: Vec::new(), cut: report.failures_left_out > 0 };
     let title = format!("{} FAILED", report.title);
@@ -54,10 +55,10 @@ pub(super) fn report(report: &Report, zone: &TimeZone) -> String {
     format!("\n{border}\n{title}\n{section}\n{}{section}\n{}{border}\n", text(root), text(others))
 }
 
-/// Lines to be shown.
+/// Lines of the report to be printed.
 struct Screen {
     lines: Vec<String>,
-    /// Something was left out.
+    /// True if something was left out of the report.
     cut: bool,
 }
 
@@ -70,13 +71,13 @@ impl Screen {
         self.line(&format!("  {name:<10}: {value}"));
     }
 
-    /// The first of `lines`, at most `most`.
+    /// Returns the first of `lines`, at most `most`. Notes whether some are left out.
     fn first<'a, L>(&mut self, lines: &'a [L], most: usize) -> &'a [L] {
         self.cut |= lines.len() > most;
         &lines[..lines.len().min(most)]
     }
 
-    /// The last of `lines`, at most `most`.
+    /// Returns the last of `lines`, at most `most`. Notes whether some are left out.
     fn last<'a, L>(&mut self, lines: &'a [L], most: usize) -> &'a [L] {
         self.cut |= lines.len() > most;
         &lines[lines.len().saturating_sub(most)..]
@@ -113,7 +114,7 @@ impl Screen {
         self.stderr(root, !traceback.is_empty());
     }
 
-    /// Shows the first line and the last ones.
+    /// Adds the first line of a traceback and the last ones.
     fn traceback(&mut self, lines: &[&str]) {
         let Some((first, rest)) = lines.split_first() else { return };
         self.field("traceback", first);
@@ -139,7 +140,7 @@ impl Screen {
         self.last(&tail, most).iter().for_each(|line| self.line(&format!("    {line}")));
     }
 
-    /// Shows which ranks waited for which others.
+    /// Adds which ranks waited for which other ranks in their communication groups.
     fn calls(&mut self, flight: &FlightSummary) {
         for (at, line) in self.first(&flight.groups, CALL_LINES).iter().enumerate() {
             self.field(if at == 0 { "calls" } else { "" }, line);
@@ -147,7 +148,7 @@ impl Screen {
         self.field("recorded", &format!("convoke-flight {}", flight.folder));
     }
 
-    /// Shows all failures but the root cause.
+    /// Adds all failures but the root cause.
     fn others(&mut self, report: &Report) {
         let others = report.failures.iter().enumerate().filter(|&(at, _)| report.root_cause != Some(at));
         let (stopped, failed): (Vec<_>, Vec<_>) =
@@ -184,7 +185,7 @@ impl Screen {
         }
     }
 
-    /// Shows workers with similar failures; `as_root` says that they failed like the root cause.
+    /// Adds an entry for workers with similar failures. `as_root` says that they failed like the root cause.
     fn entry(&mut self, group: &[&Failure], as_root: bool, with_traceback: bool) {
         let [first, ..] = group else { return };
         if as_root {
@@ -197,7 +198,7 @@ impl Screen {
             None => String::new(),
         };
         self.line(&format!("  {}: {}{cause}", ranks_and_hosts(group), first.describe()));
-        // A failure that follows from another process's end needs no traceback.
+        // A failure caused by the end of another process needs no traceback.
         if with_traceback && first.class != Class::PeerLost {
             let end = self.last(&traceback, ENTRY_TRACEBACK_LINES);
             end.iter().for_each(|line| self.line(&format!("    {line}")));
@@ -205,8 +206,9 @@ impl Screen {
     }
 }
 
-/// Returns a key that is equal for similar failures, which differ at most in numbers. A worker with the same
-/// exception may have been stopped before it exited.
+/// Returns a key that is equal for similar failures, which differ at most in numbers. If there is an
+/// explanation, the key omits the exit code or signal: workers with the same exception may exit or be
+/// stopped.
 fn key(failure: &Failure) -> String {
     let (_, cause) = traceback_and_cause(failure);
     let how = if cause.is_empty() { failure.describe() } else { String::new() };
@@ -222,7 +224,7 @@ fn key(failure: &Failure) -> String {
     key
 }
 
-/// Traceback and cause, no line in both.
+/// Returns the lines of the traceback and of the cause. No line is in both.
 fn traceback_and_cause(failure: &Failure) -> (Vec<&str>, Vec<&str>) {
     let mut traceback: Vec<&str> = failure.traceback.as_deref().unwrap_or_default().lines().collect();
     let mut cause: Vec<&str> = failure.explanation.lines().collect();
@@ -230,19 +232,20 @@ fn traceback_and_cause(failure: &Failure) -> (Vec<&str>, Vec<&str>) {
     if said.starts_with("panicked at ")
         && traceback.first().is_some_and(|line| line.contains(" panicked at "))
     {
-        // The line after the place is the message.
+        // The traceback's first two lines are the place of the panic and its message, which the cause also
+        // has.
         traceback.drain(..traceback.len().min(2));
     } else if let Some(at) = traceback.iter().rposition(|line| *line == said) {
         cause = traceback.split_off(at);
     }
-    // For a plain exit code without stderr, the cause would repeat the line above.
+    // For a plain exit code without stderr, the cause would repeat the exit code line of the report.
     if failure.class == Class::Exit && failure.stderr_tail.is_empty() {
         cause.clear();
     }
     (traceback, cause)
 }
 
-/// `ranks 0-2,5 on node7; rank 8 on node8`
+/// Formats ranks by host, as `ranks 0-2,5 on node7; rank 8 on node8`.
 fn ranks_and_hosts(failures: &[&Failure]) -> String {
     let mut hosts = BTreeMap::<(usize, &str), BTreeSet<usize>>::new();
     for failure in failures {

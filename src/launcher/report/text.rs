@@ -1,5 +1,5 @@
-//! Formats the full report (`--report=full`): torchrun's layout, with lines of convoke at the end of a
-//! block. Pure.
+//! Formats the full report (`--report=full`): torchrun's layout, with convoke's additional lines at the end
+//! of each worker's block. Pure.
 
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
@@ -7,15 +7,15 @@ use jiff::tz::TimeZone;
 use super::model::{Failure, FlightSummary, Report};
 use crate::cause::Class;
 
-/// Borders are as long as the longest line, but not longer than this.
+/// Most characters of a border, which is otherwise as long as the longest line.
 const WIDTH_MAX_CHARS: usize = 60;
-/// Lines of stderr that are shown; the JSON report has more.
+/// Most lines of stderr that the full report shows; the JSON report has more.
 const STDERR_SHOWN_LINES: usize = 12;
-/// The longest of them.
+/// Most characters of each such line.
 const STDERR_SHOWN_CHARS: usize = 240;
 const NO_TRACEBACK: &str = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html";
 
-/// The whole report, with an empty line around it and a newline at its end.
+/// Formats the whole report, with an empty line before it and a newline at its end.
 pub(super) fn report(report: &Report, zone: &TimeZone) -> String {
     let blocks: Vec<String> = report
         .failures
@@ -45,13 +45,13 @@ pub(super) fn report(report: &Report, zone: &TimeZone) -> String {
     )
 }
 
-/// The lines around a report that consists of `lines`, and between its parts.
+/// Returns the lines of `=` around a report that consists of `lines`, and of `-` between its parts.
 pub(super) fn borders<'a>(lines: impl Iterator<Item = &'a str>) -> (String, String) {
     let width = lines.map(|line| line.chars().count()).max().unwrap_or(0).min(WIDTH_MAX_CHARS);
     ("=".repeat(width), "-".repeat(width))
 }
 
-/// Formats which ranks waited for which others.
+/// Formats which ranks waited for which other ranks in their communication groups.
 fn flight(flight: &FlightSummary) -> String {
     let groups = flight.groups.join("\n              ");
     let calls = if groups.is_empty() { String::new() } else { format!("  calls     : {groups}\n") };
@@ -76,7 +76,7 @@ fn block(index: usize, failure: &Failure, root: bool, zone: &TimeZone) -> String
         "[{index}]:\n  time      : {time}\n  host      : {host}\n  rank      : {rank} (local_rank: {local_rank})\n  \
          exitcode  : {code} (pid: {pid}) {shown_signal}\n  error_file: {file}\n  traceback : {traceback}"
     );
-    // For a plain exit code without stderr, the explanation would repeat the line above.
+    // For a plain exit code without stderr, the explanation would repeat the exit code line of the report.
     let says_more = failure.class != Class::Exit || !failure.stderr_tail.is_empty();
     if says_more {
         let core = if failure.core_dumped { " (core dumped)" } else { "" };
@@ -105,7 +105,7 @@ fn block(index: usize, failure: &Failure, root: bool, zone: &TimeZone) -> String
     out
 }
 
-/// Start and end of a line that is too long.
+/// Returns the line, or only its start and end if it is too long.
 pub(super) fn shorten(line: &str) -> String {
     let count = line.chars().count();
     if count <= STDERR_SHOWN_CHARS {
@@ -123,10 +123,10 @@ fn received(failure: &Failure) -> String {
     format!("Signal {number} ({name}) received by PID {}", failure.pid)
 }
 
-/// `2026-11-21_08:13:05`, local time.
+/// Formats a time as `2026-11-21_08:13:05`, in local time.
 pub(super) fn local_time(seconds: i64, zone: &TimeZone) -> String {
     match Timestamp::from_second(seconds) {
         Ok(time) => time.to_zoned(zone.clone()).strftime("%Y-%m-%d_%H:%M:%S").to_string(),
-        Err(_) => format!("{seconds} s"), // a worker's account may hold any number
+        Err(_) => format!("{seconds} s"), // an error file may hold any number
     }
 }

@@ -1,8 +1,9 @@
-//! The workers of one node in one round, from spawn to outcome. Pure: no clock, no handle, no I/O.
+//! Decides about the workers of one node in one round, from spawn to outcome. Pure: no clock, no handle, no
+//! I/O.
 //!
-//! The event loop feeds events in and carries actions out, so a test simulates an hour of failures in a
-//! microsecond. Each worker has its own state. Only this module decides what happens to the others when one
-//! fails.
+//! The event loop passes events in and carries out the resulting actions, so a test simulates an hour of
+//! failures in a microsecond. Each worker has its own state. When one worker fails, only this module decides
+//! what happens to the other workers.
 
 use std::time::{Duration, Instant};
 
@@ -11,7 +12,7 @@ use nix::sys::signal::Signal;
 
 use crate::cause::NotStarted;
 
-/// The workers of one node in one round.
+/// State machine of the workers of one node in one round.
 #[derive(Debug)]
 pub(crate) struct Supervisor {
     workers: Vec<Worker>,
@@ -20,31 +21,31 @@ pub(crate) struct Supervisor {
     failures: Vec<Failure>,
 }
 
-/// Delays of the supervisor.
+/// Time limits of the supervisor.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Policy {
-    /// Failures within this time after the first count as simultaneous. The other workers are stopped only
-    /// then.
+    /// Failures within this time after the first count as simultaneous. The remaining workers are stopped
+    /// when it is over.
     pub(crate) simultaneity_window: Duration,
-    /// Time for which a worker that only lost a peer stops no others: the peer's own failure may still be
-    /// reported.
+    /// If workers failed only because they lost a peer, the remaining workers are not stopped for this time.
+    /// The peer's own failure may still be reported in this time.
     pub(crate) root_cause_wait: Duration,
-    /// Time from SIGTERM to SIGKILL after a failure.
+    /// Time from SIGTERM to SIGKILL for the remaining workers after a failure.
     pub(crate) failure_grace: Duration,
 }
 
 /// The worker that a failed worker blames for its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FailureOrigin {
-    /// No other worker: it failed by itself.
+    /// The worker blames no other worker: it failed by itself.
     Own,
-    /// Another worker: one of this node if a local rank is given.
+    /// The worker blames another worker. The number is the local rank if that worker belongs to this node.
     Peer(Option<usize>),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Worker {
-    /// Requested, without a pid yet.
+    /// The guard was asked to start the worker and has not answered.
     Starting,
     Running,
     Ended,
@@ -53,29 +54,29 @@ enum Worker {
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Phase {
     Running,
-    /// All failed workers blame others. This lasts until one fails by itself, or all blamed workers have
-    /// ended.
+    /// All failed workers blame others. This phase ends at `until`, or when a worker fails by itself, or when
+    /// all blamed workers have ended.
     AwaitingRootCause {
         until: Instant,
     },
-    /// A worker failed. Every worker that fails before `until` counts as failed by itself.
+    /// A worker failed. Every worker that fails before `until` counts as failed by itself, not as stopped.
     CollectingFailures {
         until: Instant,
     },
-    /// `signal` was sent. Workers that still live at `kill_at` get SIGKILL.
+    /// The workers were sent `signal`. Those that still run at `kill_at` get SIGKILL.
     Stopping {
         signal: Signal,
         kill_at: Instant,
         reason: StopReason,
     },
-    /// SIGKILL was sent. The workers only need to be reaped.
+    /// The workers were sent SIGKILL. They only need to be reaped.
     Killing {
         reason: StopReason,
     },
     Done,
 }
 
-/// Reason for which the round ends before its workers do.
+/// Reason for which the supervisor stops the workers of the round.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum StopReason {
     Failure,
@@ -91,15 +92,16 @@ pub(crate) enum Event {
     Started { local_rank: usize },
     /// The worker could not be started.
     StartFailed { local_rank: usize, error: NotStarted },
-    /// The worker ended and has been reaped. `origin` counts if it failed.
+    /// The worker ended and has been reaped. `origin` is used only if it failed.
     Exited { local_rank: usize, cause: ExitCause, origin: FailureOrigin },
-    /// The launcher received a signal: pass it on, and end the round within `grace`. If workers are already
-    /// being stopped, that is the stop in progress. Only a user who repeats Ctrl-C wants it to end `at_once`.
+    /// The launcher received a signal: pass it on to the workers, and end the round within `grace`. If
+    /// workers are already being stopped, they do not get it. `at_once` (a user has repeated Ctrl-C) then
+    /// kills them.
     Stop { signal: Signal, grace: Duration, at_once: bool },
     /// Other nodes ended the round: stop the workers by `signal` within `grace`. No worker of this node is
     /// the cause.
     Abort { signal: Signal, grace: Duration },
-    /// Time has passed.
+    /// The time that [`Supervisor::wake_at`] returned may have come.
     Tick,
 }
 
@@ -108,10 +110,10 @@ pub(crate) enum Event {
 pub(crate) enum Action {
     /// Send `signal` to the worker's process group.
     Signal { local_rank: usize, signal: Signal },
-    /// This failure ends the round. It is the first of a worker that failed by itself, or else the first of
-    /// all.
+    /// This failure ends the round. It is the first failure of a worker that failed by itself, or else the
+    /// first of all failures.
     RoundFailed { local_rank: usize, cause: ExitCause },
-    /// No worker is left. The last action of a round.
+    /// All workers have ended. This is the last action of a round.
     Finish(Outcome),
 }
 
@@ -120,7 +122,7 @@ pub(crate) enum Action {
 pub(crate) enum Outcome {
     /// All workers exited with 0.
     Succeeded,
-    /// Workers failed, in the order in which it was noticed.
+    /// Workers failed. The failures are in the order in which they were noticed.
     Failed(Vec<Failure>),
     /// A worker could not be started.
     NotStarted { local_rank: usize, error: NotStarted },
@@ -135,18 +137,19 @@ pub(crate) enum Outcome {
 pub(crate) struct Failure {
     pub(crate) local_rank: usize,
     pub(crate) cause: ExitCause,
-    /// True if we had already told the worker to stop.
+    /// True if the launcher was already stopping the workers when this one ended.
     pub(crate) stopped: bool,
     pub(crate) origin: FailureOrigin,
 }
 
 impl Supervisor {
-    /// Returns the supervisor of a round with `count` workers, all of them requested.
+    /// Returns the supervisor of a round with `count` workers. The guard was asked to start all of them.
     pub(crate) fn new(count: usize, policy: Policy) -> Self {
         Self { workers: vec![Worker::Starting; count], phase: Phase::Running, policy, failures: Vec::new() }
     }
 
-    /// Returns the time of the next [`Event::Tick`], or `None` if time cannot change anything.
+    /// Returns the time at which the next [`Event::Tick`] is due; `None` if the current phase has no time
+    /// limit.
     pub(crate) fn wake_at(&self) -> Option<Instant> {
         match &self.phase {
             Phase::AwaitingRootCause { until } | Phase::CollectingFailures { until } => Some(*until),
@@ -163,12 +166,13 @@ impl Supervisor {
         }
     }
 
-    /// Returns the workers that ended other than with exit code 0, in the order in which that was noticed.
+    /// Returns the workers that ended other than with exit code 0, in the order in which their ends were
+    /// noticed.
     pub(crate) fn failures(&self) -> &[Failure] {
         &self.failures
     }
 
-    /// Processes `event` and appends the resulting actions.
+    /// Processes `event` and appends the resulting actions to `out`.
     pub(crate) fn handle(&mut self, now: Instant, event: Event, out: &mut Vec<Action>) {
         match event {
             Event::Started { local_rank } => self.started(local_rank, out),
@@ -188,9 +192,9 @@ impl Supervisor {
                     self.stop(now, signal, grace, StopReason::Signal(signal), out)
                 }
                 Phase::Stopping { kill_at, reason, .. } => {
-                    // A failure remains the reason. A round that other nodes ended would be followed by
-                    // another one, so this signal replaces that reason.
-                    // Workers that save their state then have the time of this stop.
+                    // If a failure is the reason for the stop, it stays so. A round that other nodes ended
+                    // would be followed by another round, so the signal replaces that reason. Workers that
+                    // save their state then have the grace period of the signal.
                     if *reason == StopReason::Abort {
                         *reason = StopReason::Signal(signal);
                         *kill_at = now + grace;
@@ -270,13 +274,14 @@ impl Supervisor {
                 ) => {}
             }
         }
-        // A worker that exits with 0 may also be one that the others blame.
+        // A worker that the failed workers blame may have exited with 0.
         if matches!(self.phase, Phase::AwaitingRootCause { .. }) && self.have_all_suspects_ended() {
             self.fail_round(now, 0, out);
         }
     }
 
-    /// Returns true if no worker of this node is left that may still show why the others failed.
+    /// Returns true if all workers that failed workers blame have ended. Until then one of them may still
+    /// fail and show the root cause.
     fn have_all_suspects_ended(&self) -> bool {
         let has_ended = |local_rank: usize| self.workers[local_rank] == Worker::Ended;
         self.failures.iter().all(|failure| match failure.origin {
@@ -286,7 +291,7 @@ impl Supervisor {
         })
     }
 
-    /// Lets the failure `index` end the round.
+    /// Ends the round because of the failure at `index` in `failures`.
     fn fail_round(&mut self, now: Instant, index: usize, out: &mut Vec<Action>) {
         let Failure { local_rank, cause, .. } = self.failures[index];
         out.push(Action::RoundFailed { local_rank, cause });

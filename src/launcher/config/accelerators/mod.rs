@@ -13,17 +13,17 @@ use crate::gpus::Gpu;
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
-/// A device, with its names in variables besides its index.
+/// A GPU or other accelerator, with its names besides its index.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Device {
     /// Address on the PCI bus, as sysfs writes it.
     pci: String,
     uuid: Option<String>,
-    /// Names of its instances.
+    /// UUIDs of its MIG instances.
     instances: Vec<String>,
 }
 
-/// The reasons why a device cannot be located. Each message ends with a remedy.
+/// Reasons why the NUMA node of a device cannot be found. Each message ends with a remedy.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum DeviceError {
     #[error(
@@ -60,10 +60,11 @@ pub(super) fn numa_nodes(machine: &Machine, env: Env<'_>) -> Result<Vec<usize>, 
     devices.iter().map(|device| Ok(number(&bus.join(&device.pci).join("numa_node"))?.unwrap_or(0))).collect()
 }
 
-/// The variables that are set and choose among devices; each counts in what the one before it leaves.
+/// Returns those environment variables that are set and select devices. The indices in each refer to the
+/// devices that the variable before it leaves visible.
 fn variables(vendor: Vendor, env: Env<'_>) -> Vec<&'static str> {
     let is_set = |name: &&str| env(name).is_some();
-    // HIP reads CUDA's variable where its own is not set.
+    // HIP uses CUDA_VISIBLE_DEVICES if HIP_VISIBLE_DEVICES is not set.
     let hip = Some("HIP_VISIBLE_DEVICES").filter(is_set).unwrap_or("CUDA_VISIBLE_DEVICES");
     let all = match vendor {
         Vendor::Nvidia => vec!["CUDA_VISIBLE_DEVICES"],
@@ -73,7 +74,8 @@ fn variables(vendor: Vendor, env: Env<'_>) -> Vec<&'static str> {
     all.into_iter().filter(is_set).collect()
 }
 
-/// The devices that a list chooses: like the drivers, up to the first entry that is none.
+/// Returns the devices that the list in an environment variable selects. Like the drivers, it stops at the
+/// first entry that is no device.
 fn visible(devices: &[Device], variable: &'static str, list: &str) -> Result<Vec<Device>, DeviceError> {
     let mut chosen = Vec::new();
     for entry in list.split(',').map(str::trim).take_while(|entry| !entry.is_empty()) {
@@ -90,7 +92,8 @@ fn visible(devices: &[Device], variable: &'static str, list: &str) -> Result<Vec
     Ok(chosen)
 }
 
-/// The only device whose UUID, or that of an instance, starts like this.
+/// Returns the device with a UUID, of itself or an instance, that starts with `start`; `None` unless exactly
+/// one has.
 fn by_uuid<'a>(devices: &'a [Device], start: &str) -> Option<&'a Device> {
     let is_it =
         |device: &&Device| device.uuid.iter().chain(&device.instances).any(|uuid| uuid.starts_with(start));
@@ -99,7 +102,7 @@ fn by_uuid<'a>(devices: &'a [Device], start: &str) -> Option<&'a Device> {
     found.next().filter(|_| is_name && found.next().is_none())
 }
 
-/// Returns the GPUs that the driver's library lists.
+/// Converts the GPUs that NVML lists.
 fn by_nvml(gpus: &[Gpu]) -> Vec<Device> {
     let device = |gpu: &Gpu| {
         let (pci, uuid) = (gpu.pci.clone(), Some(gpu.uuid.clone()));
@@ -108,8 +111,8 @@ fn by_nvml(gpus: &[Gpu]) -> Vec<Device> {
     gpus.iter().map(device).collect()
 }
 
-/// The GPUs with a device node, in PCI bus order, as CUDA counts equal devices. Minor numbers may have
-/// another order.
+/// Returns the GPUs with a device node, in PCI bus order, in which CUDA numbers GPUs of the same model. Minor
+/// numbers may be in another order.
 fn nvidia(machine: &Machine) -> Result<Vec<Device>, DeviceError> {
     let dir = machine.root.join("proc/driver/nvidia/gpus");
     let mut listed: Vec<(usize, Device)> = Vec::new();
@@ -135,7 +138,8 @@ fn nvidia(machine: &Machine) -> Result<Vec<Device>, DeviceError> {
     Ok(devices)
 }
 
-/// Devices by their render nodes, in the order of these, which is the driver's.
+/// Returns the devices that have render nodes, in the order of the nodes' numbers, which is the driver's
+/// order.
 fn render_nodes(machine: &Machine, vendor: &str) -> Result<Vec<Device>, DeviceError> {
     machine
         .render_nodes(vendor)

@@ -1,4 +1,4 @@
-//! Computes the CPUs of each worker. Pure.
+//! Computes on which CPUs each worker runs. Pure.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use super::super::topology::{Cpu, Topology, groups};
 use super::{Bind, NumaBinding};
 use crate::config::build::count;
 
-/// The reasons why a worker would get no CPUs.
+/// Reasons why a worker would get no CPUs.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum BindingError {
     #[error(
@@ -31,14 +31,15 @@ pub(super) enum BindingError {
     NoCpuOnNode { device: usize, node: usize, instead: &'static str },
 }
 
-/// `--bind`: the workers in blocks over all parts of this kind.
+/// Implements `--bind`: spreads the workers over all parts of this kind (NUMA nodes, sockets, caches or
+/// cores). Consecutive workers get the same part or neighbouring parts.
 pub(super) fn spread(
     topology: &Topology,
     kind: Bind,
     workers: usize,
 ) -> Result<Vec<Vec<usize>>, BindingError> {
-    // Sorts neighbouring parts next to each other, however the machine numbers its CPUs. A cache that spans
-    // several nodes counts once in each node.
+    // Sorting puts neighbouring parts next to each other, however the machine numbers its CPUs. A cache that
+    // spans several NUMA nodes counts once in each node.
     let parts = match kind {
         Bind::Node => topology.groups(|cpu| cpu.node),
         Bind::Socket => topology.groups(|cpu| cpu.package),
@@ -56,8 +57,8 @@ pub(super) fn spread(
     Ok((0..workers).map(|i| parts[i * parts.len() / workers].clone()).collect())
 }
 
-/// Implements `--numa-binding`: chooses CPUs near the worker's device, as torchrun does. `devices` are the
-/// NUMA nodes of all devices.
+/// Implements `--numa-binding`: chooses CPUs near each worker's device, as torchrun does. `devices` has the
+/// NUMA node of every device.
 pub(super) fn cpus_of_devices(
     topology: &Topology,
     kind: NumaBinding,
@@ -82,13 +83,13 @@ fn cpus_of_device(
     let Some(first) = on_node(node).next() else {
         return Err(BindingError::NoCpuOnNode { device, node, instead: kind.without_device() });
     };
-    // Devices of the same node share it in their order.
+    // Devices of the same NUMA node share its CPUs, in order of the devices.
     let sharers = devices.iter().filter(|other| **other == node).count();
     let position = devices[..device].iter().filter(|other| **other == node).count();
     Ok(match kind {
         NumaBinding::Node => ids(on_node(node)),
         NumaBinding::Socket => {
-            // A node belongs to the socket of its first CPU, also one that reaches over several.
+            // A NUMA node belongs to the socket of its first CPU, even if it spans several sockets.
             let of_socket =
                 |cpu: &&Cpu| on_node(cpu.node).next().is_some_and(|other| other.package == first.package);
             ids(topology.cpus.iter().filter(of_socket))
@@ -108,7 +109,8 @@ fn cpus_of_device(
     })
 }
 
-/// Which of `count` things the part of this number gets; the first parts get one more.
+/// Divides `count` things into `parts` blocks, of which the first ones may have one more. Returns the range
+/// of block number `part`.
 fn block_range(count: usize, parts: usize, part: usize) -> Range<usize> {
     let start = |part: usize| part * (count / parts) + part.min(count % parts);
     start(part)..start(part + 1)

@@ -11,31 +11,31 @@ use super::machine::Machine;
 use super::topology::Topology;
 use crate::cli::{CliError, ParsedArgs, Value};
 
-/// `--bind`: the kind of part over which the workers are spread.
+/// The kind of hardware part over which `--bind` spreads the workers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Bind {
     Node,
     Socket,
     CoreComplex,
-    /// Each worker gets cores of its own.
+    /// Physical cores, of which each worker gets its own.
     Core,
 }
 
-/// `--numa-binding`: the CPUs near its device that a worker gets.
+/// Which CPUs near its device `--numa-binding` gives to a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum NumaBinding {
     /// The CPUs of the device's NUMA node.
     Node,
-    /// The CPUs of all nodes of that socket.
+    /// The CPUs of all NUMA nodes on the device's socket.
     Socket,
-    /// A share of the physical cores of the node.
+    /// The worker's own share of the physical cores on the device's NUMA node.
     Exclusive,
-    /// CPUs of the node with a common last-level cache.
+    /// CPUs on the device's NUMA node that share a last-level cache.
     CoreComplex,
 }
 
 impl NumaBinding {
-    /// The `--bind` that comes closest.
+    /// Returns the value of `--bind` that is most similar, for machines without devices.
     fn without_device(self) -> &'static str {
         match self {
             Self::Node => "node",
@@ -46,10 +46,10 @@ impl NumaBinding {
     }
 }
 
-/// The CPUs of each worker by local rank; empty if they are not bound.
+/// Returns the CPUs of each worker by local rank. Empty if workers are not bound to CPUs.
 ///
 /// # Errors
-/// The machine lacks the parts that the flag asks for, or does not report them.
+/// The machine lacks the hardware parts that the flag asks for, or does not report them.
 pub(super) fn worker_cpus(
     args: &ParsedArgs,
     env: &dyn Fn(&str) -> Option<OsString>,

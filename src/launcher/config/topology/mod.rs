@@ -11,26 +11,26 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// The highest accepted number of a CPU or a NUMA node.
+/// Highest number of a CPU or a NUMA node that is accepted.
 const MAX_NUMBER: usize = 1 << 16;
-/// Far more than any list of CPUs needs.
+/// Most bytes that are read of a file, far more than any list of CPUs needs.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// One CPU (a hardware thread) that workers may run on, and what it is part of.
+/// One CPU (a hardware thread) on which workers may run, and the parts of the machine to which it belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Cpu {
     pub(super) id: usize,
-    /// NUMA node.
+    /// Number of its NUMA node.
     pub(super) node: usize,
-    /// Socket.
+    /// Number of its socket.
     pub(super) package: usize,
-    /// Last-level cache, by the lowest CPU that shares it.
+    /// Lowest CPU that shares the last-level cache, which identifies the cache.
     pub(super) cache: usize,
-    /// Physical core, by the lowest of its hyperthreads.
+    /// Lowest hyperthread of the physical core, which identifies the core.
     pub(super) core: usize,
 }
 
-/// The CPUs that workers may run on, in order of their numbers.
+/// The CPUs on which workers may run, in order of their numbers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Topology {
     pub(super) cpus: Vec<Cpu>,
@@ -50,7 +50,7 @@ pub(super) enum TopologyError {
 impl Topology {
     /// Reads sysfs below `root` for those of the `allowed` CPUs (ascending) that are online.
     ///
-    /// If the kernel omits a fact, the default of a plain machine applies: one NUMA node, one socket, one
+    /// If the kernel does not report something, a simple machine is assumed: one NUMA node, one socket, one
     /// core for each CPU, and one cache for each socket.
     ///
     /// # Errors
@@ -72,13 +72,13 @@ impl Topology {
         if cpus.is_empty() { Err(TopologyError::NoCpus) } else { Ok(Self { cpus }) }
     }
 
-    /// The CPUs with equal keys together, groups in order of their keys.
+    /// Groups the CPUs with equal keys. Returns the groups in order of their keys.
     pub(super) fn groups<K: Ord>(&self, key: impl Fn(&Cpu) -> K) -> Vec<Vec<usize>> {
         groups(&self.cpus, key)
     }
 }
 
-/// Works like [`Topology::groups`], for these CPUs only.
+/// Groups these CPUs as [`Topology::groups`] does.
 pub(super) fn groups<'a, K: Ord>(
     cpus: impl IntoIterator<Item = &'a Cpu>,
     key: impl Fn(&Cpu) -> K,
@@ -90,16 +90,16 @@ pub(super) fn groups<'a, K: Ord>(
     groups.into_values().collect()
 }
 
-/// Facts about other CPUs from files already read. The cache makes the reading of a large machine fast.
+/// What sysfs files already read say about other CPUs. Without this, reading a large machine is slow.
 #[derive(Debug, Default)]
 struct TopologyCache {
-    /// Core and package by CPU.
+    /// Core and socket by CPU.
     cores: HashMap<usize, (usize, usize)>,
-    /// The first CPU of each package, node and core_id, where siblings are not listed.
+    /// First CPU for each socket, node and core_id, used if the kernel does not list hyperthreads.
     by_core_id: HashMap<(usize, usize, usize), usize>,
-    /// Cache by CPU.
+    /// Cache by CPU, as the lowest CPU that shares it.
     caches: HashMap<usize, usize>,
-    /// The first CPU of each package.
+    /// First CPU of each socket.
     packages: HashMap<usize, usize>,
 }
 
@@ -131,7 +131,7 @@ impl TopologyCache {
     }
 }
 
-/// The CPUs that share the highest cache that is not for instructions only.
+/// Returns the CPUs that share the highest-level cache that holds data; `None` if the kernel reports none.
 fn last_level_cache(dir: &Path) -> Result<Option<Vec<usize>>, TopologyError> {
     let mut last: Option<(usize, PathBuf)> = None;
     for (_, index) in numbered_entries(dir, "index") {
@@ -144,7 +144,7 @@ fn last_level_cache(dir: &Path) -> Result<Option<Vec<usize>>, TopologyError> {
     last.map_or(Ok(None), |(_, index)| list(&index.join("shared_cpu_list")))
 }
 
-/// NUMA node by CPU.
+/// Returns the NUMA node of each CPU.
 fn nodes(dir: &Path) -> Result<HashMap<usize, usize>, TopologyError> {
     let mut nodes = HashMap::new();
     for (node, dir) in numbered_entries(dir, "node") {
@@ -154,8 +154,8 @@ fn nodes(dir: &Path) -> Result<HashMap<usize, usize>, TopologyError> {
     Ok(nodes)
 }
 
-/// Returns the entries of a folder named `prefix` plus a number, sorted by number. Without the folder there
-/// are none.
+/// Returns the entries of a folder that are named `prefix` plus a number, sorted by number. Returns none if
+/// there is no such folder.
 pub(super) fn numbered_entries(dir: &Path, prefix: &str) -> Vec<(usize, PathBuf)> {
     let number = |name: OsString| decimal(name.to_str()?.strip_prefix(prefix)?);
     let mut found: Vec<_> = std::fs::read_dir(dir).map_or(Vec::new(), |entries| {
@@ -165,7 +165,7 @@ pub(super) fn numbered_entries(dir: &Path, prefix: &str) -> Vec<(usize, PathBuf)
     found
 }
 
-/// A file's text without blanks around it; `None` if there is no such file.
+/// Returns a file's text without blanks around it; `None` if there is no such file.
 pub(super) fn text(path: &Path) -> Result<Option<String>, TopologyError> {
     let mut bytes = Vec::new();
     match File::open(path).and_then(|file| file.take(MAX_FILE_BYTES).read_to_end(&mut bytes)) {
@@ -177,7 +177,8 @@ pub(super) fn text(path: &Path) -> Result<Option<String>, TopologyError> {
     }
 }
 
-/// Reads a file with one number. -1, which means unknown, counts as 0.
+/// Reads a file with one number; `None` if there is no such file. The value -1, which means unknown, becomes
+/// 0.
 pub(super) fn number(path: &Path) -> Result<Option<usize>, TopologyError> {
     let parse = |text: &str| if text == "-1" { Some(0) } else { text.parse().ok() };
     parsed(path, "number", parse)
@@ -202,7 +203,8 @@ fn parsed<T>(
     }
 }
 
-/// `0-3,8` as numbers. Ascending, as the kernel writes it, so that no list is longer than there are CPUs.
+/// Parses a list of CPUs such as `0-3,8`. Returns `None` unless it is ascending, as the kernel writes it.
+/// This bounds the result by the highest accepted CPU number.
 fn cpu_list(text: &str) -> Option<Vec<usize>> {
     let mut cpus = Vec::new();
     if text.is_empty() {
@@ -219,7 +221,7 @@ fn cpu_list(text: &str) -> Option<Vec<usize>> {
     Some(cpus)
 }
 
-/// Parses digits only, unlike `parse`, up to the highest accepted number.
+/// Parses decimal digits, without the sign that `parse` accepts; `None` above the highest accepted number.
 fn decimal(text: &str) -> Option<usize> {
     let digits = !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit());
     text.parse().ok().filter(|number| digits && *number <= MAX_NUMBER)

@@ -1,4 +1,4 @@
-//! The thread that reads all pipes of an attempt.
+//! The thread that reads all pipes of an attempt (one start of the workers) and copies their output.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -17,18 +17,18 @@ use crate::logs::lines::{LINE_MAX_BYTES, Piece, incomplete_utf8_len};
 use crate::logs::{PIPE_BYTES, ReportedProblems, pty};
 
 const READ_BYTES: usize = 64 << 10;
-/// After this number of reads, all bytes that a pipe held before them have been read.
+/// Number of reads of a pipe that suffice for all bytes that the pipe held before them.
 const READ_PENDING_ROUNDS: usize = PIPE_BYTES as usize / READ_BYTES + 1;
-/// The maximum time to read on, after all workers have ended, while their descendants keep writing.
+/// Longest time to continue reading, after all workers have ended, while their descendants keep writing.
 const DRAIN_MAX: Duration = Duration::from_secs(1);
 
-/// The streams and consoles of the thread.
+/// The pipes that the thread reads and the consoles to which it writes.
 pub(super) struct Copier {
-    /// The sources, each with the number by which the console identifies it.
+    /// The pipes to read, each with the number by which the console identifies it.
     sources: Vec<(usize, Source)>,
     outputs: Outputs,
     reported: Arc<ReportedProblems>,
-    /// The time of the last output that passed through to the console.
+    /// Time at which output last passed unchanged to the console.
     shown_at: Instant,
 }
 
@@ -45,7 +45,7 @@ impl Copier {
         answer: &mpsc::Sender<u64>,
     ) {
         let mut buffer = vec![0; READ_BYTES];
-        // The request being answered, with the deadline for its reads.
+        // The request being handled, with the time limit for its reads.
         let mut current = None;
         let mut finish = None;
         let mut rounds = 0;
@@ -79,7 +79,7 @@ impl Copier {
                 None if woken => drop(wake.read(&mut [0; 8])),
                 None => {}
             }
-            // Iterates in reverse, so that removing one does not move those that follow.
+            // Iterates in reverse, because `read` may remove a source, which moves those after it.
             for at in readable.into_iter().rev() {
                 self.read(at, &mut buffer);
             }
@@ -91,7 +91,7 @@ impl Copier {
         }
         self.submit();
         let mut request = current.map(|(request, _)| request);
-        // All pipes may have been closed before the workers ended. There is then no need to hurry.
+        // All pipes may be closed before the workers have ended. The thread then only waits for requests.
         let until = finish.unwrap_or_else(|| {
             loop {
                 match request.take().map_or_else(|| requests.recv(), Ok) {
@@ -99,7 +99,7 @@ impl Copier {
                         self.flush_console(deadline);
                         let _ = answer.send(number);
                     }
-                    // All has been read.
+                    // The pipes are closed, so all output has been read.
                     Ok(Request::ReadPending(number)) => drop(answer.send(number)),
                     Ok(Request::Finish(deadline)) => return deadline,
                     Err(_) => return Instant::now() + DRAIN_MAX,
@@ -117,22 +117,23 @@ impl Copier {
         }
     }
 
-    /// Shows all available output, and waits for the consoles.
+    /// Writes all available output to the consoles, unfinished lines included, and waits for the consoles.
     fn flush_console(&mut self, deadline: Instant) {
         self.show_partials(Instant::now() + RAW_PARTIAL_MAX);
         self.submit();
-        // Stdout comes first, because stderr reports that stdout is broken.
+        // Stdout comes first, because a warning on stderr reports that writing to stdout failed.
         let broken = self.outputs.consoles[0].flush_console(&mut ConsoleDeadline::new(deadline));
         self.warn_stdout_broken(broken);
         let _ = self.outputs.consoles[1].submit();
         let _ = self.outputs.consoles[1].flush_console(&mut ConsoleDeadline::new(deadline));
     }
 
-    /// Waits for bytes; returns whether the workers have ended, and which sources have some.
+    /// Waits for bytes from the workers or a request. Returns whether a request has come, and which sources
+    /// have bytes.
     fn wait(&self, wake: &File, timeout: Option<Duration>) -> nix::Result<(bool, Vec<usize>)> {
         let timeout = match timeout {
             None => PollTimeout::NONE,
-            // Rounds up, because a timeout of 0 would make a busy loop of the last millisecond.
+            // Rounds up: with a timeout of 0 the last millisecond would be a busy loop.
             Some(Duration::ZERO) => PollTimeout::ZERO,
             Some(time) => PollTimeout::try_from(time.as_millis() + 1).unwrap_or(PollTimeout::MAX),
         };
@@ -176,7 +177,7 @@ impl Copier {
         if let Some((file, path)) = &mut source.file
             && let Err(error) = file.write_all(bytes)
         {
-            // The next bytes are tried again, since space may be freed.
+            // The next bytes are written to the file again, since disk space may become free.
             let line = format!("warning: cannot write {}: {error}; the job continues", path.display());
             warn_once(&self.reported.files, &mut self.outputs.consoles[1], &line);
         }
@@ -230,7 +231,7 @@ impl Copier {
         }
     }
 
-    /// Returns the time until the next unfinished line is due on the console.
+    /// Returns the time until the next unfinished line must be written to the console.
     fn next_partial(&self) -> Option<Duration> {
         let first = self.sources.iter().filter_map(|(_, source)| source.partial_at(self.shown_at)).min()?;
         Some(first.saturating_duration_since(Instant::now()))
@@ -245,7 +246,8 @@ impl Copier {
                 ConsoleMode::Lines(lines) => {
                     let mut sink = self.outputs.sink(*number, source.stream, &source.prefix);
                     lines.show_partial(|piece| sink.pass(piece));
-                    // An incomplete character is shown with the rest; waiting for it would be a busy loop.
+                    // An incomplete UTF-8 character is written together with its rest later. The new time
+                    // avoids a busy loop until the rest arrives.
                     source.read_at = now;
                 }
                 ConsoleMode::Raw { held, .. } => {
@@ -259,7 +261,7 @@ impl Copier {
     fn submit(&mut self) {
         let broken = self.outputs.consoles[0].submit();
         self.warn_stdout_broken(broken);
-        // If stderr itself is broken, nothing can report it.
+        // A failing stderr cannot be reported anywhere.
         let _ = self.outputs.consoles[1].submit();
     }
 
@@ -277,7 +279,7 @@ fn warn_once(reported: &AtomicBool, console: &mut Console, line: &str) {
     }
 }
 
-/// The destinations of lines, for stdout and stderr.
+/// Destinations of output lines, one each for stdout and stderr.
 pub(super) struct Outputs {
     pub(super) consoles: [Console; 2],
     pub(super) filters: [Vec<Finder<'static>>; 2],
@@ -292,7 +294,7 @@ impl Outputs {
     }
 }
 
-/// The destinations of the lines of one source.
+/// Destinations of the output lines of one source.
 struct Sink<'a> {
     number: usize,
     prefix: &'a [u8],
@@ -307,7 +309,7 @@ impl Sink<'_> {
         self.console.add(self.number, self.prefix, piece.text, piece.newline, continued);
         let Some(file) = self.filtered else { return };
         if piece.complete && self.filters.iter().any(|filter| filter.find(piece.line).is_some()) {
-            // Each line is one write. The copy to the log itself reports a full disk.
+            // Each line is one write. If the disk is full, the write to the log file itself reports it.
             let _ = file.write_all(&[self.prefix, piece.line, b"\n"].concat());
         }
     }

@@ -1,10 +1,12 @@
 //! Copies the output of workers from pipes to their files and, line by line, to the console.
 //!
-//! One thread reads all pipes of an attempt. The file gets the bytes unchanged; the console gets whole lines
-//! with a prefix. A line that lacks its newline for a while is shown anyway.
+//! One thread reads all pipes of an attempt (one start of the workers). The file gets the bytes unchanged;
+//! the console gets whole lines with a prefix. If a line stays unfinished for a while, its beginning is
+//! written to the console anyway.
 //!
-//! A stderr that is neither redirected nor teed also passes through here, so that its last lines are known
-//! when its worker fails. Its bytes stay unchanged and without prefix, and whole lines are written at once.
+//! A stderr that is neither redirected nor teed also goes through this thread, so that its last lines are
+//! known when its worker fails. Its bytes stay unchanged and without prefix, and whole lines are written at
+//! once.
 
 mod copier;
 
@@ -28,17 +30,17 @@ use super::{ReportedProblems, block_file_size_signal};
 use crate::config::Streams;
 use copier::{Copier, Outputs};
 
-/// The time after which a line without a newline is shown.
+/// Time after which an unfinished line (without newline) of a teed stream is written to the console.
 const PARTIAL_AFTER: Duration = Duration::from_secs(2);
-/// The time after which an unfinished line of an unchanged stderr is shown, counted from the last output to
-/// the console. It suffices for a worker that loses its CPU in the middle of a line. It is too short for a
-/// user to notice.
+/// Time after which an unfinished line of a stderr that passes unchanged is written to the console. It is
+/// counted from the last output to the console. It suffices for a worker that loses its CPU in the middle of
+/// a line, and is too short for a user to notice.
 const RAW_PARTIAL_AFTER: Duration = Duration::from_millis(200);
-/// The maximum time before an unfinished line of an unchanged stderr is shown while other sources keep
-/// writing.
+/// Longest time before an unfinished line of a stderr that passes unchanged is written to the console, while
+/// other workers keep writing.
 const RAW_PARTIAL_MAX: Duration = Duration::from_secs(1);
 
-/// Standard output or standard error.
+/// A worker's standard output or standard error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stream {
     Stdout,
@@ -61,31 +63,32 @@ impl Stream {
     }
 }
 
-/// One stream of one worker.
+/// The stdout or stderr of one worker, read from a pipe.
 #[derive(Debug)]
 pub(super) struct Source {
     stream: Stream,
     pipe: File,
-    /// Its log file, if there can be one, and the path of it.
+    /// The log file and its path; `None` if there is none.
     file: Option<(File, PathBuf)>,
     prefix: Vec<u8>,
-    /// Shown on the console and to the duplicate filters.
+    /// True if the output goes to the console and to the duplicate filters.
     on_console: bool,
     mode: ConsoleMode,
-    /// The buffer that keeps the last bytes of the stream.
+    /// Buffer that keeps the last bytes, if the report needs them.
     tail: Option<Tail>,
-    /// It is a terminal, of this size.
+    /// Set if the pipe is a pseudo-terminal; the inner value is the size last set.
     terminal: Option<Option<Winsize>>,
-    /// The time at which its last bytes arrived.
+    /// Time at which the last bytes arrived.
     read_at: Instant,
 }
 
-/// The mode in which a stream reaches the console.
+/// How the output of a worker is written to the console.
 #[derive(Debug)]
 enum ConsoleMode {
-    /// Line by line, with prefix.
+    /// Line by line, each with a prefix.
     Lines(Lines),
-    /// Unchanged. Holds the unfinished line until `since` is too long ago.
+    /// Unchanged. `held` is the unfinished line, which is written when it has been held too long, since
+    /// `since`.
     Raw { held: Vec<u8>, since: Instant },
 }
 
@@ -111,23 +114,24 @@ impl Source {
         }
     }
 
-    /// A stderr that passes through unchanged.
+    /// Creates a source for a stderr that passes to the console unchanged.
     pub(super) fn raw(pipe: OwnedFd, on_console: bool) -> Self {
         let mode = ConsoleMode::Raw { held: Vec::new(), since: Instant::now() };
         Self { mode, ..Self::new(Stream::Stderr, pipe, None, Vec::new(), on_console) }
     }
 
-    /// A stderr that passes through unchanged from a pseudo-terminal.
+    /// Creates a source for a stderr that passes to the console unchanged, read from a pseudo-terminal.
     pub(super) fn terminal(pty: OwnedFd) -> Self {
         Self { terminal: Some(None), ..Self::raw(pty, true) }
     }
 
-    /// Keeps the last bytes in `tail`.
+    /// Makes the source keep its last bytes in `tail`.
     pub(super) fn with_tail(self, tail: Tail) -> Self {
         Self { tail: Some(tail), ..self }
     }
 
-    /// Returns the time at which an unfinished line is to be shown; `None` if there is none.
+    /// Returns the time at which the unfinished line must be written to the console; `None` if there is no
+    /// unfinished line. `shown_at` is the time of the last output that passed to the console unchanged.
     fn partial_at(&self, shown_at: Instant) -> Option<Instant> {
         match &self.mode {
             ConsoleMode::Lines(lines) => lines.has_partial().then(|| self.read_at + PARTIAL_AFTER),
@@ -144,30 +148,33 @@ impl Source {
     }
 }
 
-/// The time limit for the thread to resize the workers' terminals.
+/// Longest time to wait until the copying thread has resized the workers' terminals.
 const RESIZE_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// The thread that copies. Dropping it lets the thread go on until all pipes are closed.
+/// Controls the thread that copies the workers' output. If this is dropped, the thread continues until all
+/// pipes are closed.
 #[derive(Debug)]
 pub(crate) struct Tee {
-    /// The launcher writes to it after each request.
+    /// Wakes the thread; the launcher writes to it after each request.
     wake: EventFd,
     requests: mpsc::Sender<Request>,
-    /// One answer to each [`Request::ReadPending`] and [`Request::Drain`]; closed when the thread ends.
+    /// Numbers of the requests that the thread has completed: [`Request::ReadPending`] and
+    /// [`Request::Drain`]. Closed when the thread ends.
     answers: mpsc::Receiver<u64>,
     asked: Cell<u64>,
     writes: [Writes; 2],
 }
 
-/// A request to the thread.
+/// A request of the launcher to the copying thread.
 #[derive(Debug, Clone, Copy)]
 enum Request {
-    /// Read all that a pipe can hold now, resize terminals to the console's size, answer with this number,
-    /// and continue.
+    /// Read all bytes that a pipe can hold now, resize the workers' terminals to the console's size, answer
+    /// with this number, and continue.
     ReadPending(u64),
-    /// Copy the available bytes, answer with this number, and continue.
+    /// Copy the available bytes and wait for the consoles until the deadline. Then answer with this number,
+    /// and continue.
     Drain(u64, Instant),
-    /// Copy the available bytes, and end.
+    /// Copy the available bytes, wait for the consoles until the deadline, and end the thread.
     Finish(Instant),
 }
 
@@ -186,7 +193,7 @@ impl Tee {
         let writes = [consoles[0].writes(), consoles[1].writes()];
         let outputs = Outputs { filtered, filters, consoles };
         let copier = Copier::new(sources, outputs, reported);
-        // The thread's end closes `answer`.
+        // When the thread ends, `answer` is dropped, which closes `answers`.
         thread::Builder::new().name("tee".to_owned()).spawn(move || {
             block_file_size_signal();
             copier.run(theirs, &asked, &answer);
@@ -194,9 +201,9 @@ impl Tee {
         Ok(Self { wake, requests, answers, asked: Cell::new(0), writes })
     }
 
-    /// Called when all workers have ended. Copies their output and waits for the copy. Beyond the deadline
-    /// it waits only for a slow console that still accepts data. The thread also copies later output of
-    /// their descendants.
+    /// Copies the workers' output and waits until it is written. To be called when all workers have ended.
+    /// Waits beyond the deadline only for a slow console that still accepts data. The thread also copies
+    /// later output of the workers' descendants.
     pub(crate) fn drain(&self, deadline: Instant) {
         let number = self.next_number();
         self.ask(Request::Drain(number, deadline));
@@ -211,8 +218,8 @@ impl Tee {
         }
     }
 
-    /// Called when one worker has ended while others continue. Reads its last lines if that is possible
-    /// within `limit`. Waits for no console.
+    /// Reads the output that is already in the pipes, at most for `limit`, so that the last lines of an ended
+    /// worker are known. To be called while other workers continue. Waits for no console.
     pub(crate) fn read_pending(&self, limit: Duration) {
         let number = self.next_number();
         self.ask(Request::ReadPending(number));
@@ -225,7 +232,7 @@ impl Tee {
         }
     }
 
-    /// Called when the console was resized: resizes the workers' terminals.
+    /// Resizes the workers' terminals. To be called when the console was resized.
     pub(crate) fn resize(&self) {
         self.read_pending(RESIZE_TIMEOUT);
     }
@@ -235,8 +242,8 @@ impl Tee {
         self.asked.get()
     }
 
-    /// Drains like [`Tee::drain`], then ends the thread. Afterwards, processes that still hold such a pipe
-    /// cannot write to it.
+    /// Copies the remaining output like [`Tee::drain`], then ends the thread. Processes that still hold such
+    /// a pipe then cannot write to it.
     pub(crate) fn finish(self, deadline: Instant) {
         self.ask(Request::Finish(deadline));
         let mut deadline = ConsoleDeadline::new(deadline);
@@ -249,19 +256,20 @@ impl Tee {
     }
 
     fn ask(&self, request: Request) {
-        // If the thread has ended early, `answers` is closed.
+        // If the thread has already ended, `answers` is closed, which the caller notices.
         let _ = self.requests.send(request);
         let _ = self.wake.write(1);
     }
 }
 
-/// The launcher's own stdout and stderr.
+/// Returns consoles for the launcher's own stdout and stderr.
 pub(super) fn consoles() -> io::Result<[Console; 2]> {
     let stdout = File::from(io::stdout().as_fd().try_clone_to_owned()?);
     Ok([Console::new("stdout", Box::new(stdout)), Console::new("stderr", Box::new(LockedStderr))])
 }
 
-/// Holds the lock during each write, so that the launcher's own lines do not interrupt a chunk.
+/// Stderr that is locked during each write, so that the launcher's own messages do not come in the middle of
+/// a chunk.
 struct LockedStderr;
 
 impl Write for LockedStderr {
