@@ -28,7 +28,7 @@ fn main() -> Result<(), TrainError> {
     let mut parameters = [2 * UNITS, UNITS, UNITS, 1].map(|len| vec![0.0; len]);
     parameters[..3].iter_mut().for_each(|values| values.fill_with(|| random.symmetric(0.5)));
 
-    // Names and sizes, in the order of the forward pass. Small sizes give several buckets.
+    // Names and sizes of parameters, in the order of the forward pass. Small limits give several buckets.
     let shapes = ["weights1", "bias1", "weights2", "bias2"].into_iter().zip(parameters.iter().map(Vec::len));
     let options = DdpOptions::default().first_bucket_bytes(4).bucket_bytes(200);
     let mut ddp = Ddp::with_options(&world, shapes, options)?;
@@ -49,7 +49,7 @@ fn main() -> Result<(), TrainError> {
         while let Some(batches) = ddp.join(next_step())? {
             let batches = batches.unwrap_or_default();
             for (index, batch) in batches.iter().enumerate() {
-                // All passes of a step except the last only accumulate.
+                // All passes of a step except the last only accumulate gradients.
                 let mut pass = if index + 1 == batches.len() { ddp.pass() } else { ddp.pass_no_sync() };
                 let own = batch.own().iter().map(|&index| examples[index]);
                 let gradients = backward(&parameters, own, scale, &mut loss[0]);

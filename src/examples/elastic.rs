@@ -38,16 +38,16 @@ fn train(world: &World, path: &Path, die_at: Option<usize>) -> Result<(), TrainE
     let mut random = Random::new(1, 0);
     let examples: Vec<f64> = (0..EXAMPLES).map(|_| f64::from(random.symmetric(1.0))).collect();
 
-    // One rank reads and broadcasts the state. All ranks then agree, even if only that host has the file, or
-    // if the file changes.
+    // One rank reads and broadcasts the state. All ranks then have the same state, even if only rank 0's host
+    // has the file, or if the file changes.
     let saved = if rank == 0 { Some(read(path)) } else { None };
     let (position, mut weight): (usize, f64) = world.broadcast_object(saved, 0)?;
     if rank == 0 {
         println!("attempt {}: {size} ranks, from example {position}", world.restart_count());
     }
 
-    // The order depends only on the seed, and the position counts examples of all ranks. A run that resumes
-    // with any number of ranks therefore uses each example once.
+    // The order of examples depends only on the seed, and the position counts examples of all ranks. A run
+    // that resumes with any number of ranks therefore uses each example once.
     let mut order =
         Sampler::new(EXAMPLES, rank, size).shuffled(2).tail(Tail::Uneven).epoch(0).resumed_at(position);
     let (mut ddp, mut step) = (Ddp::new(world, [("weight", 1)])?, position / BATCH);
@@ -58,7 +58,8 @@ fn train(world: &World, path: &Path, die_at: Option<usize>) -> Result<(), TrainE
         }
         let slopes = batch.own().iter().map(|&index| (weight - 3.0) * examples[index] * examples[index]);
         let mut pass = ddp.pass();
-        // This term gives the mean over the batch, even if ranks have different numbers of examples.
+        // With this factor, the average over ranks is the mean over the batch, even if ranks have unequal
+        // shares.
         pass.add(0, &[slopes.sum::<f64>() * size as f64 / batch.examples() as f64])?;
         pass.finish()?;
         weight -= RATE * 2.0 * ddp.average(0)[0];
@@ -72,7 +73,7 @@ fn train(world: &World, path: &Path, die_at: Option<usize>) -> Result<(), TrainE
     Ok(())
 }
 
-/// Reads the position in the order, and the weight.
+/// Reads a checkpoint: the position in the order of examples, and the weight.
 fn read(path: &Path) -> (usize, f64) {
     let text = std::fs::read_to_string(path).unwrap_or_default();
     let mut words = text.split_whitespace();
@@ -81,7 +82,8 @@ fn read(path: &Path) -> (usize, f64) {
     saved.unwrap_or_default()
 }
 
-/// Replaces the file atomically. If the rank dies during the write, the previous checkpoint remains.
+/// Replaces the checkpoint file atomically. If the rank dies during the write, the previous checkpoint
+/// remains.
 fn write(path: &Path, position: usize, weight: f64) {
     let partial = path.with_extension("partial");
     let written = std::fs::write(&partial, format!("{position} {weight}\n"));

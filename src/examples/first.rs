@@ -20,9 +20,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let path = PathBuf::from(std::env::args_os().nth(1).ok_or("usage: first FILE")?);
     let world = init()?;
 
-    // The first rank of each host fetches, unpacks or computes the data; the other ranks run when that is
-    // done. If it fails, all ranks get the reason. If the rank dies, they get an error that names it. No rank
-    // waits forever or reads an incomplete file.
+    // The first rank of each host fetches, unpacks or computes the data; the other ranks run the closure
+    // afterwards. If the first rank fails, all ranks get the reason; if it dies, an error that names it. No
+    // rank waits forever or reads an incomplete file.
     let (rows, made_it) = first_on_each_host(&world, || match read_data(&path) {
         Err(error) if error.kind() == ErrorKind::NotFound => {
             write_data(&path)?;
@@ -35,7 +35,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// Writes under another name first, so that a killed process leaves no incomplete file under the final name.
+/// Writes the data under another name first, so that a killed process leaves no incomplete file under the
+/// final name.
 fn write_data(path: &Path) -> io::Result<()> {
     let partial = path.with_extension("partial");
     let text: String = (0..ROWS).map(|row| format!("{row}\n")).collect();

@@ -16,7 +16,8 @@ fn main() -> Result<(), CommError> {
     let (rank, size) = (world.rank(), world.size());
     let is_root = rank == 0;
 
-    // From a list: all ranks call it, and the listed ranks get the group. Ranks in the group count from 0.
+    // A group from a list: all ranks make the call, and the listed ranks get the group. Its ranks count from
+    // 0.
     if let Some(pair) = world.subgroup(&[0, size / 2])? {
         let mut sum = [rank as u32];
         pair.all_reduce(&mut sum, ReduceOp::Sum)?;
@@ -26,7 +27,7 @@ fn main() -> Result<(), CommError> {
         assert_eq!(pair.global_rank(1), Some(size / 2));
     }
 
-    // From a color: ranks with equal colors form a group, ordered by a key.
+    // Groups from a color: ranks with equal colors form a group, ordered by a key.
     let color = (rank % 2) as u32;
     if let Some(half) = world.split(Some(color), rank as i64)? {
         let halves = world.all_gather_object(&(color, half.global_ranks().to_vec()))?;
@@ -43,7 +44,7 @@ fn main() -> Result<(), CommError> {
         half.barrier()?;
     }
 
-    // From named axes: tensor parallelism on the inner axis, data parallelism on the outer axis.
+    // Groups from named axes: tensor parallelism on the inner axis, data parallelism on the outer axis.
     let mesh = Mesh::new(&world, &[("dp", size / 2), ("tp", 2)])?;
     let (tp, dp) = (mesh.group("tp")?, mesh.group("dp")?);
     if is_root {

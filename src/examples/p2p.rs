@@ -39,8 +39,8 @@ fn main() -> Result<(), CommError> {
         println!("{size} ranks passed a token round: {}", token[0]);
     }
 
-    // Nonblocking: all ranks greet all others at once. Blocking calls in this order could deadlock.
-    // Nonblocking calls are all started before any rank waits.
+    // Nonblocking: all ranks greet all others at once. Blocking calls in this order could deadlock. A rank
+    // starts all its nonblocking calls before it waits for one.
     let others = || (0..size).filter(|&other| other != rank);
     let receives: Vec<Work<Vec<f32>>> =
         others().map(|from| world.irecv(vec![0.0; 1000], from, GREETING)).collect::<Result<_, _>>()?;

@@ -39,7 +39,7 @@ fn main() -> Result<(), CommError> {
             copies.size()
         );
     }
-    // Each pipeline draws different examples. All stages of a pipeline draw equal ones.
+    // Each pipeline draws different examples. All stages of a pipeline draw equal examples.
     let mut random = Random::new(5, copies.rank() as u64);
     let mut weight = if stage == 1 { 0.5 } else { 0.0 };
     for step in 1..=STEPS {
@@ -63,12 +63,12 @@ fn main() -> Result<(), CommError> {
     Ok(())
 }
 
-/// Stage 0: sends all parts forward, and then receives their gradients.
+/// Stage 0: sends the activations of all parts to stage 1, and then receives their gradients.
 fn first_stage(pipeline: &Group, weight: f32, parts: &[Vec<f32>]) -> Result<(f32, f32), CommError> {
     let mut sending = VecDeque::new();
     for part in parts {
         let activation: Vec<f32> = part.iter().map(|x| weight * x).collect();
-        // The send is not waited for, so that the next part is computed meanwhile.
+        // The rank does not wait for the send, and computes the next part while the message is sent.
         sending.push_back(pipeline.isend(activation, 1, ACTIVATION)?);
     }
     let mut slope = 0.0;
@@ -81,7 +81,7 @@ fn first_stage(pipeline: &Group, weight: f32, parts: &[Vec<f32>]) -> Result<(f32
     Ok((slope, 0.0))
 }
 
-/// Stage 1: computes the loss of each part, and sends its gradient back at once.
+/// Stage 1: computes the loss of each part, and sends the gradient of the part back to stage 0 at once.
 fn last_stage(pipeline: &Group, weight: f32, parts: &[Vec<f32>]) -> Result<(f32, f32), CommError> {
     let (mut slope, mut loss, count) = (0.0, 0.0, (parts.len() * EXAMPLES) as f32);
     for part in parts {

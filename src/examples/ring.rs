@@ -16,7 +16,7 @@ const TAG: u32 = 0;
 
 fn main() -> Result<(), CommError> {
     let world = init()?;
-    // The length is prime, so that chunks differ in size.
+    // The length of the buffer is prime, so that chunks differ in size.
     let mine: Vec<f64> = (0..100_003).map(|index| ((world.rank() + 1) * (index % 17)) as f64).collect();
     let mut expected = mine.clone();
     world.all_reduce(&mut expected, ReduceOp::Sum)?;
@@ -68,7 +68,7 @@ fn ring_with_chunks(group: &Group, buffer: &mut [f64]) -> Result<usize, CommErro
         group.recv(&mut incoming, previous, TAG)?;
         sending.wait()?;
         for (value, incoming) in buffer[chunk(receives)].iter_mut().zip(incoming) {
-            // The first half of the steps adds; the second half distributes complete sums.
+            // The first half of the steps adds incoming chunks; the second half distributes complete sums.
             *value = if step < size - 1 { *value + incoming } else { incoming };
         }
     }

@@ -30,7 +30,7 @@ fn main() -> Result<(), TrainError> {
     let world = init()?;
     let examples = examples();
 
-    // One seed gives equal parts on all ranks: one part for each rank, and one held out.
+    // With one seed, all ranks compute the same partition: one part for each rank, and one held out.
     let share = (1.0 - HELD_OUT) / world.size() as f64;
     let fractions: Vec<f64> = std::iter::repeat_n(share, world.size()).chain([HELD_OUT]).collect();
     let parts = partition(EXAMPLES, &fractions, 7)?;

@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// An error that ends the tool.
+/// An error that ends `convoke-store`.
 #[derive(Debug, thiserror::Error)]
 enum ToolError {
     #[error(transparent)]
@@ -83,7 +83,8 @@ fn look_up(host: &str, port: u16) -> Result<Vec<SocketAddr>, ToolError> {
     Ok(addresses)
 }
 
-/// Listens on every address of the name. Addresses that this host does not have are skipped if another works.
+/// Serves a store at all `addresses` of a name. Addresses that this host does not have are skipped if another
+/// address works.
 fn serve(addresses: &[SocketAddr]) -> Result<StoreServer, ServeError> {
     match StoreServer::bind(addresses) {
         Err(ServeError::Listen { address, source })
@@ -104,7 +105,7 @@ fn catch_signals() -> Result<SignalFd, Errno> {
     SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
 }
 
-/// Waits for at most a second. Returns whether a signal to end has arrived.
+/// Waits for at most a second for SIGTERM or SIGINT. Returns whether such a signal has arrived.
 fn wait_for_signal(signals: &SignalFd) -> Result<bool, Errno> {
     match poll(&mut [PollFd::new(signals.as_fd(), PollFlags::POLLIN)], PollTimeout::from(1000_u16)) {
         Ok(ready) => Ok(ready > 0),
@@ -113,7 +114,7 @@ fn wait_for_signal(signals: &SignalFd) -> Result<bool, Errno> {
     }
 }
 
-/// Writes a line to stderr. A failed write is ignored, because nobody reads stderr then.
+/// Writes a line to stderr. A failed write is ignored, because it means that nobody reads stderr.
 fn print_stderr(line: &str) {
     let _ = writeln!(io::stderr(), "{line}");
 }

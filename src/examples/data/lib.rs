@@ -1,11 +1,13 @@
-//! The data set of images, compiled into the program, so that a worker needs no path and no network.
+//! The images of handwritten digits, compiled into the program. So a worker needs neither a path nor a
+//! network.
 
 use std::io::Read;
 
 use convoke_train::Random;
 use flate2::read::GzDecoder;
 
-/// The compressed data. README.md beside this file gives its origin, its licence and the expected accuracy.
+/// The compressed images and labels. README.md beside this file gives its origin, its licence and the
+/// expected accuracy.
 const COMPRESSED: &[u8] = include_bytes!("digits.csv.gz");
 
 /// Number of pixels of one image, 8 x 8.
@@ -15,7 +17,7 @@ pub const CLASSES: usize = 10;
 /// Maximum value of a pixel in the file.
 const MAX_BRIGHTNESS: u8 = 16;
 
-/// The random stream of the split; see [`Random::new`].
+/// Number of the random sequence that splits the data set; see [`Random::new`].
 const SPLIT_STREAM: u64 = 1;
 
 /// One image and the digit that it shows.
@@ -27,7 +29,7 @@ pub struct Example {
     pub label: usize,
 }
 
-/// The data set is damaged.
+/// Error: the data set in the program is damaged.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DataError {
@@ -45,13 +47,13 @@ pub enum DataError {
 /// Training examples, and held-out examples to measure accuracy.
 #[derive(Debug)]
 pub struct Split {
-    /// Four fifths of the examples.
+    /// Four fifths of the examples, to train on.
     pub training: Vec<Example>,
-    /// One fifth of the examples.
+    /// One fifth of the examples, to measure accuracy.
     pub held_out: Vec<Example>,
 }
 
-/// Loads all examples and holds out a fifth of them. Only the seed decides which ones.
+/// Loads all examples and holds out a fifth of them. Only the seed decides which examples are held out.
 ///
 /// # Errors
 /// Returns an error if the data set in this program is damaged.

@@ -1,4 +1,4 @@
-//! The command line.
+//! The command line of `digits`.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -28,7 +28,7 @@ Options:
   -h, --help             print this text
 ";
 
-/// The parsed command line.
+/// The parsed command line of `digits`.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Arguments {
     pub(crate) epochs: u32,
@@ -48,13 +48,13 @@ pub(crate) struct Arguments {
 /// The method of averaging gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Gradients {
-    /// `convoke_train::Ddp` averages them during the backward pass or after it.
+    /// `convoke_train::Ddp` averages gradients: during the backward pass if `overlap`, else after it.
     Ddp { overlap: bool },
-    /// One call averages them after the backward pass.
+    /// One call of `all_reduce` averages all gradients after the backward pass.
     ByHand,
 }
 
-/// The device that computes.
+/// The device that computes the training steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ComputeDevice {
     Cpu,
@@ -64,16 +64,16 @@ pub(crate) enum ComputeDevice {
     Staged,
 }
 
-/// A failure on demand, for demonstration and tests.
+/// A failure that the user requests, for demonstration and tests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DieAt {
-    /// Number of the epoch, from 1 as in the output.
+    /// Number of the epoch in which the rank fails, from 1 as in the output.
     pub(crate) epoch: u32,
     pub(crate) rank: usize,
 }
 
 impl Arguments {
-    /// Parses the command line. `None` if the user requested help.
+    /// Parses the words of the command line. `None` if the user requested help.
     pub(crate) fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Option<Self>, lexopt::Error> {
         let mut arguments = Self {
             epochs: 30,
@@ -149,7 +149,8 @@ fn die_at(text: &str) -> Option<DieAt> {
     (at.epoch > 0).then_some(at)
 }
 
-/// Parses numbers of units. Limits of 16 layers and 65,536 units catch mistakes.
+/// Parses the sizes of the hidden layers, or returns `None`. Limits of 16 layers and 65,536 units catch
+/// mistakes.
 fn units(text: &str) -> Option<Vec<usize>> {
     let units = text.split(',').map(|count| count.parse().ok().filter(|count| (1..=1 << 16).contains(count)));
     units.collect::<Option<Vec<usize>>>().filter(|units| units.len() <= 16)
@@ -173,7 +174,7 @@ fn device(text: &str) -> Option<ComputeDevice> {
     }
 }
 
-/// Parses a value, or returns an error that names the expected form.
+/// Parses the value of a flag, or returns an error that names the expected form.
 fn parse_value<T>(
     value: &OsString,
     expected: &str,

@@ -7,16 +7,16 @@ use std::path::{Path, PathBuf};
 use crate::hash::fnv1a;
 use crate::network::Network;
 
-/// First bytes of the file.
+/// First bytes of a checkpoint file.
 const MAGIC: [u8; 8] = *b"digits\r\n";
-/// Version of the format. A file of another version is an error.
+/// Version of the checkpoint format. A file of another version is an error.
 const VERSION: u32 = 2;
-/// Length of magic, version, epoch, seed and number of hidden layers. The numbers of units follow, then
-/// parameters and momentum.
+/// Length of the header: magic, version, epoch, seed and number of hidden layers. After the header come the
+/// numbers of units, the parameters and the momentum.
 const HEADER_BYTES: usize = 8 + 4 + 4 + 8 + 4;
 const HASH_BYTES: usize = 8;
 
-/// The state after a whole number of epochs.
+/// The state of training after a whole number of epochs.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Checkpoint {
     /// Number of completed epochs.
@@ -72,7 +72,8 @@ impl Checkpoint {
         File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed)
     }
 
-    /// Reads the state in `path`; `None` if there is no such file. The seed and the hidden layers must match.
+    /// Reads the checkpoint in `path`; `None` if there is no such file. Another seed or other hidden layers
+    /// in the file are an error.
     pub(crate) fn read(path: &Path, seed: u64, hidden: &[usize]) -> Result<Option<Self>, CheckpointError> {
         let bytes = match fs::read(path) {
             Ok(bytes) => bytes,

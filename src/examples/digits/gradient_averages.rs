@@ -8,11 +8,12 @@ use crate::network::{Activations, Network};
 use crate::train::TrainError;
 use convoke_example_data::Example;
 
-/// The averages of the last step. The loss is an additional last parameter: known first, sent first.
+/// Gradients averaged over all ranks. The loss is an additional last parameter: it is computed and sent
+/// first.
 pub(crate) enum GradientAverages<'a> {
-    /// Averages in buckets.
+    /// `Ddp` averages the gradients, in buckets.
     Ddp(Box<Ddp>),
-    /// Averages with one `all_reduce` after the backward pass.
+    /// One `all_reduce` after the backward pass averages the gradients.
     ByHand(&'a World, Vec<Vec<f32>>),
 }
 
@@ -74,7 +75,7 @@ impl<'a> GradientAverages<'a> {
         }
     }
 
-    /// The average gradient of a parameter.
+    /// Returns the average gradient of a parameter over all ranks.
     pub(crate) fn average(&self, parameter: usize) -> &[f32] {
         match self {
             Self::Ddp(ddp) => ddp.average(parameter),

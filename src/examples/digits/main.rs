@@ -1,6 +1,6 @@
 //! Trains a small network on real images of handwritten digits, on one worker or on many.
 //!
-//! A complete data-parallel program. Each rank computes on its share of every batch, and gradients are
+//! It is a complete data-parallel program. Each rank computes on its share of every batch, and gradients are
 //! averaged during the backward pass (`train`; on GPUs `device`). Rank 0 writes a checkpoint (`checkpoint`),
 //! from which a restarted job continues. At the end all ranks verify that their parameters are equal.
 

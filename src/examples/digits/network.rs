@@ -1,13 +1,13 @@
 //! A network of fully connected layers: 64 pixels, hidden layers of rectified units, softmax over 10 digits.
 //!
-//! Pure: no clock, no I/O. The backward pass computes gradients from the last layer to the first. It hands
-//! over each gradient at once, so that it can be sent while earlier layers are computed.
+//! Pure: no clock, no I/O. The backward pass computes gradients from the last layer to the first. It passes
+//! each gradient to the caller at once, so that it can be sent while the next gradients are computed.
 
 use convoke_train::Random;
 
 use convoke_example_data::{CLASSES, Example, PIXELS};
 
-/// The random stream of the initial weights; see [`Random::new`].
+/// Number of the random sequence of the initial weights; see [`Random::new`].
 const WEIGHT_STREAM: u64 = 2;
 /// Number of independent sums in a dot product, so that the compiler can use vector registers.
 const SIMD_LANES: usize = 8;
@@ -20,7 +20,7 @@ pub(crate) struct Network {
     /// Number of units of each layer; pixels are the first layer, classes the last.
     units: Vec<usize>,
     pub(crate) parameters: Vec<Vec<f32>>,
-    /// Momentum, one value for each parameter value.
+    /// Momentum of gradient descent, one value for each parameter value.
     pub(crate) velocity: Vec<Vec<f32>>,
 }
 
@@ -29,8 +29,8 @@ pub(crate) struct Network {
 pub(crate) struct Activations(Vec<Vec<f32>>);
 
 impl Network {
-    /// Returns a network of zeros, with hidden layers of the given sizes. It only receives the parameters of
-    /// another rank; training cannot start from it.
+    /// Returns a network of zeros, with hidden layers of the given sizes. It is only a place for the
+    /// parameters of another rank or a checkpoint; training cannot start from zeros.
     pub(crate) fn empty(hidden: &[usize]) -> Self {
         let units: Vec<usize> =
             std::iter::once(PIXELS).chain(hidden.iter().copied()).chain([CLASSES]).collect();
@@ -40,8 +40,8 @@ impl Network {
         Self { units, velocity: zeros.clone(), parameters: zeros }
     }
 
-    /// Returns uniform weights with the variance of He et al. 2015 (doi:10.1109/ICCV.2015.123) and zero
-    /// biases.
+    /// Returns a network with random uniform weights, with the variance of He et al. 2015
+    /// (doi:10.1109/ICCV.2015.123) and zero biases.
     pub(crate) fn initial(hidden: &[usize], seed: u64) -> Self {
         let mut random = Random::new(seed, WEIGHT_STREAM);
         let mut network = Self::empty(hidden);
@@ -66,7 +66,7 @@ impl Network {
         self.units.len() - 1
     }
 
-    /// Names and sizes of the parameters.
+    /// Names of the parameters, and number of values of each.
     pub(crate) fn shapes(&self) -> impl Iterator<Item = (String, usize)> + '_ {
         self.parameters.iter().enumerate().map(|(index, values)| {
             let what = if index % 2 == 0 { "weights" } else { "bias" };
@@ -114,7 +114,7 @@ impl Network {
         let (mut errors, mut loss) = (rows[self.layers()].clone(), 0.0);
         for (scores, example) in errors.as_chunks_mut::<CLASSES>().0.iter_mut().zip(examples) {
             loss += log_sum_exp(scores) - scores[example.label];
-            // The error of the scores is softmax, minus one for the correct digit.
+            // The derivative of the loss by the scores is softmax, minus one for the correct digit.
             softmax(scores);
             scores[example.label] -= 1.0;
             scores.iter_mut().for_each(|error| *error *= weight);
@@ -140,8 +140,8 @@ impl Network {
         Ok(())
     }
 
-    /// Computes the errors of the inputs of `layer`, which are outputs of rectified units. Where the output
-    /// is zero, the error is zero.
+    /// Computes the derivatives of the loss by the inputs of `layer`, which are outputs of rectified units.
+    /// Where such an output is zero, the derivative is zero.
     fn input_errors(&self, layer: usize, errors: &[f32], given: &[f32]) -> Vec<f32> {
         let (inputs, outputs) = (self.units[layer], self.units[layer + 1]);
         let mut before = vec![0.0; given.len()];

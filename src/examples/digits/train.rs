@@ -1,4 +1,4 @@
-//! The training loop and its communication.
+//! The training loop of `digits` and its communication.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -18,7 +18,7 @@ use crate::network::Network;
 use convoke_example_data::{self as data, DataError, Example};
 
 const MOMENTUM: f32 = 0.9;
-/// The rank that reads, writes and prints.
+/// The rank that reads and writes the checkpoint and prints results.
 const ROOT: usize = 0;
 
 /// An error that ends a worker.
@@ -46,14 +46,15 @@ pub(crate) enum TrainError {
     Output(#[from] io::Error),
 }
 
-/// Trains to the end. Every rank of the job calls it.
+/// Trains the network for all epochs. Every rank of the job calls this function.
 pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainError> {
     let (rank, size) = (world.rank(), world.size());
     if let Some(at) = arguments.die_at.filter(|at| at.rank >= size) {
         return Err(TrainError::NoSuchRank { rank: at.rank, world: size });
     }
     if let Some(path) = arguments.trace.as_ref().filter(|_| rank == ROOT) {
-        // An unwritable path must fail before training, not after it.
+        // The path of the trace is tested here, so that an unwritable path fails before training, not after
+        // it.
         File::create(path).map_err(|source| TrainError::Trace { path: path.clone(), source })?;
     }
     let data = data::load(arguments.seed)?;
@@ -118,7 +119,8 @@ fn start(arguments: &Arguments, world: &World) -> Result<(Network, u32), TrainEr
     let mut network = Network::empty(hidden);
     let mut done = [0_u32];
     if world.rank() == ROOT {
-        // If this fails, rank 0 ends here, and the others end with a `PeerLost` error that names it.
+        // If reading the checkpoint fails, rank 0 ends here, and the other ranks end with a `PeerLost` error
+        // that names it.
         let saved = match &arguments.checkpoint {
             Some(path) => Checkpoint::read(path, arguments.seed, hidden)?,
             None => None,
@@ -134,7 +136,7 @@ fn start(arguments: &Arguments, world: &World) -> Result<(Network, u32), TrainEr
     Ok((network, done[0]))
 }
 
-/// A training run.
+/// The state of a training run on one rank.
 struct Training<'a> {
     arguments: &'a Arguments,
     world: &'a World,
@@ -189,7 +191,8 @@ impl Training<'_> {
     fn die_if_requested(&self, epoch: u32) {
         let (rank, first) = (self.world.rank(), self.world.restart_count() == 0);
         if first && self.arguments.die_at.is_some_and(|at| at.epoch == epoch && at.rank == rank) {
-            // SIGKILL cannot be caught, so it acts like a power failure. Sending it to oneself cannot fail.
+            // SIGKILL cannot be caught, so it acts like a power failure. A signal to the own process cannot
+            // fail.
             let _ = raise(Signal::SIGKILL);
         }
     }
@@ -224,7 +227,7 @@ fn accuracy(world: &World, network: &Network, examples: &[Example]) -> Result<f6
     Ok(right[0] as f64 / examples.len() as f64)
 }
 
-/// Verifies that all ranks have equal parameters, and prints the result.
+/// Verifies that all ranks have equal parameters. Rank 0 prints the accuracy and the hash of the parameters.
 fn finish(
     world: &World,
     network: &Network,
@@ -232,7 +235,7 @@ fn finish(
     mut times: Vec<Duration>,
 ) -> Result<(), TrainError> {
     let accuracy = accuracy(world, network, held_out)?;
-    // The conversion keeps all 64 bits.
+    // The conversion of the hash to `i64` keeps all 64 bits.
     let hash = fnv1a(network.parameters.iter().flatten().flat_map(|value| value.to_le_bytes())) as i64;
     let (mut least, mut most) = ([hash], [hash]);
     world.all_reduce(&mut least, ReduceOp::Min)?;

@@ -1,4 +1,4 @@
-//! JSON output for programs. Fields may be added without a change of the version.
+//! The JSON output of `convoke-flight`, for programs. A new field does not change the field `version`.
 
 use convoke_env::flight::layout::{Entry, Operation, State};
 use convoke_env::flight::process::ProcessStatus;
@@ -8,7 +8,7 @@ use super::{View, Worker};
 
 const VERSION: u32 = 1;
 
-/// Returns the whole object, with a newline at its end.
+/// Returns the whole JSON object, with a newline at its end.
 pub(super) fn json(view: &View) -> String {
     let groups: Vec<Value> = view
         .groups

@@ -38,7 +38,7 @@ struct Flags {
     json: bool,
 }
 
-/// All data of the output.
+/// All data that `convoke-flight` prints.
 struct View {
     groups: Vec<GroupSnapshot>,
     workers: Vec<Worker>,
@@ -91,7 +91,7 @@ impl View {
         let mut workers: Vec<Worker> = (found.recordings.into_iter())
             .map(|(path, recording)| Worker { status: status(&recording), path, recording })
             .collect();
-        // Orders workers by restart, as far as restart counts show it, and then by rank.
+        // Orders workers by round, as far as restart counts tell the round, and then by rank.
         workers.sort_by_key(|worker| {
             let header = &worker.recording.header;
             (header.restart_count, header.generation, header.rank, header.started_unix_ns)
@@ -107,7 +107,8 @@ impl View {
 }
 
 impl Worker {
-    /// Converts a time of the recording to nanoseconds since 1970; `None` if the event has not happened.
+    /// Converts `ns`, a time of the recording's monotonic clock, to nanoseconds since 1970. `None` if the
+    /// event of this time has not happened.
     fn unix_ns(&self, ns: u64) -> Option<i128> {
         let header = &self.recording.header;
         let since = i128::from(ns) - i128::from(header.started_ns);
@@ -124,7 +125,7 @@ fn print(text: &str) -> io::Result<()> {
     }
 }
 
-/// Writes a line to stderr. A failed write is ignored, because nobody reads stderr then.
+/// Writes a line to stderr. A failed write is ignored, because it means that nobody reads stderr.
 fn print_stderr(line: &str) {
     let _ = writeln!(io::stderr(), "convoke-flight: {line}");
 }

@@ -1,4 +1,4 @@
-//! Text output for people.
+//! The text output of `convoke-flight`, for people.
 
 use std::fmt::Write;
 
@@ -12,7 +12,7 @@ use nix::sys::signal::Signal;
 
 use super::{View, Worker};
 
-/// Returns the whole text.
+/// Returns the whole text output.
 pub(super) fn text(view: &View) -> String {
     let mut out = String::new();
     for group in &view.groups {

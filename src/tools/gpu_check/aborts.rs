@@ -72,7 +72,7 @@ fn with_absent_rank(
     })
 }
 
-/// Checks an abort while a rank does not call NCCL.
+/// Checks that an abort ends an operation while another rank does not call NCCL.
 pub(crate) fn abort_with_absent_rank(gpu: &Gpu) -> Result<Outcome, CheckError> {
     let (sender, receiver) = channel();
     let abort = move |group: &Group| {
@@ -90,7 +90,7 @@ pub(crate) fn abort_with_absent_rank(gpu: &Gpu) -> Result<Outcome, CheckError> {
     ))
 }
 
-/// Checks the deadline for a rank that does not call NCCL.
+/// Checks that the deadline ends an operation while another rank does not call NCCL.
 pub(crate) fn deadline_with_absent_rank(gpu: &Gpu) -> Result<Outcome, CheckError> {
     let options = DeviceOptions::default().init_timeout(ABORT_DELAY);
     let start = Instant::now();
@@ -99,7 +99,7 @@ pub(crate) fn deadline_with_absent_rank(gpu: &Gpu) -> Result<Outcome, CheckError
     Ok(outcome_of("deadline of 0.5 s", end - start, ABORT_LIMIT + ABORT_DELAY, is_right, got.err()))
 }
 
-/// Checks an abort of an operation that is enqueued behind a kernel that does not end.
+/// Checks that an abort ends an operation that is enqueued behind a kernel that does not end.
 pub(crate) fn abort_behind_running_kernel(gpu: &Gpu) -> Result<Outcome, CheckError> {
     let (group, stream) = (gpu.group()?, gpu.stream()?);
     let (send, mut recv) = (stream.alloc_zeros::<f32>(1024)?, stream.alloc_zeros::<f32>(1024)?);

@@ -12,7 +12,7 @@ use convoke_store::{MemoryStore, Store};
 use convoke_train::TrainError;
 use cudarc::nccl::result::NcclError as RawError;
 
-/// An error that prevents a check.
+/// An error because of which a check cannot run.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CheckError {
     #[error(transparent)]

@@ -23,7 +23,7 @@ fn kernel(stream: &Arc<CudaStream>, name: &str) -> Result<CudaFunction, DriverEr
     stream.context().load_module(Ptx::from_src(include_str!("kernels.ptx")))?.load_function(name)
 }
 
-/// A kernel that adds 1 to numbers after a delay.
+/// A GPU kernel that adds 1 to each element of a buffer after a delay.
 pub(crate) struct AddOne(CudaFunction);
 
 #[allow(unsafe_code)]
@@ -32,7 +32,7 @@ impl AddOne {
         Ok(Self(kernel(stream, "add_one")?))
     }
 
-    /// Enqueues the addition to `count` numbers after a delay of `ticks`.
+    /// Enqueues the kernel for `count` elements, with a delay of `ticks` of the GPU clock.
     ///
     /// # Safety
     /// `at` is the address of `count` numbers of type `f32`, which stay allocated until the kernel has ended.

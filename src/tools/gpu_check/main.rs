@@ -1,9 +1,10 @@
 //! `convoke-gpu-check`: checks that need a machine with a GPU. It can run alone; `scripts/gpu-check` runs it
 //! together with all other GPU tests.
 //!
-//! `order` uses a result on another stream. `speed` compares operations and training steps with cudarc's own
-//! calls of NCCL, in one process. `aborts` ends operations that never end by themselves. Results go into a
-//! `report`. `kernels` keep the GPU busy.
+//! `order` checks that another CUDA stream sees the result of an operation. `speed` compares the times of
+//! operations and training steps with those of cudarc's own calls of NCCL, in one process. `aborts` checks
+//! that operations that never end by themselves can be ended. Outcomes go into a `report`. `kernels` keep the
+//! GPU busy.
 
 mod aborts;
 mod gpu;

@@ -8,7 +8,7 @@ use super::gpu::{CheckError, Gpu};
 use super::kernels::AddOne;
 use super::report::Outcome;
 
-/// Enough numbers that a stream that runs too early would read unfinished results.
+/// Number of elements: so many that a stream that runs too early would read unfinished results.
 const NUMBERS: usize = 4096;
 /// Duration of the first kernel in ticks of the GPU clock: tens of µs.
 const TICKS: i64 = 50_000;

@@ -14,7 +14,7 @@ use super::kernels;
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) passed: bool,
-    /// Description with figures and units.
+    /// Description of the outcome, with figures and units.
     pub(crate) details: String,
 }
 

@@ -11,11 +11,11 @@ use cudarc::nccl::{Comm, Id, ReduceOp as RawOp, group_end, group_start};
 use super::gpu::{CheckError, Gpu};
 use super::report::Outcome;
 
-/// Maximum time in µs by which a small call may exceed cudarc's.
+/// Maximum time in µs by which a call of up to [`SMALL_CALL_BYTES`] may exceed cudarc's call.
 const MAX_EXTRA_MICROS: f64 = 2.0;
-/// Maximum ratio of the time of a large call to cudarc's.
+/// Maximum ratio of the time of a call with a large buffer to cudarc's call.
 const MAX_RATIO: f64 = 1.02;
-/// Maximum size in bytes of a small call.
+/// Maximum buffer size in bytes up to which a call counts as small.
 const SMALL_CALL_BYTES: usize = 4096;
 /// Number of operations that are enqueued as one batch.
 const BATCH_CALLS: usize = 4;
@@ -53,7 +53,8 @@ impl SpeedCheck {
         Self { calls, rounds, enforced }
     }
 
-    /// Compares calls out of place, one after the other in a stream.
+    /// Compares the time of out-of-place `all_reduce` calls with cudarc's, one call after the other on a CUDA
+    /// stream.
     pub(crate) fn calls(self, elements: usize) -> Result<Outcome, CheckError> {
         let both = GroupAndCommunicator::new()?;
         let (send, mut recvs) = (both.buffers(elements, 1)?, both.buffers(elements, 2)?);
@@ -73,7 +74,7 @@ impl SpeedCheck {
         )
     }
 
-    /// Compares batches of several calls.
+    /// Compares the time of batches of several calls with NCCL groups of cudarc's calls.
     pub(crate) fn grouped(self, elements: usize) -> Result<Outcome, CheckError> {
         let both = GroupAndCommunicator::new()?;
         let sends = both.buffers(elements, BATCH_CALLS)?;
@@ -102,8 +103,8 @@ impl SpeedCheck {
         )
     }
 
-    /// Compares a pass of `DeviceDdp` with one parameter to a hand-written step: copy, wait, average on
-    /// another stream, wait.
+    /// Compares the time of a pass of `DeviceDdp` with one parameter to that of a hand-written step: copy,
+    /// wait, average on another stream, wait.
     pub(crate) fn steps(self, elements: usize) -> Result<Outcome, CheckError> {
         let both = GroupAndCommunicator::new()?;
         let computing = both.stream.context().new_stream()?;
@@ -146,7 +147,7 @@ impl SpeedCheck {
             stream.synchronize()?;
             Ok(begin.elapsed().as_secs_f64() * 1e6 / f64::from(self.calls))
         };
-        // The first calls do the setup, which is not timed.
+        // The first calls set up NCCL and the buffers, which is not timed.
         time(&mut raw)?;
         time(&mut ours)?;
         let (mut raw_times, mut group_times) = (Vec::new(), Vec::new());
@@ -174,7 +175,7 @@ impl SpeedCheck {
     }
 }
 
-/// The median of at least one time.
+/// The median of `times`, which has at least one element.
 fn median(times: &mut [f64]) -> f64 {
     times.sort_by(f64::total_cmp);
     times[times.len() / 2]

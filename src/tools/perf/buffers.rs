@@ -1,4 +1,4 @@
-//! The location of a call's buffers (host or device), and how calls run there.
+//! The buffers of measured collective calls, in host or device memory, and how calls run with them.
 
 use std::hint::black_box;
 
@@ -16,7 +16,7 @@ pub(crate) trait BenchBuffers<T: Value> {
     /// Fills the buffers before the checked call.
     fn fill(&mut self, pattern: &TestPattern, call: &Call<T>) -> Result<(), PerfError>;
 
-    /// Checks the contents of the buffers after the call.
+    /// Checks the contents of the buffers after the checked call.
     fn check(
         &self,
         pattern: &TestPattern,
@@ -30,7 +30,7 @@ pub(crate) trait BenchBuffers<T: Value> {
     /// Writes the send buffers again, as a program does before each call.
     fn rewrite(&mut self, call: &Call<T>);
 
-    /// Runs one operation with each of the buffers.
+    /// Runs one operation with each pair of buffers.
     fn run(&mut self, group: &Group, call: &Call<T>, root: usize) -> Result<(), CommError>;
 
     /// Waits until all operations have completed.

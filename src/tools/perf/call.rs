@@ -5,13 +5,13 @@ use convoke_comm::{CommError, Group, Nonblocking, ReduceOp, Reduction, SharedBuf
 use super::collective::{Collective, Shape};
 use super::values::{TestPattern, Value};
 
-/// The buffers of one operation.
+/// The two buffers of one operation: `a` is sent, `b` or `a` gets the result.
 pub(crate) struct BufferPair<T: Value> {
     pub(crate) a: SharedBuffer<T>,
     pub(crate) b: SharedBuffer<T>,
 }
 
-/// A prepared call, which can be made any number of times.
+/// A prepared collective call, which can be made any number of times.
 pub(crate) struct Call<T: Value> {
     shape: Shape,
     reduction: Reduction<T>,

@@ -72,7 +72,8 @@ impl Collective {
         }
     }
 
-    /// The collective whose algorithm choice applies. Forms with unequal blocks use that of the equal form.
+    /// Name of the collective in the table of algorithms. Forms with unequal blocks use the choice of the
+    /// equal form.
     pub(crate) const fn tuning_name(self) -> &'static str {
         match self {
             Self::AllGatherV => "all_gather",
@@ -91,7 +92,7 @@ impl Collective {
         }
     }
 
-    /// Returns whether the size counts one block for each rank.
+    /// Returns whether the measured size is the sum of the sizes of one block for each rank.
     pub(crate) const fn has_blocks(self) -> bool {
         self.is_unequal()
             || matches!(
@@ -135,7 +136,7 @@ impl Collective {
         )
     }
 
-    /// Minimum number of ranks.
+    /// Minimum number of ranks for this collective.
     pub(crate) const fn min_ranks(self) -> usize {
         if matches!(self, Self::SendRecv) { 2 } else { 1 }
     }
@@ -162,7 +163,8 @@ impl fmt::Display for Collective {
     }
 }
 
-/// The elements of one call on one rank. The rank sends from buffer `a`; the result goes to `b`, or to `a`.
+/// The numbers of elements of one collective call on one rank. The rank sends from buffer `a`; the result
+/// goes to `b`, or to `a`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Shape {
     pub(crate) collective: Collective,
@@ -188,8 +190,8 @@ impl Shape {
         Self { collective, rank, ranks, count, lens: lens.collect() }
     }
 
-    /// Lengths of the blocks in a buffer of rank `rank`. They are equal on all ranks, except in an unequal
-    /// all-to-all: there each rank must send the length that its receiver expects.
+    /// Lengths of the blocks in a buffer of rank `rank`. All ranks have equal lengths, except in an unequal
+    /// all-to-all: in that call each rank must send the length that its receiver expects.
     pub(crate) fn block_lens(&self, rank: usize) -> Vec<usize> {
         let mut lens = self.lens.clone();
         if self.collective == Collective::AllToAllV {

@@ -1,4 +1,4 @@
-//! Buffers on a GPU. A call there returns when its operation is enqueued.
+//! Buffers on a GPU. A collective call with them returns when its operation is enqueued.
 
 use std::sync::Arc;
 
@@ -14,7 +14,8 @@ use super::measure::Settings;
 use super::values::{TestPattern, Value};
 use super::verify::{self, WrongElement};
 
-/// Time for which calls are enqueued before the host waits. Waiting costs as much as a small call.
+/// Time for which calls are enqueued before the host waits. Many calls share one wait, because waiting costs
+/// as much as a call with few bytes.
 const TARGET_MICROS: f64 = 500.0;
 /// Maximum number of calls that are enqueued before the host waits.
 const MAX_CALLS: f64 = 100.0;
@@ -31,7 +32,7 @@ pub(crate) fn join(group: &Group, staged: bool) -> Result<(Group, Arc<CudaStream
     Ok((group, stream))
 }
 
-/// Buffers in the memory of a device.
+/// Buffers in the memory of a GPU.
 pub(crate) struct DeviceBuffers<T: Value> {
     stream: Arc<CudaStream>,
     buffers: Vec<(DeviceBuffer<T>, DeviceBuffer<T>)>,

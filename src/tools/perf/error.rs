@@ -1,4 +1,4 @@
-//! Errors that end the tool.
+//! Errors that end `convoke-perf`.
 
 use std::io;
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use super::collective::Collective;
 use super::sizes;
 use super::verify::WrongElement;
 
-/// An error that ends the tool.
+/// An error that ends `convoke-perf`.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PerfError {
     #[error(transparent)]

@@ -1,4 +1,4 @@
-//! Parsers for the values of flags. Pure.
+//! Parsers for the values of the flags of `convoke-perf`. Pure.
 
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
@@ -50,7 +50,7 @@ pub(crate) enum DeviceKind {
     Staged,
 }
 
-/// The items that a flag names, or all items.
+/// The items in the comma-separated list of a flag, or `all` items.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum List<T> {
     All(Vec<T>),

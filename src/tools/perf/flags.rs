@@ -1,4 +1,4 @@
-//! The command line.
+//! The command line of `convoke-perf`.
 
 use std::path::PathBuf;
 
@@ -140,7 +140,7 @@ pub(crate) struct Flags {
     pub(crate) transport: Option<String>,
 }
 
-/// The output format.
+/// The output format: a table, CSV or JSON.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum OutputFormat {
     Table,
@@ -149,7 +149,7 @@ pub(crate) enum OutputFormat {
 }
 
 impl Flags {
-    /// Checks conditions that the parser of a single flag cannot check.
+    /// Checks combinations of flags, which the parser of a single flag cannot check.
     ///
     /// # Errors
     /// Returns a description of the contradiction.
@@ -297,7 +297,7 @@ impl Flags {
         self.op.items().len() > 1
     }
 
-    /// Describes how times are measured.
+    /// Describes how times are measured, for the header of the output.
     pub(crate) fn describe_method(&self) -> String {
         let settings = self.settings();
         let length = match settings.length {

@@ -1,4 +1,4 @@
-//! Checks and times one call.
+//! Checks and times the calls of one collective.
 
 use std::time::Instant;
 
@@ -16,7 +16,7 @@ use super::values::{TestPattern, Value};
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Settings {
     pub(crate) length: RunLength,
-    /// Number of warm-up calls; by default as many as the estimate of a call's time needs.
+    /// Number of warm-up calls; by default as many as are needed to estimate the time of a call.
     pub(crate) warmup: Option<usize>,
     /// The root of all calls; `None` rotates the root.
     pub(crate) root: Option<usize>,
@@ -46,7 +46,7 @@ pub(crate) struct Timing {
     pub(crate) micros: Percentiles,
 }
 
-/// A case, with buffers for its largest size.
+/// A case to measure, with buffers for its largest size.
 pub(crate) struct Bench<'a, P> {
     settings: &'a Settings,
     case: BenchCase,
@@ -131,7 +131,7 @@ impl<'a, P> Bench<'a, P> {
             before = now;
         }
         let collective = self.case.collective;
-        // `send_recv` sends two messages. Ranks that do not take part have no time.
+        // `send_recv` sends two messages. Ranks that do not take part measure no time.
         let (messages, participants) = match collective {
             Collective::SendRecv => (2.0, collective.participants(ranks)),
             _ => (1.0, ranks),

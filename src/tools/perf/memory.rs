@@ -1,4 +1,5 @@
-//! Allocation of buffers. A request that exceeds memory becomes an error, instead of a process killed later.
+//! Allocation of buffers. A request that exceeds the free memory is an error here, so that the OOM killer
+//! does not kill the process later.
 
 use std::fs;
 
@@ -18,11 +19,11 @@ pub(crate) fn try_filled_vec<T: Copy>(len: usize, value: T, what: &str) -> Resul
     Ok(buffer)
 }
 
-/// Checks that the host has free memory for `bytes` on each of its `ranks`. The kernel overcommits, so that
-/// allocation itself does not fail; the OOM killer would end the process later.
+/// Checks that the host has free memory for `bytes` on each of its `ranks`. The kernel overcommits memory, so
+/// an allocation does not fail; the OOM killer would end the process later.
 ///
 /// # Errors
-/// [`PerfError::Memory`] if memory is too small.
+/// [`PerfError::Memory`] if the free memory is too small.
 pub(crate) fn check_available(what: &str, bytes: usize, ranks: usize) -> Result<(), PerfError> {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     match available(&text) {
@@ -33,7 +34,7 @@ pub(crate) fn check_available(what: &str, bytes: usize, ranks: usize) -> Result<
     }
 }
 
-/// Bytes that programs can allocate without swapping, according to /proc/meminfo.
+/// Number of bytes that programs can allocate without swapping, according to /proc/meminfo.
 fn available(meminfo: &str) -> Option<usize> {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     line.trim().strip_suffix(" kB")?.parse::<usize>().ok()?.checked_mul(1024)

@@ -22,14 +22,14 @@ struct Direction {
     messages: f64,
 }
 
-/// Measurements between two hosts (lower, higher): there and back.
+/// Measurements between two hosts (lower, higher index): from the lower to the higher, and back.
 #[derive(Debug, Clone, PartialEq)]
 struct Pair {
     hosts: (usize, usize),
     directions: [Direction; 2],
 }
 
-/// All pairs of hosts.
+/// The measurements of all pairs of hosts.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Pairs {
     hosts: usize,
@@ -73,7 +73,7 @@ pub(crate) fn measure(
     Ok(Pairs { hosts: first.len(), bytes, pairs })
 }
 
-/// Sends messages, and measures the time until the receiver has confirmed them.
+/// Sends messages to rank `to`, and measures the time until the receiver has confirmed them.
 fn send(world: &Group, to: usize, buffer: &[u8]) -> Result<Direction, CommError> {
     // The first message opens the connection; the second gives an estimate of the time of a message.
     let mut micros = 0.0;
@@ -98,7 +98,7 @@ fn time_messages(world: &Group, to: usize, buffer: &[u8], messages: usize) -> Re
     Ok(start.elapsed().as_secs_f64() * 1e6)
 }
 
-/// Receives the messages of [`send`]. Only the sender measures times.
+/// Receives the messages that rank `from` sends by [`send`]. Only the sender measures times.
 fn receive(world: &Group, from: usize, buffer: &mut [u8]) -> Result<Direction, CommError> {
     let mut received = |messages: usize| {
         (0..messages).try_for_each(|_| world.recv(&mut *buffer, from, 0))?;
@@ -133,7 +133,7 @@ impl Pairs {
         stats::gigabytes_per_second(self.bytes, direction.micros)
     }
 
-    /// Returns the report for people, as lines.
+    /// Returns the report on all pairs for people, as lines.
     pub(crate) fn text(&self, names: &[String]) -> Vec<String> {
         let name = |(lower, higher): (usize, usize)| format!("{} - {}", names[lower], names[higher]);
         let mut pairs: Vec<&Pair> = self.pairs.iter().collect();
@@ -176,7 +176,7 @@ impl Pairs {
         there.min(back)
     }
 
-    /// Returns the lines of the CSV, one for each direction: `pair_h1_h2` is from h1 to h2.
+    /// Returns the CSV lines of all pairs, one for each direction: `pair_h1_h2` is from h1 to h2.
     pub(crate) fn csv(&self, names: &[String], system: &str, transport: &str) -> Vec<String> {
         let line = |(from, to): (usize, usize), direction: Direction| {
             let (bandwidth, micros) = (self.bandwidth(direction), direction.micros);

@@ -1,4 +1,4 @@
-//! Draws bus bandwidth and latency over size.
+//! Draws diagrams of bus bandwidth and latency over buffer size.
 
 use std::ops::Range;
 use std::path::Path;
@@ -15,9 +15,9 @@ const FONT: &str = "sans-serif";
 /// Hue step between lines: the golden ratio keeps any number of hues far apart.
 const GOLDEN_RATIO: f64 = 0.618_034;
 
-/// The quantity of a row that is drawn over its size.
+/// Function that returns the quantity of a row to draw over its size.
 type Metric = fn(&Row) -> f64;
-/// A named line: sizes and heights.
+/// A named line of a diagram: its points (size, value).
 type Line = (String, Vec<(f64, f64)>);
 
 /// Draws `rows` into an SVG file, with one line for each collective, type, operation and algorithm. Rows
@@ -46,7 +46,8 @@ fn svg(rows: &[Row]) -> Result<String, String> {
     Ok(text)
 }
 
-/// Converts the rows to lines. A property that all rows share is not part of the names.
+/// Converts result rows to lines of a diagram. A property that all rows share is not part of the lines'
+/// names.
 fn lines(rows: &[Row], metric: Metric) -> Vec<Line> {
     let rows: Vec<&Row> = rows.iter().filter(|row| row.count > 0 && metric(row) > 0.0).collect();
     let differs = |part: fn(&Row) -> String| {
@@ -119,7 +120,8 @@ fn panel<DB: DrawingBackend>(
         .draw()
 }
 
-/// Returns a range around some positive numbers, with a margin. A logarithmic axis needs two different ends.
+/// Returns the range of an axis for positive numbers, with a margin. A logarithmic axis needs two different
+/// ends.
 fn axis_range(numbers: impl Iterator<Item = f64>) -> Range<f64> {
     let (least, most) =
         numbers.fold((f64::INFINITY, 0.0_f64), |(least, most), n| (least.min(n), most.max(n)));

@@ -11,7 +11,7 @@ use super::rows::Row;
 use super::stats;
 use super::table::{self, Columns};
 
-/// Prints on rank 0; prints nothing on other ranks.
+/// The output of `convoke-perf`. It prints on rank 0, and nothing on other ranks.
 pub(crate) struct Report<'a> {
     flags: &'a Flags,
     transport: String,
@@ -19,7 +19,7 @@ pub(crate) struct Report<'a> {
     is_printing: bool,
     /// Width and height in characters, if stdout is a terminal that can show bars.
     screen: Option<(usize, usize)>,
-    /// The stream for progress messages.
+    /// The standard stream for progress messages; `None` if this rank shows none.
     progress: Option<Stream>,
     columns: Option<Columns>,
     /// Number of printed rows without bars. Bars need the largest value of all rows.
@@ -44,7 +44,7 @@ pub(crate) struct HostRanks {
 }
 
 impl<'a> Report<'a> {
-    /// `backend` is the name of the group's transport.
+    /// Creates the output. `backend` is the name of the group's transport.
     pub(crate) fn new(flags: &'a Flags, is_printing: bool, backend: &str) -> Self {
         let set = |name| env::var_os(name).is_some_and(|value| !value.is_empty());
         let dumb = env::var_os("TERM").is_some_and(|term| term == "dumb");
@@ -96,7 +96,7 @@ impl<'a> Report<'a> {
         if only_pairs { Ok(()) } else { self.print_line(&format!("# {}", self.flags.describe_method())) }
     }
 
-    /// Begins the rows of one collective.
+    /// Prints the header above the rows of one collective.
     fn begin_collective(&mut self, first: &Row) -> io::Result<()> {
         if self.flags.output_format() != OutputFormat::Table {
             return Ok(());
@@ -157,7 +157,7 @@ impl<'a> Report<'a> {
         lines.iter().try_for_each(|line| self.print_line(line))
     }
 
-    /// Prints the last lines.
+    /// Prints the last lines of the output.
     pub(crate) fn print_footer(&mut self) -> io::Result<()> {
         match self.flags.output_format() {
             OutputFormat::Csv => self.print_line("# done"),
@@ -193,7 +193,8 @@ impl<'a> Report<'a> {
             let _ = write!(terminal, "\r\x1b[K{text}").and_then(|()| terminal.flush());
         };
         match self.progress {
-            // Progress shares stdout with the lines if it can, because two streams may be reordered.
+            // If stdout is a terminal, progress messages go to stdout like the rows, because the terminal may
+            // reorder two streams.
             Some(Stream::Stdout) => write(Box::new(io::stdout()), terminal_size_of(io::stdout())),
             Some(Stream::Stderr) => write(Box::new(io::stderr()), terminal_size_of(io::stderr())),
             None => {}

@@ -2,7 +2,8 @@
 
 use super::{stats, table};
 
-/// Returns rounds of pairs (lower, higher). A host is in at most one pair of a round; each pair occurs once.
+/// Returns rounds of host pairs (lower index, higher index). A host is in at most one pair of a round; each
+/// pair occurs once.
 pub(crate) fn rounds(hosts: usize) -> Vec<Vec<(usize, usize)>> {
     // Circle method: one host stays, the others rotate. With an odd number, the unpaired host pauses.
     let slots = hosts.next_multiple_of(2);
@@ -22,7 +23,7 @@ pub(crate) struct Slowest<T> {
     pub(crate) item: T,
     /// Bandwidth in GB/s.
     pub(crate) bandwidth: f64,
-    /// Median bandwidth that it is compared with.
+    /// Median bandwidth of the others, with which it is compared.
     pub(crate) median: f64,
 }
 
@@ -55,12 +56,12 @@ pub(crate) fn slowest_host(hosts: usize, pairs: &[((usize, usize), f64)]) -> Opt
 }
 
 impl<T> Slowest<T> {
-    /// Formats the bandwidth.
+    /// Formats the bandwidth of the slowest host or pair.
     pub(crate) fn text(&self) -> String {
         format!("{} GB/s", short(self.bandwidth))
     }
 
-    /// Describes the distance from the median.
+    /// Describes how much slower the host or pair is than the median.
     pub(crate) fn compare_with_median(&self) -> String {
         let Self { bandwidth, median, .. } = self;
         let below = 100.0 * (1.0 - bandwidth / median);
@@ -72,7 +73,7 @@ impl<T> Slowest<T> {
     }
 }
 
-/// Formats two digits after the decimal point, or more if the number is small.
+/// Formats a bandwidth with two digits after the decimal point, or more if the number is small.
 fn short(bandwidth: f64) -> String {
     if bandwidth >= 0.1 { format!("{bandwidth:.2}") } else { table::digits(bandwidth) }
 }

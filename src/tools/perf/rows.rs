@@ -34,13 +34,13 @@ impl Row {
         self.algorithm_bandwidth() * self.case.collective.bus_factor(self.ranks)
     }
 
-    /// The root as text, if the collective has a root.
+    /// Returns the root as text; `None` if the collective has no root.
     pub(crate) fn root_text(&self) -> Option<String> {
         let text = || self.root.map_or("each".to_owned(), |root| root.to_string());
         self.case.collective.has_root().then(text)
     }
 
-    /// Returns a line of the CSV; with `with_op`, the first column names the operation.
+    /// Returns the result as a line of CSV; with `with_op`, the first column names the operation.
     pub(crate) fn csv(&self, system: &str, transport: &str, with_op: bool) -> String {
         let op = self.case.op.filter(|_| with_op).map(|op| op.to_string());
         let names: Vec<&str> =
@@ -59,7 +59,7 @@ impl Row {
         )
     }
 
-    /// Returns a JSON object on one line.
+    /// Returns the result as a JSON object on one line.
     pub(crate) fn json(&self, transport: &str) -> String {
         let BenchCase { collective, dtype, op } = self.case;
         json!({

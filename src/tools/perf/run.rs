@@ -1,4 +1,4 @@
-//! Runs the tool, from the parsed command line to the last line of output.
+//! Runs `convoke-perf`, from the parsed command line to the last line of output.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ const ALGORITHMS: [&str; 7] = ["table", "ring", "direct", "doubling", "hierarchy
 /// Runs the measurements that `flags` request, with all ranks of the job.
 ///
 /// # Errors
-/// Returns the first error. The other ranks then end as well, and get this error as the reason.
+/// Returns the first error of this rank. The other ranks then end as well, and get this error as the reason.
 pub(crate) fn run(flags: &Flags) -> Result<(), PerfError> {
     flags.check().map_err(PerfError::Usage)?;
     check_algorithms(flags)?;
@@ -113,7 +113,7 @@ struct SizeSweep<'a> {
     settings: &'a Settings,
     case: &'a BenchCase,
     algorithm_groups: &'a [(Option<String>, Group)],
-    /// The stream of a device; `None` on the host.
+    /// The CUDA stream for calls; `None` for buffers in host memory.
     stream: Option<&'a Arc<CudaStream>>,
 }
 
@@ -190,8 +190,9 @@ fn check_algorithms(flags: &Flags) -> Result<(), PerfError> {
     }
 }
 
-/// Returns the groups that measure `collective`. Each uses one requested algorithm that the collective has.
-/// Otherwise it returns the world group, which uses its tuning table.
+/// Returns the groups that measure `collective`. Each group uses one requested algorithm that the collective
+/// has. If there is no such algorithm, or only `table`, it returns the world group, which uses its tuning
+/// table.
 fn algorithm_groups(
     flags: &Flags,
     world: &World,
@@ -213,7 +214,7 @@ fn algorithm_groups(
         }
     }
     match algorithm_groups.as_slice() {
-        // With fewer than two algorithms there is nothing to compare.
+        // Without an algorithm, or with the default table alone, there is nothing to compare.
         [] => Ok(vec![(None, world.group())]),
         [(Some(only), _)] if only == "table" => Ok(vec![(None, world.group())]),
         _ => Ok(algorithm_groups),

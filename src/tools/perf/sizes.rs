@@ -2,10 +2,10 @@
 
 use std::iter;
 
-/// Reads `4`, `64K`, `64k`, `64KiB`, `1M`, `2GB`: powers of 1024, as in nccl-tests.
+/// Parses a size in bytes: `4`, `64K`, `64k`, `64KiB`, `1M`, `2GB`: powers of 1024, as in nccl-tests.
 ///
 /// # Errors
-/// Describes the error in the text.
+/// Returns a description of the error in `text`.
 pub(crate) fn parse(text: &str) -> Result<usize, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
@@ -24,14 +24,15 @@ pub(crate) fn parse(text: &str) -> Result<usize, String> {
     number.checked_mul(1 << shift).ok_or_else(|| "the size is too large".to_owned())
 }
 
-/// Computation of the next size from the previous one.
+/// Rule by which the next size of a series is computed from the previous one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SizeStep {
     Times(usize),
     Plus(usize),
 }
 
-/// Returns the sizes from `least` to `most`. A step that does not increase the size gives one size.
+/// Returns the sizes of the series from `least` to `most` bytes. A step that does not increase the size gives
+/// one size.
 pub(crate) fn series(least: usize, most: usize, step: SizeStep) -> impl Iterator<Item = usize> {
     let next = move |&size: &usize| {
         let next = match step {

@@ -15,12 +15,13 @@ pub(crate) fn percentiles(times: &mut [f64]) -> Percentiles {
     Percentiles { p50: at(times.len() / 2), p99: at((last as f64 * 0.99) as usize) }
 }
 
-/// GB/s (10^9 bytes) of `bytes` in `micros`.
+/// Bandwidth in GB/s (10^9 bytes per second), if `bytes` take `micros` microseconds.
 pub(crate) fn gigabytes_per_second(bytes: usize, micros: f64) -> f64 {
     if micros > 0.0 { bytes as f64 / micros / 1e3 } else { 0.0 }
 }
 
-/// The median. With an even number of values, it is the mean of the middle two; 0 if there are none.
+/// The median of `values`. With an even number of values, it is the mean of the middle two; 0 if there are
+/// none.
 pub(crate) fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -31,12 +32,12 @@ pub(crate) fn median(values: &[f64]) -> f64 {
     }
 }
 
-/// The mean; 0 if there are no values.
+/// The mean of `values`; 0 if there are none.
 pub(crate) fn mean(values: &[f64]) -> f64 {
     if values.is_empty() { 0.0 } else { values.iter().sum::<f64>() / values.len() as f64 }
 }
 
-/// Length of a measurement.
+/// Criterion for the number of iterations of a measurement.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum RunLength {
     /// A fixed number of iterations.
@@ -46,8 +47,8 @@ pub(crate) enum RunLength {
 }
 
 impl RunLength {
-    /// Returns the number of iterations, if one takes about `estimate` microseconds. A number derived from
-    /// time is a multiple of `roots`, so that each root is used equally often.
+    /// Returns the number of iterations, if one iteration takes about `estimate` microseconds. A number
+    /// derived from time is a multiple of `roots`, so that each root is used equally often.
     pub(crate) fn iterations(self, estimate: f64, roots: usize) -> usize {
         match self {
             Self::Iterations(iterations) => iterations,

@@ -1,4 +1,4 @@
-//! The table for people. Pure.
+//! The table of results for people. Pure.
 
 use super::collective::Collective;
 use super::rows::Row;
@@ -47,7 +47,7 @@ impl Columns {
         cells.map(|((cell, width), _)| format!("{cell:>width$}")).collect()
     }
 
-    /// Returns the line of one size. `most` is the bus bandwidth of a full bar; `None` for no bar.
+    /// Returns the line of one size. `most` is the bus bandwidth that a full bar shows; `None` for no bar.
     pub(crate) fn row(self, row: &Row, most: Option<f64>) -> String {
         let (algorithm_bandwidth, bus_bandwidth) = (row.algorithm_bandwidth(), row.bus_bandwidth());
         let is_barrier = row.case.collective == Collective::Barrier;

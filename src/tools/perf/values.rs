@@ -7,10 +7,12 @@ use convoke_comm::{Complex, Dtype, Element, ReduceOp, Reduction, bf16, f16};
 
 /// An element that can be built from whole numbers and compared.
 pub(crate) trait Value: Element + PartialEq + Debug {
-    /// Converts `re`, with imaginary part `im` if the type has one. Overflow wraps as in the type.
+    /// Converts the whole number `re`, with imaginary part `im` if the type has one. Overflow wraps as in the
+    /// type.
     fn from_parts(re: i64, im: i64) -> Self;
 
-    /// The sum of shares multiplied by `factor`, if the type supports products.
+    /// Reduction that adds contributions, of which this rank's is multiplied by `factor`. `None` if the type
+    /// has no products.
     fn premul_sum(factor: u8) -> Option<Reduction<Self>>;
 }
 
@@ -102,7 +104,8 @@ macro_rules! with_type {
 }
 pub(crate) use with_type;
 
-/// Number of elements after which the numbers repeat. A prime, so that blocks begin differently.
+/// Number of elements after which the test numbers repeat. It is a prime, so that blocks begin with different
+/// numbers.
 pub(crate) const PERIOD: usize = 251;
 
 /// The numbers that each rank contributes at each index, and their reductions.
@@ -114,7 +117,7 @@ pub(crate) const PERIOD: usize = 251;
 /// different one at each index. With random numbers, all results of many ranks would be equal.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct TestPattern {
-    /// `None` if the collective does not reduce. For bool, the equivalent bitwise operation.
+    /// The reduction; `None` if the collective does not reduce. For bool, the equivalent bitwise operation.
     op: Option<ReduceOp>,
     is_bool: bool,
     has_imaginary: bool,
@@ -129,7 +132,7 @@ impl TestPattern {
             Some(ReduceOp::Product | ReduceOp::Min) if is_bool => Some(ReduceOp::Band),
             op => op,
         };
-        // Products would mix the real and imaginary parts.
+        // Imaginary parts are left out of products, which would mix real and imaginary parts.
         let has_imaginary = op != Some(ReduceOp::Product);
         Self { op, is_bool, has_imaginary, ranks }
     }

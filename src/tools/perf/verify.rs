@@ -19,20 +19,21 @@ pub(crate) struct WrongElement {
 struct Part {
     /// Position of the elements in the result.
     range: Range<usize>,
-    /// Index of the first element in the buffers of those ranks.
+    /// Index of the first element in the buffers of the source ranks.
     from: usize,
     source: Source,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 enum Source {
-    /// The elements of one rank.
+    /// The elements that one rank contributes.
     Rank(usize),
-    /// The reduction of the elements of these ranks.
+    /// The reduction of the elements that these ranks contribute.
     ReductionOf(Range<usize>),
 }
 
-/// Fills the buffers before the checked call. `a` gets this rank's numbers, `b` gets numbers of no rank.
+/// Fills the buffers before the checked call. `a` gets this rank's contribution, `b` gets numbers that no
+/// rank contributes.
 pub(crate) fn fill<T: Value>(pattern: &TestPattern, shape: &Shape, a: &mut [T], b: &mut [T]) {
     for (buffer, rank) in [(a, shape.rank), (b, shape.ranks)] {
         let period: Vec<T> = (0..PERIOD).map(|index| pattern.element(rank, index)).collect();
@@ -42,10 +43,10 @@ pub(crate) fn fill<T: Value>(pattern: &TestPattern, shape: &Shape, a: &mut [T], 
     }
 }
 
-/// Checks the contents of the buffers after the call.
+/// Compares the buffers with the expected result after the checked call.
 ///
 /// # Errors
-/// The first wrong element.
+/// Returns the first wrong element.
 pub(crate) fn check<T: Value>(
     pattern: &TestPattern,
     shape: &Shape,

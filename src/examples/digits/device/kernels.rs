@@ -10,7 +10,7 @@ use convoke_comm::device::cudarc::nvrtc::Ptx;
 
 const THREADS: u32 = 128;
 
-/// The kernels, bound to one stream.
+/// The GPU kernels of `digits`, bound to one CUDA stream.
 pub(crate) struct Kernels {
     stream: Arc<CudaStream>,
     gather: CudaFunction,
@@ -72,7 +72,7 @@ impl Kernels {
         unsafe { start(launch, values) }
     }
 
-    /// Computes the outputs of a layer.
+    /// Computes the outputs of a layer from its inputs.
     pub(crate) fn forward(
         &self,
         given: &mut CudaSlice<f32>,
@@ -102,7 +102,8 @@ impl Kernels {
         unsafe { start(launch, values) }
     }
 
-    /// Replaces scores by their errors, times `weight`, and computes the loss of each row.
+    /// Replaces scores by the derivatives of the loss by them, times `weight`, and computes the loss of each
+    /// row.
     ///
     /// # Safety
     /// The first `rows` elements of `chosen` are indices of `labels`, and all labels are below `classes`.
@@ -172,7 +173,7 @@ impl Kernels {
         unsafe { start(launch, units) }
     }
 
-    /// Computes the errors of a layer's inputs.
+    /// Computes the derivatives of the loss by a layer's inputs.
     pub(crate) fn input_errors(
         &self,
         before: &mut CudaSlice<f32>,

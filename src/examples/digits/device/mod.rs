@@ -1,4 +1,5 @@
-//! Training steps on a GPU. Images, network and gradients stay there, and the host waits once per epoch.
+//! Training steps on a GPU. Images, network and gradients stay on the GPU, and the host waits for the GPU
+//! once per epoch.
 
 mod kernels;
 
@@ -29,20 +30,21 @@ pub(crate) struct DeviceTraining {
     labels: CudaSlice<u32>,
     /// Indices of the images of the current batch.
     chosen: CudaSlice<u32>,
-    /// The input of each layer, and the output of the last one: first the scores, then their errors.
+    /// The input of each layer, and the output of the last layer. The latter holds first the scores, then the
+    /// derivatives of the loss by them.
     rows: Vec<CudaSlice<f32>>,
-    /// Errors of a layer's outputs, and of its inputs.
+    /// Derivatives of the loss by a layer's outputs, and by its inputs.
     errors: CudaSlice<f32>,
     before: CudaSlice<f32>,
     losses: CudaSlice<f32>,
-    /// Total loss of the epoch.
+    /// Sum of the losses of the current epoch.
     total_loss: CudaSlice<f64>,
     /// Learning rate and momentum.
     rates: (f32, f32),
 }
 
 impl DeviceTraining {
-    /// Copies `network` and all images of an epoch to the GPU. All ranks call it.
+    /// Copies `network` and all training images to the GPU. All ranks call this function.
     pub(crate) fn new(
         arguments: &Arguments,
         world: &World,
@@ -91,7 +93,7 @@ impl DeviceTraining {
         })
     }
 
-    /// Enqueues one step on a batch. `own` are the indices of this rank's examples.
+    /// Enqueues one training step on a batch. `own` are the indices of this rank's examples in the batch.
     pub(crate) fn step(&mut self, own: &[usize], weight: f32, examples: usize) -> Result<(), TrainError> {
         let chosen: Vec<u32> = own.iter().map(|&index| index as u32).collect();
         let count = chosen.len() as u32;
@@ -127,8 +129,8 @@ impl DeviceTraining {
         Ok(())
     }
 
-    /// Does what [`Network::backward`] does on the host: first the loss, then the gradients from the last
-    /// layer on.
+    /// Enqueues on the GPU what [`Network::backward`] does on the host: first the loss, then the gradients
+    /// from the last layer on.
     fn backward(&mut self, weight: f32, count: u32) -> Result<(), TrainError> {
         let Self { kernels, ddp, rows, losses, errors, before, parameters, .. } = self;
         let last = self.units.len() - 1;
