@@ -26,14 +26,14 @@ const UNSAFE_FILES: &[&str] = &[
     "src/comm/buffer/borrowed.rs",
     "src/comm/engine/mod.rs",
     // Pending operations borrow buffers; their handles, or the scope that waits, keep the buffers alive.
-    "src/comm/group/nonblocking/mod.rs",
-    "src/comm/group/work.rs",
+    "src/comm/api/group/nonblocking/mod.rs",
+    "src/comm/api/group/work.rs",
     // The file makes an ioctl.
-    "src/comm/links/tcp.rs",
+    "src/comm/transport/links/tcp.rs",
     // The file registers a fork handler, which closes descriptors.
-    "src/comm/links/fork.rs",
+    "src/comm/transport/links/fork.rs",
     // Ranks share this memory, and vectorized loops read it.
-    "src/comm/kernels/simd.rs",
+    "src/comm/collectives/kernels/simd.rs",
     "src/comm/shm/region.rs",
     "src/comm/shm/write.rs",
     "src/comm/shm/segment.rs",
@@ -43,15 +43,15 @@ const UNSAFE_FILES: &[&str] = &[
     "src/comm/nccl/communicator.rs",
     "src/comm/nccl/free.rs",
     "src/comm/nccl/split.rs",
-    "src/comm/device/driver.rs",
+    "src/comm/api/device/driver.rs",
     // Devices access their memory after the call has returned. The host memory is pinned.
-    "src/comm/device/batch/mod.rs",
-    "src/comm/device/raw.rs",
-    "src/comm/device/registered.rs",
-    "src/comm/device/enqueue.rs",
-    "src/comm/device/join.rs",
-    "src/comm/device/events.rs",
-    "src/comm/device/staged.rs",
+    "src/comm/api/device/batch/mod.rs",
+    "src/comm/api/device/raw.rs",
+    "src/comm/api/device/registered.rs",
+    "src/comm/api/device/enqueue.rs",
+    "src/comm/api/device/join.rs",
+    "src/comm/api/device/events.rs",
+    "src/comm/api/device/staged.rs",
     // The compiler does not check the arguments of kernels.
     "src/train/device/add.rs",
     "src/examples/digits/device/kernels.rs",
@@ -88,9 +88,9 @@ const DEFAULTS: &[(&str, &[(&str, usize)])] = &[
     (
         "a variable, flag or setting that was not given is empty or zero",
         &[
-            ("src/comm/group/subgroup.rs", 2),
-            ("src/comm/session/mod.rs", 2),
-            ("src/comm/spawn/call_results.rs", 1),
+            ("src/comm/api/group/subgroup.rs", 2),
+            ("src/comm/api/session/mod.rs", 2),
+            ("src/comm/api/spawn/call_results.rs", 1),
             ("src/env/worker_env.rs", 1),
             ("src/launcher/agent/start.rs", 2),
             ("src/launcher/cli/parsed_args.rs", 1),
@@ -107,8 +107,8 @@ const DEFAULTS: &[(&str, &[(&str, usize)])] = &[
     (
         "an absent key, entry or list is an empty one",
         &[
-            ("src/comm/group/objects.rs", 1),
-            ("src/comm/group/shrink.rs", 1),
+            ("src/comm/api/group/objects.rs", 1),
+            ("src/comm/api/group/shrink.rs", 1),
             ("src/comm/shm/bootstrap.rs", 1),
             ("src/env/flight/layout.rs", 1),
             ("src/env/flight/names.rs", 1),
@@ -126,8 +126,8 @@ const DEFAULTS: &[(&str, &[(&str, usize)])] = &[
     (
         "an empty list or text has no first word and no largest number",
         &[
-            ("src/comm/group/subgroup.rs", 2),
-            ("src/comm/links/tcp.rs", 1),
+            ("src/comm/api/group/subgroup.rs", 2),
+            ("src/comm/transport/links/tcp.rs", 1),
             ("src/launcher/agent/start_failure.rs", 1),
             ("src/launcher/cli/grammar.rs", 1),
             ("src/launcher/config/endpoint.rs", 1),
@@ -145,7 +145,7 @@ const DEFAULTS: &[(&str, &[(&str, usize)])] = &[
         "a host without a name, or a name that does not resolve, is told from no other",
         &[
             ("src/comm/flight/mod.rs", 1),
-            ("src/comm/session/rendezvous.rs", 1),
+            ("src/comm/api/session/rendezvous.rs", 1),
             ("src/launcher/rendezvous/elastic/thread.rs", 1),
         ],
     ),
@@ -171,7 +171,7 @@ const LAUNCHER_ONLY_CRATES: &[&str] = &["clap", "tokio", "etcd-client", "convoke
 const PROTOC_USERS: &[&str] = &["prost-build", "tonic-prost-build", "protobuf-codegen"];
 
 /// Folders in which every file must be pure, with or without the mark.
-const PURE_FOLDERS: &[&str] = &["src/comm/plan"];
+const PURE_FOLDERS: &[&str] = &["src/comm/collectives/plan"];
 /// Names that a file marked `Pure` must not contain: clocks, the system, other threads.
 const IMPURE_PATTERNS: &[&str] = &[
     "Instant::now",

@@ -54,7 +54,10 @@ const REPLACED_WORDS: &[(&str, &[(&str, &str)])] = &[
             ("lent", "borrowed buffer"),
         ],
     ),
-    ("src/comm/kernels", &[("fold", "ordered reduction"), ("wide", "f32 accumulator"), ("shares", "parts")]),
+    (
+        "src/comm/collectives/kernels",
+        &[("fold", "ordered reduction"), ("wide", "f32 accumulator"), ("shares", "parts")],
+    ),
     (
         "src/comm/programs",
         &[
@@ -71,7 +74,7 @@ const REPLACED_WORDS: &[(&str, &[(&str, &str)])] = &[
         ],
     ),
     (
-        "src/comm/device",
+        "src/comm/api/device",
         &[
             ("told", "capabilities"),
             ("begun", "pending operation"),
@@ -84,11 +87,11 @@ const REPLACED_WORDS: &[(&str, &[(&str, &str)])] = &[
     ),
     ("src/comm/nccl", &[("enter", "set device"), ("place", "location, rank")]),
     (
-        "src/comm/plan",
+        "src/comm/collectives/plan",
         &[("gate", "dependency"), ("lane", "rail"), ("star", "linear"), ("beside", "in parallel")],
     ),
     (
-        "src/comm/group",
+        "src/comm/api/group",
         &[
             ("nudge", "poll, wake-up"),
             ("past", "history, previous"),
@@ -109,7 +112,7 @@ const REPLACED_WORDS: &[(&str, &[(&str, &str)])] = &[
         ],
     ),
     (
-        "src/comm/links",
+        "src/comm/transport/links",
         &[
             ("rough", "faulty link"),
             ("chance", "fault source"),
@@ -118,9 +121,9 @@ const REPLACED_WORDS: &[(&str, &[(&str, &str)])] = &[
             ("unheard", "time since acknowledgement"),
         ],
     ),
-    ("src/comm/session", &[("meeting", "bootstrap"), ("living", "live")]),
+    ("src/comm/api/session", &[("meeting", "bootstrap"), ("living", "live")]),
     (
-        "src/comm/spawn",
+        "src/comm/api/spawn",
         &[
             ("ticket", "call id"),
             ("course", "supervisor"),
@@ -393,7 +396,7 @@ macro_rules! seat {
     let names = [":2: SeatGuard", ":7: seats", ":8: TakeSeat", ":9: take_seat", ":10: seat"];
     assert_eq!(lines("src/comm/engine/file.rs"), names);
     assert_eq!(lines("src/comm/engine/seat.rs").last().unwrap(), "");
-    assert!(lines("src/comm/plan/seat.rs").is_empty());
+    assert!(lines("src/comm/collectives/plan/seat.rs").is_empty());
     let message = &violations(Path::new("src/comm/engine/file.rs"), source)[0];
     assert_eq!(message, "src/comm/engine/file.rs:2: SeatGuard: for \"seat\" use: progress lock");
     assert_eq!(parts("HTTPServer_of4Ranks"), ["httpserver", "of4", "ranks"]);

@@ -29,55 +29,53 @@
 //!
 //! Each layer depends only on those before it. The modules of one layer do not depend on each other:
 //!
-//! - `dtype` (element types), `json`, `frame` (message headers), `options`, `limits`, `fault`, `nccl` (the
-//!   library)
-//! - `call` (descriptors of calls), `kernels` (arithmetic), `links` (bytes between two ranks)
-//! - `plan` (schedules of transfers), `error`
-//! - `buffer` (memory of an operation), `reduction`, `cause` (why a group ends), `logger` (log messages)
+//! - `json`, `limits`, `fault`, `nccl` (the library)
+//! - `collectives` (descriptors of calls, element types, sums, plans of transfers)
+//! - `transport` (bytes between two ranks)
+//! - `error` (errors, and why a group ends)
+//! - `buffer` (memory of an operation)
 //! - `shm` (memory that the ranks of a host share), `flight` (flight recorder)
 //! - `engine` (runs operations, detects failures)
-//! - `bootstrap` (from a store to connected ranks)
-//! - `group` (the operations of a group of ranks)
-//! - `device` (operations on GPUs), `backend`, `mesh`, `session` (joins a job), `spawn`
+//! - `bootstrap` (from a store to connected ranks; options of a group)
+//! - `api` (what users call: groups, meshes, devices, sessions, spawn)
 //!
 //! `docs/reference/joining.md` describes `session` and `spawn`.
 
-mod backend;
+mod api;
 mod bootstrap;
 mod buffer;
-mod call;
-mod cause;
-#[cfg(feature = "nccl")]
-pub mod device;
-mod dtype;
+mod collectives;
 mod engine;
 mod error;
 mod fault;
 mod flight;
-mod frame;
-mod group;
 mod json;
-mod kernels;
 mod limits;
-mod links;
-mod logger;
-mod mesh;
 #[cfg(feature = "nccl")]
 pub mod nccl;
-mod options;
-mod plan;
 #[cfg(all(test, not(loom)))]
 mod programs;
-mod reduction;
-mod session;
 mod shm;
-mod spawn;
+mod transport;
 
-pub use backend::{Backend, is_available};
-pub use call::{Call, CallKind, Envelope};
+pub use api::backend::{Backend, is_available};
+#[cfg(feature = "nccl")]
+pub use api::device;
+pub use api::group::Group;
+pub use api::group::alloc::SharedBuffer;
+pub use api::group::buffers::{AnySource, Buffer, BufferMut, List, Lists, OperationBuffers};
+pub use api::group::messages::Batch;
+pub use api::group::nonblocking::Nonblocking;
+pub use api::group::work::{Work, wait_all, wait_any};
+pub use api::mesh::Mesh;
+pub use api::reduction::Reduction;
+pub use api::session::{Session, World, init, is_elastic, is_initialized};
+pub use api::spawn::{Spawn, SpawnError, spawn};
+pub use bootstrap::options::{GroupOptions, Listen};
+pub use collectives::call::{Call, CallKind, Envelope};
+pub use collectives::dtype::{Dtype, Element, ReduceOp};
 pub use convoke_env::{Generation, Token};
 pub use convoke_store::Store;
-pub use dtype::{Dtype, Element, ReduceOp};
 pub use error::{CallContext, CommError, LossReason};
 #[cfg(feature = "fault-points")]
 #[doc(hidden)]
@@ -85,19 +83,8 @@ pub use fault::{FaultPoint, on_fault_point};
 #[cfg(feature = "bench")]
 #[doc(hidden)]
 pub use flight::cost::flight_costs;
-pub use group::Group;
-pub use group::alloc::SharedBuffer;
-pub use group::buffers::{AnySource, Buffer, BufferMut, List, Lists, OperationBuffers};
-pub use group::messages::Batch;
-pub use group::nonblocking::Nonblocking;
-pub use group::work::{Work, wait_all, wait_any};
 pub use half::{bf16, f16};
-pub use mesh::Mesh;
 pub use num_complex::Complex;
-pub use options::{GroupOptions, Listen};
-pub use reduction::Reduction;
-pub use session::{Session, World, init, is_elastic, is_initialized};
-pub use spawn::{Spawn, SpawnError, spawn};
 
 /// Counts allocations, so that tests can bound the memory of decoders.
 #[cfg(test)]

@@ -7,8 +7,8 @@ use std::path::Path;
 use nix::net::if_::InterfaceFlags;
 
 use super::interfaces::{self, Interface};
+use crate::bootstrap::options::Listen;
 use crate::error::CommError;
-use crate::options::Listen;
 
 /// Returns the address of this host that `listen` selects.
 pub(crate) fn address(listen: &Listen) -> Result<IpAddr, CommError> {

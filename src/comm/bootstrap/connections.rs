@@ -1,6 +1,6 @@
 //! Selects the connections that a rank opens when the group forms.
 
-use crate::links::hello::ConnectionKind;
+use crate::transport::links::hello::ConnectionKind;
 
 /// Groups of at most this many ranks open all connections when they form. Larger groups open those that the
 /// usual algorithms need, and the other connections on demand.

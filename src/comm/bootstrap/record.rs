@@ -8,10 +8,10 @@ use convoke_env::Generation;
 use serde::{Deserialize, Serialize};
 
 use super::cores::CoreSet;
-use crate::cause::MAX_REPORTED_RANKS;
 use crate::error::Ranks;
-use crate::frame::VERSION;
+use crate::error::cause::MAX_REPORTED_RANKS;
 use crate::json;
+use crate::transport::frame::VERSION;
 
 /// Longest failure text that is read from a rank's record, in characters.
 const FAILED_CHARS: usize = 512;

@@ -6,8 +6,8 @@ use std::ops::{Deref, DerefMut, Range};
 
 use smallvec::SmallVec;
 
-use crate::dtype::{Dtype, Element};
-use crate::kernels::copy;
+use crate::collectives::dtype::{Dtype, Element};
+use crate::collectives::kernels::copy;
 
 /// Memory that a caller lends to an operation, seen as one range of bytes.
 ///

@@ -4,9 +4,9 @@
 use std::ops::Range;
 
 use super::{BorrowedBuffer, BytesMut};
-use crate::kernels::{ACCUMULATOR_BYTES, F32Conversion, Kernel, SourceBytes};
-use crate::links::conn::MAX_READ_AHEAD_BYTES;
-use crate::plan::{Apply, Plan};
+use crate::collectives::kernels::{ACCUMULATOR_BYTES, F32Conversion, Kernel, SourceBytes};
+use crate::collectives::plan::{Apply, Plan};
+use crate::transport::links::conn::MAX_READ_AHEAD_BYTES;
 
 #[derive(Debug)]
 pub(crate) struct PlanBuffer<'m> {

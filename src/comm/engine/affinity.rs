@@ -14,7 +14,7 @@ use nix::unistd::Pid;
 
 use super::progress::Engine;
 use super::wait_policy::Oversubscription;
-use crate::links::conn::Conn;
+use crate::transport::links::conn::Conn;
 
 /// Least time between two moves of a thread to another core. If the data still has not come, the thread
 /// sleeps instead.

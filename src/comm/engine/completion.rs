@@ -10,7 +10,7 @@ use smallvec::SmallVec;
 
 use super::callbacks::{Callback, CallbackQueue};
 use super::sync::{AtomicBool, Mutex, MutexGuard, Ordering, PoisonError, Thread, current};
-use crate::call::Envelope;
+use crate::collectives::call::Envelope;
 use crate::error::CommError;
 use crate::flight::CallRecord;
 

@@ -6,9 +6,9 @@ use std::time::Instant;
 use super::handshake::Handshakes;
 use super::poller::Source;
 use super::progress::Engine;
-use crate::cause::{Cause, Report};
 use crate::error::CommError;
-use crate::links::hello::ConnectionKind;
+use crate::error::cause::{Cause, Report};
+use crate::transport::links::hello::ConnectionKind;
 
 impl Engine {
     /// Opens `connections`, given as rank and kind. Returns whether all of them are open by `until`. The

@@ -11,12 +11,12 @@ use super::completion::Completion;
 use super::progress::Engine;
 use super::state::{Peer, Wait, WaitReport};
 use super::teardown::Finishing;
-use crate::call::{Call, CallKind};
-use crate::cause::{Cause, MAX_REPORTED_RANKS, Report};
+use crate::collectives::call::{Call, CallKind};
+use crate::error::cause::{Cause, MAX_REPORTED_RANKS, Report};
 use crate::error::{LossReason, PeerMisbehaved};
-use crate::frame::{CONTROL_PAYLOAD_BYTES, Frame, HEADER_BYTES, Kind};
-use crate::links::conn::{Conn, ConnError};
-use crate::links::hello::ConnectionKind;
+use crate::transport::frame::{CONTROL_PAYLOAD_BYTES, Frame, HEADER_BYTES, Kind};
+use crate::transport::links::conn::{Conn, ConnError};
+use crate::transport::links::hello::ConnectionKind;
 
 /// Time without progress after which a rank reports to the other ranks which call it waits in. It is a
 /// quarter of the call's timeout if that is less.

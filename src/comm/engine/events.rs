@@ -9,11 +9,11 @@ use super::poller::Source;
 use super::progress::Engine;
 use super::progress_lock::Goal;
 use super::state::Peer;
-use crate::cause::{Cause, Report};
+use crate::collectives::plan::Direction;
+use crate::error::cause::{Cause, Report};
 use crate::limits;
-use crate::links::conn::Conn;
-use crate::links::hello::ConnectionKind;
-use crate::plan::Direction;
+use crate::transport::links::conn::Conn;
+use crate::transport::links::hello::ConnectionKind;
 
 impl Engine {
     /// Handles all events except the data of the current collective: ready descriptors, handshakes, expired
@@ -80,7 +80,7 @@ impl Engine {
             return;
         }
         #[cfg(test)]
-        let conn = crate::links::fault_injection::with_faults(conn);
+        let conn = crate::transport::links::fault_injection::with_faults(conn);
         let source = match conn_kind {
             ConnectionKind::Control => Some(Source::Control(peer)),
             ConnectionKind::Message => Some(Source::Message(peer)),

@@ -2,9 +2,9 @@
 
 use super::state::{CollectiveConnections, Peer};
 use super::streams::Streams;
-use crate::call::Call;
+use crate::collectives::call::Call;
+use crate::collectives::plan::{Algorithm, Direction};
 use crate::error::ExecutionError;
-use crate::plan::{Algorithm, Direction};
 use crate::shm::{self, HostMemory};
 
 #[derive(Debug)]

@@ -10,11 +10,11 @@ use super::control::query_at;
 use super::messages::DeadlineBounds;
 use super::missing::missing;
 use super::progress::Engine;
-use crate::call::Call;
-use crate::cause::{Cause, MAX_REPORTED_RANKS, Report};
+use crate::collectives::call::Call;
+use crate::error::cause::{Cause, MAX_REPORTED_RANKS, Report};
 use crate::error::{CallContext, CommError};
 use crate::fault::fault_point;
-use crate::frame::Kind;
+use crate::transport::frame::Kind;
 
 /// Longest wait for the store to answer with the cause that holds for all ranks.
 const CONFIRM_TIMEOUT: Duration = Duration::from_millis(100);

@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use super::progress::Engine;
 use super::state::Peer;
-use crate::cause::{Cause, Report};
 use crate::error::LossReason;
-use crate::links::conn::{Conn, ConnError};
+use crate::error::cause::{Cause, Report};
+use crate::transport::links::conn::{Conn, ConnError};
 
 /// Longest wait for the launcher's report of how a rank ended, after the rank's control connection has
 /// closed.

@@ -40,11 +40,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::buffer::{BorrowedBuffer, PlanBuffer};
-use crate::call::Call;
-use crate::dtype::Dtype;
+use crate::collectives::call::Call;
+use crate::collectives::dtype::Dtype;
+use crate::collectives::kernels::Kernel;
+use crate::collectives::plan::Plan;
 use crate::error::CommError;
-use crate::kernels::Kernel;
-use crate::plan::Plan;
 pub(crate) use affinity::{CoreSharing, allowed_cores};
 pub(crate) use completion::{Completion, Outcome, TimeLimit};
 use fast_path::FastPath;
@@ -210,7 +210,7 @@ impl Shared {
 
     /// Ends the group with `cause`, unless it has ended already.
     #[cfg(feature = "nccl")]
-    pub(crate) fn end(&self, cause: crate::cause::Cause) {
+    pub(crate) fn end(&self, cause: crate::error::cause::Cause) {
         let _ = self.on_engine(move |engine| {
             engine.end(cause);
             Ok(None)

@@ -7,8 +7,8 @@
 
 use super::progress::Engine;
 use super::state::{Collective, Peer};
-use crate::call::CallKind;
-use crate::frame::{Frame, Kind};
+use crate::collectives::call::CallKind;
+use crate::transport::frame::{Frame, Kind};
 
 impl Engine {
     /// If the current collective is a monitored barrier, tells all other ranks once that this rank has

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::completion::Completion;
 use super::progress::Engine;
-use crate::call::{Call, Envelope};
-use crate::links::hello::ConnectionKind;
+use crate::collectives::call::{Call, Envelope};
+use crate::transport::links::hello::ConnectionKind;
 
 /// A probe that waits for a message.
 #[derive(Debug)]

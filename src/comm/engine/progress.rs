@@ -19,16 +19,16 @@ use super::teardown::Finishing;
 use super::wait_policy::{WaitAction, WaitPolicy};
 use super::{EngineFn, Operation, SubmissionQueue, Task, Transport};
 use crate::buffer::BorrowedBuffer;
-use crate::call::{Call, Envelope};
-use crate::cause::{Cause, Report};
+use crate::collectives::call::{Call, Envelope};
+use crate::collectives::kernels::Kernel;
+use crate::collectives::plan::Plan;
+use crate::error::cause::{Cause, Report};
 use crate::error::{CommError, ExecutionError};
 use crate::fault::fault_point;
-use crate::frame::Kind;
-use crate::kernels::Kernel;
-use crate::links::hello::ConnectionKind;
-use crate::links::tcp::Listener;
-use crate::plan::Plan;
 use crate::shm::{self, HostMemory};
+use crate::transport::frame::Kind;
+use crate::transport::links::hello::ConnectionKind;
+use crate::transport::links::tcp::Listener;
 
 /// Passes of the progress loop between two polls of control connections and clock while data keeps moving.
 const ROUNDS_BETWEEN_POLLS: u32 = 64;

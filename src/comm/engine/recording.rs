@@ -6,10 +6,10 @@ use super::Operation;
 use super::completion::Completion;
 use super::execution::Execution;
 use super::progress::Engine;
-use crate::call::Call;
-use crate::cause::Report;
+use crate::collectives::call::Call;
+use crate::collectives::plan::Algorithm;
+use crate::error::cause::Report;
 use crate::flight::{CallInfo, CallRecord};
-use crate::plan::Algorithm;
 use crate::shm::small_call::SmallCall;
 
 impl Engine {

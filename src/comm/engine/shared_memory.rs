@@ -8,14 +8,14 @@ use nix::poll::PollFlags;
 use super::poller::Source;
 use super::progress::Engine;
 use super::progress_lock::Goal;
-use crate::cause::{Cause, Report};
 use crate::error::CommError;
-use crate::frame::Kind;
-use crate::links::conn::{Conn, ConnError};
+use crate::error::cause::{Cause, Report};
 use crate::shm::allocations::Allocations;
 use crate::shm::bootstrap::{self, Follower, HostBootstrap, Leader, LocalGroup};
 use crate::shm::unavailable::Unavailable;
 use crate::shm::{HostMemory, Layout, RingChannel};
+use crate::transport::frame::Kind;
+use crate::transport::links::conn::{Conn, ConnError};
 
 /// Longest wait for the failure report of another rank of this host after that rank has marked the shared
 /// memory as failed.
@@ -119,7 +119,7 @@ impl Engine {
     fn install_shared_memory(&mut self, node: HostMemory) {
         let with_faults = |conn: Conn| {
             #[cfg(test)]
-            let conn = crate::links::fault_injection::with_faults(conn);
+            let conn = crate::transport::links::fault_injection::with_faults(conn);
             conn
         };
         for (local_rank, rank) in node.others() {

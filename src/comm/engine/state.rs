@@ -12,10 +12,10 @@ use super::completion::Completion;
 use super::execution::Execution;
 use super::messages::PeerMessages;
 use super::streams::PeerConnections;
-use crate::call::Call;
+use crate::collectives::call::Call;
 use crate::flight::GroupRecorder;
-use crate::links::conn::{Conn, ConnError};
-use crate::links::hello::{ConnectionKind, Credentials};
+use crate::transport::links::conn::{Conn, ConnError};
+use crate::transport::links::hello::{ConnectionKind, Credentials};
 
 /// The settings of an engine, which do not change.
 #[derive(Debug)]

@@ -7,12 +7,12 @@ use std::time::{Duration, Instant};
 use nix::poll::PollFlags;
 
 use super::progress::Engine;
-use crate::call::CallKind;
-use crate::cause::{Cause, Report};
+use crate::collectives::call::CallKind;
+use crate::error::cause::{Cause, Report};
 use crate::error::{CommError, LossReason};
 use crate::fault::fault_point;
-use crate::frame::Kind;
-use crate::links::conn::Conn;
+use crate::transport::frame::Kind;
+use crate::transport::links::conn::Conn;
 
 /// Longest wait for the peers' kernels to accept data that was sent to them. After it the connections are
 /// closed anyway.

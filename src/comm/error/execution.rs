@@ -1,8 +1,8 @@
 //! The errors that stop a collective; the engine turns them into the failure of the group.
 
 use super::PeerMisbehaved;
-use crate::call::Call;
-use crate::links::conn::ConnError;
+use crate::collectives::call::Call;
+use crate::transport::links::conn::ConnError;
 
 /// The reason why the execution of a collective stops, over connections or in shared memory.
 #[derive(Debug)]

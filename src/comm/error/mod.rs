@@ -1,5 +1,6 @@
 //! The errors of this crate: each names the rank, the cause and the progress of the call.
 
+pub(crate) mod cause;
 #[cfg(feature = "nccl")]
 mod device;
 mod execution;
@@ -13,7 +14,7 @@ use convoke_env::{ChannelError, EnvError, ExitCause, TokenError};
 use convoke_store::StoreError;
 use serde::{Deserialize, Serialize};
 
-use crate::call::Call;
+use crate::collectives::call::Call;
 #[cfg(feature = "nccl")]
 pub use device::DeviceError;
 pub(crate) use execution::ExecutionError;

@@ -2,8 +2,8 @@
 
 use convoke_env::Generation;
 
-use crate::call::{Call, CallError};
-use crate::frame::{FrameError, Kind};
+use crate::collectives::call::{Call, CallError};
+use crate::transport::frame::{FrameError, Kind};
 
 /// The reason why bytes are not a valid failure report.
 #[derive(Debug, thiserror::Error)]

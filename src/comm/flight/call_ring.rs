@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU64, Ordering, fence};
 use convoke_env::flight::layout::{self, Entry, Group, Header, entry_at, group_at, lock};
 use nix::unistd::gettid;
 
-use crate::links::fork;
+use crate::transport::links::fork;
 
 /// Most attempts to copy a group record or call record that other threads are changing.
 const MAX_COPY_ATTEMPTS: u32 = 100;

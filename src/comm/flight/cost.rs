@@ -5,9 +5,9 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use super::{CallInfo, FlightRecorder, Generation, GroupRecorder, now_ns};
-use crate::call::{Call, CallKind};
-use crate::dtype::{Dtype, ReduceOp};
-use crate::plan::Algorithm;
+use crate::collectives::call::{Call, CallKind};
+use crate::collectives::dtype::{Dtype, ReduceOp};
+use crate::collectives::plan::Algorithm;
 use convoke_env::flight::layout::Operation;
 
 /// The number of measured loops, and of calls in each loop. The median over the loops is reported, since

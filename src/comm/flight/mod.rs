@@ -39,10 +39,10 @@ use convoke_env::flight::{names, process};
 use convoke_env::{WorkerEnv, vars};
 use nix::time::{ClockId, clock_gettime};
 
-use crate::call::{Call, CallKind};
-use crate::cause::{Cause, Report};
-use crate::dtype::{Dtype, ReduceOp};
-use crate::plan::Algorithm;
+use crate::collectives::call::{Call, CallKind};
+use crate::collectives::dtype::{Dtype, ReduceOp};
+use crate::collectives::plan::Algorithm;
+use crate::error::cause::{Cause, Report};
 use call_ring::CallRing;
 use file::RecordingFile;
 

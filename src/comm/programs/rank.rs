@@ -16,7 +16,7 @@ use super::random_program::{Collective, NewGroups, ProgramOperation, RandomProgr
 use super::scope::{self, ScopedCollective, ScopedMessages, ScopedOperation};
 use super::termination;
 use super::values::{Value, digest, hash, with_type};
-use crate::links::fault_injection;
+use crate::transport::links::fault_injection;
 use convoke_testkit::Random;
 
 /// The timeout of each operation: long, since an operation that times out is an error.

@@ -8,11 +8,11 @@ use super::schedule::{Area, Peers, Schedule, ScheduleStep};
 use super::small_call::SmallCall;
 use super::{AwaitedRanks, CallNumber, HostMemory};
 use crate::buffer::{BorrowedBuffer, PlanBuffer};
-use crate::call::Call;
+use crate::collectives::call::Call;
+use crate::collectives::kernels::Kernel;
+use crate::collectives::plan::Plan;
 use crate::error::{ExecutionError, PeerMisbehaved};
 use crate::fault::fault_point;
-use crate::kernels::Kernel;
-use crate::plan::Plan;
 
 /// A collective in progress through shared memory.
 #[derive(Debug)]

@@ -7,7 +7,7 @@ use super::schedule::CACHED_BYTES;
 use super::segment::View;
 use super::{HostMemory, write};
 use crate::buffer::{BorrowedBuffer, BytesMut, PlanBuffer};
-use crate::kernels::{Contributors, Kernel};
+use crate::collectives::kernels::{Contributors, Kernel};
 
 /// The elements of a collective call, possibly in several pieces of memory, and the kernel that reduces them.
 pub(super) trait Elements {

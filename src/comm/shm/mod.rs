@@ -43,9 +43,9 @@ use std::sync::atomic::Ordering;
 
 use smallvec::SmallVec;
 
-use crate::call::Call;
+use crate::collectives::call::Call;
+use crate::collectives::kernels::Kernel;
 use crate::error::ExecutionError;
-use crate::kernels::Kernel;
 use allocations::{Allocations, PublishedLocation};
 use bootstrap::SharedResources;
 use doorbells::Doorbells;

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::segment::map_shared;
-use crate::dtype::Element;
+use crate::collectives::dtype::Element;
 
 pub(crate) const PAGE_BYTES: usize = 4096;
 

@@ -12,7 +12,7 @@ use super::doorbells::Doorbells;
 use super::layout::RingOffsets;
 use super::segment::Segment;
 use super::store_policy::StorePolicy;
-use crate::links::Link;
+use crate::transport::links::Link;
 
 /// Most bytes that the writer copies before it publishes its count.
 const CHUNK_BYTES: usize = 16 << 10;

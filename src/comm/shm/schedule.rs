@@ -16,8 +16,8 @@
 use std::ops::Range;
 
 use super::layout::Counter;
-use crate::call::{Call, CallKind};
-use crate::plan::block;
+use crate::collectives::call::{Call, CallKind};
+use crate::collectives::plan::block;
 
 /// The alignment in bytes of data in the memory of a round: a cache line.
 const ALIGNMENT: usize = 64;

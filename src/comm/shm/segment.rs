@@ -17,7 +17,7 @@ use nix::libc;
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
-use crate::kernels::SourceBytes;
+use crate::collectives::kernels::SourceBytes;
 use crate::limits;
 
 /// The seals of the memory file: no process can resize the memory, so access to it never raises SIGBUS.

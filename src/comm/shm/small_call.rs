@@ -6,10 +6,10 @@ use super::layout::{INLINE_BYTES, SLOTS};
 use super::schedule::{Area, Peers, Schedule, ScheduleStep};
 use super::{AwaitedRanks, CallNumber, HostMemory};
 use crate::buffer::BorrowedBuffer;
-use crate::call::Call;
+use crate::collectives::call::Call;
+use crate::collectives::kernels::Kernel;
 use crate::error::ExecutionError;
 use crate::fault::fault_point;
-use crate::kernels::Kernel;
 
 /// A small collective call between [`HostMemory::start_small`] and [`HostMemory::finish_small`].
 #[derive(Debug)]

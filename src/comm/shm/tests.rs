@@ -4,8 +4,8 @@ use std::ops::Range;
 
 use super::layout::{Counter, ROUNDS_IN_MEMORY};
 use super::schedule::{Area, Limits, Peers, Schedule, ScheduleStep, is_supported};
-use crate::call::{Call, CallKind};
-use crate::dtype::{Dtype, ReduceOp};
+use crate::collectives::call::{Call, CallKind};
+use crate::collectives::dtype::{Dtype, ReduceOp};
 use convoke_testkit::Random;
 
 /// Limits so small that calls of a few elements have many rounds.

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use super::segment::View;
 use super::store_policy::{self, StorePolicy};
-use crate::kernels::copy;
+use crate::collectives::kernels::copy;
 
 /// Copies of at least this many bytes prefetch cache lines of the target, this many bytes at a time.
 const PREFETCH_BYTES: usize = 512;

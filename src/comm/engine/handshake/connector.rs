@@ -7,14 +7,14 @@ use std::time::{Duration, Instant};
 use super::{CONNECT_TIMEOUT, HANDSHAKE_BYTES, HandshakeEvent, handshake_frame, nonce, send};
 use crate::engine::poller::{Poller, Source};
 use crate::fault::fault_point;
-use crate::frame::{Frame, HEADER_BYTES, Kind};
 use crate::limits;
-use crate::links::Link;
-use crate::links::conn::Conn;
-use crate::links::hello::{
+use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
+use crate::transport::links::Link;
+use crate::transport::links::conn::Conn;
+use crate::transport::links::hello::{
     CAPABILITIES, ConnectionKind, Credentials, HandshakeError, Hello, Role, SUITE_PLAIN, Welcome,
 };
-use crate::links::tcp::Tcp;
+use crate::transport::links::tcp::Tcp;
 
 /// Pause after the first failed attempt to connect. It doubles with each attempt, up to [`MAX_RETRY_PAUSE`].
 const RETRY_PAUSE: Duration = Duration::from_millis(5);

@@ -18,13 +18,13 @@ use convoke_env::Generation;
 
 use super::poller::{Poller, Source};
 use crate::fault::fault_point;
-use crate::frame::{Frame, FrameError, HEADER_BYTES, Kind};
 use crate::limits;
-use crate::links::conn::Conn;
-use crate::links::hello::{
+use crate::transport::frame::{Frame, FrameError, HEADER_BYTES, Kind};
+use crate::transport::links::conn::Conn;
+use crate::transport::links::hello::{
     CAPABILITIES, ConnectionKind, Credentials, HELLO_BYTES, HandshakeError, Hello, Role, SUITE_PLAIN, Welcome,
 };
-use crate::links::tcp::Listener;
+use crate::transport::links::tcp::Listener;
 use connector::Connector;
 
 /// Most incoming connections without a valid hello. Of connections with a valid hello but without a proof,
@@ -312,7 +312,7 @@ fn handshake_frame(conn: &Conn) -> Result<Option<(Frame, Vec<u8>)>, FrameError> 
     let Some(header) = unread.first_chunk::<HEADER_BYTES>() else {
         // Bytes that are no frame are recognised by the first four, even if they are fewer than a header.
         return match unread.first_chunk::<4>() {
-            Some(&magic) if magic != crate::frame::MAGIC => Err(FrameError::Magic(magic)),
+            Some(&magic) if magic != crate::transport::frame::MAGIC => Err(FrameError::Magic(magic)),
             _ => Ok(None),
         };
     };

@@ -11,13 +11,13 @@ use super::{
     Stage, check, plain_frame,
 };
 use crate::buffer::BorrowedBuffer;
-use crate::call::Call;
+use crate::collectives::call::Call;
+use crate::collectives::kernels::SourceBytes;
 use crate::engine::completion::Completion;
 use crate::fault::fault_point;
-use crate::frame::{Frame, HEADER_BYTES, Kind};
-use crate::kernels::SourceBytes;
-use crate::links::conn::Conn;
-use crate::links::hello::Credentials;
+use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
+use crate::transport::links::conn::Conn;
+use crate::transport::links::hello::Credentials;
 
 /// The result of a direct send.
 #[derive(Debug)]

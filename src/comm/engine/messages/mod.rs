@@ -20,15 +20,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::buffer::BorrowedBuffer;
-use crate::call::{Call, CallError, Envelope};
+use crate::collectives::call::{Call, CallError, Envelope};
+use crate::collectives::kernels::SourceBytes;
 use crate::engine::completion::Completion;
 use crate::engine::control::query_at;
 use crate::error::PeerMisbehaved;
 use crate::fault::fault_point;
-use crate::frame::{Frame, FrameError, HEADER_BYTES, Kind};
-use crate::kernels::SourceBytes;
-use crate::links::conn::{Conn, ConnError, MAX_READ_AHEAD_BYTES};
-use crate::links::hello::Credentials;
+use crate::transport::frame::{Frame, FrameError, HEADER_BYTES, Kind};
+use crate::transport::links::conn::{Conn, ConnError, MAX_READ_AHEAD_BYTES};
+use crate::transport::links::hello::Credentials;
 
 /// Largest message that is sent eagerly, before a receive matches it.
 pub(crate) const EAGER_BYTES: usize = 64 << 10;

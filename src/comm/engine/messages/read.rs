@@ -4,13 +4,13 @@ use super::{
     AnySourceQueue, CREDIT_BYTES, EAGER_BYTES, MAX_ANNOUNCEMENTS, Match, MessageError, PeerMessages,
     PendingRecv, ReadState, Stage, UnexpectedContent, UnexpectedMessage, check, plain_frame, send_index,
 };
-use crate::call::Call;
+use crate::collectives::call::Call;
+use crate::collectives::kernels::SourceBytes;
 use crate::error::PeerMisbehaved;
 use crate::fault::fault_point;
-use crate::frame::{Frame, HEADER_BYTES, Kind};
-use crate::kernels::SourceBytes;
-use crate::links::conn::{Conn, MAX_READ_AHEAD_BYTES};
-use crate::links::hello::Credentials;
+use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
+use crate::transport::links::conn::{Conn, MAX_READ_AHEAD_BYTES};
+use crate::transport::links::hello::Credentials;
 
 impl PeerMessages {
     /// Reads available data with at most one system call. Returns whether anything moved.

@@ -6,9 +6,9 @@ use std::time::Duration;
 use convoke_env::Generation;
 
 use super::*;
-use crate::call::CallKind;
-use crate::dtype::Dtype;
-use crate::links::fake::{self, FaultScript};
+use crate::collectives::call::CallKind;
+use crate::collectives::dtype::Dtype;
+use crate::transport::links::fake::{self, FaultScript};
 use convoke_testkit::Random;
 
 fn credentials() -> Credentials {
@@ -201,7 +201,7 @@ fn random_frames_never_cause_a_panic() {
             }
             bytes.extend(frame);
         }
-        crate::links::Link::try_send(&mut peer, &[IoSlice::new(&bytes)]).unwrap();
+        crate::transport::links::Link::try_send(&mut peer, &[IoSlice::new(&bytes)]).unwrap();
         for _ in 0..20 {
             if receiver.progress(&credentials(), &mut AnySourceQueue::default()).is_err() {
                 break;

@@ -9,11 +9,11 @@ use super::{
     check,
 };
 use crate::buffer::BorrowedBuffer;
-use crate::call::Call;
+use crate::collectives::call::Call;
+use crate::collectives::kernels::SourceBytes;
 use crate::engine::completion::Completion;
 use crate::error::CommError;
-use crate::frame::HEADER_BYTES;
-use crate::kernels::SourceBytes;
+use crate::transport::frame::HEADER_BYTES;
 
 impl PeerMessages {
     /// Sends a message from this rank to itself. `self` holds the messages of this rank with itself.

@@ -5,14 +5,14 @@ use std::io::IoSlice;
 use std::sync::Arc;
 
 use crate::buffer::{BorrowedBuffer, Fragment, PlanBuffer};
-use crate::call::Call;
+use crate::collectives::call::Call;
+use crate::collectives::kernels::Kernel;
+use crate::collectives::plan::{Algorithm, Apply, BufferPart, Direction, Plan};
 use crate::error::{ExecutionError, PeerMisbehaved};
 use crate::fault::fault_point;
-use crate::frame::{Frame, HEADER_BYTES, Kind};
-use crate::kernels::Kernel;
-use crate::links::conn::{Conn, ConnError, MAX_READ_AHEAD_BYTES};
-use crate::links::hello::Credentials;
-use crate::plan::{Algorithm, Apply, BufferPart, Direction, Plan};
+use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
+use crate::transport::links::conn::{Conn, ConnError, MAX_READ_AHEAD_BYTES};
+use crate::transport::links::hello::Credentials;
 
 /// If a peer sends at most this many bytes in all, they are read together with their header.
 const SHORT_BYTES: usize = 12 << 10;

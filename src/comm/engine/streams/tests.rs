@@ -6,11 +6,11 @@ use convoke_env::Generation;
 use half::{bf16, f16};
 
 use super::*;
-use crate::call::CallKind;
-use crate::dtype::{Dtype, Element, ReduceOp};
-use crate::links::fake::{self, FaultScript};
-use crate::plan::{self, Algorithm, Rounding, Topology};
-use crate::reduction::Reduction;
+use crate::api::reduction::Reduction;
+use crate::collectives::call::CallKind;
+use crate::collectives::dtype::{Dtype, Element, ReduceOp};
+use crate::collectives::plan::{self, Algorithm, Rounding, Topology};
+use crate::transport::links::fake::{self, FaultScript};
 use convoke_testkit::Random;
 
 impl PeerConnections for HashMap<usize, Conn> {
@@ -317,7 +317,7 @@ fn garbage_instead_of_a_header_is_a_protocol_error() {
     for (name, bytes) in bad {
         let (mut peer, ours) = fake::pair(FaultScript::default());
         let mut connections = HashMap::from([(1, Conn::new(Box::new(ours)))]);
-        crate::links::Link::try_send(&mut peer, &[IoSlice::new(&bytes)]).unwrap();
+        crate::transport::links::Link::try_send(&mut peer, &[IoSlice::new(&bytes)]).unwrap();
         let mut memory = vec![1.0; 100];
         let plan = all_reduce(Algorithm::Doubling, 0, &Topology::one_host(2), 100);
         let mut run = run(all_reduce_call(100), 0, plan, &mut memory, (0, 2));

@@ -6,12 +6,12 @@ use std::time::{Duration, Instant};
 use convoke_env::Generation;
 
 use super::{Engine, FAKE, LONG, frame, with, with_scripted_peer};
-use crate::call::{Call, CallKind};
-use crate::dtype::{Dtype, ReduceOp};
+use crate::collectives::call::{Call, CallKind};
+use crate::collectives::dtype::{Dtype, ReduceOp};
 use crate::error::CommError;
-use crate::frame::{CONTROL_PAYLOAD_BYTES, Frame, HEADER_BYTES, Kind};
-use crate::links::conn::Conn;
-use crate::links::hello::ConnectionKind;
+use crate::transport::frame::{CONTROL_PAYLOAD_BYTES, Frame, HEADER_BYTES, Kind};
+use crate::transport::links::conn::Conn;
+use crate::transport::links::hello::ConnectionKind;
 use convoke_testkit::Random;
 use convoke_testkit::memory;
 

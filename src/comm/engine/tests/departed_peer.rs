@@ -4,10 +4,10 @@ use std::time::Duration;
 
 use super::byzantine::{await_frame, connection_to, send_all};
 use super::{frame, with_scripted_peer};
-use crate::call::{Call, CallKind};
-use crate::dtype::Dtype;
-use crate::frame::{Frame, Kind};
-use crate::links::hello::ConnectionKind;
+use crate::collectives::call::{Call, CallKind};
+use crate::collectives::dtype::Dtype;
+use crate::transport::frame::{Frame, Kind};
+use crate::transport::links::hello::ConnectionKind;
 use convoke_testkit::TimedBarrier;
 
 /// Number of queries whose answers, 12 MB in all, are more than the two kernels buffer for a connection.

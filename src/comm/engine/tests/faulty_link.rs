@@ -3,7 +3,7 @@
 
 use super::*;
 use crate::LossReason;
-use crate::links::fault_injection;
+use crate::transport::links::fault_injection;
 use convoke_testkit::TimedBarrier;
 
 /// Runs `body` on two ranks repeatedly, each time with connections whose faults come in another pattern.

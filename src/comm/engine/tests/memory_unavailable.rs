@@ -5,11 +5,11 @@ use std::sync::Arc;
 use convoke_store::{MemoryStore, Store};
 
 use super::LONG;
-use crate::backend::Backend;
-use crate::dtype::ReduceOp;
+use crate::api::backend::Backend;
+use crate::api::group::Group;
+use crate::bootstrap::options::GroupOptions;
+use crate::collectives::dtype::ReduceOp;
 use crate::error::CommError;
-use crate::group::Group;
-use crate::options::GroupOptions;
 use crate::shm::segment::{INJECTED_FAULT, InjectedFault};
 
 /// Runs three ranks, of which rank `who` cannot do what `failing` names. Returns the backend and the sum of

@@ -21,16 +21,16 @@ use convoke_store::{MemoryStore, Store};
 use super::progress::Engine;
 use super::state::Settings;
 use super::{CoreSharing, Oversubscription};
-use crate::call::{Call, CallKind};
-use crate::dtype::{Dtype, ReduceOp};
+use crate::api::group::Group;
+use crate::bootstrap::options::GroupOptions;
+use crate::collectives::call::{Call, CallKind};
+use crate::collectives::dtype::{Dtype, ReduceOp};
+use crate::collectives::plan::{Rounding, Topology, Tuning};
 use crate::error::CommError;
 use crate::flight::FlightRecorder;
-use crate::frame::{Frame, HEADER_BYTES, Kind};
-use crate::group::Group;
-use crate::links::hello::{ConnectionKind, Credentials, Hello, Role, SUITE_PLAIN, Welcome};
-use crate::links::tcp;
-use crate::options::GroupOptions;
-use crate::plan::{Rounding, Topology, Tuning};
+use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
+use crate::transport::links::hello::{ConnectionKind, Credentials, Hello, Role, SUITE_PLAIN, Welcome};
+use crate::transport::links::tcp;
 
 const LONG: Duration = Duration::from_secs(60);
 /// The rank that the test plays: the highest rank, which opens the connections to all other ranks.
@@ -299,8 +299,8 @@ fn sum(shared: &super::Shared) -> i32 {
     let rounding = Rounding::of(&call);
     let topology = Topology::one_host(3);
     let algorithm = Tuning::default().all_reduce(4, &topology, rounding);
-    let plan = Arc::new(crate::plan::all_reduce(algorithm, rounding, FAKE, &topology, 1, 4));
-    let kernel = crate::kernels::Kernel::of(Dtype::I32, ReduceOp::Sum, 3);
+    let plan = Arc::new(crate::collectives::plan::all_reduce(algorithm, rounding, FAKE, &topology, 1, 4));
+    let kernel = crate::collectives::kernels::Kernel::of(Dtype::I32, ReduceOp::Sum, 3);
     let mut mine = [4_i32];
     let buffer = super::BorrowedBuffer::default().with_mut(0, &mut mine);
     shared

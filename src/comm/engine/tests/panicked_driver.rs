@@ -6,8 +6,8 @@ use std::sync::Arc;
 use convoke_testkit::TimedBarrier;
 
 use super::{FAKE, LONG, with_scripted_peer};
-use crate::call::{Call, CallKind};
-use crate::dtype::Dtype;
+use crate::collectives::call::{Call, CallKind};
+use crate::collectives::dtype::Dtype;
 use crate::engine::progress::Engine;
 use crate::engine::progress_lock::Drive;
 use crate::engine::{BorrowedBuffer, Completion, Operation, Shared};

@@ -10,12 +10,12 @@ use std::time::{Duration, Instant};
 use convoke_store::{MemoryStore, Store};
 
 use super::{LONG, frame, generation, token, with};
+use crate::api::group::Group;
+use crate::bootstrap::options::GroupOptions;
+use crate::collectives::plan::Tuning;
 use crate::error::CommError;
-use crate::frame::{Frame, HEADER_BYTES, Kind};
-use crate::group::Group;
-use crate::links::hello::{HELLO_BYTES, SUITE_PLAIN, WELCOME_BYTES, Welcome};
-use crate::options::GroupOptions;
-use crate::plan::Tuning;
+use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
+use crate::transport::links::hello::{HELLO_BYTES, SUITE_PLAIN, WELCOME_BYTES, Welcome};
 
 /// Runs rank 1 with a scripted rank 0 that answers each hello with `answer` and, if `stays` is set, keeps the
 /// connection open. Returns the error of rank 1.

@@ -1,0 +1,316 @@
+//! Operations without NCCL: they copy from the device to pinned host memory, use the host side, and copy
+//! back.
+
+use std::ffi::c_void;
+use std::ops::Range;
+use std::sync::Arc;
+
+use cudarc::driver::{CudaContext, CudaStream, result};
+use num_complex::Complex;
+
+use super::driver::bind;
+use super::element::ElementType;
+use super::type_mapping::DeviceReduction;
+use crate::api::group::Group;
+use crate::api::reduction::Reduction;
+use crate::collectives::dtype::sealed::Factor;
+use crate::collectives::dtype::{Dtype, Element, ReduceOp};
+use crate::error::{CommError, DeviceError};
+use crate::nccl::{Address, NcclCall};
+use half::{bf16, f16};
+
+/// The alignment of buffers in pinned memory.
+const ALIGNMENT: usize = 64;
+/// The tag of the host side's messages that carry messages between devices.
+const TAG: u32 = u32::MAX;
+
+/// Pinned host memory, which grows as it is needed.
+pub(crate) struct Staging {
+    context: Arc<CudaContext>,
+    /// The start of the memory, of `bytes` bytes; null if there is none.
+    start: *mut u8,
+    bytes: usize,
+    /// Set while copies may use the memory. If it is still set when the memory would be freed, the memory is
+    /// leaked.
+    busy: bool,
+}
+
+// SAFETY: the memory belongs to the process, not to a thread.
+#[allow(unsafe_code)]
+unsafe impl Send for Staging {}
+
+/// A step, with the ranges of pinned memory for its input and output.
+struct StagedCall {
+    step: NcclCall<ElementType, DeviceReduction>,
+    send: Range<usize>,
+    recv: Range<usize>,
+}
+
+#[allow(unsafe_code)]
+impl Staging {
+    pub(super) fn new(context: Arc<CudaContext>) -> Self {
+        Self { context, start: std::ptr::null_mut(), bytes: 0, busy: false }
+    }
+
+    /// Carries out steps on device memory after the earlier work of `stream`. On success the stream has
+    /// executed all copies; `settle` waits until the stream has executed what is enqueued.
+    ///
+    /// # Safety
+    ///
+    /// `stream` is of this device. The memory at the addresses is on that device, long enough, and stays so
+    /// until the stream has passed the copies.
+    pub(super) unsafe fn carry_out(
+        &mut self,
+        group: &Group,
+        steps: &[NcclCall<ElementType, DeviceReduction>],
+        stream: &CudaStream,
+        mut settle: impl FnMut() -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
+        if self.busy {
+            // An earlier call failed, and its copies may still use the memory, so the memory is leaked and
+            // replaced.
+            self.free();
+        }
+        let mut end = 0;
+        let staged: Vec<StagedCall> =
+            steps.iter().map(|step| assign_ranges(*step, group, &mut end)).collect();
+        self.grow(end)?;
+        let copied = DeviceError::driver("a copy between device and host failed");
+        let raw = stream.cu_stream();
+        let sends = staged.iter().filter_map(|staged| Some((source(&staged.step, group)?, &staged.send)));
+        self.busy = true;
+        let all = sends.filter(|(_, range)| !range.is_empty()).try_for_each(|(at, range)| {
+            // SAFETY: the caller promises it for the device; the host range is within our memory, which is
+            // otherwise unused now.
+            unsafe { result::memcpy_dtoh_async(self.slice::<u8>(range), at, raw) }
+        });
+        all.map_err(copied)?;
+        settle()?;
+        self.busy = false;
+        // SAFETY: all ranges are disjoint.
+        unsafe { self.run_on_host(group, &staged)? };
+        let copied = DeviceError::driver("a copy between host and device failed");
+        self.busy = true;
+        let recvs = staged.iter().filter_map(|staged| Some((target(&staged.step, group)?, &staged.recv)));
+        let all = recvs.filter(|(_, range)| !range.is_empty()).try_for_each(|(at, range)| {
+            // SAFETY: the caller promises it for the device; the host range is ours, and unused otherwise.
+            unsafe { result::memcpy_htod_async(at, &*self.slice::<u8>(range), raw) }
+        });
+        all.map_err(copied)?;
+        settle()?;
+        self.busy = false;
+        Ok(())
+    }
+
+    /// Carries out the steps on the host side: messages concurrently, then collectives one after the other.
+    ///
+    /// # Safety
+    ///
+    /// Nothing else uses the memory.
+    unsafe fn run_on_host(&self, group: &Group, staged: &[StagedCall]) -> Result<(), CommError> {
+        let me = group.rank();
+        // SAFETY: the caller promises it; ranges of different steps are disjoint.
+        let slice = |range: &Range<usize>| unsafe { self.slice::<u8>(range) };
+        let mut messages = group.batch();
+        // Sends of this rank to itself, in order; its receives from itself copy from them.
+        let mut own =
+            staged.iter().filter(|staged| matches!(staged.step, NcclCall::Send { to, .. } if to == me));
+        for StagedCall { step, send, recv } in staged {
+            match *step {
+                NcclCall::Send { to, .. } if to != me => drop(messages.send(slice(send), to, TAG)?),
+                NcclCall::Recv { from, .. } if from != me => drop(messages.recv(slice(recv), from, TAG)?),
+                NcclCall::Recv { .. } => {
+                    let sent = own.next().filter(|sent| sent.send.len() == recv.len());
+                    let what = || {
+                        "a receive of this rank from itself has no send of equal length in the batch"
+                            .to_owned()
+                    };
+                    let sent = sent.ok_or_else(|| CommError::InvalidArgument(what()))?;
+                    slice(recv).copy_from_slice(slice(&sent.send));
+                }
+                _ => {}
+            }
+        }
+        messages.wait()?;
+        for StagedCall { step, send, recv } in staged {
+            match *step {
+                NcclCall::Send { .. } | NcclCall::Recv { .. } => {}
+                NcclCall::Broadcast { root, .. } => {
+                    let all = if me == root { send } else { recv };
+                    group.broadcast(slice(all), root)?;
+                    if me == root {
+                        slice(recv).copy_from_slice(slice(send));
+                    }
+                }
+                NcclCall::AllGather { .. } => group.all_gather(&*slice(send), slice(recv))?,
+                NcclCall::AllReduce { datatype, op, .. }
+                | NcclCall::Reduce { datatype, op, .. }
+                | NcclCall::ReduceScatter { datatype, op, .. } => {
+                    // SAFETY: the caller promises it.
+                    unsafe { self.reduce(group, step, (datatype, op), send, recv)? };
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// Nothing else uses the memory.
+    unsafe fn reduce(
+        &self,
+        group: &Group,
+        step: &NcclCall<ElementType, DeviceReduction>,
+        (datatype, by): (ElementType, DeviceReduction),
+        send: &Range<usize>,
+        recv: &Range<usize>,
+    ) -> Result<(), CommError> {
+        if datatype.float8.is_some() {
+            return Err(CommError::Unsupported(format!(
+                "{} of {} when data are staged through host memory",
+                by.op,
+                datatype.name()
+            )));
+        }
+        macro_rules! by_type {
+            ($($dtype:ident => $rust:ty,)*) => {
+                match datatype.dtype {
+                    $(Dtype::$dtype => {
+                        // SAFETY: the caller promises it.
+                        let (send, recv) = unsafe { (self.slice::<$rust>(send), self.slice::<$rust>(recv)) };
+                        run_reduction(group, step, send, recv, reduction::<$rust>(by)?)
+                    })*
+                    Dtype::Bool => {
+                        // Reduced as bytes, not as `bool`: a device's boolean values may be any bytes.
+                        let op = match by.op {
+                            ReduceOp::Sum | ReduceOp::Max | ReduceOp::Bor => ReduceOp::Max,
+                            ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => ReduceOp::Min,
+                            other => other,
+                        };
+                        // SAFETY: the caller promises it.
+                        let (send, recv) = unsafe { (self.slice::<u8>(send), self.slice::<u8>(recv)) };
+                        run_reduction(group, step, send, recv, op.into())
+                    }
+                }
+            };
+        }
+        by_type! {
+            I8 => i8, U8 => u8, I16 => i16, U16 => u16, I32 => i32, U32 => u32, I64 => i64, U64 => u64,
+            F32 => f32, F64 => f64, F16 => f16, Bf16 => bf16, ComplexF32 => Complex<f32>, ComplexF64 => Complex<f64>,
+        }
+    }
+
+    fn grow(&mut self, bytes: usize) -> Result<(), CommError> {
+        if bytes <= self.bytes {
+            return Ok(());
+        }
+        self.free();
+        let bytes = bytes.next_power_of_two();
+        // SAFETY: freed in `free`.
+        let start = unsafe { result::malloc_host(bytes, 0) };
+        let start = start.map_err(DeviceError::driver("cannot allocate pinned memory on the host"))?;
+        (self.start, self.bytes) = (start.cast(), bytes);
+        Ok(())
+    }
+
+    fn free(&mut self) {
+        if !self.start.is_null() && !self.busy {
+            // SAFETY: from `grow`, and freed once. No copy is under way: each was waited for.
+            let _ = unsafe { result::free_host(self.start.cast::<c_void>()) };
+        }
+        (self.start, self.bytes, self.busy) = (std::ptr::null_mut(), 0, false);
+    }
+
+    /// Returns the elements in a range of the memory.
+    ///
+    /// # Safety
+    /// Nothing else uses that range, and any bytes are a `T`.
+    #[allow(clippy::mut_from_ref)] // a part of memory that we have a pointer to
+    unsafe fn slice<T>(&self, range: &Range<usize>) -> &mut [T] {
+        if range.is_empty() {
+            return &mut [];
+        }
+        assert!(range.end <= self.bytes && range.start.is_multiple_of(ALIGNMENT));
+        // SAFETY: within our memory, which begins at a page; the caller promises the rest.
+        unsafe {
+            std::slice::from_raw_parts_mut(self.start.add(range.start).cast(), range.len() / size_of::<T>())
+        }
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        if bind(&self.context).is_ok() {
+            self.free();
+        }
+    }
+}
+
+/// Assigns ranges of pinned memory, from `end` on, to the buffers of a step.
+fn assign_ranges(step: NcclCall<ElementType, DeviceReduction>, group: &Group, end: &mut usize) -> StagedCall {
+    let ranks = group.size();
+    let (sent, received, datatype) = match step {
+        NcclCall::AllReduce { count, datatype, .. }
+        | NcclCall::Reduce { count, datatype, .. }
+        | NcclCall::Broadcast { count, datatype, .. } => (count, count, datatype),
+        NcclCall::AllGather { count, datatype, .. } => (count, count * ranks, datatype),
+        NcclCall::ReduceScatter { count, datatype, .. } => (count * ranks, count, datatype),
+        NcclCall::Send { count, datatype, .. } => (count, 0, datatype),
+        NcclCall::Recv { count, datatype, .. } => (0, count, datatype),
+    };
+    let mut next = |count: usize| {
+        let start = *end;
+        let range = start..start + count * datatype.size_bytes();
+        *end = range.end.next_multiple_of(ALIGNMENT);
+        range
+    };
+    StagedCall { step, send: next(sent), recv: next(received) }
+}
+
+/// The device address of the step's input on this rank, if it has one.
+fn source(step: &NcclCall<ElementType, DeviceReduction>, group: &Group) -> Option<Address> {
+    match *step {
+        NcclCall::AllReduce { send, .. }
+        | NcclCall::Reduce { send, .. }
+        | NcclCall::AllGather { send, .. }
+        | NcclCall::ReduceScatter { send, .. }
+        | NcclCall::Send { send, .. } => Some(send),
+        NcclCall::Broadcast { send, root, .. } => (group.rank() == root).then_some(send),
+        NcclCall::Recv { .. } => None,
+    }
+}
+
+/// The device address of the step's output on this rank, if it has one.
+fn target(step: &NcclCall<ElementType, DeviceReduction>, group: &Group) -> Option<Address> {
+    match *step {
+        NcclCall::AllReduce { recv, .. }
+        | NcclCall::Broadcast { recv, .. }
+        | NcclCall::AllGather { recv, .. }
+        | NcclCall::ReduceScatter { recv, .. }
+        | NcclCall::Recv { recv, .. } => Some(recv),
+        NcclCall::Reduce { recv, root, .. } => (group.rank() == root).then_some(recv),
+        NcclCall::Send { .. } => None,
+    }
+}
+
+/// The host side's reduction that is equivalent to the device reduction `by`, on elements `T`.
+fn reduction<T: Element>(by: DeviceReduction) -> Result<Reduction<T>, CommError> {
+    match by.factor.and_then(T::Factor::from_bytes) {
+        Some(factor) => Ok(Reduction::premul_sum(factor)),
+        None => Ok(by.op.into()),
+    }
+}
+
+fn run_reduction<T: Element>(
+    group: &Group,
+    step: &NcclCall<ElementType, DeviceReduction>,
+    send: &mut [T],
+    recv: &mut [T],
+    op: Reduction<T>,
+) -> Result<(), CommError> {
+    match *step {
+        NcclCall::AllReduce { .. } => group.all_reduce_into(send, recv, op),
+        NcclCall::Reduce { root, .. } => group.reduce_into(send, recv, op, root),
+        NcclCall::ReduceScatter { .. } => group.reduce_scatter(send, recv, op),
+        _ => Ok(()),
+    }
+}

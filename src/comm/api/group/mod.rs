@@ -1,0 +1,547 @@
+//! Process groups and their operations.
+
+pub(crate) mod alloc;
+mod blocks;
+pub(crate) mod buffers;
+mod coalesced;
+mod collectives;
+#[cfg(feature = "nccl")]
+pub(crate) mod device;
+pub(crate) mod messages;
+pub(crate) mod nonblocking;
+mod objects;
+mod scan;
+mod shrink;
+mod subgroup;
+mod unequal;
+pub(crate) mod work;
+
+use std::any::Any;
+use std::fmt;
+#[cfg(feature = "nccl")]
+use std::sync::Weak;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use convoke_env::Generation;
+use convoke_store::{PrefixStore, Store};
+
+use crate::api::reduction::Reduction;
+use crate::bootstrap::options::GroupOptions;
+use crate::bootstrap::{self, BootstrapConfig, ConnectedGroup};
+use crate::buffer::BorrowedBuffer;
+use crate::collectives::call::{Call, CallKind, Envelope};
+use crate::collectives::dtype::{Dtype, Element, ReduceOp};
+use crate::collectives::kernels::{self, Kernel};
+use crate::collectives::plan::{self, Algorithm, Blocks, Plan, Rounding, Topology, Tuning};
+use crate::engine::{self, Completion, CoreSharing, Engine, Operation, Shared, TimeLimit, Transport};
+use crate::error::CommError;
+use crate::shm;
+use crate::shm::allocations::Allocations;
+use crate::transport::links::fork::fork_count;
+#[cfg(feature = "nccl")]
+use device::GroupDevice;
+pub(crate) use subgroup::SubgroupAgreement;
+
+/// Number of cached plans (schedules of transfers). Later calls with an equal descriptor use the cached plan.
+const PLANS: usize = 16;
+
+/// A checked operation with its buffers, ready to start; `None` if nothing is left to do.
+///
+/// Each operation has a `prepare_*` function. The blocking form runs the prepared operation; the nonblocking
+/// form starts it.
+type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
+
+/// A process group: ranks that communicate, like an MPI communicator.
+///
+/// All ranks call the same collectives in the same order. If several threads use one group, the program must
+/// order their calls.
+///
+/// Results are equal to the last bit on all ranks. They are also equal between runs with an equal number of
+/// ranks and an equal distribution over hosts. Payloads of NaN are excepted.
+///
+/// A call that fails with [`CommError::context`] ends the group on all ranks. Clones are handles of one
+/// group. When the last handle is dropped, or one is [destroyed](Self::destroy), this rank tells its peers
+/// that it leaves, and frees all threads, sockets and files of the group.
+///
+/// An operation that was started, and whose [`Work`](crate::Work) was dropped, completes before this rank
+/// leaves, within the operation's timeout. So a message of [`Self::isend`] arrives although `main` returns.
+/// Pending receives are cancelled. This rank leaves at once after a panic, and soon if another rank waits for
+/// a call that this rank has not started. `std::process::exit` drops nothing: call
+/// [`Work::wait`](crate::Work::wait) before it.
+#[derive(Clone)]
+pub struct Group {
+    inner: Arc<Inner>,
+    timeout: Duration,
+    /// Time limit that all parts of one call share; set only on the handle that runs these parts.
+    fixed_limit: Option<TimeLimit>,
+    /// Text that this handle adds to the names of subgroups made through it.
+    subgroup_name: Option<Arc<str>>,
+    /// Choice of algorithms for groups made through this handle, if it differs from this group's choice.
+    tuning: Option<Arc<Tuning>>,
+    /// The device backend of this handle; other handles of the group have their own.
+    #[cfg(feature = "nccl")]
+    device: Option<Arc<dyn GroupDevice>>,
+}
+
+/// Object that must outlive a group and its descendants, such as the store server of this process.
+type KeepAlive = Arc<dyn Any + Send + Sync>;
+
+struct Inner {
+    name: String,
+    rank: usize,
+    size: usize,
+    generation: Generation,
+    tuning: Tuning,
+    topology: Topology,
+    /// The shared-memory allocations of [`Group::alloc`]; `None` unless all ranks share memory.
+    memory: Option<Arc<Allocations>>,
+    /// The engine; `None` in a group of one, which has no peers.
+    shared: Option<Shared>,
+    /// The engine of a group of one, made for its first message to itself.
+    self_engine: OnceLock<Shared>,
+    plans: Mutex<Vec<(Call, Arc<Plan>)>>,
+    /// Id of the process that made the group: a forked child must not use the group's connections.
+    pid: u32,
+    /// Number of forks between the first process of the program and the process that made the group.
+    forks: u32,
+    keep: Option<KeepAlive>,
+    destroyed: AtomicBool,
+    /// The device backends of all handles, so that a handle that ends the group ends all of them.
+    #[cfg(feature = "nccl")]
+    device_backends: Mutex<Vec<Weak<dyn GroupDevice>>>,
+    /// The store through which the ranks met; subgroups use it too.
+    store: Arc<dyn Store>,
+    store_rank: Option<usize>,
+    options: GroupOptions,
+    /// Number of subgroups made so far, equal on all ranks. Locked while the ranks agree on the next
+    /// subgroup.
+    subgroups: Mutex<u64>,
+    /// True once [`Group::shrink`] has decided on a new group. Locked during that call.
+    shrunk: Mutex<bool>,
+    /// For each rank of this group, its rank in the first ancestor, from which this group was made.
+    origin: Vec<usize>,
+    /// How this rank shares CPU cores with other ranks of its host; `None` in a group of one.
+    sharing: Option<CoreSharing>,
+}
+
+impl Group {
+    /// Connects to the other ranks of a group, which meet in `store`.
+    ///
+    /// Reads no environment variables. All ranks pass an equal `size`, and equal options except for the
+    /// listen address; each passes its own `rank`.
+    ///
+    /// # Errors
+    /// [`CommError::Bootstrap`] names the ranks that are missing or differ. [`CommError::Concurrent`] if
+    /// another thread of this process is joining as this rank through this store. Also
+    /// [`CommError::InvalidArgument`], [`CommError::Unauthorized`], [`CommError::PeerLost`],
+    /// [`CommError::Store`] and [`CommError::System`].
+    pub fn new(
+        store: Arc<dyn Store>,
+        rank: usize,
+        size: usize,
+        options: GroupOptions,
+    ) -> Result<Self, CommError> {
+        // The pointer identifies the store, so two handles of one store give one store id.
+        let store_id = format!("the store {:p}", Arc::as_ptr(&store).cast::<()>());
+        let store = Arc::new(PrefixStore::new("convoke", store));
+        let tuning = Tuning::parse(&options.algorithms).map_err(CommError::InvalidArgument)?;
+        let config = BootstrapConfig::new(store, store_id, (rank, size), options, tuning);
+        Self::join(config, None)
+    }
+
+    pub(crate) fn join(config: BootstrapConfig, keep: Option<KeepAlive>) -> Result<Self, CommError> {
+        let BootstrapConfig { rank, size, .. } = config;
+        if rank >= size || size > 1 << 24 {
+            let what = format!("rank {rank} of {size}: ranks are 0 to {}", size.saturating_sub(1));
+            return Err(CommError::InvalidArgument(what));
+        }
+        if size == 1 {
+            let generation = match config.options.generation {
+                Some(generation) => generation,
+                None => Generation::random()
+                    .map_err(|error| CommError::system("cannot get random numbers", error))?,
+            };
+            return Ok(Self::from_parts(&config, generation, (Topology::one_host(1), None), None, keep));
+        }
+        let formed = bootstrap::connect(&config)?;
+        Ok(Self::from_bootstrap(config, formed, keep))
+    }
+
+    fn from_bootstrap(config: BootstrapConfig, formed: ConnectedGroup, keep: Option<KeepAlive>) -> Self {
+        let ConnectedGroup { engine, generation, topology, in_memory } = formed;
+        let memory = engine.allocations().filter(|_| in_memory);
+        let config = BootstrapConfig { sharing: Some(engine.sharing()), ..config };
+        Self::from_parts(&config, generation, (topology, memory), Some(Shared::new(*engine)), keep)
+    }
+
+    fn from_parts(
+        config: &BootstrapConfig,
+        generation: Generation,
+        (topology, memory): (Topology, Option<Arc<Allocations>>),
+        shared: Option<Shared>,
+        keep: Option<KeepAlive>,
+    ) -> Self {
+        let inner = Inner {
+            name: config.options.name.clone(),
+            rank: config.rank,
+            size: config.size,
+            generation,
+            tuning: config.tuning.clone(),
+            topology,
+            memory,
+            shared,
+            self_engine: OnceLock::new(),
+            plans: Mutex::default(),
+            pid: std::process::id(),
+            forks: fork_count(),
+            keep,
+            store: Arc::clone(&config.store),
+            store_rank: config.store_rank,
+            options: config.options.clone(),
+            destroyed: AtomicBool::new(false),
+            #[cfg(feature = "nccl")]
+            device_backends: Mutex::default(),
+            subgroups: Mutex::default(),
+            shrunk: Mutex::default(),
+            origin: config.origin.clone(),
+            sharing: config.sharing,
+        };
+        let timeout = config.options.timeout;
+        Self {
+            inner: Arc::new(inner),
+            timeout,
+            fixed_limit: None,
+            subgroup_name: None,
+            tuning: None,
+            #[cfg(feature = "nccl")]
+            device: None,
+        }
+    }
+
+    /// Returns this rank, below [`Self::size`].
+    #[must_use]
+    pub fn rank(&self) -> usize {
+        self.inner.rank
+    }
+
+    /// Returns the number of ranks.
+    #[must_use]
+    pub fn size(&self) -> usize {
+        self.inner.size
+    }
+
+    /// Returns the index of this rank among the ranks of the group on its host, and their number. Ranks of
+    /// one host are those that could share memory.
+    #[must_use]
+    pub fn local_rank_and_size(&self) -> (usize, usize) {
+        let Inner { rank, ref topology, .. } = *self.inner;
+        (topology.host_and_index(rank).1, topology.local_ranks(rank).len())
+    }
+
+    /// Returns the ranks of each host in ascending order, with hosts ordered by their lowest rank. Equal on
+    /// all ranks.
+    ///
+    /// Ranks share a host if they could share memory, and are in one
+    /// [locality domain](crate::GroupOptions::locality_domain) of it. The answer is known since the group
+    /// formed, so the call costs nothing.
+    #[must_use]
+    pub fn hosts(&self) -> &[Vec<usize>] {
+        self.inner.topology.hosts()
+    }
+
+    /// Returns true if all ranks share memory.
+    pub(crate) fn uses_shared_memory(&self) -> bool {
+        self.inner.memory.is_some()
+    }
+
+    /// Returns the name of the group.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.inner.name
+    }
+
+    /// Returns the incarnation of the job to which this group belongs; equal on all ranks.
+    #[must_use]
+    pub fn generation(&self) -> Generation {
+        self.inner.generation
+    }
+
+    /// Returns the time limit of calls on this handle.
+    #[must_use]
+    pub fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// Returns a handle of this group with another time limit. The limit covers the whole call; a call that
+    /// exceeds it ends the group with [`CommError::Timeout`].
+    #[must_use]
+    pub fn with_timeout(&self, timeout: Duration) -> Self {
+        Self { timeout, fixed_limit: None, ..self.clone() }
+    }
+
+    /// Ends the group on all ranks: every pending or later call returns [`CommError::Aborted`] with
+    /// `reason`. Any thread may call it, also while calls are in progress.
+    pub fn abort(&self, reason: &str) {
+        if let Some(shared) = self.inner.shared().filter(|_| !self.inner.is_forked()) {
+            shared.abort(reason.to_owned());
+        }
+        #[cfg(feature = "nccl")]
+        if let Some(backend) = self.device.as_ref().filter(|_| !self.inner.is_forked()) {
+            backend.abort(reason);
+        }
+    }
+
+    /// Leaves the group now, although handles exist. Later calls on any handle of this rank return
+    /// [`CommError::Destroyed`]. Subgroups are not affected.
+    ///
+    /// First waits until all operations in progress on this rank complete, each within its time limit;
+    /// [`Self::abort`] ends operations at once. A peer that needs this rank later gets
+    /// [`CommError::PeerLost`] with [`LossReason::Left`](crate::LossReason::Left). Ranks may destroy a group
+    /// at different times. In a forked child and inside a reduction function, the call does nothing.
+    pub fn destroy(&self) {
+        let refused = self.inner.check_caller().is_err();
+        if refused || self.inner.destroyed.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        #[cfg(feature = "nccl")]
+        for backend in self.device_backends() {
+            backend.destroy();
+        }
+        let Some(shared) = self.inner.shared() else { return };
+        // The engine refuses calls that other threads make between these two lines.
+        let _ = shared.call(&mut Some(Operation::Leave), TimeLimit::from(Duration::MAX));
+        shared.close(|_| {});
+    }
+
+    /// Runs an operation and waits for it.
+    #[inline]
+    fn carry_out(&self, mut prepared: Prepared<'_>) -> Result<Option<Envelope>, CommError> {
+        // Operations are large, so the engine takes this one by reference instead of moving it.
+        if let (Ok(operation @ Some(_)), Some(shared)) = (&mut prepared, self.inner.shared()) {
+            return shared.call(operation, self.limit());
+        }
+        prepared.map(|_| None)
+    }
+
+    /// Returns a handle whose calls are parts of one call: they share one time limit, which starts now.
+    pub(crate) fn with_fixed_deadline(&self) -> Self {
+        Self { fixed_limit: Some(self.limit().started()), ..self.clone() }
+    }
+
+    /// Returns the time limit of an operation that starts now.
+    pub(crate) fn limit(&self) -> TimeLimit {
+        self.fixed_limit.unwrap_or_else(|| TimeLimit::from(self.timeout))
+    }
+
+    /// Drives the engine until one of `completions` is done, at most until `until`.
+    fn wait_for(&self, completions: &[Arc<Completion>], until: Option<Instant>) {
+        if let Some(shared) = self.inner.shared() {
+            shared.wait(completions, until);
+        }
+    }
+
+    fn wake_engine(&self) {
+        if let Some(shared) = self.inner.shared() {
+            shared.poll_once();
+        }
+    }
+
+    /// Returns true if both are handles of one group.
+    fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner)
+    }
+
+    /// Prepares a collective over `buffer`; `plan` returns its schedule of transfers.
+    fn collective<'a>(
+        &self,
+        call: Call,
+        plan: impl FnOnce() -> Arc<Plan>,
+        buffer: BorrowedBuffer<'a>,
+        kernel: Option<Kernel>,
+    ) -> Prepared<'a> {
+        self.inner.check_caller()?;
+        if self.inner.shared.is_none() {
+            engine::run_single_rank(buffer, kernel, call.dtype, &plan());
+            return Ok(None);
+        }
+        Ok(Some(Operation::Collective { call, transport: Transport::Connections(plan()), buffer, kernel }))
+    }
+
+    /// Prepares a collective whose plan (schedule of transfers) depends only on the descriptor `call`.
+    #[inline(always)]
+    fn planned<'a>(&self, call: Call, buffer: BorrowedBuffer<'a>, kernel: Option<Kernel>) -> Prepared<'a> {
+        if self.inner.runs_in_shared_memory(&call) {
+            self.inner.check_caller()?;
+            return Ok(Some(Operation::Collective {
+                call,
+                transport: Transport::SharedMemory,
+                buffer,
+                kernel,
+            }));
+        }
+        self.collective(call, || self.inner.plan(call), buffer, kernel)
+    }
+
+    pub(crate) fn check_rank(&self, rank: usize, what: &str) -> Result<(), CommError> {
+        if rank < self.size() {
+            return Ok(());
+        }
+        Err(CommError::InvalidArgument(format!("{what} {rank}: ranks are 0 to {}", self.size() - 1)))
+    }
+}
+
+impl Inner {
+    fn is_forked(&self) -> bool {
+        fork_count() != self.forks
+    }
+
+    /// Returns the engine; `None` in a group of one that has not needed an engine yet.
+    fn shared(&self) -> Option<&Shared> {
+        self.shared.as_ref().or_else(|| self.self_engine.get())
+    }
+
+    /// Creates the engine of a group of one, if it does not exist yet.
+    fn ensure_shared(&self) -> Result<(), CommError> {
+        if self.shared().is_some() {
+            return Ok(());
+        }
+        let config = BootstrapConfig {
+            store: Arc::clone(&self.store),
+            store_rank: self.store_rank,
+            origin: self.origin.clone(),
+            ..BootstrapConfig::single_rank(self.options.clone(), self.tuning.clone())
+        };
+        let shared = Shared::new(bootstrap::single_rank_engine(&config, self.generation)?);
+        // If another thread has set the engine first, this second engine is dropped unused.
+        let _ = self.self_engine.set(shared);
+        Ok(())
+    }
+
+    /// Returns an error if the group was destroyed, this thread runs a reduction function, or this process is
+    /// a fork.
+    fn check_caller(&self) -> Result<(), CommError> {
+        if self.destroyed.load(Ordering::Relaxed) {
+            return Err(CommError::Destroyed { group: self.name.clone() });
+        }
+        if kernels::is_in_reduction_function() {
+            let what = "a reduction function cannot use a group: it is called in the middle of an operation";
+            return Err(CommError::InvalidArgument(what.to_owned()));
+        }
+        if !self.is_forked() {
+            return Ok(());
+        }
+        let what = format!("group {} belongs to process {}; this is a fork of it", self.name, self.pid);
+        Err(CommError::InvalidArgument(what))
+    }
+
+    /// Returns true if a collective runs in the memory that all ranks share; the answer is equal on all
+    /// ranks.
+    fn runs_in_shared_memory(&self, call: &Call) -> bool {
+        // Wide inputs (`f32` for 16-bit elements) need a copy of the buffer, which only plans over
+        // connections make.
+        let wide = matches!(Rounding::of(call), Rounding::Once { wide_inputs: true });
+        self.memory.is_some() && shm::is_supported(call.kind) && !wide && !self.tuning.has_override(call.kind)
+    }
+
+    /// Returns true if a reduce-scatter overwrites the blocks of other ranks, so that it needs a copy of the
+    /// input. The ring and hierarchy algorithms overwrite these blocks.
+    fn needs_scratch_copy(&self, call: &Call) -> bool {
+        let (bytes, rounding) = (call.bytes() as usize, Rounding::of(call));
+        !self.runs_in_shared_memory(call)
+            && self.tuning.reduce_scatter(bytes, &self.topology, rounding) != Algorithm::Direct
+    }
+
+    fn plan(&self, call: Call) -> Arc<Plan> {
+        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, plan)) = plans.iter().find(|(known, _)| *known == call) {
+            return Arc::clone(plan);
+        }
+        let Self { rank, size: world, ref tuning, ref topology, .. } = *self;
+        let (count, root) = (call.count() as usize, call.root as usize);
+        let (bytes, element_bytes) = (call.bytes() as usize, call.dtype.size_bytes());
+        let rounding = Rounding::of(&call);
+        let blocks = || Blocks::uniform(world, count);
+        let plan = Arc::new(match call.kind {
+            CallKind::AllReduce => {
+                let algorithm = tuning.all_reduce(bytes, topology, rounding);
+                plan::all_reduce(algorithm, rounding, rank, topology, count, element_bytes)
+            }
+            CallKind::Broadcast => plan::broadcast(tuning.broadcast(bytes), rank, topology, count, root),
+            CallKind::Reduce => {
+                let algorithm = tuning.reduce(bytes, topology, rounding);
+                plan::reduce(algorithm, rounding, rank, topology, count, root)
+            }
+            CallKind::AllGather | CallKind::Subgroup => {
+                let algorithm = tuning.all_gather(bytes, topology);
+                plan::all_gather(algorithm, rank, topology, &blocks(), element_bytes)
+            }
+            CallKind::ReduceScatter => {
+                let algorithm = tuning.reduce_scatter(bytes, topology, rounding);
+                plan::reduce_scatter(algorithm, rounding, rank, topology, &blocks(), element_bytes)
+            }
+            CallKind::Gather => plan::gather(rank, &blocks(), root),
+            CallKind::Scatter => plan::scatter(rank, &blocks(), root),
+            CallKind::Scan => plan::scan(rounding, rank, world, count),
+            CallKind::ExclusiveScan => plan::exclusive_scan(rounding, rank, world, count),
+            CallKind::AllToAll => plan::all_to_all(rank, &blocks(), &blocks()),
+            // The ranks exchange no data, only notices that they have arrived.
+            CallKind::MonitoredBarrier => Plan::default(),
+            // Descriptors of calls do not contain unequal block lengths, so callers make the plans of these
+            // calls.
+            CallKind::Barrier
+            | CallKind::PointToPoint
+            | CallKind::AllGatherV
+            | CallKind::ReduceScatterV
+            | CallKind::GatherV
+            | CallKind::ScatterV
+            | CallKind::AllToAllV => plan::barrier(rank, topology),
+        });
+        if plans.len() == PLANS {
+            plans.remove(0);
+        }
+        plans.push((call, Arc::clone(&plan)));
+        plan
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if self.is_forked() {
+            // A forked child must not tell peers that its parent leaves. The child's sockets were closed at
+            // the fork (`links::fork`) and must not be closed again. Dropping the engine may wait for threads
+            // that a forked child does not have.
+            std::mem::forget((self.shared.take(), self.self_engine.take(), self.keep.take()));
+        } else if let Some(shared) = self.shared() {
+            if std::thread::panicking() {
+                return shared.close(Engine::leave_on_panic);
+            }
+            shared.finish();
+            shared.close(Engine::leave);
+        }
+    }
+}
+
+impl fmt::Debug for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Group")
+            .field("name", &self.inner.name)
+            .field("rank", &self.inner.rank)
+            .field("size", &self.inner.size)
+            .field("generation", &self.inner.generation)
+            .finish_non_exhaustive()
+    }
+}
+
+fn call<T: Element>(kind: CallKind, op: Option<ReduceOp>, root: u32, count: usize) -> Call {
+    let dtype: Dtype = T::DTYPE;
+    Call::new(kind, dtype, op, root, count as u64)
+}
+
+fn check_len(what: &str, len: usize, expected: usize) -> Result<(), CommError> {
+    if len == expected {
+        return Ok(());
+    }
+    Err(CommError::InvalidArgument(format!("{what} has {len} elements, not {expected}")))
+}

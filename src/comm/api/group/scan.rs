@@ -1,0 +1,66 @@
+//! Scans: reductions over all ranks up to this one.
+
+use super::{BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, ReduceOp, Reduction, call};
+use crate::collectives::kernels::Kernel;
+
+impl Group {
+    /// Replaces `buf` on rank r by the elementwise `op` over the `buf` of ranks 0 to r.
+    ///
+    /// All ranks pass the same length, type and `op`. Operands are combined in rank order.
+    ///
+    /// # Errors
+    /// The errors of [`Self::all_reduce`]; [`CommError::InvalidArgument`] also for [`ReduceOp::Avg`], which
+    /// scans do not define.
+    ///
+    /// # Cost
+    /// A chain through all ranks, in which every rank sends at most the bytes of `buf`.
+    pub fn scan<T: Element>(&self, buf: &mut [T], op: impl Into<Reduction<T>>) -> Result<(), CommError> {
+        self.carry_out(self.prepare_scan(buf, &op.into())).map(drop)
+    }
+
+    pub(super) fn prepare_scan<'a, T: Element>(&self, buf: &'a mut [T], op: &Reduction<T>) -> Prepared<'a> {
+        let kernel = scan_kernel(op)?;
+        let call = call::<T>(CallKind::Scan, Some(op.op()), 0, buf.len());
+        self.planned(call, BorrowedBuffer::default().with_mut(0, buf), Some(kernel))
+    }
+
+    /// Replaces `buf` on rank r by the elementwise `op` over the `buf` of ranks 0 to r − 1. On rank 0,
+    /// `buf` is not changed.
+    ///
+    /// All ranks pass the same length, type and `op`. Operands are combined in rank order.
+    ///
+    /// # Errors
+    /// The errors of [`Self::scan`].
+    ///
+    /// # Cost
+    /// A chain through all ranks, in which every rank sends at most twice the bytes of `buf`; `buf` is
+    /// copied.
+    pub fn exclusive_scan<T: Element>(
+        &self,
+        buf: &mut [T],
+        op: impl Into<Reduction<T>>,
+    ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_exclusive_scan(buf, &op.into())).map(drop)
+    }
+
+    pub(super) fn prepare_exclusive_scan<'a, T: Element>(
+        &self,
+        buf: &'a mut [T],
+        op: &Reduction<T>,
+    ) -> Prepared<'a> {
+        let kernel = scan_kernel(op)?;
+        let call = call::<T>(CallKind::ExclusiveScan, Some(op.op()), 0, buf.len());
+        let buffer = BorrowedBuffer::default().with_scratch(0, buf.to_vec());
+        // The buffer of rank 0 is not changed.
+        let buffer = if self.rank() > 0 { buffer.with_mut(buf.len(), buf) } else { buffer };
+        self.planned(call, buffer, Some(kernel))
+    }
+}
+
+fn scan_kernel<T: Element>(op: &Reduction<T>) -> Result<Kernel, CommError> {
+    if op.op() == ReduceOp::Avg {
+        let what = "avg of a part of the ranks has no meaning in a scan";
+        return Err(CommError::InvalidArgument(what.to_owned()));
+    }
+    op.kernel(1)
+}

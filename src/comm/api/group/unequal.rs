@@ -1,0 +1,231 @@
+//! Collectives with one block for each rank, where block lengths may differ.
+
+use std::sync::Arc;
+
+use super::blocks::{recv_around_own, reduce_scatter_buffers, split_around};
+use super::{BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, call, check_len};
+use crate::collectives::plan::{self, Algorithm, Blocks, Rounding};
+
+impl Group {
+    /// Fills `recv` with the `send` of all ranks, in rank order, on every rank; rank i has `lens[i]`
+    /// elements.
+    ///
+    /// All ranks pass the same type and `lens`.
+    ///
+    /// # Errors
+    /// [`CommError::InvalidArgument`], before anything is sent, if the buffers do not fit `lens`.
+    /// [`CommError::Mismatch`] if ranks pass different types or `lens`. Otherwise the error that ended the
+    /// group; `recv` is then unspecified.
+    ///
+    /// # Cost
+    /// Each rank sends fewer bytes than `recv` holds: small blocks in one round of messages, large ones
+    /// around a ring.
+    pub fn all_gather_v<T: Element>(
+        &self,
+        send: &[T],
+        recv: &mut [T],
+        lens: &[usize],
+    ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_all_gather_v(send, recv, lens)).map(drop)
+    }
+
+    pub(super) fn prepare_all_gather_v<'a, T: Element>(
+        &self,
+        send: &'a [T],
+        recv: &'a mut [T],
+        lens: &[usize],
+    ) -> Prepared<'a> {
+        let blocks = self.blocks(lens)?;
+        let own = blocks.range(self.rank());
+        check_len("send", send.len(), own.len())?;
+        check_len("recv", recv.len(), blocks.end())?;
+        let call = call::<T>(CallKind::AllGatherV, None, blocks.fingerprint(), blocks.end());
+        let topology = &self.inner.topology;
+        let algorithm = self.inner.tuning.all_gather(size_of_val(recv) / self.size(), topology);
+        let plan = || Arc::new(plan::all_gather(algorithm, self.rank(), topology, &blocks, size_of::<T>()));
+        self.collective(call, plan, recv_around_own(send, recv, own.clone()).with_ref(own.start, send), None)
+    }
+
+    /// Reduces block r of every rank's `send` elementwise by `op` into `recv` of rank r; block i has
+    /// `lens[i]` elements.
+    ///
+    /// All ranks pass the same type, `op` and `lens`.
+    ///
+    /// # Errors
+    /// The errors of [`Self::all_gather_v`]; [`CommError::InvalidArgument`] also if `op` is not defined for
+    /// the type.
+    ///
+    /// # Cost
+    /// Each rank sends fewer bytes than `send` holds: small blocks in one round of messages, large ones
+    /// around a ring, for which `send` is copied.
+    pub fn reduce_scatter_v<T: Element>(
+        &self,
+        send: &[T],
+        recv: &mut [T],
+        lens: &[usize],
+        op: impl Into<Reduction<T>>,
+    ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_reduce_scatter_v(send, recv, lens, &op.into())).map(drop)
+    }
+
+    pub(super) fn prepare_reduce_scatter_v<'a, T: Element>(
+        &self,
+        send: &'a [T],
+        recv: &'a mut [T],
+        lens: &[usize],
+        op: &Reduction<T>,
+    ) -> Prepared<'a> {
+        let blocks = self.blocks(lens)?;
+        let own = blocks.range(self.rank());
+        check_len("send", send.len(), blocks.end())?;
+        check_len("recv", recv.len(), own.len())?;
+        let kernel = op.kernel(self.size())?;
+        let call = call::<T>(CallKind::ReduceScatterV, Some(op.op()), blocks.fingerprint(), blocks.end());
+        let (rank, rounding, topology) = (self.rank(), Rounding::of(&call), &self.inner.topology);
+        let algorithm = self.inner.tuning.reduce_scatter(size_of_val(send) / self.size(), topology, rounding);
+        let bytes = size_of::<T>();
+        let plan = || Arc::new(plan::reduce_scatter(algorithm, rounding, rank, topology, &blocks, bytes));
+        self.collective(
+            call,
+            plan,
+            reduce_scatter_buffers(algorithm != Algorithm::Direct, send, recv, own),
+            Some(kernel),
+        )
+    }
+
+    /// Fills `recv` of rank `root` with the `send` of all ranks, in rank order. On the root, `lens[i]` is the
+    /// number of elements of rank i.
+    ///
+    /// All ranks pass the same type and `root`. On ranks other than the root, `recv` and `lens` are ignored
+    /// and may be empty.
+    ///
+    /// # Errors
+    /// The errors of [`Self::all_gather_v`]; [`CommError::InvalidArgument`] also if there is no rank `root`.
+    /// [`CommError::Protocol`] names a rank that sends another length than the root expects.
+    ///
+    /// # Cost
+    /// Each rank sends its block to the root, which receives all blocks concurrently.
+    pub fn gather_v<T: Element>(
+        &self,
+        send: &[T],
+        recv: &mut [T],
+        lens: &[usize],
+        root: usize,
+    ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_gather_v(send, recv, lens, root)).map(drop)
+    }
+
+    pub(super) fn prepare_gather_v<'a, T: Element>(
+        &self,
+        send: &'a [T],
+        recv: &'a mut [T],
+        lens: &[usize],
+        root: usize,
+    ) -> Prepared<'a> {
+        self.check_rank(root, "root")?;
+        let (blocks, buffer) = if self.rank() == root {
+            let blocks = self.blocks(lens)?;
+            check_len("send", send.len(), blocks.range(root).len())?;
+            check_len("recv", recv.len(), blocks.end())?;
+            let buffer = recv_around_own(send, recv, blocks.range(root));
+            (blocks, buffer)
+        } else {
+            (self.own_block_only(send.len()), BorrowedBuffer::default().with_ref(0, send))
+        };
+        let plan = || Arc::new(plan::gather(self.rank(), &blocks, root));
+        self.collective(call::<T>(CallKind::GatherV, None, root as u32, 0), plan, buffer, None)
+    }
+
+    /// Fills `recv` of every rank with the block for that rank in the `send` of rank `root`. On the root,
+    /// `lens[i]` is the number of elements for rank i.
+    ///
+    /// All ranks pass the same type and `root`. On ranks other than the root, `send` and `lens` are ignored
+    /// and may be empty.
+    ///
+    /// # Errors
+    /// The errors of [`Self::gather_v`].
+    ///
+    /// # Cost
+    /// The root sends each rank its block, concurrently.
+    pub fn scatter_v<T: Element>(
+        &self,
+        send: &[T],
+        recv: &mut [T],
+        lens: &[usize],
+        root: usize,
+    ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_scatter_v(send, recv, lens, root)).map(drop)
+    }
+
+    pub(super) fn prepare_scatter_v<'a, T: Element>(
+        &self,
+        send: &'a [T],
+        recv: &'a mut [T],
+        lens: &[usize],
+        root: usize,
+    ) -> Prepared<'a> {
+        self.check_rank(root, "root")?;
+        let (blocks, buffer) = if self.rank() == root {
+            let blocks = self.blocks(lens)?;
+            check_len("send", send.len(), blocks.end())?;
+            check_len("recv", recv.len(), blocks.range(root).len())?;
+            let buffer =
+                BorrowedBuffer::default().with_ref(0, send).with_copy(&send[blocks.range(root)], recv);
+            (blocks, buffer)
+        } else {
+            (self.own_block_only(recv.len()), BorrowedBuffer::default().with_mut(0, recv))
+        };
+        let plan = || Arc::new(plan::scatter(self.rank(), &blocks, root));
+        self.collective(call::<T>(CallKind::ScatterV, None, root as u32, 0), plan, buffer, None)
+    }
+
+    /// Sends block i of `send`, with `send_lens[i]` elements, to rank i. Fills block i of `recv`, with
+    /// `recv_lens[i]` elements, with the block that rank i sends to this rank.
+    ///
+    /// All ranks pass the same type. Each block must have the length that its receiver expects.
+    ///
+    /// # Errors
+    /// The errors of [`Self::all_gather_v`]. [`CommError::Protocol`] names a rank that sends another length
+    /// than this rank expects.
+    ///
+    /// # Cost
+    /// Each rank sends to all others concurrently.
+    pub fn all_to_all_v<T: Element>(
+        &self,
+        send: (&[T], &[usize]),
+        recv: (&mut [T], &[usize]),
+    ) -> Result<(), CommError> {
+        self.carry_out(self.prepare_all_to_all_v(send, recv)).map(drop)
+    }
+
+    pub(super) fn prepare_all_to_all_v<'a, T: Element>(
+        &self,
+        (send, send_lens): (&'a [T], &[usize]),
+        (recv, recv_lens): (&'a mut [T], &[usize]),
+    ) -> Prepared<'a> {
+        let (sent, filled) = (self.blocks(send_lens)?, self.blocks(recv_lens)?);
+        let rank = self.rank();
+        check_len("send", send.len(), sent.end())?;
+        check_len("recv", recv.len(), filled.end())?;
+        check_len("this rank's own block of recv", filled.range(rank).len(), sent.range(rank).len())?;
+        let plan = || Arc::new(plan::all_to_all(rank, &sent, &filled));
+        let own = filled.range(rank);
+        let (before, into, behind) = split_around(recv, own.clone());
+        let buffer = BorrowedBuffer::default().with_ref(0, send).with_copy(&send[sent.range(rank)], into);
+        let buffer = buffer.with_mut(sent.end(), before).with_mut(sent.end() + own.end, behind);
+        self.collective(call::<T>(CallKind::AllToAllV, None, 0, 0), plan, buffer, None)
+    }
+
+    pub(crate) fn blocks(&self, lens: &[usize]) -> Result<Blocks, CommError> {
+        check_len("the list of lengths", lens.len(), self.size())?;
+        Blocks::new(lens)
+            .ok_or_else(|| CommError::InvalidArgument("the sum of the lengths is too large".to_owned()))
+    }
+
+    /// Returns blocks that are empty, except that of this rank, which has `len` elements.
+    fn own_block_only(&self, len: usize) -> Blocks {
+        let mut lens = vec![0; self.size()];
+        lens[self.rank()] = len;
+        Blocks::new(&lens).expect("the sum of one length is that length")
+    }
+}

@@ -1,0 +1,103 @@
+//! Recursive doubling: it has the fewest rounds, and sends a rank's whole data in each.
+
+use super::{Apply, Blocks, Plan, Stream};
+
+/// Returns the plan of `rank` of `world` for an all-reduce in log2(P) exchanges.
+///
+/// In round k a rank exchanges its whole buffer with the rank whose number differs in bit k, and both add
+/// what they received. Both add the same two numbers, and swapped operands give equal bits, so all ranks end
+/// with the same bits. If P is no power of two, let p be the largest power of two below it. Each rank r from
+/// p upwards first sends its numbers to rank r − p and receives the result at the end:
+///
+/// ```text
+///          fold     round 0    round 1     unfold
+/// rank 0   0 4      0 1 4      0 1 2 3 4   0 1 2 3 4
+/// rank 1   1        0 1 4      0 1 2 3 4   0 1 2 3 4
+/// rank 2   2        2 3        0 1 2 3 4   0 1 2 3 4
+/// rank 3   3        2 3        0 1 2 3 4   0 1 2 3 4
+/// rank 4   -        -          -           0 1 2 3 4
+/// ```
+///
+/// The buffer is sent from the memory into which the received data is added. So each receiving stream waits
+/// for the sending stream of its round, and each sending stream for the receiving stream of the round before.
+pub(super) fn all_reduce(rank: usize, world: usize, count: usize) -> Plan {
+    let mut plan = Plan::default();
+    let whole = 0..count;
+    let power = 1 << world.ilog2();
+    if rank >= power {
+        plan.push(Stream::send(rank - power, [whole.clone()]));
+        plan.push(Stream::recv(rank - power, [(whole, Apply::Copy)]));
+        return plan;
+    }
+    let folded = (rank + power < world).then_some(rank + power);
+    let mut before = folded.map(|extra| plan.push(Stream::recv(extra, [(whole.clone(), Apply::Reduce)])));
+    for round in 0..power.ilog2() {
+        let partner = rank ^ (1 << round);
+        let apply = if round + 1 == power.ilog2() { Apply::ReduceLast } else { Apply::Reduce };
+        let sent = plan.push(Stream::send(partner, [whole.clone()]).after(before, 0));
+        before = Some(plan.push(Stream::recv(partner, [(whole.clone(), apply)]).after(Some(sent), 0)));
+    }
+    if let Some(extra) = folded {
+        plan.push(Stream::send(extra, [whole]).after(before, 0));
+    }
+    plan
+}
+
+/// Returns the plan of `rank` for an all-gather in log2(P) exchanges; P is a power of two.
+///
+/// In round k a rank exchanges all blocks that it has with the rank whose number differs in bit k. It sends
+/// its own block, then the blocks that it received in each earlier round, in the order of their arrival. It
+/// may forward the received blocks while they arrive.
+///
+/// ```text
+///          begin   round 0   round 1
+/// rank 0   0       0 1       0 1 2 3
+/// rank 1   1       1 0       1 0 3 2
+/// rank 2   2       2 3       2 3 0 1
+/// rank 3   3       3 2       3 2 1 0
+/// ```
+pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
+    let mut plan = Plan::default();
+    let of = |ranks: &[usize]| ranks.iter().map(|&rank| blocks.range(rank)).collect::<Vec<_>>();
+    // These are the ranks whose blocks this rank has, in the order in which it gets them.
+    let ours = order(rank, blocks.world());
+    let mut came: Vec<usize> = Vec::new();
+    for round in 0..blocks.world().ilog2() {
+        let (partner, had) = (rank ^ (1 << round), 1 << round);
+        // The rank's own block waits for nothing. It is sent in one stream with the block received in the
+        // first round.
+        let first = ours[..had.min(2)].to_vec();
+        let own = blocks.range(rank).len().cast_signed();
+        plan.push(Stream::send(partner, of(&first)).after(came.first().copied(), own));
+        for (index, &stream) in came.iter().enumerate().skip(1) {
+            let piece = &ours[1 << index..2 << index];
+            plan.push(Stream::send(partner, of(piece)).after(Some(stream), 0));
+        }
+        let theirs = order(partner, blocks.world());
+        let pieces = of(&theirs[..had]).into_iter().map(|range| (range, Apply::Copy));
+        came.push(plan.push(Stream::recv(partner, pieces)));
+    }
+    plan
+}
+
+/// Returns the ranks whose blocks a rank has, its own first, then in the order of the rounds that receive
+/// them.
+fn order(rank: usize, world: usize) -> Vec<usize> {
+    (0..world).map(|distance| rank ^ distance).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::collectives::plan::check::{all_gather_is_right, all_reduce_is_right, flat};
+
+    #[test]
+    fn every_rank_receives_every_block() {
+        let powers = |world: usize| if world.is_power_of_two() { flat(world) } else { Vec::new() };
+        all_gather_is_right(powers, |rank, _, blocks| super::all_gather(rank, blocks));
+    }
+
+    #[test]
+    fn result_includes_every_rank_exactly_once() {
+        all_reduce_is_right(flat, |rank, topology, count| super::all_reduce(rank, topology.world(), count));
+    }
+}

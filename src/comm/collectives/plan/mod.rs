@@ -1,0 +1,357 @@
+//! Plans: which rank sends what to whom, in which order. Pure arithmetic, no socket and no clock.
+//!
+//! A [`Plan`] is what one rank does in one collective: a graph of [`Stream`]s. A stream moves the elements of
+//! parts of the buffer, in order, to or from one peer rank. Its dependency limits by how many elements it may
+//! be ahead of another stream of the same rank. Dependencies are the only synchronisation, so all streams are
+//! pipelined at the granularity of received bytes.
+//!
+//! Streams of one rank to (or from) one peer follow each other in the order of the plan. Both ends agree on
+//! this order, so the bytes need no further framing. All inputs of a plan except the rank must be equal on
+//! all ranks. Otherwise the ranks would choose different plans and wait for each other.
+//!
+//! The tests of each algorithm run all ranks' plans against each other symbolically ([`check`]).
+
+mod blocks;
+mod chain;
+#[cfg(test)]
+pub(crate) mod check;
+mod direct;
+mod dissemination;
+mod doubling;
+mod hierarchy;
+mod linear;
+mod ordered;
+mod ring;
+mod topology;
+mod tree;
+pub(crate) mod tuning;
+
+use std::ops::Range;
+
+use crate::collectives::call::Call;
+use crate::collectives::dtype::ReduceOp;
+use crate::collectives::kernels::OrderedReduceStep;
+pub(crate) use blocks::{Blocks, fingerprint};
+pub(crate) use topology::Topology;
+pub(crate) use tuning::{Algorithm, Tuning};
+
+/// The size of a wide element (`f32`) divided by the size of the half-precision element that it is rounded
+/// to.
+const WIDE_FACTOR: usize = 2;
+
+/// Bytes of a block in ring and hierarchical algorithms, which process a chunk of one block of each rank at a
+/// time.
+///
+/// A block is small enough to be in the cache still when it is forwarded. It is large enough that sending the
+/// first block of each chunk, which waits for no data, covers the round trip of a fast network.
+const BLOCK_BYTES: usize = 128 << 10;
+
+/// What one rank sends and receives in one collective.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub(crate) struct Plan {
+    /// The algorithm, if the collective has several; for the flight recorder.
+    pub(crate) algorithm: Option<Algorithm>,
+    /// The streams, in an order that both ends of each pair agree on.
+    pub(crate) streams: Vec<Stream>,
+    /// If set, contributions and partial sums are sent, and kept in the buffer, as wide elements (`f32`).
+    pub(crate) wide: bool,
+    /// Most elements whose sums are incomplete at a time in an ordered reduction.
+    pub(crate) window: usize,
+}
+
+/// An ordered sequence of elements that a rank sends to one peer or receives from one peer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Stream {
+    pub(crate) peer: usize,
+    pub(crate) direction: Direction,
+    /// Parts of the buffer, in the order in which they are sent or received.
+    pub(crate) parts: Vec<BufferPart>,
+    pub(crate) dependency: Option<Dependency>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Direction {
+    Send,
+    Recv,
+}
+
+/// A part of the buffer, in elements.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct BufferPart {
+    pub(crate) range: Range<usize>,
+    /// What is done with received elements; [`Apply::Copy`] in streams that send.
+    pub(crate) apply: Apply,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Apply {
+    /// The received elements replace the elements in the buffer.
+    Copy,
+    /// The received elements are reduced into the elements in the buffer.
+    Reduce,
+    /// The received elements are reduced as by `Reduce`, and no more are to come for these elements. So an
+    /// average is divided by the number of ranks now.
+    ReduceLast,
+    /// The received elements are added to sums outside the buffer. The buffer keeps this rank's own
+    /// contribution until the result replaces it.
+    ReduceOrdered(OrderedReduceStep),
+}
+
+/// The time at which a reduction rounds to the precision of its elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Rounding {
+    /// Rounds after each addition, or never for integers: the elements are added in their own type.
+    Stepwise,
+    /// Rounds once, when all contributions are added, as wide elements (`f32`).
+    Once {
+        /// The ranks multiply their contributions by a factor before they add them, so even the contributions
+        /// are wide elements.
+        wide_inputs: bool,
+    },
+}
+
+impl Rounding {
+    /// Returns when the results of a call are rounded: once at the end for 16-bit floating-point sums and
+    /// products, else stepwise.
+    pub(crate) fn of(call: &Call) -> Self {
+        match call.op {
+            Some(op) if op.accumulates_in_f32(call.dtype) => {
+                Self::Once { wide_inputs: op == ReduceOp::PremulSum }
+            }
+            Some(_) | None => Self::Stepwise,
+        }
+    }
+}
+
+impl Rounding {
+    /// Returns the window of an ordered reduction, in elements, if the adding rank receives every single
+    /// contribution instead of partial sums.
+    fn ordered_window(self, algorithm: Algorithm) -> Option<usize> {
+        let all = matches!(algorithm, Algorithm::Direct | Algorithm::Flat | Algorithm::Linear);
+        (all && self != Self::Stepwise).then_some(ordered::WINDOW)
+    }
+
+    /// Returns whether contributions and partial sums are sent as wide elements.
+    fn is_wide(self, algorithm: Algorithm) -> bool {
+        match self {
+            Self::Stepwise => false,
+            Self::Once { wide_inputs } => wide_inputs || self.ordered_window(algorithm).is_none(),
+        }
+    }
+}
+
+/// Limits a stream: it may have moved at most `lead` elements more than the stream `stream`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Dependency {
+    /// Index, in the same plan, of the stream that limits this one.
+    pub(crate) stream: usize,
+    /// The number of elements by which the limited stream may be ahead. It is negative if its first element
+    /// needs one that the other stream does not move first.
+    pub(crate) lead: isize,
+}
+
+impl Stream {
+    fn send(peer: usize, ranges: impl IntoIterator<Item = Range<usize>>) -> Self {
+        let parts = ranges.into_iter().map(|range| BufferPart { range, apply: Apply::Copy }).collect();
+        Self { peer, direction: Direction::Send, parts, dependency: None }
+    }
+
+    fn recv(peer: usize, parts: impl IntoIterator<Item = (Range<usize>, Apply)>) -> Self {
+        let parts = parts.into_iter().map(|(range, apply)| BufferPart { range, apply }).collect();
+        Self { peer, direction: Direction::Recv, parts, dependency: None }
+    }
+
+    fn after(mut self, stream: Option<usize>, lead: isize) -> Self {
+        self.dependency = stream.map(|stream| Dependency { stream, lead });
+        self
+    }
+
+    /// Returns the number of elements that the stream moves.
+    pub(crate) fn len(&self) -> usize {
+        self.parts.iter().map(|part| part.range.len()).sum()
+    }
+}
+
+impl Plan {
+    /// Adds `stream` and returns its index.
+    fn push(&mut self, stream: Stream) -> usize {
+        self.streams.push(stream);
+        self.streams.len() - 1
+    }
+}
+
+/// Returns the elements of block `index` if `count` elements are cut in `blocks` nearly equal parts.
+pub(crate) fn block(index: usize, blocks: usize, count: usize) -> Range<usize> {
+    let (size, longer) = (count / blocks, count % blocks);
+    let start = index * size + index.min(longer);
+    start..start + size + usize::from(index < longer)
+}
+
+/// Returns the plan of `rank` for an all-reduce of `count` elements of `element_bytes` each.
+pub(crate) fn all_reduce(
+    algorithm: Algorithm,
+    rounding: Rounding,
+    rank: usize,
+    topology: &Topology,
+    count: usize,
+    element_bytes: usize,
+) -> Plan {
+    let (world, wide) = (topology.world(), rounding.is_wide(algorithm));
+    let chunk = chunk_elements(algorithm, topology, wide, element_bytes);
+    let plan = match algorithm {
+        Algorithm::Ring => ring::all_reduce(rank, world, count, chunk),
+        Algorithm::Hierarchy => hierarchy::all_reduce(rank, topology, count, chunk),
+        Algorithm::Direct => direct::all_reduce(rank, world, count, rounding.ordered_window(algorithm)),
+        Algorithm::Flat | Algorithm::Linear => ordered::all_reduce(rank, world, count),
+        Algorithm::Doubling | Algorithm::Binomial | Algorithm::Chain | Algorithm::Memory => {
+            doubling::all_reduce(rank, world, count)
+        }
+    };
+    Plan { wide, algorithm: Some(algorithm), ..plan }
+}
+
+/// Returns the plan of `rank` for a broadcast of `count` elements from `root`.
+pub(crate) fn broadcast(
+    algorithm: Algorithm,
+    rank: usize,
+    topology: &Topology,
+    count: usize,
+    root: usize,
+) -> Plan {
+    let plan = if algorithm == Algorithm::Chain {
+        chain::broadcast(rank, topology, count, root)
+    } else {
+        tree::broadcast(rank, topology, count, root)
+    };
+    Plan { algorithm: Some(algorithm), ..plan }
+}
+
+/// Returns the plan of `rank` for a reduce of `count` elements to `root`. In the end, buffers of other ranks
+/// hold partial sums.
+pub(crate) fn reduce(
+    algorithm: Algorithm,
+    rounding: Rounding,
+    rank: usize,
+    topology: &Topology,
+    count: usize,
+    root: usize,
+) -> Plan {
+    let world = topology.world();
+    let plan = match algorithm {
+        Algorithm::Chain => chain::reduce(rank, topology, count, root),
+        Algorithm::Direct => direct::reduce(rank, world, count, root, ordered::WINDOW),
+        Algorithm::Linear => ordered::reduce(rank, world, count, root, ordered::WINDOW),
+        Algorithm::Binomial
+        | Algorithm::Ring
+        | Algorithm::Doubling
+        | Algorithm::Flat
+        | Algorithm::Hierarchy
+        | Algorithm::Memory => tree::reduce(rank, topology, count, root),
+    };
+    Plan { wide: rounding.is_wide(algorithm), algorithm: Some(algorithm), ..plan }
+}
+
+/// Returns the plan of `rank` for an all-gather over a row of blocks, of which this rank has filled its own.
+pub(crate) fn all_gather(
+    algorithm: Algorithm,
+    rank: usize,
+    topology: &Topology,
+    blocks: &Blocks,
+    element_bytes: usize,
+) -> Plan {
+    let chunk = chunk_elements(algorithm, topology, false, element_bytes);
+    let plan = match algorithm {
+        Algorithm::Ring => ring::all_gather(rank, blocks, chunk),
+        Algorithm::Hierarchy => hierarchy::all_gather(rank, topology, blocks, chunk),
+        Algorithm::Doubling => doubling::all_gather(rank, blocks),
+        Algorithm::Direct
+        | Algorithm::Binomial
+        | Algorithm::Chain
+        | Algorithm::Flat
+        | Algorithm::Linear
+        | Algorithm::Memory => direct::all_gather(rank, blocks),
+    };
+    Plan { algorithm: Some(algorithm), ..plan }
+}
+
+/// Returns the plan of `rank` for a reduce-scatter of a row of blocks; the result is in this rank's own
+/// block. The direct exchange only reads the other blocks; with other algorithms these end as partial sums.
+pub(crate) fn reduce_scatter(
+    algorithm: Algorithm,
+    rounding: Rounding,
+    rank: usize,
+    topology: &Topology,
+    blocks: &Blocks,
+    element_bytes: usize,
+) -> Plan {
+    let wide = rounding.is_wide(algorithm);
+    let chunk = chunk_elements(algorithm, topology, wide, element_bytes);
+    let plan = match algorithm {
+        Algorithm::Ring => ring::reduce_scatter(rank, blocks, chunk),
+        Algorithm::Hierarchy => hierarchy::reduce_scatter(rank, topology, blocks, chunk),
+        Algorithm::Direct
+        | Algorithm::Doubling
+        | Algorithm::Binomial
+        | Algorithm::Chain
+        | Algorithm::Flat
+        | Algorithm::Linear
+        | Algorithm::Memory => direct::reduce_scatter(rank, blocks, rounding.ordered_window(algorithm)),
+    };
+    Plan { wide, algorithm: Some(algorithm), ..plan }
+}
+
+/// Returns the elements of a chunk, which `algorithm` processes at a time: a block of [`BLOCK_BYTES`] for
+/// each rank that owns one.
+fn chunk_elements(algorithm: Algorithm, topology: &Topology, wide: bool, element_bytes: usize) -> usize {
+    let owners = match algorithm {
+        Algorithm::Hierarchy => topology.hosts().len() * topology.rails(),
+        _ => topology.world(),
+    };
+    owners * BLOCK_BYTES / if wide { WIDE_FACTOR * element_bytes } else { element_bytes }
+}
+
+/// Returns the plan of `rank` of `world` for an inclusive scan of `count` elements.
+pub(crate) fn scan(rounding: Rounding, rank: usize, world: usize, count: usize) -> Plan {
+    Plan { wide: rounding.is_wide(Algorithm::Chain), ..chain::scan(rank, world, count) }
+}
+
+/// Returns the plan of `rank` of `world` for an exclusive scan. The buffer has twice `count` elements. An
+/// inclusive scan runs over its first half; the result is then sent to the second half of the next rank's
+/// buffer.
+pub(crate) fn exclusive_scan(rounding: Rounding, rank: usize, world: usize, count: usize) -> Plan {
+    Plan { wide: rounding.is_wide(Algorithm::Chain), ..chain::exclusive_scan(rank, world, count) }
+}
+
+pub(crate) use direct::all_to_all;
+pub(crate) use linear::{gather, scatter};
+
+/// Returns the plan of `rank` for a barrier, over a buffer of [`barrier_elements`] one-byte elements whose
+/// values do not matter.
+pub(crate) fn barrier(rank: usize, topology: &Topology) -> Plan {
+    dissemination::barrier(rank, topology)
+}
+
+/// The number of elements in the buffer of a barrier: one for each round of the barrier.
+pub(crate) fn barrier_elements(topology: &Topology) -> usize {
+    dissemination::rounds(topology)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_cover_everything_once_and_differ_by_at_most_one() {
+        for blocks in 1..20 {
+            for count in 0..50 {
+                let parts: Vec<_> = (0..blocks).map(|i| block(i, blocks, count)).collect();
+                assert_eq!(
+                    parts.iter().flat_map(Clone::clone).collect::<Vec<_>>(),
+                    (0..count).collect::<Vec<_>>()
+                );
+                let sizes = parts.iter().map(ExactSizeIterator::len);
+                assert!(sizes.clone().max().unwrap() - sizes.min().unwrap() <= 1);
+            }
+        }
+    }
+}

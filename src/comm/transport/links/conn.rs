@@ -1,0 +1,200 @@
+//! A connection: a link, and a buffer of bytes that were read from it before they are needed (read-ahead).
+
+use std::io::{self, IoSlice};
+use std::os::fd::BorrowedFd;
+use std::time::Duration;
+
+use super::Link;
+
+/// Smallest size of the read-ahead buffer of a connection, in bytes.
+const MIN_READ_AHEAD_BYTES: usize = 16 << 10;
+/// Largest size of the read-ahead buffer, in bytes, for connections whose received elements are reduced. One
+/// system call can fill the buffer, and the buffer fits in the L2 cache.
+pub(crate) const MAX_READ_AHEAD_BYTES: usize = 256 << 10;
+
+/// The connection cannot be used any more.
+#[derive(Debug)]
+pub(crate) enum ConnError {
+    /// The peer closed the connection.
+    Closed,
+    /// The kernel reported an error on the connection.
+    Failed(io::Error),
+}
+
+impl std::fmt::Display for ConnError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Closed => write!(f, "connection closed"),
+            Self::Failed(error) => write!(f, "{error}"),
+        }
+    }
+}
+
+/// A link and the bytes that were read from it but not used yet.
+#[derive(Debug)]
+pub(crate) struct Conn {
+    link: Box<dyn Link>,
+    buffer: Vec<u8>,
+    /// Unused bytes are `buffer[start..end]`.
+    start: usize,
+    end: usize,
+}
+
+impl Conn {
+    pub(crate) fn new(link: Box<dyn Link>) -> Self {
+        Self { link, buffer: Vec::new(), start: 0, end: 0 }
+    }
+
+    /// Returns a connection that is closed from the start. It takes the place of a connection that was moved
+    /// elsewhere.
+    pub(crate) fn closed() -> Self {
+        Self::new(Box::new(super::Closed))
+    }
+
+    /// Replaces the link of this connection. Returns the old one.
+    #[cfg(test)]
+    pub(crate) fn replace(&mut self, link: Box<dyn Link>) -> Box<dyn Link> {
+        std::mem::replace(&mut self.link, link)
+    }
+
+    pub(crate) fn pollable(&self) -> Option<BorrowedFd<'_>> {
+        self.link.pollable()
+    }
+
+    pub(crate) fn enable_keepalive(&self, bound: Duration) -> io::Result<()> {
+        self.link.enable_keepalive(bound)
+    }
+
+    pub(crate) fn time_since_ack(&self) -> Option<Duration> {
+        self.link.time_since_ack()
+    }
+
+    pub(crate) fn sender_cpu(&self) -> Option<usize> {
+        self.link.sender_cpu()
+    }
+
+    pub(crate) fn close_write(&mut self) {
+        self.link.close_write();
+    }
+
+    pub(crate) fn is_flushed(&self) -> bool {
+        self.link.is_flushed()
+    }
+
+    pub(crate) fn skip_time_wait(&self) {
+        self.link.skip_time_wait();
+    }
+
+    /// Returns the bytes that were read and not consumed.
+    pub(crate) fn unread(&self) -> &[u8] {
+        &self.buffer[self.start..self.end]
+    }
+
+    pub(crate) fn consume(&mut self, bytes: usize) {
+        debug_assert!(bytes <= self.end - self.start);
+        self.start += bytes;
+        if self.start == self.end {
+            (self.start, self.end) = (0, 0);
+        }
+    }
+
+    /// Reads from the link into the read-ahead buffer, up to `limit` unread bytes in it. Returns the number
+    /// of bytes read, 0 if none are available now.
+    pub(crate) fn fill(&mut self, limit: usize) -> Result<usize, ConnError> {
+        let limit = limit.min(MAX_READ_AHEAD_BYTES);
+        let unread = self.end - self.start;
+        if limit <= unread {
+            return Ok(0);
+        }
+        let room = limit.next_power_of_two().max(MIN_READ_AHEAD_BYTES);
+        if self.buffer.len() < room {
+            self.buffer.resize(room, 0);
+        }
+        if self.start + limit > self.buffer.len() {
+            self.buffer.copy_within(self.start..self.end, 0);
+            (self.start, self.end) = (0, unread);
+        }
+        let target = &mut self.buffer[self.end..self.start + limit];
+        let bytes = recv(&mut *self.link, target)?;
+        self.end += bytes;
+        Ok(bytes)
+    }
+
+    /// Reads from the link directly into `into`; the read-ahead buffer must be empty. Returns the number of
+    /// bytes read, 0 if none are available now.
+    pub(crate) fn recv(&mut self, into: &mut [u8]) -> Result<usize, ConnError> {
+        debug_assert_eq!(self.start, self.end);
+        recv(&mut *self.link, into)
+    }
+
+    /// Sends bytes from the front of `parts`. Returns the number of bytes sent, 0 if the link can take none
+    /// now.
+    pub(crate) fn send(&mut self, parts: &[IoSlice<'_>]) -> Result<usize, ConnError> {
+        loop {
+            match self.link.try_send(parts) {
+                Ok(bytes) => return Ok(bytes),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(0),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(conn_error(error)),
+            }
+        }
+    }
+
+    /// Reads the available bytes and discards them. Returns true if the peer has closed its end or the link
+    /// failed.
+    pub(crate) fn discard(&mut self) -> bool {
+        (self.start, self.end) = (0, 0);
+        for _ in 0..64 {
+            match self.fill(MIN_READ_AHEAD_BYTES) {
+                Ok(0) => return false,
+                Ok(_) => (self.start, self.end) = (0, 0),
+                Err(_) => return true,
+            }
+        }
+        false
+    }
+}
+
+fn recv(link: &mut dyn Link, into: &mut [u8]) -> Result<usize, ConnError> {
+    loop {
+        match link.try_recv(into) {
+            Ok(0) => return Err(ConnError::Closed),
+            Ok(bytes) => return Ok(bytes),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(0),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(conn_error(error)),
+        }
+    }
+}
+
+fn conn_error(error: io::Error) -> ConnError {
+    match error.kind() {
+        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => ConnError::Closed,
+        _ => ConnError::Failed(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::transport::links::fake;
+
+    #[test]
+    fn read_ahead_keeps_order_when_the_buffer_moves() {
+        let (mut a, b) = fake::pair(fake::FaultScript::default());
+        let mut conn = Conn::new(Box::new(b));
+        let sent: Vec<u8> = (0..100_000_u32).map(|i| (i % 251) as u8).collect();
+        let (mut at, mut got) = (0, Vec::new());
+        while got.len() < sent.len() {
+            if at < sent.len() {
+                at += a.try_send(&[IoSlice::new(&sent[at..])]).unwrap_or(0);
+            }
+            conn.fill(MIN_READ_AHEAD_BYTES + 7).unwrap();
+            let take = conn.unread().len().saturating_sub(3).max(usize::from(at == sent.len()));
+            let take = take.min(conn.unread().len());
+            got.extend_from_slice(&conn.unread()[..take]);
+            conn.consume(take);
+        }
+        assert_eq!(got, sent);
+    }
+}
