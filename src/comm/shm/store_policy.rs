@@ -36,7 +36,7 @@ const SLOW_IN_A_ROW: u32 = 2;
 /// again.
 const RETRY_BYTES: usize = 4 << 20;
 
-/// The store instructions to use for one write, and whether to measure it.
+/// How to make one write to shared memory: with normal or non-temporal store instructions, timed or not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct StoreMode {
     pub(super) non_temporal: bool,

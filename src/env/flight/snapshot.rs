@@ -132,10 +132,11 @@ pub struct CallSummary {
 
 /// Returns a snapshot of each group, in order of creation.
 ///
-/// `now` is the current time, in nanoseconds since 1970. A rank's waiting time is counted until `now`,
-/// until its process ended, or until the group failed, whichever came first. It is `None` if the
-/// process has ended, its launcher has not written when, and the group has not failed. Only the first
-/// 4096 group records of all recordings together are used.
+/// `observers` are the recordings, each with the status of the process that it records. `now` is the
+/// current time, in nanoseconds since 1970. A rank's waiting time is counted until `now`, until its
+/// process ended, or until the group failed, whichever came first. It is `None` if the process has
+/// ended, its launcher has not written when, and the group has not failed. Only the first 4096 group
+/// records of all recordings together are used.
 #[must_use]
 pub fn snapshots(observers: &[Observer<'_>], now: u64) -> Vec<GroupSnapshot> {
     let clocks = Clocks::new(observers);

@@ -20,7 +20,7 @@ pub(crate) struct Agent {
     state: State,
     policy: AgentPolicy,
     restarts: u32,
-    /// What the other nodes have decided about this round; `None` until they have.
+    /// What follows the current round on all nodes; `None` until the rendezvous has decided it.
     decision: Option<RoundDecision>,
     /// True if a failure after which no restart is left becomes final only when the other nodes decide so.
     awaits_decision: bool,
@@ -30,7 +30,7 @@ pub(crate) struct Agent {
     restarts_disabled: bool,
 }
 
-/// What the other nodes have decided about this node's current round.
+/// The decision of the rendezvous, for all nodes, on what follows the current round.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum RoundDecision {
     /// All nodes start a new round.
@@ -93,7 +93,8 @@ pub(crate) enum Event {
 /// Output of the agent's state machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Action {
-    /// Join the other nodes in the rendezvous, for a round with this restart count.
+    /// Join the other nodes in the rendezvous, for the next round. `restarts` is the number of restarts that
+    /// this node has used up; several rounds may have the same number.
     Join { restarts: u32 },
     /// Start the workers.
     Start,

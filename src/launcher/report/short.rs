@@ -15,17 +15,18 @@ use crate::formatting;
 const TRACEBACK_LINES: usize = 12;
 /// Most lines that explain the root cause.
 const CAUSE_LINES: usize = 4;
-/// Most lines of the root cause's stderr. If a traceback is shown above them, the second number applies.
+/// Most lines of the root cause's stderr if the report shows no traceback above them.
 const STDERR_LINES: usize = 10;
+/// Most lines of the root cause's stderr below its traceback.
 const STDERR_LINES_BELOW_TRACEBACK: usize = 5;
-/// Most entries for workers that failed otherwise than the root cause, and how many of these show the end of
-/// a traceback.
+/// Most entries for workers that failed otherwise than the root cause.
 const ENTRIES: usize = 4;
+/// Most of these entries that show the end of a traceback.
 const ENTRIES_WITH_TRACEBACK: usize = 1;
 const ENTRY_TRACEBACK_LINES: usize = 4;
-/// Most lines of the driver's messages about GPUs, and of lines about communication groups from the flight
-/// recordings.
+/// Most lines of the driver's messages about GPUs.
 const GPU_LINES: usize = 2;
+/// Most lines about communication groups from the flight recordings.
 const CALL_LINES: usize = 4;
 /// Most hosts that an entry names.
 const HOSTS: usize = 4;

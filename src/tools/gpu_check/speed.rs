@@ -53,8 +53,8 @@ impl SpeedCheck {
         Self { calls, rounds, enforced }
     }
 
-    /// Compares the time of out-of-place `all_reduce` calls with cudarc's, one call after the other on a CUDA
-    /// stream.
+    /// Compares the time of a group's `all_reduce` with that of cudarc's `all_reduce`. Both are called out of
+    /// place, one call after the other on a CUDA stream.
     pub(crate) fn calls(self, elements: usize) -> Result<Outcome, CheckError> {
         let both = GroupAndCommunicator::new()?;
         let (send, mut recvs) = (both.buffers(elements, 1)?, both.buffers(elements, 2)?);

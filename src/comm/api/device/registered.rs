@@ -39,8 +39,9 @@ pub struct Unregistered<T> {
 impl Group {
     /// Registers a buffer that will be used often, as with `ncclCommRegister`. If the machine supports it,
     /// operations on the buffer need no copies into NCCL's own memory. The registration is local to this
-    /// rank. NCCL omits the copies only if all ranks register their buffers, and only for memory that the
-    /// driver can share between processes.
+    /// rank. NCCL omits the copies only if all ranks register their buffers, and only for memory that
+    /// CUDA can share between processes (CUDA IPC). Memory of `cuMemAlloc` can be shared. Memory of
+    /// `cuMemAllocAsync` from the device's default pool cannot.
     ///
     /// # Errors
     /// [`Unregistered`], with the buffer and one of these errors: [`CommError::Unsupported`] if NCCL is older

@@ -238,8 +238,8 @@ impl Ranks {
         EpollTimeout::from(millis)
     }
 
-    /// Handles a dead rank: reads the rest of its output, kills its process group, and lets the supervisor
-    /// decide what happens to the other ranks.
+    /// Handles a dead rank: reads the rest of its output, kills its process group, and ends the
+    /// other ranks if the supervisor decides so. No rank is restarted.
     fn reap(&mut self, rank: usize, call_id: &SpawnCallId) {
         let size = self.all.len();
         let one = &mut self.all[rank];

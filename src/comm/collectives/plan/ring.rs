@@ -106,8 +106,8 @@ fn ring_steps(
 /// Returns the number of elements of a chunk, a multiple of `world`, so that all chunks have about equal
 /// size, at most about `chunk`.
 ///
-/// In all chunks, sending may be ahead of receiving only by a block of the shortest chunk. So a last chunk
-/// much shorter than the others would make ranks wait for each other.
+/// A rank may send ahead of what it has received by one block of the shortest chunk, the same number of
+/// elements in all chunks. So a last chunk much shorter than the others would make ranks wait for each other.
 fn even_chunk(world: usize, count: usize, chunk: usize) -> usize {
     let chunks = count.div_ceil(chunk.max(world)).max(1);
     count.div_ceil(chunks).next_multiple_of(world).max(1)

@@ -34,7 +34,7 @@ pub(super) struct StoppedRound {
 impl StoppedRound {
     /// Returns a key that increases with each end of a round that must be reported to the agent. For the same
     /// round, `partitioned` has the higher key and is reported even after an order to stop. A node that is
-    /// cut off has less time to stop its workers.
+    /// cut off from the coordinator has less time to stop its workers than a node with such an order.
     pub(super) fn sort_key(&self) -> (u64, bool) {
         (self.round, self.partitioned)
     }

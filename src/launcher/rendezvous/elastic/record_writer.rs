@@ -1,5 +1,5 @@
-//! Writes the records of a replaceable coordinator to the registry, from which a coordinator on another node
-//! can continue the job.
+//! Writes records of the coordinator's state to the registry (etcd or a shared file). If the coordinator is
+//! lost, a coordinator on another node continues the job from the latest record.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
