@@ -70,7 +70,11 @@ impl Replicas {
     }
 }
 
-fn add_gradients<M: Module>(mut pass: Pass<'_, f32>, module: &M, own: GradientsParams) -> Result<(), TrainError> {
+fn add_gradients<M: Module>(
+    mut pass: Pass<'_, f32>,
+    module: &M,
+    own: GradientsParams,
+) -> Result<(), TrainError> {
     let mut collect = CollectGradients { own, gradients: Vec::new() };
     module.visit(&mut collect);
     // The last parameter comes first, because buckets are filled from the last parameter to the first.
