@@ -86,7 +86,7 @@ impl SharedStore {
     /// operation ended.
     ///
     /// # Errors
-    /// [`ShutDown`].
+    /// [`ShutDown`] if the server was shut down.
     pub(crate) fn with<R>(&self, operation: impl FnOnce(&mut LockedStore) -> R) -> Result<R, ShutDown> {
         let mut locked = self.lock();
         if locked.is_shut_down {

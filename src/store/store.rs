@@ -18,7 +18,7 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// Stores `value` under `key`.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// Only the errors that every operation may return, see [`Store`].
     fn set(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError>;
 
     /// Waits until `key` exists and returns its value.
@@ -30,7 +30,7 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// Returns the value of `key`, or `None` if the key does not exist now.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// Only the errors that every operation may return, see [`Store`].
     fn try_get(&self, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, StoreError>;
 
     /// Stores `desired` if the value of `key` is `expected`, or if the key is absent and `expected` is
@@ -38,7 +38,7 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// absent.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// Only the errors that every operation may return, see [`Store`].
     fn compare_set(
         &self,
         key: &[u8],
@@ -56,13 +56,13 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// Appends `value` to the value of `key`. An absent key counts as empty.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// Only the errors that every operation may return, see [`Store`].
     fn append(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError>;
 
     /// Returns true if all `keys` exist now.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// Only the errors that every operation may return, see [`Store`].
     fn check(&self, keys: &[&[u8]], deadline: Instant) -> Result<bool, StoreError>;
 
     /// Waits until all `keys` exist.
@@ -80,49 +80,52 @@ pub trait Store: Send + Sync + fmt::Debug {
     /// Stores all pairs of key and value with one request.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// Only the errors that every operation may return, see [`Store`].
     fn multi_set(&self, pairs: &[(&[u8], &[u8])], deadline: Instant) -> Result<(), StoreError>;
 
     /// Deletes `key`. Returns true if it existed.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// Only the errors that every operation may return, see [`Store`].
     fn delete(&self, key: &[u8], deadline: Instant) -> Result<bool, StoreError>;
 
     /// Returns the number of keys in the whole store, whatever their prefix.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// Only the errors that every operation may return, see [`Store`].
     fn num_keys(&self, deadline: Instant) -> Result<u64, StoreError>;
 
     /// Returns the keys that are visible through this view of the store, in any order.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// Only the errors that every operation may return, see [`Store`].
     fn list_keys(&self, deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError>;
 
     /// Appends `value` to the queue `key`.
     ///
     /// # Errors
-    /// [`StoreError::Unsupported`] from a file store.
+    /// [`StoreError::Unsupported`] from a file store, which has no queues.
     fn queue_push(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError>;
 
     /// Waits until the queue `key` has an item, then removes and returns the first one.
     ///
     /// # Errors
-    /// [`StoreError::Timeout`], [`StoreError::Unsupported`].
+    /// [`StoreError::Timeout`] if no item comes before `deadline`. [`StoreError::Unsupported`] from
+    /// a file store, which has no queues.
     fn queue_pop(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError>;
 
     /// Removes and returns the first item of the queue `key`, or `None` if the queue is empty now.
     ///
     /// # Errors
-    /// [`StoreError::Unsupported`].
+    /// [`StoreError::Unsupported`] from a file store, which has no queues. Otherwise the errors
+    /// that every operation may return, see [`Store`].
     fn try_queue_pop(&self, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, StoreError>;
 
     /// Returns the number of items in the queue `key`.
     ///
     /// # Errors
-    /// [`StoreError::Unsupported`].
+    /// [`StoreError::Unsupported`] from a file store, which has no queues. Otherwise the errors
+    /// that every operation may return, see [`Store`].
     fn queue_len(&self, key: &[u8], deadline: Instant) -> Result<u64, StoreError>;
 
     /// Waits until `world_size` calls have been made for the barrier `key`. A key can be used for one

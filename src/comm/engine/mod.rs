@@ -114,7 +114,8 @@ pub(crate) struct LiveRanks {
     pub(crate) lost: Option<usize>,
 }
 
-/// An operation, and its completion, which holds the deadline and the waiting threads.
+/// An operation and its [`Completion`]. The completion holds the operation's deadline and the threads that
+/// wait for the operation.
 #[derive(Debug)]
 pub(crate) struct Task {
     operation: Operation<'static>,

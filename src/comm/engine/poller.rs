@@ -1,8 +1,9 @@
 //! Sleeps until one of many descriptors is ready.
 //!
-//! Descriptors with rare events (control, messages, the listener, the launcher, the doorbell) stay registered
-//! in an epoll set. The few connections that a collective waits for change with every call. They are polled
-//! together with the epoll set, so that a collective need not register and remove them.
+//! Descriptors with rare events stay registered in an epoll set: connections for control and messages, the
+//! listener, the launcher, and the doorbell (the eventfd that wakes this rank). The few connections that a
+//! collective waits for change with every call. They are polled together with the epoll set, so that a
+//! collective need not register and remove them.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};

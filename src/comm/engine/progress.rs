@@ -62,8 +62,8 @@ pub(crate) struct Engine {
     pub(super) reported_wait: Option<Wait>,
     /// The time at which this rank last asked the other ranks which calls they wait in.
     pub(super) queried_at: Option<Instant>,
-    /// True while a caller drives the engine and waits for an operation; false while the background thread
-    /// drives.
+    /// True while a caller runs the engine and waits for an operation; false while the background thread runs
+    /// the engine.
     pub(super) has_waiter: bool,
     pub(super) agent_registered: bool,
     pub(super) left: bool,

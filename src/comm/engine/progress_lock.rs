@@ -46,7 +46,7 @@ pub(crate) trait Drive: Debug + Send + 'static {
     fn on_panic(&mut self);
 }
 
-/// The condition at which a thread stops driving the engine.
+/// The condition at which a thread stops driving (running) the engine and releases the progress lock.
 #[derive(Debug)]
 pub(crate) struct Goal<'a> {
     /// The thread stops driving when one of these is done. The list of the background thread is empty: it
@@ -66,15 +66,15 @@ impl Goal<'_> {
             || self.callback_queue.has_queued()
     }
 
-    /// Returns whether the background thread is driving and must release the lock: no operation is pending, a
-    /// caller waits for the lock, or the group is being closed.
+    /// Returns whether the background thread drives the engine and must release the progress lock: no
+    /// operation is pending, a caller waits for the lock, or the group is being closed.
     pub(super) fn should_release(&self) -> bool {
         let requested = || self.callers.load(Ordering::SeqCst) > 0 || self.closing.load(Ordering::SeqCst);
         self.is_background() && (self.callback_queue.pending_operations() == 0 || requested())
     }
 
-    /// Returns whether the background thread is driving. Then no caller waits for the tasks, and spinning
-    /// would only take a core from other threads.
+    /// Returns whether the thread that drives (runs) the engine is the background thread. Then no caller
+    /// waits for an operation, and spinning would only take a core from other threads.
     pub(super) fn is_background(&self) -> bool {
         self.completions.is_empty()
     }
@@ -113,8 +113,8 @@ impl<E: Drive> Shared<E> {
         Ok(())
     }
 
-    /// Starts the queued tasks and moves data that can move without waiting, unless another thread drives.
-    /// Leaves the rest to the background thread.
+    /// Starts the queued tasks and moves data that can move without waiting, unless another thread holds the
+    /// progress lock. Leaves the rest to the background thread.
     pub(crate) fn poll_once(&self) {
         self.inner.poll_once(|| {
             if let Some(background) = &*self.background() {
@@ -159,7 +159,7 @@ impl<E: Drive> Shared<E> {
     }
 }
 
-/// The engine, its submission queue, and the state by which threads agree who drives.
+/// The engine, its submission queue, and the state by which threads agree which of them runs the engine.
 #[derive(Debug)]
 pub(super) struct Inner<E: Drive> {
     progress_lock: ProgressLock<E>,

@@ -11,9 +11,10 @@ use crate::error::{CallContext, CommError, LossReason, ReportError};
 use crate::json;
 use crate::transport::frame::CONTROL_PAYLOAD_BYTES;
 
-/// Most ranks that a failure report names.
+/// Maximum number of ranks that a failure report names.
 pub(crate) const MAX_REPORTED_RANKS: usize = 64;
-/// Most characters that a failure report keeps of a text from the program or the operating system.
+/// Maximum number of characters that a failure report keeps of a text from the program or the operating
+/// system.
 const TEXT_CHARS: usize = 256;
 
 /// True if the last group of this process that failed did so because another rank failed first.

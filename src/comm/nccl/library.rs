@@ -29,7 +29,8 @@ impl Library {
     /// system's Python.
     ///
     /// # Errors
-    /// [`NcclError::NotFound`] with all that was tried, [`NcclError::TooOld`], [`NcclError::Unusable`].
+    /// [`NcclError::NotFound`] with the paths that were tried. [`NcclError::TooOld`] if the library is older
+    /// than convoke needs. [`NcclError::Unusable`] if it is not NCCL, or lacks a function.
     pub fn load() -> Result<&'static Self, NcclError> {
         static OF_PROCESS: OnceLock<Result<Library, NcclError>> = OnceLock::new();
         let loaded =

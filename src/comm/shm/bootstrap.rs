@@ -33,7 +33,7 @@ use crate::limits;
 pub(super) const SECRET_BYTES: usize = 16;
 /// The size of the longest message of the bootstrap.
 const MESSAGE_BYTES: usize = 1024;
-/// Most accepted connections that have not yet sent the secret and a local rank.
+/// Maximum number of accepted connections that have not yet sent the secret and a local rank.
 const MAX_UNIDENTIFIED: usize = 64;
 const ACCEPT: u8 = 1;
 const REFUSE: u8 = 0;

@@ -18,7 +18,7 @@ const PAGE: usize = 4096;
 /// caches, which makes writing faster (see [`ROUNDS_BYTES`]). A gather of 16 KiB by two ranks takes 1.82 µs
 /// with 8 slots, 1.60 with 32, 1.19 with 128.
 pub(crate) const SLOTS: u32 = 128;
-/// Most bytes of data that a rank publishes in a slot.
+/// Maximum number of bytes of data that a rank publishes in a slot.
 pub(crate) const SLOT_BYTES: usize = 8 << 10;
 /// The size of a slot's header, which precedes the data. It has the stamp, which tells other ranks that the
 /// slot is complete, and the description of the call.
@@ -26,21 +26,22 @@ pub(crate) const SLOT_HEADER: usize = 64;
 /// Offsets in a slot: of the description of the rank's call, and of a digest of all its earlier calls.
 pub(crate) const CALL_OFFSET: usize = 8;
 pub(crate) const HISTORY_OFFSET: usize = 24;
-/// Most bytes of data that fit in the header of a slot, in the cache line of the stamp.
+/// Maximum number of bytes of data that fit in the header of a slot, in the cache line of the stamp.
 pub(crate) const INLINE_BYTES: usize = SLOT_HEADER - INLINE_OFFSET;
 pub(crate) const INLINE_OFFSET: usize = 32;
 /// The number of rounds whose data is in memory at a time. A round handles one piece of a large collective
 /// call.
 pub(crate) const ROUNDS_IN_MEMORY: u64 = 14;
-/// Most bytes that a rank publishes in a round, which handles one piece of a large collective call.
+/// Maximum number of bytes that a rank publishes in a round, which handles one piece of a large collective
+/// call.
 pub(crate) const ROUND_BYTES: usize = 128 << 10;
 /// The size of the memory for the data of successive rounds, which wraps around. A core takes far longer to
 /// write a line that another core has read lately and still has in its cache. On two cores of an EPYC (Zen 4,
 /// 1 MiB of cache each) an all-reduce of 64 KiB takes 14.0 µs with 512 KiB here. It takes 7.2 µs with 1 MiB,
 /// 5.7 with 2 MiB, and 7.6 with 8 MiB, where large calls take twice as long.
 pub(crate) const ROUNDS_BYTES: usize = (ROUNDS_IN_MEMORY as usize + 2) * ROUND_BYTES;
-/// Most ranks of a host that can share memory: one message on a unix socket carries two file descriptors of
-/// each rank, besides that of the memory.
+/// Maximum number of ranks of a host that can share memory: one message on a unix socket carries two file
+/// descriptors of each rank, besides that of the memory.
 pub(crate) const MAX_RANKS: usize = 126;
 /// The least size of a ring's data in bytes.
 const MIN_RING_BYTES: usize = 8 << 10;

@@ -14,7 +14,7 @@ use super::segment::Segment;
 use super::store_policy::StorePolicy;
 use crate::transport::links::Link;
 
-/// Most bytes that the writer copies before it publishes its count.
+/// Maximum number of bytes that the writer copies before it publishes its count.
 const CHUNK_BYTES: usize = 16 << 10;
 /// The reader publishes its count of bytes read this many times per size of the ring, and when no more bytes
 /// are readable. Publishing costs as much as reading a short message.

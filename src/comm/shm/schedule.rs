@@ -28,7 +28,7 @@ const MIN_COPY_ROUNDS: usize = 4;
 /// next.
 const MIN_COPY_BYTES: usize = 16 << 10;
 
-/// Most bytes of a rank's own part that one step reduces in place.
+/// Maximum number of bytes of a rank's own part that one step reduces in place.
 const DIRECT_BYTES: usize = 256 << 10;
 
 /// Buffers of up to this size are usually still in the caches of the cores that wrote them.
@@ -37,11 +37,11 @@ pub(crate) const CACHED_BYTES: usize = 2 << 20;
 /// The sizes that decide how a call is split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Limits {
-    /// Most bytes that a rank publishes in the slot of a call.
+    /// Maximum number of bytes that a rank publishes in the slot of a call.
     pub(crate) slot_bytes: usize,
-    /// Most bytes that a rank publishes in a round.
+    /// Maximum number of bytes that a rank publishes in a round.
     pub(crate) round_bytes: usize,
-    /// Most bytes that usually stay in the caches of the core that wrote them.
+    /// Maximum number of bytes that usually stay in the caches of the core that wrote them.
     pub(crate) cached_bytes: usize,
 }
 

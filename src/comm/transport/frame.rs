@@ -46,8 +46,9 @@ pub(crate) enum Kind {
     Message,
     /// Flow control: the receiver has consumed `seq` bytes of small messages.
     Credit,
-    /// Request to open a connection of the kind with number `seq`. The lower rank of a pair sends it, because
-    /// the higher rank opens the connections.
+    /// Request to open a data connection; `seq` is not a sequence number here but the number of the
+    /// [`ConnectionKind`](crate::transport::links::hello::ConnectionKind). The lower rank of a pair sends it
+    /// on the control connection, because only the higher rank opens connections.
     Open,
     /// The operation in which the sender waits, by its `seq` and `call`. The payload lists the ranks for
     /// which the sender waits, 4 bytes each.

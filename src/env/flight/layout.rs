@@ -32,7 +32,7 @@ pub const FILE_LEN: usize = HEADER_LEN + GROUPS * GROUP_LEN + ENTRIES * ENTRY_LE
 /// Length of a recording, in bytes.
 pub const FILE_BYTES: usize = 8 * FILE_LEN;
 
-/// Most ranks of a group whose world ranks are recorded.
+/// Maximum number of ranks of a group whose world ranks are recorded.
 pub const LISTED_RANKS: usize = 64;
 /// A call record lists at most this many of the ranks for which the call waits.
 pub const LISTED_PEERS: usize = 6;
@@ -229,7 +229,7 @@ pub struct Entry {
     pub operation: Operation,
     /// Index of the call's algorithm in the writer's names, plus 1; 0 if there is only one algorithm.
     pub algorithm: u8,
-    /// Sequence number, from 0: of a collective in its group, or of a sent message to its receiver.
+    /// Sequence number, from 0. Collectives are counted per group, sent messages per receiver.
     pub seq: u64,
     /// The call itself: operation, element type, reduction, 0, root or tag (4 bytes), count (8 bytes).
     pub call: [u8; 16],

@@ -51,7 +51,8 @@ impl Recording {
     /// Decodes the header of a recording. `bytes` needs only the first 2 KiB of the file.
     ///
     /// # Errors
-    /// [`FormatError`].
+    /// [`FormatError`] if the bytes are no recording, are cut short, or have another version of the
+    /// layout.
     pub fn header(bytes: &[u8]) -> Result<Header, FormatError> {
         let (words, _) = bytes.as_chunks::<8>();
         let truncated = FormatError::Truncated { found: bytes.len() };
@@ -70,7 +71,8 @@ impl Recording {
     /// groups are left out.
     ///
     /// # Errors
-    /// [`FormatError`].
+    /// [`FormatError`] if the bytes are no recording, are cut short, or have another version of the
+    /// layout.
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
         let decoded = Self::header(bytes)?;
         let words: Vec<u64> =

@@ -81,7 +81,7 @@ pub enum Position {
     Unformed,
     /// The rank is in no call.
     Idle {
-        /// The rank's last completed collective; `None` if there was none.
+        /// The rank's last completed collective in this group; `None` if there was none.
         after: Option<CallSummary>,
         /// Milliseconds since the end of that collective, or since the creation of the group; `None`
         /// if that is unknown.
@@ -113,7 +113,7 @@ pub enum Position {
     },
     /// The rank has left the group without a failure.
     Left {
-        /// The rank's last completed collective; `None` if there was none.
+        /// The rank's last completed collective in this group; `None` if there was none.
         after: Option<CallSummary>,
     },
 }

@@ -47,6 +47,6 @@ pub(crate) struct OomKills {
     pub(crate) cgroup: Option<String>,
     /// The cgroup's memory limit, if it has one.
     pub(crate) limit_bytes: Option<u64>,
-    /// Most memory that the cgroup ever used.
+    /// Largest amount of memory that the cgroup ever used.
     pub(crate) peak_bytes: Option<u64>,
 }

@@ -16,7 +16,7 @@ const PENDING_MAX_BYTES: usize = 8 << 20;
 const STALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// A console counts as making progress if it has accepted data within this time.
 const PROGRESS_WINDOW: Duration = Duration::from_secs(2);
-/// Most time by which the wait for a slow console at the end exceeds the requested time, while the console
+/// Longest time by which the wait for a slow console at the end exceeds the requested time, while the console
 /// accepts data.
 const MAX_EXTENSION: Duration = Duration::from_secs(60);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);

@@ -92,8 +92,8 @@ pub(crate) type OutcomeWaiter = Box<dyn FnOnce() -> Option<JobOutcome> + Send>;
 /// Channel by which the nodes of a job report failures to each other. Its methods may block, but all except
 /// [`Self::recv`] have their own deadlines.
 pub(crate) trait TerminationChannel: Send + Sync + fmt::Debug {
-    /// Blocks until other nodes cause an event. Returns `None` once this node has left or all nodes have
-    /// succeeded. Only one thread may call this method.
+    /// Blocks until an event of another node ends the job or the rendezvous round. Returns `None` once this
+    /// node has left or all nodes have succeeded. Only one thread may call this method.
     fn recv(&self) -> Option<RemoteEvent>;
 
     /// Reports to the other nodes that a worker of this node has failed. `restarts` is true if this node has

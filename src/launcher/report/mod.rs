@@ -36,7 +36,7 @@ use model::{SignalName, VERSION, root_cause_of};
 
 /// Tolerance for the time in an error file. A time further outside the attempt is not of this host's clock.
 const CLOCK_SLACK: Duration = Duration::from_secs(5);
-/// Most bytes of stderr lines that a report keeps per worker.
+/// Maximum number of bytes of stderr lines that a report keeps per worker.
 const STDERR_MAX_BYTES: usize = 16 << 10;
 
 /// What a report says about the launcher and its job.

@@ -11,7 +11,7 @@ use socket2::{SockRef, TcpKeepalive};
 use super::connection::{Connection, ExchangeError};
 use crate::error::StoreError;
 
-/// Most time to connect to one address of a host, so that its other addresses are tried too.
+/// Longest time to connect to one address of a host, so that its other addresses are tried too.
 const ATTEMPT_TIME: Duration = Duration::from_secs(5);
 /// Delay after the first attempt. It doubles after each attempt, up to [`LONGEST_DELAY`]. Each delay
 /// is shortened at random by up to half, so that ten thousand clients do not connect at the same time.
@@ -33,7 +33,7 @@ impl Address {
     /// Parses `host:port`. An IPv6 address must be in brackets.
     ///
     /// # Errors
-    /// [`StoreError::Invalid`].
+    /// [`StoreError::Invalid`] if `text` has another form.
     pub(super) fn parse(text: &str) -> Result<Address, StoreError> {
         let invalid =
             || StoreError::Invalid { what: format!("{text:?} is not an address, such as host:29500") };

@@ -63,7 +63,7 @@ pub(super) enum WaitOutcome {
     },
 }
 
-/// Most bytes that one read takes from the socket.
+/// Maximum number of bytes that one read takes from the socket.
 const READ_BYTES: usize = 16 << 10;
 /// Time in which a live server answers a cancellation. A wait that times out may return this much
 /// later than its deadline.

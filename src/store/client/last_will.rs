@@ -46,7 +46,8 @@ impl TcpStore {
     /// call returns [`StoreError::Lost`]; other connections of this client stay open.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// [`StoreError::Lost`] from a torch server. Otherwise the errors that every operation may
+    /// return, see [`Store`](crate::Store).
     pub fn set_last_will(
         &self,
         key: &[u8],

@@ -87,7 +87,7 @@ impl TcpStore {
     /// A torch client that was given a world size adds itself to the count when it connects.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// Only the errors that every operation may return, see [`Store`].
     pub fn announce_worker(&self, deadline: Instant) -> Result<i64, StoreError> {
         self.exchange("add", &[WORKERS_KEY], deadline, |connection| {
             key_and_number(connection.request(), Kind::Add, WORKERS_KEY, 1);

@@ -1,7 +1,8 @@
 //! The records of a file store, and their replay. Pure.
 //!
 //! A record is `u32 key_length, key, u32 value_length, value`, little-endian. The last record of a
-//! key wins; a key `-` + `/key` with an empty value deletes `/key`.
+//! key wins. Keys that users set begin with `/`. A record with the key `-/key` (a `-` before the
+//! whole key) and an empty value deletes `/key`.
 
 use std::collections::HashMap;
 

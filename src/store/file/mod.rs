@@ -22,7 +22,7 @@ use log::{Log, push_deletion, push_record};
 const POLL: Duration = Duration::from_millis(10);
 /// Interval of attempts to lock the file. Each operation holds the lock only briefly.
 const LOCK_POLL: Duration = Duration::from_millis(1);
-/// Most time for updating the counters of processes in the file when a store is dropped.
+/// Longest time for updating the counters of processes in the file when a store is dropped.
 const CLOSE_TIME: Duration = Duration::from_secs(2);
 /// Key that counts the processes that have the store open.
 const OPEN_KEY: &[u8] = b"refcount/";
@@ -82,7 +82,7 @@ impl FileStore {
     /// `all`.
     ///
     /// # Errors
-    /// [`StoreError`].
+    /// Only the errors that every operation may return, see [`Store`](crate::Store).
     pub fn leave(&self, key: &[u8], all: usize, deadline: Instant) -> Result<(), StoreError> {
         let key = stored_key(key)?;
         self.write("leave", deadline, |log, out| {

@@ -54,7 +54,7 @@ pub(super) struct RequestContext {
     replies: Vec<u8>,
 }
 
-/// Most bytes that one read takes from a socket.
+/// Maximum number of bytes that one read takes from a socket.
 const READ_BYTES: usize = 64 << 10;
 /// An unfinished request of at most this size is copied to the front of the read buffer. For a longer
 /// request, the newly read bytes are appended to the request instead.

@@ -23,7 +23,7 @@ const MAX_ACCEPTS: usize = 64;
 /// Time without accepting connections after file descriptors ran out; it ends earlier if a connection
 /// closes.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// Most time to send outstanding replies at shutdown.
+/// Longest time to send outstanding replies at shutdown.
 const FLUSH_TIME: Duration = Duration::from_millis(500);
 
 /// Epoll token of the eventfd with which other threads wake the event loop.

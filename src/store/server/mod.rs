@@ -94,7 +94,8 @@ impl StoreServer {
     /// Starts a server on sockets that already listen.
     ///
     /// # Errors
-    /// [`ServeError::NoAddress`], [`ServeError::System`].
+    /// [`ServeError::NoAddress`] if `listeners` is empty. [`ServeError::System`] if a system call
+    /// fails.
     pub fn serve(listeners: Vec<TcpListener>) -> Result<StoreServer, ServeError> {
         let failed = |what| move |source| ServeError::System { what, source };
         if listeners.is_empty() {

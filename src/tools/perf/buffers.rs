@@ -50,7 +50,8 @@ impl<T: Value> HostBuffers<T> {
     /// Allocates buffers `a` and `b` with at most `lens` elements.
     ///
     /// # Errors
-    /// [`PerfError::Allocation`], [`PerfError::Comm`].
+    /// [`PerfError::Allocation`] if the system has too little memory. [`PerfError::Comm`] with the errors of
+    /// [`Group::alloc`].
     pub(crate) fn new(
         settings: &Settings,
         name: &str,

@@ -42,7 +42,8 @@ pub(crate) struct Pairs {
 /// All ranks of `world` call it. The first rank of each host sends and receives. All ranks get equal results.
 ///
 /// # Errors
-/// [`PerfError::Allocation`], [`PerfError::Comm`].
+/// [`PerfError::Allocation`] if the system has too little memory for a message. [`PerfError::Comm`] if the
+/// group fails.
 pub(crate) fn measure(
     world: &Group,
     bytes: usize,

@@ -58,7 +58,7 @@ const FUNCTIONS: [&str; 39] = [
 /// other libraries of the process, such as NCCL, use too.
 ///
 /// # Errors
-/// [`DeviceError::NoDriver`], [`DeviceError::OldDriver`], [`DeviceError::NoDevice`], [`DeviceError::Driver`].
+/// [`DeviceError::NoDevice`] if the process sees no device of this number. Otherwise the errors of [`count`].
 pub fn open(ordinal: usize) -> Result<Arc<CudaContext>, DeviceError> {
     let count = count()?;
     if ordinal >= count {
@@ -70,7 +70,8 @@ pub fn open(ordinal: usize) -> Result<Arc<CudaContext>, DeviceError> {
 /// Returns the number of devices visible to this process.
 ///
 /// # Errors
-/// [`DeviceError::NoDriver`], [`DeviceError::OldDriver`], [`DeviceError::Driver`].
+/// [`DeviceError::NoDriver`] if CUDA's driver is not installed. [`DeviceError::OldDriver`] if the driver
+/// lacks a function that convoke calls. [`DeviceError::Driver`] if a call of the driver fails.
 pub fn count() -> Result<usize, DeviceError> {
     check()?;
     match CudaContext::device_count() {
@@ -84,7 +85,7 @@ pub fn count() -> Result<usize, DeviceError> {
 /// that device. Otherwise the device number is the rank's [local rank](Group::local_rank_and_size).
 ///
 /// # Errors
-/// [`CommError::Device`] as [`open`].
+/// [`CommError::Device`] with the errors of [`open`].
 pub fn open_for_rank(group: &Group) -> Result<Arc<CudaContext>, CommError> {
     let (local_rank, _) = group.local_rank_and_size();
     let ordinal = if count()? == 1 { 0 } else { local_rank };

@@ -51,7 +51,7 @@ pub(crate) trait DeviceWork: Send + Sync {
     /// Makes `stream`, but not the host, wait until the operation is done.
     ///
     /// # Errors
-    /// [`DeviceError::Driver`].
+    /// [`DeviceError::Driver`] if a CUDA function fails.
     fn block_stream(&self, stream: &CudaStream) -> Result<(), DeviceError>;
 }
 

@@ -55,7 +55,7 @@ pub(crate) struct Plan {
     pub(crate) streams: Vec<Stream>,
     /// If set, contributions and partial sums are sent, and kept in the buffer, as wide elements (`f32`).
     pub(crate) wide: bool,
-    /// Most elements whose sums are incomplete at a time in an ordered reduction.
+    /// Maximum number of elements whose sums are incomplete at a time in an ordered reduction.
     pub(crate) window: usize,
 }
 

@@ -9,7 +9,7 @@ use std::ops::Range;
 use super::{Apply, Plan, Stream};
 use crate::collectives::kernels::OrderedReduceStep;
 
-/// Most elements whose sums are incomplete at a time, if a range can be reduced in pieces.
+/// Maximum number of elements whose sums are incomplete at a time, if a range can be reduced in pieces.
 ///
 /// A piece of this size fills one system call, and its sums stay in the cache until the last contribution is
 /// added.

@@ -1,7 +1,8 @@
 //! Opens connections: the connector, the acceptor, and the refusal of unauthenticated peers.
 //!
 //! Of each pair, the rank with the higher number connects, so the two ranks never connect to each other at
-//! once. A lower rank that needs a connection asks for it with an Open frame.
+//! once. The higher rank opens the control connection at the start. A lower rank that needs a data connection
+//! sends an Open frame on the control connection.
 //!
 //! A peer is unauthenticated until it has proven that it knows the secret. Such peers get few resources:
 //! [`MAX_UNAUTHENTICATED`] at a time, [`CONNECT_TIMEOUT`] each, memory for one small frame. The connection of

@@ -11,7 +11,7 @@ use socket2::{Domain, Protocol, Socket, TcpKeepalive, Type};
 use super::Link;
 use super::fork::CloseOnFork;
 
-/// Most connections that the kernel queues for a listening socket until the rank accepts them.
+/// Maximum number of connections that the kernel queues for a listening socket until the rank accepts them.
 const BACKLOG: i32 = 4096;
 
 /// A connected, nonblocking TCP socket.
@@ -20,7 +20,8 @@ pub(crate) struct Tcp {
     /// Declared before the socket, so that it is dropped first.
     _close_on_fork: CloseOnFork,
     socket: Socket,
-    /// The congestion control for a connection to another host.
+    /// The system's congestion control, which Reno replaced on this socket. It is set again if the connection
+    /// leads to another host.
     system_congestion: SystemCongestion,
 }
 
@@ -179,7 +180,8 @@ pub(crate) struct Listener {
     /// Declared before the socket, so that it is dropped first.
     _close_on_fork: CloseOnFork,
     socket: Socket,
-    /// The system's congestion control, for connections that are accepted.
+    /// The system's congestion control, which Reno replaced on this socket. An accepted connection starts
+    /// with Reno and gets the system's algorithm back if it leads to another host.
     system_congestion: SystemCongestion,
 }
 

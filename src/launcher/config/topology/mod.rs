@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 
 /// Highest number of a CPU or a NUMA node that is accepted.
 const MAX_NUMBER: usize = 1 << 16;
-/// Most bytes that are read of a file, far more than any list of CPUs needs.
+/// Maximum number of bytes that are read of a file, far more than any list of CPUs needs.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// One CPU (a hardware thread) on which workers may run, and the parts of the machine to which it belongs.

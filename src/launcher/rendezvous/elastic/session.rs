@@ -417,8 +417,9 @@ async fn until(at: Option<Duration>, began: Instant) {
     }
 }
 
-/// Applies new phases of the node to `member` while no coordinator is reachable. Returns when the node leaves
-/// the job.
+/// Stores each change of this node's phase (ready, running, failed, ...) in `member` while no coordinator is
+/// connected. The next coordinator gets only the latest phase. Callers run this function beside an attempt to
+/// connect, or a delay. It returns when the node leaves the job.
 async fn wait_for_departure(member: &mut Member, requests: &mut mpsc::UnboundedReceiver<NodeRequest>) {
     while let Some(NodeRequest::Enter(phase)) = requests.recv().await {
         member.enter(phase);
