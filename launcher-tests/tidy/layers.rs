@@ -9,7 +9,8 @@ use std::path::{Path, PathBuf};
 use super::{assert_none, is_test_file, with_extension};
 
 /// The folders of the crates to which the rule applies.
-const LAYERED_CRATES: [&str; 5] = ["src/comm", "src/env", "src/launcher", "src/store", "src/train"];
+const LAYERED_CRATES: [&str; 6] =
+    ["src/comm", "src/env", "src/launcher", "src/recorder", "src/store", "src/train"];
 
 /// The uses among the top modules of a crate: for each module those that it uses, and the files that do.
 struct ModuleGraph(BTreeMap<String, BTreeMap<String, BTreeSet<PathBuf>>>);

@@ -110,14 +110,14 @@ const DEFAULTS: &[(&str, &[(&str, usize)])] = &[
             ("src/comm/api/group/objects.rs", 1),
             ("src/comm/api/group/shrink.rs", 1),
             ("src/comm/shm/bootstrap.rs", 1),
-            ("src/env/flight/layout.rs", 1),
-            ("src/env/flight/names.rs", 1),
             ("src/launcher/agent/reporting.rs", 1),
             ("src/launcher/config/accelerators/mod.rs", 1),
             ("src/launcher/gpus/visible.rs", 1),
             ("src/launcher/rendezvous/elastic/registry/file.rs", 1),
             ("src/launcher/rendezvous/mod.rs", 1),
             ("src/launcher/report/short.rs", 2),
+            ("src/recorder/layout.rs", 1),
+            ("src/recorder/names.rs", 1),
             ("src/store/answer.rs", 1),
             ("src/store/file/mod.rs", 2),
             ("src/store/state/waits.rs", 2),
@@ -162,8 +162,14 @@ const DEFAULTS: &[(&str, &[(&str, usize)])] = &[
 ];
 
 /// Crates that a worker links. They must stay small and must not touch the worker's runtime or signals.
-const WORKER_CRATES: &[&str] =
-    &["convoke-env", "convoke-store", "convoke-comm", "convoke-train", "convoke-examples"];
+const WORKER_CRATES: &[&str] = &[
+    "convoke-env",
+    "convoke-recorder",
+    "convoke-store",
+    "convoke-comm",
+    "convoke-train",
+    "convoke-examples",
+];
 /// Crates that no worker may link, directly or indirectly.
 const LAUNCHER_ONLY_CRATES: &[&str] = &["clap", "tokio", "etcd-client", "convoke"];
 
@@ -341,7 +347,12 @@ fn worker_libraries_do_not_depend_on_launcher_libraries() {
 #[test]
 fn launcher_and_runtime_do_not_depend_on_each_other() {
     let dependencies = Dependencies::load();
-    let pairs = [("convoke", "convoke-comm"), ("convoke-comm", "convoke"), ("convoke-env", "convoke-store")];
+    let pairs = [
+        ("convoke", "convoke-comm"),
+        ("convoke-comm", "convoke"),
+        ("convoke-env", "convoke-store"),
+        ("convoke-recorder", "convoke-store"),
+    ];
     let found: Vec<String> = pairs.iter().filter_map(|(from, to)| dependencies.path(from, to)).collect();
     assert_none(&found, "dependencies point one way only");
 }

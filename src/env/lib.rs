@@ -5,14 +5,12 @@
 //! - [`Generation`]: the identity of one incarnation of the job.
 //! - [`AgentChannel`]: the inherited socket that carries the job's token and the exits of peers.
 //! - [`error_file`]: the file in which a worker reports its error to the launcher.
-//! - [`flight`]: the recording of a worker's calls in shared memory, which outlives the worker.
 
 mod ancestor;
 mod autogroup;
 mod channel;
 mod error;
 pub mod error_file;
-pub mod flight;
 mod generation;
 mod placement;
 

@@ -12,6 +12,9 @@ pub mod comm {}
 #[doc = include_str!("../env/README.md")]
 pub mod env {}
 
+#[doc = include_str!("../recorder/README.md")]
+pub mod recorder {}
+
 #[doc = include_str!("../store/README.md")]
 pub mod store {}
 

@@ -1,4 +1,4 @@
-//! Manages the workers' flight recordings ([`convoke_env::flight`]): their folder, their evaluation after a
+//! Manages the workers' flight recordings ([`convoke_recorder`]): their folder, their evaluation after a
 //! failure, and their removal.
 //!
 //! Workers that use convoke's runtime record the operations of their groups. The default folder is in this
@@ -11,11 +11,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use convoke_env::flight::layout::{Exit, Header};
-use convoke_env::flight::process;
-use convoke_env::flight::snapshot::{Observer, snapshots};
-use convoke_env::flight::{Recording, folder};
 use convoke_env::{Generation, vars};
+use convoke_recorder::layout::{Exit, Header};
+use convoke_recorder::process;
+use convoke_recorder::snapshot::{Observer, snapshots};
+use convoke_recorder::{Recording, folder};
 use nix::unistd::{AccessFlags, access};
 
 use crate::config::FlightDir;

@@ -3,7 +3,7 @@
 
 use std::fmt;
 
-use convoke_env::flight::names;
+use convoke_recorder::names;
 use serde::{Deserialize, Serialize};
 
 use crate::collectives::dtype::{Dtype, ReduceOp};
@@ -77,7 +77,7 @@ impl CallKind {
     ];
 
     /// Returns the template of the text that describes a call of this kind; see
-    /// [`convoke_env::flight::names`].
+    /// [`convoke_recorder::names`].
     pub(crate) const fn template(self) -> &'static str {
         match self {
             Self::Barrier => "barrier()",

@@ -7,7 +7,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use convoke_env::flight::layout;
+use convoke_recorder::layout;
 
 use super::completion::{Completion, Outcome, TimeLimit};
 use super::execution::Execution;

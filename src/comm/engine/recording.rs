@@ -1,6 +1,6 @@
 //! Entries of the engine in the flight recorder.
 
-use convoke_env::flight::layout;
+use convoke_recorder::layout;
 
 use super::Operation;
 use super::completion::Completion;

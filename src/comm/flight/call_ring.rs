@@ -9,7 +9,7 @@
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 
-use convoke_env::flight::layout::{self, Entry, Group, Header, entry_at, group_at, lock};
+use convoke_recorder::layout::{self, Entry, Group, Header, entry_at, group_at, lock};
 use nix::unistd::gettid;
 
 use crate::transport::links::fork;

@@ -8,7 +8,7 @@ use super::{CallInfo, FlightRecorder, Generation, GroupRecorder, now_ns};
 use crate::collectives::call::{Call, CallKind};
 use crate::collectives::dtype::{Dtype, ReduceOp};
 use crate::collectives::plan::Algorithm;
-use convoke_env::flight::layout::Operation;
+use convoke_recorder::layout::Operation;
 
 /// The number of measured loops, and of calls in each loop. The median over the loops is reported, since
 /// other processes disturb only few loops.

@@ -15,8 +15,8 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use convoke_env::flight::folder::EXTENSION;
-use convoke_env::flight::layout::{FILE_BYTES, FILE_LEN, Header};
+use convoke_recorder::folder::EXTENSION;
+use convoke_recorder::layout::{FILE_BYTES, FILE_LEN, Header};
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::statfs::{
     BTRFS_SUPER_MAGIC, EXT4_SUPER_MAGIC, F2FS_SUPER_MAGIC, FsType, OVERLAYFS_SUPER_MAGIC, TMPFS_MAGIC,

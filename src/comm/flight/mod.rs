@@ -11,7 +11,7 @@
 //! readings of the clock and some memory writes, no lock and no system call. If two threads write to one slot
 //! at the same time, one of the two calls is not recorded, and no thread waits.
 //!
-//! The format of the file is defined in [`convoke_env::flight`], since the launcher reads the file.
+//! The format of the file is defined in [`convoke_recorder`], since the launcher reads the file.
 //!
 //! The recorder is the only global state of the runtime, since a file belongs to a process. The recorder
 //! covers all sessions and groups of the process, because a reader wants to know in which group a process
@@ -30,13 +30,12 @@ use std::sync::atomic::AtomicU64;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Instant, SystemTime};
 
-use convoke_env::Generation;
-use convoke_env::flight::layout::{
+use convoke_env::{Generation, WorkerEnv, vars};
+use convoke_recorder::layout::{
     self, Cause as RecordedCause, CauseKind, Entry, Group, GroupState, Header, LISTED_PEERS, LISTED_RANKS,
     Operation, State,
 };
-use convoke_env::flight::{names, process};
-use convoke_env::{WorkerEnv, vars};
+use convoke_recorder::{names, process};
 use nix::time::{ClockId, clock_gettime};
 
 use crate::collectives::call::{Call, CallKind};

@@ -4,10 +4,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use convoke_env::flight::Recording;
-use convoke_env::flight::folder::{self, FoundRecordings};
-use convoke_env::flight::layout::{ENTRIES, GROUPS};
-use convoke_env::flight::names::Names;
+use convoke_recorder::Recording;
+use convoke_recorder::folder::{self, FoundRecordings};
+use convoke_recorder::layout::{ENTRIES, GROUPS};
+use convoke_recorder::names::Names;
 
 use super::*;
 

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, SystemTime};
 
-use convoke_env::flight::layout::Exit;
 use convoke_env::{ExitCause, vars};
+use convoke_recorder::layout::Exit;
 
 use super::event_loop::{EventLoop, Round};
 use super::state_machine::AgentOutcome;

@@ -1,7 +1,7 @@
 //! The JSON output of `convoke-flight`, for programs. A new field does not change the field `version`.
 
-use convoke_env::flight::layout::{Entry, Operation, State};
-use convoke_env::flight::process::ProcessStatus;
+use convoke_recorder::layout::{Entry, Operation, State};
+use convoke_recorder::process::ProcessStatus;
 use serde_json::{Value, json};
 
 use super::{View, Worker};

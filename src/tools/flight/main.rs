@@ -9,10 +9,10 @@ use std::process::ExitCode;
 use std::time::SystemTime;
 
 use clap::Parser;
-use convoke_env::flight::Recording;
-use convoke_env::flight::folder::{self, FoundRecordings};
-use convoke_env::flight::process::{self, ProcessStatus};
-use convoke_env::flight::snapshot::{GroupSnapshot, Observer, snapshots};
+use convoke_recorder::Recording;
+use convoke_recorder::folder::{self, FoundRecordings};
+use convoke_recorder::process::{self, ProcessStatus};
+use convoke_recorder::snapshot::{GroupSnapshot, Observer, snapshots};
 
 /// Shows which ranks wait for which others in a job, from what convoke's runtime records in its workers.
 ///

@@ -3,9 +3,9 @@
 use std::fmt::Write;
 
 use convoke_env::ExitCause;
-use convoke_env::flight::layout::{Entry, Exit, Header, Operation, State};
-use convoke_env::flight::process::ProcessStatus;
-use convoke_env::flight::{RankList, format_duration};
+use convoke_recorder::layout::{Entry, Exit, Header, Operation, State};
+use convoke_recorder::process::ProcessStatus;
+use convoke_recorder::{RankList, format_duration};
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
 use nix::sys::signal::Signal;

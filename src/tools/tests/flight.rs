@@ -1,4 +1,4 @@
-//! Tests of `convoke-flight` as its users see it. Tests of its statements about groups are in `convoke-env`,
+//! Tests of `convoke-flight` as its users see it. Tests of its statements about groups are in `convoke-recorder`,
 //! and tests with real jobs in `launcher-tests`.
 #![allow(clippy::unwrap_used, clippy::panic)] // in a test a broken expectation ends it
 
@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use convoke_env::flight::layout::{
+use convoke_recorder::layout::{
     ENTRY_LEN, Entry, FILE_BYTES, FILE_LEN, GROUP_LEN, Group, GroupState, Header, LISTED_PEERS, Operation,
     Process, State, entry_at, group_at,
 };
@@ -64,7 +64,7 @@ fn recording(rank: u32) -> Vec<u8> {
         ..Header::default()
     };
     let mut words = header.encode().to_vec();
-    words[convoke_env::flight::layout::header::CALL_COUNT] = 12;
+    words[convoke_recorder::layout::header::CALL_COUNT] = 12;
     words.resize(FILE_LEN, 0);
     let group = Group {
         number: 1,

@@ -3,7 +3,7 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 
-use super::layout::Process;
+use crate::layout::Process;
 
 /// The status of a process, as seen from this one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,12 +1,12 @@
 //! Tests of the snapshots of several recordings, and of malformed recordings.
 
+use convoke_env::{ExitCause, Generation};
 use proptest::prelude::*;
 
-use super::layout::*;
-use super::process::ProcessStatus;
-use super::snapshot::{GroupSnapshot, Observer, snapshots};
-use super::*;
-use crate::{ExitCause, Generation};
+use crate::layout::*;
+use crate::process::ProcessStatus;
+use crate::snapshot::{GroupSnapshot, Observer, snapshots};
+use crate::*;
 
 const SECOND: u64 = 1_000_000_000;
 /// Start of every test recording: in nanoseconds since 1970, and of CLOCK_MONOTONIC.

@@ -10,12 +10,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use convoke_env::ExitCause;
 use serde::Serialize;
 
-use super::layout::{Cause, CauseKind, Entry, Group, GroupState, Operation, State};
-use super::process::ProcessStatus;
-use super::recording::Recording;
-use crate::ExitCause;
+use crate::layout::{Cause, CauseKind, Entry, Group, GroupState, Operation, State};
+use crate::process::ProcessStatus;
+use crate::recording::Recording;
 
 /// Most group records, over all recordings, that are used.
 const MAX_GROUP_RECORDS: usize = 4096;
@@ -412,7 +412,7 @@ impl GroupSnapshot {
     ///
     /// A rank that is waiting is not the end of a chain: the chain continues with the ranks for which
     /// that rank waits. Returns an empty set if the members wait only for each other.
-    pub(super) fn awaited(&self, waiting: &[&Member]) -> BTreeSet<u32> {
+    pub(crate) fn awaited(&self, waiting: &[&Member]) -> BTreeSet<u32> {
         let of = |rank: u32| waiting.iter().find(|member| member.rank == rank).map(|member| &member.position);
         let mut queue: Vec<u32> = waiting.iter().map(|member| member.rank).collect();
         let mut seen: BTreeSet<u32> = queue.iter().copied().collect();

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::snapshot::{CallSummary, GroupSnapshot, Member, Position};
+use crate::snapshot::{CallSummary, GroupSnapshot, Member, Position};
 
 /// Most clauses of a line.
 const MAX_CLAUSES: usize = 8;

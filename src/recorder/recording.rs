@@ -1,10 +1,10 @@
 //! Decoding a recording. Pure.
 
-use super::layout::{
+use crate::layout::{
     ENTRIES, ENTRY_LEN, Entry, Exit, FILE_BYTES, FILE_LEN, GROUP_LEN, GROUPS, Group, HEADER_LEN, Header,
     MAGIC, Operation, State, VERSION, entry_at, group_at, header,
 };
-use super::names::Names;
+use crate::names::Names;
 
 /// The decoded recording of one process.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -5,8 +5,8 @@ use std::io::{self, Read};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use super::layout::{Exit, FILE_BYTES, HEADER_LEN, Header, header, slots};
-use super::recording::Recording;
+use crate::layout::{Exit, FILE_BYTES, HEADER_LEN, Header, header, slots};
+use crate::recording::Recording;
 
 /// Extension of the file names of recordings.
 pub const EXTENSION: &str = "flight";

@@ -10,7 +10,7 @@
 //! (a seqlock): twice the number of the group or call, plus 1 while a thread writes the record. A
 //! process that was killed during a write leaves an odd lock, and readers skip that record.
 
-use crate::{ExitCause, Generation};
+use convoke_env::{ExitCause, Generation};
 
 /// The first word of a recording: `cvkflght`.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"cvkflght");
@@ -118,7 +118,7 @@ pub struct Header {
     pub run_id: String,
     /// Name of the host, cut to 120 bytes.
     pub host: String,
-    /// The names of operations and element types that the writer uses, see [`super::names`].
+    /// The names of operations and element types that the writer uses, see [`crate::names`].
     pub names: String,
 }
 
