@@ -1,5 +1,5 @@
-//! Selects the network interface at which a rank listens, by a list of names. The caller passes the interfaces
-//! of the host.
+//! Selects the network interface at which a rank listens, by a list of names. The caller passes the
+//! interfaces of the host.
 
 use std::collections::HashSet;
 use std::net::IpAddr;
