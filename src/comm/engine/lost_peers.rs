@@ -12,8 +12,10 @@ use crate::transport::links::conn::{Conn, ConnError};
 /// Longest wait for the launcher's report of how a rank ended, after the rank's control connection has
 /// closed.
 const EXIT_REPORT_TIMEOUT: Duration = Duration::from_millis(60);
-/// Longest wait for the control connection of a peer to show why a data connection to that peer ended.
-const CONTROL_EVIDENCE_TIMEOUT: Duration = Duration::from_millis(500);
+/// Longest wait for the control connection of a peer to show why a data connection to that peer ended. A
+/// process that dies closes both at once. Only a rank that leaves slowly, on a host that pauses it or over a
+/// congested connection, needs this time, and must not be reported as unreachable.
+const CONTROL_EVIDENCE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest time for which data that has already arrived may delay the detection of a dead peer.
 const MAX_DETECTION_DELAY: Duration = Duration::from_millis(50);
 /// Longest wait for an acknowledgement from the kernel of another host, which proves that this rank is not
