@@ -41,9 +41,14 @@ impl Bootstrap<'_> {
     /// ranks in it.
     pub(super) fn run_round(&self, generation: Generation) -> Result<RoundOutcome, CommError> {
         let own_key = self.record_key(generation, self.config.rank);
+        // A refusal that is there before the record of this rank belongs to an earlier attempt.
+        let stale_table = match self.config.rank {
+            0 => self.store().try_get(&self.key(generation, "table"), self.deadline)?,
+            _ => None,
+        };
         self.publish_record(generation)?;
         fault_point("recorded", 0, 0);
-        let table = match self.table(generation)? {
+        let table = match self.table(generation, stale_table)? {
             Ok(table) => table,
             Err(announced) => {
                 let _ = self.store().delete(&own_key, self.deadline);
@@ -67,7 +72,7 @@ impl Bootstrap<'_> {
 
     /// Writes the record of this rank to the store. Fails if another process that still listens has written a
     /// record for this rank.
-    fn publish_record(&self, generation: Generation) -> Result<(), CommError> {
+    pub(super) fn publish_record(&self, generation: Generation) -> Result<(), CommError> {
         let own = self.encoded_record();
         let key = self.record_key(generation, self.config.rank);
         let mut expected = Vec::new();
@@ -79,8 +84,9 @@ impl Bootstrap<'_> {
             if let Some(other) = Record::decode(&there).filter(Record::is_reachable) {
                 return Err(self.duplicate_rank_error(generation, &other));
             }
-            // The record belongs to a process that no longer listens, so this rank replaces the record.
-            expected = there;
+            // The record belongs to a process that no longer listens, so this rank replaces the record. If
+            // the store returns the expected record without storing the new one, the record was deleted.
+            expected = if there == expected { Vec::new() } else { there };
         }
     }
 
@@ -94,7 +100,12 @@ impl Bootstrap<'_> {
             who(other),
             who(&self.record)
         );
-        self.publish_refusal(generation, what, vec![self.config.rank])
+        let refusal = record::encode_refusal(&what, &[self.config.rank]);
+        // If rank 0 has published a table, the group forms without this process. If this write fails, the
+        // other ranks fail at their own deadlines.
+        let soon = Instant::now() + CLEANUP_TIMEOUT;
+        let _ = self.store().compare_set(&self.key(generation, "table"), b"", &refusal, soon);
+        self.bootstrap_error(what, vec![self.config.rank])
     }
 
     /// Publishes to all ranks the reason `what` for which the group cannot form. Returns it as an error of
@@ -108,16 +119,20 @@ impl Bootstrap<'_> {
 
     /// Returns the records of all ranks, or the inner `Err` with the new generation if rank 0 has announced
     /// another one.
-    fn table(&self, generation: Generation) -> Result<Result<Vec<Record>, Generation>, CommError> {
+    fn table(
+        &self,
+        generation: Generation,
+        stale_table: Option<Vec<u8>>,
+    ) -> Result<Result<Vec<Record>, Generation>, CommError> {
         let key = self.key(generation, "table");
         if self.config.rank == 0 {
-            let values = self.gather(generation)?;
+            let values = self.gather(generation, stale_table.as_deref())?;
             let table = self.check_records(record::decode_all(&values));
             // Invalid records are published too, so that the other ranks fail with this error instead of
             // waiting.
             let texts: Vec<_> = values.iter().map(|value| String::from_utf8_lossy(value)).collect();
             let bytes = json::encode(&texts);
-            self.store().set(&key, &bytes, self.deadline)?;
+            self.publish_table(&key, &bytes, stale_table.as_deref().unwrap_or(b""))?;
             return table.map(Ok);
         }
         let mut polls = PollDeadlines::new(self.deadline);
@@ -142,6 +157,27 @@ impl Bootstrap<'_> {
         }
     }
 
+    /// Replaces `stale` by the table `bytes`. Fails if another process has published since then that the group
+    /// cannot form: the other ranks may have read that already.
+    fn publish_table(&self, key: &[u8], bytes: &[u8], stale: &[u8]) -> Result<(), CommError> {
+        let mut expected = stale.to_vec();
+        loop {
+            let there = self.store().compare_set(key, &expected, bytes, self.deadline)?;
+            if there == bytes {
+                return Ok(());
+            }
+            if there == expected {
+                // The store has no table any more, and keeps none unless none is expected.
+                expected.clear();
+                continue;
+            }
+            if let Err(error @ record::RecordError::Refused { .. }) = record::decode_table(&there) {
+                return Err(self.bootstrap_error(error.to_string(), error.ranks()));
+            }
+            expected = there;
+        }
+    }
+
     /// Checks that all records could be decoded and that all ranks have equal settings.
     pub(super) fn check_records(
         &self,
@@ -151,7 +187,7 @@ impl Bootstrap<'_> {
         compared.map_err(|error| self.bootstrap_error(error.to_string(), error.ranks()))
     }
 
-    fn gather(&self, generation: Generation) -> Result<Vec<Vec<u8>>, CommError> {
+    fn gather(&self, generation: Generation, stale_table: Option<&[u8]>) -> Result<Vec<Vec<u8>>, CommError> {
         let keys: Vec<_> = (0..self.config.size).map(|rank| self.record_key(generation, rank)).collect();
         let keys: Vec<&[u8]> = keys.iter().map(Vec::as_slice).collect();
         let mut notice = Instant::now() + WARN_INTERVAL.min(self.config.options.init_timeout / 3);
@@ -163,7 +199,8 @@ impl Bootstrap<'_> {
                 other => return Ok(other?),
             }
             self.check_world_entry()?;
-            let refusal = self.store().try_get(&self.key(generation, "table"), self.deadline)?;
+            let table = self.store().try_get(&self.key(generation, "table"), self.deadline)?;
+            let refusal = table.filter(|bytes| stale_table != Some(bytes.as_slice()));
             if let Some(Err(error)) = refusal.map(|bytes| record::decode_table(&bytes)) {
                 return Err(self.bootstrap_error(error.to_string(), error.ranks()));
             }

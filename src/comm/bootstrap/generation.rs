@@ -25,17 +25,9 @@ impl Bootstrap<'_> {
     pub(super) fn initial_generation(&self) -> Result<Generation, CommError> {
         let given = self.config.options.generation;
         if self.config.rank == 0 {
-            if given.is_none() {
-                self.check_announcer()?;
-            }
-            let generation = match given {
-                Some(given) => given,
-                None => Generation::random()
-                    .map_err(|error| CommError::system("cannot get random numbers", error))?,
-            };
-            let announcement = Announcement { generation: generation.to_string(), given: given.is_some() };
-            let bytes = json::encode(&announcement);
-            self.store().set(&self.announcement_key(), &bytes, self.deadline)?;
+            let Some(generation) = given else { return self.announce_new_generation() };
+            let announcement = Announcement { generation: generation.to_string(), given: true };
+            self.store().set(&self.announcement_key(), &json::encode(&announcement), self.deadline)?;
             return Ok(generation);
         }
         if let Some(given) = given {
@@ -59,10 +51,30 @@ impl Bootstrap<'_> {
         }
     }
 
-    /// Returns an error if another process has announced a generation as rank 0 and still listens.
-    fn check_announcer(&self) -> Result<(), CommError> {
-        let announced = self.store().try_get(&self.announcement_key(), self.deadline)?;
-        let Some((generation, _)) = announced.as_deref().and_then(Announcement::decode) else {
+    /// Draws a generation and announces it, unless another process that still listens has announced one as
+    /// rank 0. If two processes with rank 0 start together, exactly one of them announces.
+    fn announce_new_generation(&self) -> Result<Generation, CommError> {
+        let key = self.announcement_key();
+        loop {
+            let announced = self.store().try_get(&key, self.deadline)?;
+            self.check_announcer(announced.as_deref())?;
+            let generation = Generation::random()
+                .map_err(|error| CommError::system("cannot get random numbers", error))?;
+            // Another process with rank 0 that sees the announcement must find the record as well.
+            self.publish_record(generation)?;
+            let announcement = Announcement { generation: generation.to_string(), given: false };
+            let bytes = json::encode(&announcement);
+            let expected = announced.as_deref().unwrap_or(b"");
+            if self.store().compare_set(&key, expected, &bytes, self.deadline)? == bytes {
+                return Ok(generation);
+            }
+            let _ = self.store().delete(&self.record_key(generation, 0), self.deadline);
+        }
+    }
+
+    /// Returns an error if the process that made the announcement as rank 0 still listens.
+    fn check_announcer(&self, announced: Option<&[u8]>) -> Result<(), CommError> {
+        let Some((generation, _)) = announced.and_then(Announcement::decode) else {
             return Ok(());
         };
         let record = self.store().try_get(&self.record_key(generation, 0), self.deadline)?;
