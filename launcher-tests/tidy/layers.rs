@@ -6,21 +6,29 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use super::{assert_none, is_test_file, with_extension};
+use super::source::{is_word_part, without_comments_and_strings};
+use super::{assert_none, is_test_file, read, with_extension};
 
 /// The folders of the crates to which the rule applies.
 const LAYERED_CRATES: [&str; 6] =
     ["src/comm", "src/env", "src/launcher", "src/recorder", "src/store", "src/train"];
 
-/// The uses among the top modules of a crate: for each module those that it uses, and the files that do.
-struct ModuleGraph(BTreeMap<String, BTreeMap<String, BTreeSet<PathBuf>>>);
+/// The uses among the top modules of a crate.
+struct ModuleGraph {
+    /// For each module those that it uses, and the files that do.
+    uses: BTreeMap<String, BTreeMap<String, BTreeSet<PathBuf>>>,
+    /// Paths from the root of the crate whose first name is not a module: the file and that name.
+    through_root: BTreeSet<(PathBuf, String)>,
+}
 
 impl ModuleGraph {
     /// Builds the graph of a crate from its files: their paths from the crate's folder, and their text.
     fn new(files: &BTreeMap<PathBuf, String>) -> Self {
         let mut code = BTreeMap::new();
         let mut test_modules = Vec::new();
-        for (path, text) in files {
+        let stripped: BTreeMap<_, _> =
+            files.iter().map(|(path, text)| (path, without_comments_and_strings(text))).collect();
+        for (path, text) in &stripped {
             let (kept, names) = production(&tokens(text));
             test_modules.extend(names.into_iter().map(|name| folder_of_children(path).join(name)));
             code.insert(path.as_path(), kept);
@@ -34,12 +42,17 @@ impl ModuleGraph {
         let mut uses: BTreeMap<_, BTreeMap<_, BTreeSet<_>>> =
             modules(root).map(|module| (module.to_owned(), BTreeMap::new())).collect();
         let exports = exports(root);
+        let mut through_root = BTreeSet::new();
         for (path, code) in &code {
             let module = path.with_extension("");
             let module = module.iter().next().unwrap().to_str().unwrap();
-            let heads = code.windows(2).enumerate().filter(|(_, pair)| *pair == ["crate", "::"]);
-            for name in heads.flat_map(|(at, _)| heads_of(&code[at + 2..])) {
-                let used = if uses.contains_key(name) { Some(name) } else { exports.get(name).copied() };
+            for name in crate_paths(code) {
+                let used = if uses.contains_key(name) {
+                    Some(name)
+                } else {
+                    through_root.insert(((*path).to_owned(), name.to_owned()));
+                    exports.get(name).copied()
+                };
                 let Some(used) = used.filter(|used| *used != module && uses.contains_key(*used)) else {
                     continue;
                 };
@@ -48,7 +61,7 @@ impl ModuleGraph {
                 }
             }
         }
-        Self(uses)
+        Self { uses, through_root }
     }
 
     /// Returns all modules that `module` uses, directly or through others.
@@ -56,7 +69,7 @@ impl ModuleGraph {
         let mut found = BTreeSet::new();
         let mut queue = vec![module];
         while let Some(module) = queue.pop() {
-            queue.extend(self.0[module].keys().map(String::as_str).filter(|used| found.insert(*used)));
+            queue.extend(self.uses[module].keys().map(String::as_str).filter(|used| found.insert(*used)));
         }
         found
     }
@@ -64,9 +77,9 @@ impl ModuleGraph {
     /// Returns the circles: for each its modules, and a line for each use that belongs to it.
     fn circles(&self) -> BTreeMap<String, Vec<String>> {
         let reachable: BTreeMap<&str, BTreeSet<&str>> =
-            self.0.keys().map(|module| (module.as_str(), self.reachable(module))).collect();
+            self.uses.keys().map(|module| (module.as_str(), self.reachable(module))).collect();
         let mut circles: BTreeMap<String, Vec<String>> = BTreeMap::new();
-        for (module, uses) in &self.0 {
+        for (module, uses) in &self.uses {
             let members =
                 reachable[module.as_str()].iter().filter(|used| reachable[*used].contains(module.as_str()));
             let name = members.copied().collect::<Vec<_>>().join(", ");
@@ -111,6 +124,12 @@ fn exports<'a>(root: &[&'a str]) -> BTreeMap<&'a str, &'a str> {
         }
     }
     exports
+}
+
+/// Returns the first names of the paths that begin at the root of the crate.
+fn crate_paths<'a, 'b>(code: &'b [&'a str]) -> impl Iterator<Item = &'a str> + 'b {
+    let starts = code.windows(2).enumerate().filter(|(_, pair)| *pair == ["crate", "::"]);
+    starts.flat_map(|(at, _)| heads_of(&code[at + 2..]))
 }
 
 /// Returns the first names of the path or group of paths at the start of the code.
@@ -203,81 +222,71 @@ fn elements<'a, 'b>(code: &'b [&'a str]) -> Vec<&'b [&'a str]> {
     parts
 }
 
-/// Returns names, `::` and single characters of a text, without comments, strings and characters.
-fn tokens(text: &str) -> Vec<&str> {
+/// Returns names, `::` and single characters of code without comments and strings.
+fn tokens(code: &str) -> Vec<&str> {
     let mut out = Vec::new();
-    let mut rest = text;
+    let mut rest = code.trim_start();
     while let Some(first) = rest.chars().next() {
-        let is_name = |c: char| c.is_alphanumeric() || c == '_';
-        let to = |end: &str| rest.find(end).map_or(rest.len(), |at| at + end.len());
-        let (length, is_token) = if first.is_whitespace() {
-            (first.len_utf8(), false)
-        } else if rest.starts_with("//") {
-            (to("\n"), false)
-        } else if rest.starts_with("/*") {
-            (to("*/"), false)
-        } else if let Some(length) = literal_length(rest) {
-            (length, false)
-        } else if is_name(first) {
-            (rest.find(|c| !is_name(c)).unwrap_or(rest.len()), true)
+        let length = if is_word_part(first) {
+            rest.find(|c| !is_word_part(c)).unwrap_or(rest.len())
         } else if rest.starts_with("::") {
-            (2, true)
+            2
         } else {
-            (first.len_utf8(), true)
+            first.len_utf8()
         };
-        if is_token {
-            out.push(&rest[..length]);
-        }
-        rest = &rest[length..];
+        out.push(&rest[..length]);
+        rest = rest[length..].trim_start();
     }
     out
 }
 
-/// Returns the length of the string, character or lifetime's `'` at the start of the text, if one is there.
-fn literal_length(text: &str) -> Option<usize> {
-    let raw = text.trim_start_matches(['b', 'c']);
-    if let Some(raw) = raw.strip_prefix('r').filter(|_| text.len() - raw.len() < 2) {
-        let hashes = raw.len() - raw.trim_start_matches('#').len();
-        if let Some(content) = raw[hashes..].strip_prefix('"') {
-            let end = format!("\"{}", "#".repeat(hashes));
-            return Some(text.len() - content.len() + content.find(&end)? + end.len());
-        }
-    }
-    let mut chars = text.char_indices().skip(1);
-    match text.chars().next()? {
-        '"' => loop {
-            match chars.next()? {
-                (_, '\\') => _ = chars.next(),
-                (at, '"') => return Some(at + 1),
-                _ => {}
-            }
-        },
-        '\'' => match (chars.next()?, chars.next()?) {
-            ((_, '\\'), (at, escaped)) => {
-                let start = at + escaped.len_utf8();
-                Some(start + text[start..].find('\'')? + 1)
-            }
-            (_, (at, '\'')) => Some(at + 1),
-            _ => Some(1),
-        },
-        _ => None,
-    }
+/// Returns the graph of the crate in `folder`.
+fn graph_of(folder: &str) -> ModuleGraph {
+    let in_crate = |(path, text): (PathBuf, String)| Some((path.strip_prefix(folder).ok()?.to_owned(), text));
+    ModuleGraph::new(&with_extension("rs").filter_map(in_crate).collect())
 }
 
 #[test]
 fn top_modules_form_no_circles() {
     let mut found = Vec::new();
     for folder in LAYERED_CRATES {
-        let in_crate =
-            |(path, text): (PathBuf, String)| Some((path.strip_prefix(folder).ok()?.to_owned(), text));
-        let graph = ModuleGraph::new(&with_extension("rs").filter_map(in_crate).collect());
-        let uses: usize = graph.0.values().map(BTreeMap::len).sum();
+        let graph = graph_of(folder);
+        let uses: usize = graph.uses.values().map(BTreeMap::len).sum();
         assert!(uses > 5, "{folder}: only {uses} uses among its modules: is the code still read right?");
         for (modules, uses) in graph.circles() {
             found.push(format!("{folder}: {modules}\n    {}", uses.join("\n    ")));
         }
     }
     assert_none(&found, "the top modules of a crate form no circle; move what both need to a lower module");
+}
+
+/// The head of `src/comm/lib.rs` lists the layers, one a line.
+#[test]
+fn modules_of_the_runtime_depend_only_on_earlier_layers() {
+    let lib = read(Path::new("src/comm/lib.rs"));
+    let mut layers = BTreeMap::new();
+    for (layer, line) in lib.lines().filter(|line| line.starts_with("//! - `")).enumerate() {
+        layers.extend(line.split('`').skip(1).step_by(2).map(|name| (name, layer)));
+    }
+    let graph = graph_of("src/comm");
+    assert!(
+        graph.uses.keys().eq(layers.keys()),
+        "the layers in src/comm/lib.rs are {:?}, its modules {:?}",
+        layers.keys(),
+        graph.uses.keys()
+    );
+    let mut found = Vec::new();
+    for (module, uses) in &graph.uses {
+        for (used, files) in uses.iter().filter(|(used, _)| layers[used.as_str()] >= layers[module.as_str()])
+        {
+            found.push(format!("{module} -> {used}: {files:?}"));
+        }
+    }
+    // The root depends on all layers.
+    let through_root =
+        graph.through_root.iter().filter(|(path, _)| path.iter().next() != Some("lib.rs".as_ref()));
+    found.extend(through_root.map(|(path, name)| format!("{}: crate::{name}", path.display())));
+    assert_none(&found, "a module depends only on modules of the layers before its own (src/comm/lib.rs)");
 }
 
 #[test]
@@ -308,6 +317,12 @@ fn planted_circles_between_modules_are_detected() {
     };
     let circle = |modules: &str, uses: &str| vec![(modules.to_owned(), uses.to_owned())];
     assert_eq!(circles(&[]), []);
+    let paths = tokens("use crate::a::B; crate::c(super::d, crate::{e, f})");
+    assert!(crate_paths(&paths).eq(["a", "c", "e", "f"]));
+    let files = plain.map(|(path, text)| (PathBuf::from(path), text.to_owned()));
+    let through_root = BTreeSet::from([(PathBuf::from("plan/step.rs"), "Why".to_owned())]);
+    let why = (PathBuf::from("plan/step.rs"), "use crate::Why;".to_owned());
+    assert_eq!(ModuleGraph::new(&files.into_iter().chain([why]).collect()).through_root, through_root);
     assert_eq!(
         circles(&[("plan/step.rs", "fn run(task: &crate::engine::Task) {}")]),
         circle("engine, plan", "engine -> plan: engine/mod.rs; plan -> engine: plan/step.rs")

@@ -6,12 +6,15 @@
 
 mod layers;
 mod names;
+mod source;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
+
+use source::is_word_part;
 
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -254,10 +257,6 @@ fn code(line: &str) -> &str {
     line.split("//").next().unwrap_or("")
 }
 
-fn is_word_part(c: char) -> bool {
-    c.is_alphanumeric() || c == '_'
-}
-
 fn has_word(line: &str, word: &str) -> bool {
     line.match_indices(word).any(|(start, _)| {
         !line[..start].ends_with(is_word_part) && !line[start + word.len()..].starts_with(is_word_part)
@@ -408,42 +407,6 @@ fn pure_files_use_no_clock_and_no_system_calls() {
     }
     assert_none(&found, "a file that is marked `Pure` decides only; time and I/O are given to it");
     assert!(pure_count > 10, "only {pure_count} files are marked: does the mark still read so?");
-}
-
-/// The head of `src/comm/lib.rs` lists the layers, one a line.
-#[test]
-fn modules_of_the_runtime_depend_only_on_earlier_layers() {
-    let lib = read(Path::new("src/comm/lib.rs"));
-    let mut layers = BTreeMap::new();
-    for (layer, line) in lib.lines().filter(|line| line.starts_with("//! - `")).enumerate() {
-        layers.extend(line.split('`').skip(1).step_by(2).map(|name| (name.to_owned(), layer)));
-    }
-    let declared = lib.lines().filter_map(|line| line.trim_start_matches("pub ").strip_prefix("mod "));
-    let declared: BTreeSet<_> = declared.map(|name| name.trim_end_matches(';')).collect();
-    let listed: BTreeSet<_> = layers.keys().map(String::as_str).chain(["programs"]).collect();
-    assert_eq!(listed, declared, "the layers in src/comm/lib.rs, and the modules that it declares");
-
-    let mut found = Vec::new();
-    for (path, text) in with_extension("rs").filter(|(path, _)| path.starts_with("src/comm")) {
-        let module = path.iter().nth(2).unwrap().to_str().unwrap().trim_end_matches(".rs");
-        let is_test = is_test_file(&path) || path.ends_with("models.rs");
-        let Some(own) = layers.get(module).filter(|_| !is_test) else { continue };
-        for (number, line) in without_tests(&text).enumerate() {
-            let later = |name: &&str| *name != module && layers.get(*name).is_none_or(|layer| layer >= own);
-            for name in crate_paths(code(line)).filter(later) {
-                found.push(format!("{}:{}: crate::{name}", path.display(), number + 1));
-            }
-        }
-    }
-    assert_none(&found, "a module depends only on modules of the layers before its own (src/comm/lib.rs)");
-}
-
-/// Returns the first names of the paths that begin at the root of the crate.
-fn crate_paths(code: &str) -> impl Iterator<Item = &str> {
-    code.split("crate::").skip(1).map(|path| {
-        let end = path.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(path.len());
-        &path[..end]
-    })
 }
 
 #[test]
@@ -652,7 +615,6 @@ fn rules_detect_planted_violations() {
     assert_eq!(code("let x = 1; // unsafe"), "let x = 1; ");
     assert_eq!(without_tests("a\n#[cfg(test)]\nmod tests {\nb\n}").count(), 1);
     assert_eq!(without_tests("#[cfg(test)]\nmod tests;\na").count(), 3);
-    assert!(crate_paths("use crate::a::B; crate::c(super::d, crate::{e, f})").eq(["a", "c", ""]));
     let targets: Vec<_> = links("[a](x.md) [b](https://x) [c](y.md#z) [d](#here)").collect();
     assert_eq!(targets, ["x.md", "y.md#z"]);
     let edges = [("a", vec!["b", "c"]), ("b", vec!["a"]), ("c", vec!["d"]), ("d", vec![])];

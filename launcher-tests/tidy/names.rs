@@ -3,6 +3,7 @@
 use std::iter;
 use std::path::Path;
 
+use super::source::{is_word_part, without_comments_and_strings};
 use super::{assert_none, with_extension};
 
 /// Words that no name below a folder may contain, each with the term to use instead. A plural with `s` counts
@@ -204,72 +205,6 @@ const REPORTING: &[(&str, &str)] = &[
 const DECLARATIONS: &[&str] =
     &["fn", "struct", "enum", "union", "trait", "type", "mod", "const", "static", "macro_rules"];
 
-fn is_word(c: char) -> bool {
-    c.is_alphanumeric() || c == '_'
-}
-
-/// Returns the source without comments and without the content of strings and characters. Lines keep their
-/// numbers.
-fn without_comments_and_strings(source: &str) -> String {
-    let mut kept = String::new();
-    let mut rest = source;
-    while let Some(first) = rest.chars().next() {
-        let skipped = if rest.starts_with("//") {
-            rest.find('\n').unwrap_or(rest.len())
-        } else if rest.starts_with("/*") {
-            rest.find("*/").map_or(rest.len(), |end| end + 2)
-        } else if first == '"' {
-            quoted_len(rest, '"')
-        } else if first == 'r' && !kept.ends_with(|c: char| is_word(c) && c != 'b') {
-            raw_string_len(rest)
-        } else if first == '\'' && is_char_literal(rest) {
-            quoted_len(rest, '\'')
-        } else {
-            0
-        };
-        let step = if skipped == 0 { first.len_utf8() } else { skipped };
-        if skipped == 0 {
-            kept.push(first);
-        } else {
-            kept.push(' ');
-            kept.extend(rest[..step].chars().filter(|&c| c == '\n'));
-        }
-        rest = &rest[step..];
-    }
-    kept
-}
-
-/// Returns the length of a literal that begins and ends with `quote`.
-fn quoted_len(text: &str, quote: char) -> usize {
-    let mut escaped = false;
-    for (at, c) in text.char_indices().skip(1) {
-        match c {
-            _ if escaped => escaped = false,
-            '\\' => escaped = true,
-            _ if c == quote => return at + 1,
-            _ => {}
-        }
-    }
-    text.len()
-}
-
-/// Returns the length of a raw string, or 0 if the text begins with none.
-fn raw_string_len(text: &str) -> usize {
-    let hashes = text[1..].bytes().take_while(|&b| b == b'#').count();
-    if !text[1 + hashes..].starts_with('"') {
-        return 0;
-    }
-    let end = format!("\"{}", "#".repeat(hashes));
-    let begin = 2 + hashes;
-    text[begin..].find(&end).map_or(text.len(), |at| begin + at + end.len())
-}
-
-/// Distinguishes a character from a lifetime.
-fn is_char_literal(text: &str) -> bool {
-    let mut next = text.chars().skip(1);
-    matches!((next.next(), next.next()), (Some('\\'), _) | (Some(_), Some('\'')))
-}
-
 /// Returns the declared names with their line numbers: items, and fields and variants with a line of their
 /// own.
 fn declared_names(source: &str) -> Vec<(usize, String)> {
@@ -295,8 +230,8 @@ fn declared_names(source: &str) -> Vec<(usize, String)> {
 fn words(line: &str) -> impl Iterator<Item = (usize, &str)> {
     let mut at = 0;
     iter::from_fn(move || {
-        let start = at + line[at..].find(is_word)?;
-        at = line[start..].find(|c| !is_word(c)).map_or(line.len(), |len| start + len);
+        let start = at + line[at..].find(is_word_part)?;
+        at = line[start..].find(|c| !is_word_part(c)).map_or(line.len(), |len| start + len);
         Some((start, &line[start..at]))
     })
 }
@@ -304,11 +239,11 @@ fn words(line: &str) -> impl Iterator<Item = (usize, &str)> {
 /// Returns the name at the beginning of a line if it reads as a field or as a variant.
 fn field_or_variant(line: &str) -> Option<&str> {
     let mut line = line.trim_start();
-    if let Some(rest) = line.strip_prefix("pub").filter(|rest| !rest.starts_with(is_word)) {
+    if let Some(rest) = line.strip_prefix("pub").filter(|rest| !rest.starts_with(is_word_part)) {
         let scope = rest.strip_prefix('(').and_then(|scope| scope.split_once(')'));
         line = scope.map_or(rest, |(_, rest)| rest).trim_start();
     }
-    let (name, rest) = line.split_at(line.find(|c| !is_word(c)).unwrap_or(line.len()));
+    let (name, rest) = line.split_at(line.find(|c| !is_word_part(c)).unwrap_or(line.len()));
     let rest = rest.trim();
     let field = rest.starts_with(':') && !rest.starts_with("::");
     let variant =
