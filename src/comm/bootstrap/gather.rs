@@ -41,12 +41,17 @@ impl Bootstrap<'_> {
     /// ranks in it.
     pub(super) fn run_round(&self, generation: Generation) -> Result<RoundOutcome, CommError> {
         let own_key = self.record_key(generation, self.config.rank);
-        // A refusal that is there before the record of this rank belongs to an earlier attempt.
+        let is_given = self.config.options.generation.is_some();
+        // A refusal that is there before the record of this rank belongs to an earlier attempt. A generation
+        // that rank 0 has drawn had none.
         let stale_table = match self.config.rank {
-            0 => self.store().try_get(&self.key(generation, "table"), self.deadline)?,
+            0 if is_given => self.store().try_get(&self.key(generation, "table"), self.deadline)?,
             _ => None,
         };
-        self.publish_record(generation)?;
+        // Rank 0 has published its record before it announced a generation that it has drawn.
+        if self.config.rank != 0 || is_given {
+            self.publish_record(generation)?;
+        }
         fault_point("recorded", 0, 0);
         let table = match self.table(generation, stale_table)? {
             Ok(table) => table,
@@ -73,20 +78,37 @@ impl Bootstrap<'_> {
     /// Writes the record of this rank to the store. Fails if another process that still listens has written a
     /// record for this rank.
     pub(super) fn publish_record(&self, generation: Generation) -> Result<(), CommError> {
-        let own = self.encoded_record();
         let key = self.record_key(generation, self.config.rank);
-        let mut expected = Vec::new();
+        // A record of a process that no longer listens is replaced.
+        self.replace(&key, Vec::new(), &self.encoded_record(), |there| {
+            match Record::decode(there).filter(Record::is_reachable) {
+                Some(other) => Err(self.duplicate_rank_error(generation, &other)),
+                None => Ok(()),
+            }
+        })
+    }
+
+    /// Stores `value` under `key` if the value there is `expected` (absent if empty), or any other for which
+    /// `may_replace` returns no error.
+    fn replace(
+        &self,
+        key: &[u8],
+        mut expected: Vec<u8>,
+        value: &[u8],
+        may_replace: impl Fn(&[u8]) -> Result<(), CommError>,
+    ) -> Result<(), CommError> {
         loop {
-            let there = self.store().compare_set(&key, &expected, &own, self.deadline)?;
-            if there == own {
+            let there = self.store().compare_set(key, &expected, value, self.deadline)?;
+            if there == value {
                 return Ok(());
             }
-            if let Some(other) = Record::decode(&there).filter(Record::is_reachable) {
-                return Err(self.duplicate_rank_error(generation, &other));
+            if there == expected {
+                // The key was deleted: the store returns the expected value and stores nothing.
+                expected.clear();
+                continue;
             }
-            // The record belongs to a process that no longer listens, so this rank replaces the record. If
-            // the store returns the expected record without storing the new one, the record was deleted.
-            expected = if there == expected { Vec::new() } else { there };
+            may_replace(&there)?;
+            expected = there;
         }
     }
 
@@ -157,25 +179,15 @@ impl Bootstrap<'_> {
         }
     }
 
-    /// Replaces `stale` by the table `bytes`. Fails if another process has published since then that the group
-    /// cannot form: the other ranks may have read that already.
+    /// Publishes the table `bytes`, also in the place of `stale`. Fails if another process has published since
+    /// then that the group cannot form: the other ranks may have read that already.
     fn publish_table(&self, key: &[u8], bytes: &[u8], stale: &[u8]) -> Result<(), CommError> {
-        let mut expected = stale.to_vec();
-        loop {
-            let there = self.store().compare_set(key, &expected, bytes, self.deadline)?;
-            if there == bytes {
-                return Ok(());
+        self.replace(key, stale.to_vec(), bytes, |there| match record::decode_table(there) {
+            Err(error @ record::RecordError::Refused { .. }) => {
+                Err(self.bootstrap_error(error.to_string(), error.ranks()))
             }
-            if there == expected {
-                // The store has no table any more, and keeps none unless none is expected.
-                expected.clear();
-                continue;
-            }
-            if let Err(error @ record::RecordError::Refused { .. }) = record::decode_table(&there) {
-                return Err(self.bootstrap_error(error.to_string(), error.ranks()));
-            }
-            expected = there;
-        }
+            Ok(_) | Err(_) => Ok(()),
+        })
     }
 
     /// Checks that all records could be decoded and that all ranks have equal settings.
