@@ -17,6 +17,11 @@ pub(crate) fn read(path: &Path) -> String {
     }
 }
 
+/// Returns the name of a process; empty if the process has ended.
+pub(crate) fn process_name(pid: i32) -> String {
+    read(Path::new(&format!("/proc/{pid}/comm"))).trim_end().to_owned()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -46,19 +46,19 @@ pub(super) struct SignalSettings<'a> {
 /// started, as under `nohup`, is left out and stays ignored. Only a user's own `--signals-to-handle` makes
 /// the launcher watch such a signal.
 pub(super) fn signal_actions(
-    choices: SignalSettings<'_>,
+    settings: SignalSettings<'_>,
     is_ignored: impl Fn(i32) -> bool,
 ) -> Vec<(i32, SignalAction)> {
     let is_in = |list: &[Signal], number: i32| list.iter().any(|&signal| signal as i32 == number);
     let mut all = Vec::new();
     // Real-time signals start at 34 here: the C library reserves two.
     for number in (1..32).chain(34..65) {
-        let handled = is_in(choices.stop, number);
-        let meaning = match Signal::try_from(number) {
+        let handled = is_in(settings.stop, number);
+        let action = match Signal::try_from(number) {
             Ok(Signal::SIGCHLD) => SignalAction::Child,
-            _ if is_ignored(number) && !(handled && choices.is_given) => continue,
+            _ if is_ignored(number) && !(handled && settings.is_given) => continue,
             _ if handled => SignalAction::Stop,
-            _ if is_in(choices.forward, number) => SignalAction::Forward,
+            _ if is_in(settings.forward, number) => SignalAction::Forward,
             Ok(Signal::SIGTSTP) => SignalAction::Suspend,
             Ok(Signal::SIGWINCH) => SignalAction::Resize,
             // SIGKILL and SIGSTOP cannot be caught. The other signals indicate a fault in this program, which
@@ -79,7 +79,7 @@ pub(super) fn signal_actions(
             }
             Ok(_) | Err(_) => SignalAction::Die,
         };
-        all.push((number, meaning));
+        all.push((number, action));
     }
     all
 }
@@ -87,20 +87,19 @@ pub(super) fn signal_actions(
 /// Blocks the signals that have an action and delivers them to the event loop. Threads that start later
 /// inherit the mask. One signalfd costs two system calls; a handler for each signal would cost two each.
 pub(super) fn watch(config: &Config, notifier: &mpsc::UnboundedSender<Notification>) -> Result<(), String> {
-    let choices = SignalSettings {
+    let settings = SignalSettings {
         stop: &config.signals,
         is_given: config.signals_given,
         forward: &config.forward_signals,
     };
     let ignored = ignored();
-    let meanings = signal_actions(choices, |number| ignored >> (number - 1) & 1 == 1);
-    let meaning =
-        move |number| meanings.iter().find(|(known, _)| *known == number).map(|(_, meaning)| *meaning);
+    let actions = signal_actions(settings, |number| ignored >> (number - 1) & 1 == 1);
+    let action = move |number| actions.iter().find(|(known, _)| *known == number).map(|(_, action)| *action);
     let cannot = |error: std::io::Error| format!("cannot handle signals: {error}");
     // The set contains every real-time signal. Those without an action are dropped when they arrive.
     let mut watched = SigSet::all();
     Signal::iterator()
-        .filter(|&named| meaning(named as i32).is_none())
+        .filter(|&named| action(named as i32).is_none())
         .for_each(|named| watched.remove(named));
     watched.thread_set_mask().map_err(|errno| cannot(errno.into()))?;
     let signals = SignalFd::with_flags(&watched, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
@@ -109,8 +108,8 @@ pub(super) fn watch(config: &Config, notifier: &mpsc::UnboundedSender<Notificati
     let notifier = notifier.clone();
     tokio::spawn(async move {
         while let Some(number) = next_signal(&signals).await {
-            if let Some(meaning) = meaning(number)
-                && notifier.send(Notification::Signal(number, meaning)).is_err()
+            if let Some(action) = action(number)
+                && notifier.send(Notification::Signal(number, action)).is_err()
             {
                 return;
             }
@@ -156,22 +155,22 @@ mod tests {
     const STOP: [Signal; 4] = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT];
     const FORWARD: [Signal; 2] = [Signal::SIGUSR1, Signal::SIGUSR2];
 
-    fn meaning(choices: SignalSettings<'_>, ignored: &[Signal], of: i32) -> Option<SignalAction> {
-        let all = signal_actions(choices, |number| ignored.iter().any(|&signal| signal as i32 == number));
-        all.iter().find(|(number, _)| *number == of).map(|(_, meaning)| *meaning)
+    fn action(settings: SignalSettings<'_>, ignored: &[Signal], of: i32) -> Option<SignalAction> {
+        let all = signal_actions(settings, |number| ignored.iter().any(|&signal| signal as i32 == number));
+        all.iter().find(|(number, _)| *number == of).map(|(_, action)| *action)
     }
 
     #[test]
-    fn every_catchable_signal_has_a_meaning() {
-        let choices = SignalSettings { stop: &STOP, is_given: false, forward: &FORWARD };
-        let of = |signal: Signal| meaning(choices, &[], signal as i32);
+    fn every_catchable_signal_has_an_action() {
+        let settings = SignalSettings { stop: &STOP, is_given: false, forward: &FORWARD };
+        let of = |signal: Signal| action(settings, &[], signal as i32);
         assert_eq!(of(Signal::SIGTERM), Some(SignalAction::Stop));
         assert_eq!(of(Signal::SIGUSR1), Some(SignalAction::Forward));
         assert_eq!(of(Signal::SIGTSTP), Some(SignalAction::Suspend));
         for signal in [Signal::SIGALRM, Signal::SIGVTALRM, Signal::SIGPROF, Signal::SIGIO, Signal::SIGABRT] {
             assert_eq!(of(signal), Some(SignalAction::Die), "{signal}");
         }
-        assert_eq!(meaning(choices, &[], 40), Some(SignalAction::Die), "real-time signals");
+        assert_eq!(action(settings, &[], 40), Some(SignalAction::Die), "real-time signals");
         assert_eq!(of(Signal::SIGKILL), None);
         assert_eq!(of(Signal::SIGSEGV), None);
     }
@@ -179,20 +178,20 @@ mod tests {
     #[test]
     fn inherited_ignored_signal_stays_ignored_unless_the_user_lists_it() {
         let ignored = [Signal::SIGHUP, Signal::SIGUSR2, Signal::SIGALRM, Signal::SIGTSTP];
-        let choices = SignalSettings { stop: &STOP, is_given: false, forward: &FORWARD };
+        let settings = SignalSettings { stop: &STOP, is_given: false, forward: &FORWARD };
         for signal in ignored {
-            assert_eq!(meaning(choices, &ignored, signal as i32), None, "{signal}");
+            assert_eq!(action(settings, &ignored, signal as i32), None, "{signal}");
         }
-        assert_eq!(meaning(choices, &ignored, Signal::SIGTERM as i32), Some(SignalAction::Stop));
-        let given = SignalSettings { is_given: true, ..choices };
-        assert_eq!(meaning(given, &ignored, Signal::SIGHUP as i32), Some(SignalAction::Stop));
-        assert_eq!(meaning(given, &ignored, Signal::SIGUSR2 as i32), None);
+        assert_eq!(action(settings, &ignored, Signal::SIGTERM as i32), Some(SignalAction::Stop));
+        let given = SignalSettings { is_given: true, ..settings };
+        assert_eq!(action(given, &ignored, Signal::SIGHUP as i32), Some(SignalAction::Stop));
+        assert_eq!(action(given, &ignored, Signal::SIGUSR2 as i32), None);
     }
 
     #[test]
     fn unhandled_signal_ends_the_launcher_in_order() {
-        let choices = SignalSettings { stop: &[Signal::SIGUSR1], is_given: true, forward: &FORWARD };
-        assert_eq!(meaning(choices, &[], Signal::SIGTERM as i32), Some(SignalAction::Die));
-        assert_eq!(meaning(choices, &[], Signal::SIGUSR1 as i32), Some(SignalAction::Stop));
+        let settings = SignalSettings { stop: &[Signal::SIGUSR1], is_given: true, forward: &FORWARD };
+        assert_eq!(action(settings, &[], Signal::SIGTERM as i32), Some(SignalAction::Die));
+        assert_eq!(action(settings, &[], Signal::SIGUSR1 as i32), Some(SignalAction::Stop));
     }
 }

@@ -255,7 +255,7 @@ pub(crate) struct Streams {
 /// Value of `--redirects` (`-r`) or `--tee` (`-t`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum StreamChoice {
-    /// The same output streams of all local ranks.
+    /// These output streams of all local ranks.
     All(Streams),
     /// Output streams for each of these local ranks. None are selected for other ranks.
     Some(std::collections::BTreeMap<usize, Streams>),

@@ -1,12 +1,14 @@
 //! Lists the children of this process, from /proc.
 
 use std::fs;
+use std::path::Path;
 
 use nix::unistd::Pid;
 use rustix::io::Errno;
 use rustix::process::{WaitId, WaitIdOptions, waitid};
 
 use super::protocol::Orphan;
+use crate::kernel_file;
 
 /// Returns all children of this process, adopted ones and zombies included.
 ///
@@ -59,7 +61,7 @@ fn stat(pid: i32, field: usize) -> Option<i32> {
 /// Returns the processes of a process group that have a handler for a signal.
 pub(crate) fn pids_catching(group: i32, signal: i32) -> Vec<i32> {
     let catches = |pid: &i32| {
-        let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+        let status = kernel_file::read(Path::new(&format!("/proc/{pid}/status")));
         signal_set(&status, "SigCgt:") >> (signal - 1) & 1 == 1
     };
     let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
@@ -76,8 +78,7 @@ pub(crate) fn signal_set(status: &str, field: &str) -> u64 {
 
 /// Returns the pid and name of a process, for messages.
 pub(crate) fn describe(pid: i32) -> Orphan {
-    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-    Orphan { pid, name: name.trim_end().to_owned() }
+    Orphan { pid, name: kernel_file::process_name(pid) }
 }
 
 #[cfg(test)]

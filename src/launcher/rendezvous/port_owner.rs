@@ -2,6 +2,9 @@
 
 use std::collections::HashSet;
 use std::fs;
+use std::path::Path;
+
+use crate::kernel_file;
 
 /// State of a listening socket in /proc/net/tcp.
 const LISTEN: &str = "0A";
@@ -9,7 +12,7 @@ const LISTEN: &str = "0A";
 /// Returns the process that listens on `port`, as `name (pid N)`. Returns `None` if that process is unknown
 /// (it belongs to another user or runs in another container).
 pub(super) fn port_owner(port: u16) -> Option<String> {
-    let tables = ["/proc/net/tcp", "/proc/net/tcp6"].map(|path| fs::read_to_string(path).unwrap_or_default());
+    let tables = ["/proc/net/tcp", "/proc/net/tcp6"].map(|path| kernel_file::read(Path::new(path)));
     let inodes: HashSet<String> = tables.iter().flat_map(|table| listening_inodes(table, port)).collect();
     let owns = |pid: &i32| {
         let Ok(descriptors) = fs::read_dir(format!("/proc/{pid}/fd")) else { return false };
@@ -23,8 +26,7 @@ pub(super) fn port_owner(port: u16) -> Option<String> {
     let mut pids =
         fs::read_dir("/proc").ok()?.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok());
     let pid = if inodes.is_empty() { None } else { pids.find(owns) }?;
-    let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-    Some(format!("{} (pid {pid})", name.trim_end()))
+    Some(format!("{} (pid {pid})", kernel_file::process_name(pid)))
 }
 
 /// Returns the inodes of the sockets that listen on `port`. `table` is the text of /proc/net/tcp or
