@@ -164,7 +164,8 @@ fn closed_connection_fails_every_call_and_reconnection_finds_nobody() {
     thread::scope(|scope| {
         for (index, (name, call)) in CALLS.iter().enumerate() {
             scope.spawn(move || {
-                // An address of its own: at 127.0.0.1 another program may get the port of the server that ended.
+                // Each case has its own address. At 127.0.0.1 another program may get the port of the server
+                // that ended.
                 let address = format!("127.66.{}.{}:0", std::process::id() % 250, index + 1);
                 let server = StoreServer::bind(&[address.parse().unwrap()]).unwrap();
                 let store = TcpStore::connect(&server.addresses()[0].to_string(), soon()).unwrap();

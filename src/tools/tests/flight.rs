@@ -1,5 +1,5 @@
-//! Tests of `convoke-flight` as its users see it. Tests of its statements about groups are in `convoke-recorder`,
-//! and tests with real jobs in `launcher-tests`.
+//! Tests of `convoke-flight` as its users see it. Tests of its statements about groups are in
+//! `convoke-recorder`, and tests with real jobs in `launcher-tests`.
 #![allow(clippy::unwrap_used, clippy::panic)] // in a test a broken expectation ends it
 
 use std::ffi::OsStr;
