@@ -1,6 +1,7 @@
 //! The control groups (cgroups, version 1 and 2) of this process, and the limits that they and their
 //! ancestors set.
 
+use std::cell::OnceCell;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -44,12 +45,19 @@ impl Cgroup {
 /// Returns the cgroups of this process with this controller. Paths are read below `root`. Cgroups of version
 /// 1 come before those of version 2; a controller belongs to only one of the versions.
 pub(crate) fn groups(root: &Path, controller: &str) -> Vec<Cgroup> {
-    let read = |path: &str| kernel_file::read(&root.join(path));
-    let mut found = parse(&read("proc/self/cgroup"), &read("proc/self/mountinfo"), controller);
-    for group in &mut found {
-        group.folder = below(root, &group.folder);
-        group.top = below(root, &group.top);
+    let mounts = OnceCell::new();
+    let mut found = Vec::new();
+    for (is_v2, name) in own_cgroups(&kernel_file::read(&root.join("proc/self/cgroup")), controller) {
+        let place = usual_place(root, is_v2, name, controller).or_else(|| {
+            let mounts = mounts.get_or_init(|| kernel_file::read(&root.join("proc/self/mountinfo")));
+            mounted(mounts, is_v2, name, controller)
+                .map(|(top, folder)| (below(root, &top), below(root, &folder)))
+        });
+        if let Some((top, folder)) = place {
+            found.push(Cgroup { name: name.to_owned(), folder, top, is_v2 });
+        }
     }
+    found.sort_by_key(|group| group.is_v2);
     found
 }
 
@@ -98,27 +106,27 @@ fn below(root: &Path, path: &Path) -> PathBuf {
     root.join(path.strip_prefix("/").unwrap_or(path))
 }
 
-fn parse(cgroups: &str, mounts: &str, controller: &str) -> Vec<Cgroup> {
-    let mut found = Vec::new();
-    for line in cgroups.lines() {
+/// Returns the lines of /proc/self/cgroup that have this controller: true for version 2, and the cgroup's
+/// name.
+fn own_cgroups<'a>(cgroups: &'a str, controller: &str) -> impl Iterator<Item = (bool, &'a str)> {
+    cgroups.lines().filter_map(move |line| {
         let mut parts = line.splitn(3, ':');
-        let (Some(id), Some(controllers), Some(name)) = (parts.next(), parts.next(), parts.next()) else {
-            continue;
-        };
+        let (id, controllers, name) = (parts.next()?, parts.next()?, parts.next()?);
         let is_v2 = id == "0" && controllers.is_empty();
-        if !is_v2 && !controllers.split(',').any(|known| known == controller) {
-            continue;
-        }
-        if let Some((top, folder)) = mounted(mounts, is_v2, name, controller) {
-            let group = Cgroup { name: name.to_owned(), folder, top, is_v2 };
-            if is_v2 {
-                found.push(group);
-            } else {
-                found.insert(0, group);
-            }
-        }
-    }
-    found
+        (is_v2 || controllers.split(',').any(|known| known == controller)).then_some((is_v2, name))
+    })
+}
+
+/// Returns the mount point and the folder of a cgroup if its hierarchy is mounted where systemd mounts it.
+/// The kernel needs 0.1 ms to list all mounts, which is saved at every start of the launcher and the guard.
+fn usual_place(root: &Path, is_v2: bool, name: &str, controller: &str) -> Option<(PathBuf, PathBuf)> {
+    let points: &[&str] = if is_v2 { &["", "unified"] } else { &[controller] };
+    points.iter().find_map(|point| {
+        let top = root.join("sys/fs/cgroup").join(point);
+        let folder = below(&top, Path::new(name));
+        // The kernel has this file in each cgroup, and no other file system has it.
+        folder.join("cgroup.procs").exists().then_some((top, folder))
+    })
 }
 
 /// Returns the mount point of the cgroup hierarchy, and the folder of the cgroup `name` in it.
@@ -153,24 +161,42 @@ mod tests {
 ";
     const V2_MOUNTS: &str = "40 24 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw,nsdelegate\n";
 
-    fn folders(cgroups: &str, mounts: &str) -> Vec<String> {
+    fn folders(cgroups: &str, mounts: &str, files: &[(&str, &str)]) -> Vec<String> {
         let version = |group: &Cgroup| if group.is_v2 { "v2" } else { "v1" };
-        let groups = parse(cgroups, mounts, "memory");
-        groups.iter().map(|group| format!("{} {}", version(group), group.folder.display())).collect()
+        let root = machine(cgroups, mounts, files);
+        let path = |group: &Cgroup| format!("/{}", group.folder.strip_prefix(root.path()).unwrap().display());
+        groups(root.path(), "memory")
+            .iter()
+            .map(|group| format!("{} {}", version(group), path(group)))
+            .collect()
     }
 
     #[test]
     fn memory_cgroup_is_found_in_v1_and_v2() {
         let hybrid = "9:name=systemd:/\n4:memory:/job/step:0\n1:cpu,cpuacct:/\n0::/\n";
         assert_eq!(
-            folders(hybrid, V1_MOUNTS),
-            ["v1 /sys/fs/cgroup/memory/job/step:0", "v2 /sys/fs/cgroup/unified/"]
+            folders(hybrid, V1_MOUNTS, &[]),
+            ["v1 /sys/fs/cgroup/memory/job/step:0", "v2 /sys/fs/cgroup/unified"]
         );
-        assert_eq!(folders("0::/user.slice/x\n", V2_MOUNTS), ["v2 /sys/fs/cgroup/user.slice/x"]);
+        assert_eq!(folders("0::/user.slice/x\n", V2_MOUNTS, &[]), ["v2 /sys/fs/cgroup/user.slice/x"]);
         let container = "40 24 0:26 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n";
-        assert_eq!(folders("4:memory:/docker/abc\n", container), ["v1 /sys/fs/cgroup/memory/"]);
-        assert_eq!(folders("4:memory:/elsewhere\n", container), [""; 0]);
-        assert_eq!(folders("", ""), [""; 0]);
+        assert_eq!(folders("4:memory:/docker/abc\n", container, &[]), ["v1 /sys/fs/cgroup/memory"]);
+        assert_eq!(folders("4:memory:/elsewhere\n", container, &[]), [""; 0]);
+        assert_eq!(folders("", "", &[]), [""; 0]);
+    }
+
+    #[test]
+    fn cgroup_at_the_usual_mount_point_needs_no_list_of_mounts() {
+        let v1 = [("sys/fs/cgroup/memory/job/cgroup.procs", "1\n")];
+        assert_eq!(folders("4:memory:/job\n", "", &v1), ["v1 /sys/fs/cgroup/memory/job"]);
+        let v2 = [("sys/fs/cgroup/job/cgroup.procs", "1\n")];
+        assert_eq!(folders("0::/job\n", "", &v2), ["v2 /sys/fs/cgroup/job"]);
+        let hybrid = [("sys/fs/cgroup/unified/cgroup.procs", "1\n")];
+        assert_eq!(folders("0::/\n", "", &hybrid), ["v2 /sys/fs/cgroup/unified"]);
+        // A container's own cgroup is mounted there, but under another name.
+        let container = "40 24 0:26 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n";
+        let procs = [("sys/fs/cgroup/memory/cgroup.procs", "1\n")];
+        assert_eq!(folders("4:memory:/docker/abc\n", container, &procs), ["v1 /sys/fs/cgroup/memory"]);
     }
 
     /// A machine whose process is in this group, with these files.
