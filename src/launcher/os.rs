@@ -269,6 +269,15 @@ pub(crate) fn stop_this_process() {
     let _ = raise(Signal::SIGSTOP);
 }
 
+/// Returns true if this process ignores the signal.
+pub(crate) fn is_ignored(number: i32) -> bool {
+    // SAFETY: integers and an optional function pointer make up a `sigaction`, and zero is valid for each.
+    let mut current: nix::libc::sigaction = unsafe { std::mem::zeroed() };
+    // SAFETY: without a new action the call only writes the present one to `current`, which lives longer.
+    let result = unsafe { nix::libc::sigaction(number, std::ptr::null(), &raw mut current) };
+    result == 0 && current.sa_sigaction == nix::libc::SIG_IGN
+}
+
 /// Registers a signalfd with the event loop, which can then wait for signals.
 ///
 /// # Errors
@@ -353,5 +362,14 @@ mod tests {
 
     fn exists(cpu: usize) -> bool {
         std::path::Path::new(&format!("/sys/devices/system/cpu/cpu{cpu}")).exists()
+    }
+
+    #[test]
+    fn ignored_and_handled_signals_are_distinguished() {
+        // Rust's start-up code ignores SIGPIPE. SIGKILL is queried like any other, and 32 is refused.
+        assert!(is_ignored(Signal::SIGPIPE as i32));
+        assert!(
+            !is_ignored(Signal::SIGUSR2 as i32) && !is_ignored(Signal::SIGKILL as i32) && !is_ignored(32)
+        );
     }
 }

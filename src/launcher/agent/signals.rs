@@ -1,7 +1,5 @@
 //! Defines what the launcher does on each signal, and delivers signals to the event loop.
 
-use std::path::Path;
-
 use nix::errno::Errno;
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
@@ -10,9 +8,8 @@ use tokio::sync::mpsc;
 
 use super::event_loop::Notification;
 use crate::config::Config;
-use crate::guard::signal_set;
-use crate::kernel_file;
 use crate::messages::print_message;
+use crate::os::is_ignored;
 
 /// What the launcher does when it receives a signal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -92,8 +89,7 @@ pub(super) fn watch(config: &Config, notifier: &mpsc::UnboundedSender<Notificati
         is_given: config.signals_given,
         forward: &config.forward_signals,
     };
-    let ignored = ignored();
-    let actions = signal_actions(settings, |number| ignored >> (number - 1) & 1 == 1);
+    let actions = signal_actions(settings, is_ignored);
     let action = move |number| actions.iter().find(|(known, _)| *known == number).map(|(_, action)| *action);
     let cannot = |error: std::io::Error| format!("cannot handle signals: {error}");
     // The set contains every real-time signal. Those without an action are dropped when they arrive.
@@ -140,12 +136,6 @@ async fn next_signal(signals: &AsyncFd<SignalFd>) -> Option<i32> {
             })
             .ok();
     }
-}
-
-/// Returns the signals that this process ignores, as a bit set: bit 0 is signal 1. Returns 0 if /proc does
-/// not show them.
-fn ignored() -> u64 {
-    signal_set(&kernel_file::read(Path::new("/proc/self/status")), "SigIgn:")
 }
 
 #[cfg(test)]

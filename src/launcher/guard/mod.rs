@@ -19,6 +19,5 @@ mod sweep;
 
 pub(crate) use link::GuardLink;
 pub(crate) use process::run;
-pub(crate) use procfs::signal_set;
 pub(crate) use protocol::{FromGuard, Orphan, SpawnRequest, ToGuard, WorkerId};
 pub(crate) use sweep::{kill_all, reap};

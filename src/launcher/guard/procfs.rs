@@ -71,7 +71,7 @@ pub(crate) fn pids_catching(group: i32, signal: i32) -> Vec<i32> {
 
 /// Parses the set of signals in line `field` of `/proc/PID/status`, as a bit set: bit 0 is signal 1. Returns
 /// 0 if the line is missing.
-pub(crate) fn signal_set(status: &str, field: &str) -> u64 {
+fn signal_set(status: &str, field: &str) -> u64 {
     let line = status.lines().find_map(|line| line.strip_prefix(field));
     line.and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok()).unwrap_or(0)
 }

@@ -11,7 +11,7 @@ mod termination;
 #[cfg(test)]
 mod tests;
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 
 use convoke_env::{Generation, Token};
@@ -265,7 +265,7 @@ fn serve(host: &str, port: u16) -> Result<StoreServer, RendezvousError> {
     };
     // Binding fails if `host` is an address of another host (of a port forwarder, for example), or an IPv6
     // address on a host without IPv6. The server then listens at all addresses.
-    let local = |ip: &IpAddr| TcpListener::bind((*ip, 0)).is_ok();
+    let local = |ip: &IpAddr| UdpSocket::bind((*ip, 0)).is_ok();
     let mut addresses: Vec<_> =
         wanted.into_iter().filter(local).map(|ip| SocketAddr::new(ip, port)).collect();
     if addresses.is_empty() {
