@@ -275,10 +275,10 @@ fn slow_network_or_host_ends_nothing() {
             std::thread::sleep(2 * LONG_PEER_TIMEOUT);
             job.signal(1, Signal::SIGCONT);
         }
-        for rank in 0..3 {
-            let report = job.report(rank);
-            assert!(report.error.is_none(), "{slow:?}, {operation:?}: {report:#?}");
-        }
+        // All of them: the rank that fails first may be another than the one that it names.
+        let reports: Vec<_> = (0..3).map(|rank| job.report(rank)).collect();
+        let all_well = reports.iter().all(|report| report.error.is_none());
+        assert!(all_well, "{slow:?}, {operation:?}: {reports:#?}");
     });
 }
 
