@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use convoke_testkit::process::remove_job_variables;
 use convoke_testkit::programs::user_program;
-use convoke_testkit::{try_wait_until, wait_until};
+use convoke_testkit::{TEST_TIMEOUT, try_wait_until_within, wait_until};
 
 /// Environment variable that every process of a job inherits.
 const TAG: &str = "CONVOKE_TEST_TAG";
@@ -187,8 +187,13 @@ impl Launcher {
         String::from_utf8_lossy(&fs::read(&self.err).unwrap()).into_owned()
     }
 
-    pub fn wait(mut self) -> ProcessOutput {
-        let status = try_wait_until(|| self.child.try_wait().unwrap());
+    pub fn wait(self) -> ProcessOutput {
+        self.wait_within(TEST_TIMEOUT)
+    }
+
+    /// Waits for a program that runs for longer than a test usually does.
+    pub fn wait_within(mut self, limit: Duration) -> ProcessOutput {
+        let status = try_wait_until_within(limit, || self.child.try_wait().unwrap());
         let read = |path: &Path| String::from_utf8_lossy(&fs::read(path).unwrap()).into_owned();
         let Some(status) = status else {
             let all = Command::new("ps").args(["-eo", "pid,ppid,psr,stat,etime,args"]).output();

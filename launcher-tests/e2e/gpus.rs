@@ -192,6 +192,9 @@ fn digits_example_trains_on_gpus_as_on_the_host() {
     }
 }
 
+/// The limit of a whole check, which takes 30 s on a quiet machine with two cores.
+const GPU_CHECK_TIMEOUT: Duration = Duration::from_secs(200);
+
 /// Builds a command for `scripts/gpu-check` as packed for users, on a machine with one GPU.
 fn gpu_check(job: &Job) -> Command {
     let folder = job.path("packed");
@@ -210,7 +213,7 @@ fn gpu_check(job: &Job) -> Command {
 #[test]
 fn gpu_check_passes_and_writes_its_report() {
     let job = Job::new();
-    let ended = job.start(gpu_check(&job)).wait().expect_exit_code(0);
+    let ended = job.start(gpu_check(&job)).wait_within(GPU_CHECK_TIMEOUT).expect_exit_code(0);
     let report = std::fs::read_to_string(job.path("report.md")).unwrap();
     for check in [
         "| a result on another stream | passed | right 100 of 100 times |",
