@@ -348,10 +348,9 @@ struct RetryBudget {
 
 impl RetryBudget {
     fn new(engine: &Engine) -> Self {
-        let oversubscription = engine.settings.sharing.oversubscription;
-        let oversubscribed = oversubscription == Oversubscription::Cores;
+        let oversubscribed = engine.settings.sharing.oversubscription == Oversubscription::Cores;
         Self {
-            wait_policy: WaitPolicy::for_inline(oversubscription),
+            wait_policy: engine.wait_policy.for_inline(),
             rounds: 0,
             failed_spins: 0,
             oversubscribed,

@@ -72,7 +72,7 @@ pub(crate) struct Engine {
     /// Set when this rank makes no more calls: it leaves the group as soon as its pending operations are
     /// done.
     pub(super) finishing: Option<Finishing>,
-    wait_policy: WaitPolicy,
+    pub(super) wait_policy: WaitPolicy,
     /// A control frame has arrived, or a control connection has ended, since this flag was last cleared.
     pub(super) control_activity: bool,
     /// The time at which the driving thread was last moved to another core.

@@ -23,6 +23,14 @@ const MIN_SWITCH_TIME: Duration = Duration::from_nanos(900);
 /// Most yields that let another thread run, although each rank has a core. After so many, this rank sleeps
 /// once or moves to another core.
 const MAX_SWITCHES: u32 = 16;
+/// If yields take at least this long, a thread of the core computes without end: it runs until its time slice
+/// is over, 3 to 4 ms. A sleeping rank gets the core back as soon as its data comes.
+const BUSY_CORE_YIELD_TIME: Duration = Duration::from_millis(1);
+/// Yields in a row that must take so long, if there are more ranks than cores. A single one may be due to a
+/// rank that computes for a while.
+const OVERSUBSCRIBED_BUSY_CORE_YIELDS: u32 = 2;
+/// Number of waits without yields after yields that took so long.
+const BUSY_CORE_WAITS: u32 = 256;
 
 /// Most spins of an inline call before it becomes a queued operation, if each rank has a core.
 const INLINE_SPINS: u32 = 1000;
@@ -63,6 +71,10 @@ pub(super) struct WaitPolicy {
     idle_yields: u32,
     /// Yields since the last sleep that let another thread run.
     switches: u32,
+    /// Yields in a row that took as long as on a busy core.
+    long_yields: u32,
+    /// Waits that sleep instead of yielding, because this core is busy.
+    without_yields: u32,
     /// A rank that this rank waits for runs on the same core.
     shares_core: bool,
     /// When the policy last required a sleep, the rank moved to another core instead.
@@ -87,11 +99,11 @@ impl WaitPolicy {
         Self::of(oversubscription, Limits { spins, yields: YIELDS, idle_yields })
     }
 
-    /// Returns the policy for an inline call: instead of sleeping, the call becomes a queued operation. If
-    /// there are more ranks than cores, it spins only while no awaited rank
+    /// Returns the policy for an inline call: instead of sleeping, the call becomes a queued operation, for
+    /// which this policy holds. If there are more ranks than cores, the call spins only while no awaited rank
     /// [shares this core](Self::set_shares_core).
-    pub(super) fn for_inline(oversubscription: Oversubscription) -> Self {
-        let limits = match oversubscription {
+    pub(super) fn for_inline(&self) -> Self {
+        let limits = match self.oversubscription {
             Oversubscription::No => Limits { spins: INLINE_SPINS, yields: 0, idle_yields: 0 },
             Oversubscription::Cores => Limits {
                 spins: OVERSUBSCRIBED_INLINE_SPINS,
@@ -102,7 +114,7 @@ impl WaitPolicy {
                 Limits { spins: 0, yields: SESSIONS_IDLE_YIELDS, idle_yields: SESSIONS_IDLE_YIELDS }
             }
         };
-        Self::of(oversubscription, limits)
+        Self { without_yields: self.without_yields, ..Self::of(self.oversubscription, limits) }
     }
 
     fn of(oversubscription: Oversubscription, limits: Limits) -> Self {
@@ -113,6 +125,8 @@ impl WaitPolicy {
             yields: 0,
             idle_yields: 0,
             switches: 0,
+            long_yields: 0,
+            without_yields: 0,
             shares_core: false,
             migrated_last: false,
         }
@@ -137,7 +151,9 @@ impl WaitPolicy {
             self.spins += 1;
             return WaitAction::Spin;
         }
-        if background || shared || self.yields >= yields || self.idle_yields >= idle_yields {
+        let busy_core = self.without_yields > 0;
+        if background || shared || busy_core || self.yields >= yields || self.idle_yields >= idle_yields {
+            self.without_yields = self.without_yields.saturating_sub(1);
             self.record_progress();
             self.switches = 0;
             return WaitAction::Sleep;
@@ -165,6 +181,14 @@ impl WaitPolicy {
 
     /// Notes how long a yield took, which shows whether it let another thread run.
     pub(super) fn record_yield(&mut self, took: Duration) {
+        let enough = match self.oversubscription {
+            Oversubscription::No => 1,
+            Oversubscription::Cores | Oversubscription::Sessions => OVERSUBSCRIBED_BUSY_CORE_YIELDS,
+        };
+        self.long_yields = if took >= BUSY_CORE_YIELD_TIME { self.long_yields.saturating_add(1) } else { 0 };
+        if self.long_yields >= enough {
+            self.without_yields = BUSY_CORE_WAITS;
+        }
         if took >= MIN_SWITCH_TIME {
             self.switches = self.switches.saturating_add(1);
             self.idle_yields = 0;
@@ -284,6 +308,35 @@ mod tests {
     }
 
     #[test]
+    fn rank_on_a_core_with_a_busy_thread_sleeps_instead_of_yielding() {
+        use Oversubscription::{Cores, No, Sessions};
+        let slice = Duration::from_millis(4);
+        for (oversubscription, yields) in [(No, 1), (Cores, 2), (Sessions, 2)] {
+            let mut wait_policy = WaitPolicy::new(oversubscription);
+            let yields_of = |steps: &[WaitAction]| count(steps, WaitAction::Yield);
+            assert_eq!(yields_of(&until_sleep(&mut wait_policy, slice)), yields);
+            for wait in 1..BUSY_CORE_WAITS {
+                assert_eq!(yields_of(&until_sleep(&mut wait_policy.for_inline(), slice)), 0);
+                let steps = until_sleep(&mut wait_policy, slice);
+                assert_eq!(yields_of(&steps), 0, "{oversubscription:?}, wait {wait}");
+            }
+            // It tries again later, since the other thread may have ended.
+            let later = until_sleep(&mut wait_policy, IDLE_YIELD);
+            assert_eq!(later, until_sleep(&mut WaitPolicy::new(oversubscription), IDLE_YIELD));
+        }
+    }
+
+    #[test]
+    fn one_long_yield_of_an_oversubscribed_rank_changes_nothing() {
+        let mut wait_policy = WaitPolicy::new(Oversubscription::Cores);
+        let undisturbed = until_sleep(&mut wait_policy, SWITCHED);
+        assert_eq!(wait_policy.next_action(false), WaitAction::Yield);
+        wait_policy.record_yield(Duration::from_millis(4));
+        wait_policy.record_progress();
+        assert_eq!(until_sleep(&mut wait_policy, SWITCHED), undisturbed);
+    }
+
+    #[test]
     fn yield_counter_does_not_overflow() {
         let mut wait_policy = WaitPolicy { switches: u32::MAX, ..WaitPolicy::new(Oversubscription::Cores) };
         wait_policy.record_yield(SWITCHED);
@@ -293,7 +346,7 @@ mod tests {
     #[test]
     fn oversubscribed_wait_yields_longer_if_others_then_run() {
         for mut wait_policy in
-            [WaitPolicy::new(Oversubscription::Cores), WaitPolicy::for_inline(Oversubscription::Cores)]
+            [WaitPolicy::new(Oversubscription::Cores), WaitPolicy::new(Oversubscription::Cores).for_inline()]
         {
             let useful = count(&until_sleep(&mut wait_policy, SWITCHED), WaitAction::Yield);
             let idle_yields = count(&until_sleep(&mut wait_policy, IDLE_YIELD), WaitAction::Yield);
@@ -303,7 +356,7 @@ mod tests {
 
     #[test]
     fn useless_yields_stop_early() {
-        for wait_policy in [WaitPolicy::new, WaitPolicy::for_inline] {
+        for wait_policy in [WaitPolicy::new, |ratio| WaitPolicy::new(ratio).for_inline()] {
             let yields = |oversubscription| {
                 count(&until_sleep(&mut wait_policy(oversubscription), IDLE_YIELD), WaitAction::Yield)
             };
@@ -313,7 +366,7 @@ mod tests {
 
     #[test]
     fn brief_wait_spins_unless_the_peer_shares_the_core() {
-        let mut wait_policy = WaitPolicy::for_inline(Oversubscription::Cores);
+        let mut wait_policy = WaitPolicy::new(Oversubscription::Cores).for_inline();
         assert_eq!(
             phases(&until_sleep(&mut wait_policy, IDLE_YIELD)),
             [WaitAction::Spin, WaitAction::Yield, WaitAction::Sleep]
@@ -332,7 +385,7 @@ mod tests {
 
     #[test]
     fn brief_wait_with_enough_cores_spins_longer() {
-        let steps = until_sleep(&mut WaitPolicy::for_inline(Oversubscription::No), IDLE_YIELD);
+        let steps = until_sleep(&mut WaitPolicy::new(Oversubscription::No).for_inline(), IDLE_YIELD);
         assert_eq!(phases(&steps), [WaitAction::Spin, WaitAction::Sleep]);
         let long = until_sleep(&mut WaitPolicy::new(Oversubscription::No), IDLE_YIELD);
         assert!(
