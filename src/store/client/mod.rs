@@ -107,10 +107,20 @@ impl TcpStore {
     pub fn wait_for_workers(&self, count: usize, deadline: Instant) -> Result<(), StoreError> {
         let started = Instant::now();
         let count = i64::try_from(count).unwrap_or(i64::MAX);
+        let late = |arrived| {
+            let key = format!("init/ ({arrived} of {count} workers came)");
+            self.timeout("wait_for_workers", vec![key], started)
+        };
+        let mut last = None;
         loop {
             let arrived = self.exchange("wait_for_workers", &[WORKERS_KEY], deadline, |connection| {
                 get_if_present(connection, WORKERS_KEY, deadline)
-            })?;
+            });
+            let arrived = match (arrived, last) {
+                // The deadline has passed while the store was asked again.
+                (Err(StoreError::Timeout { .. }), Some(last)) => return Err(late(last)),
+                (arrived, _) => arrived?,
+            };
             let arrived = match arrived {
                 None => 0,
                 Some(text) => leading_number(&text).ok_or_else(|| not_a_number(WORKERS_KEY))?,
@@ -119,9 +129,9 @@ impl TcpStore {
                 return Ok(());
             }
             if Instant::now() + WORKERS_POLL >= deadline {
-                let key = format!("init/ ({arrived} of {count} workers came)");
-                return Err(self.timeout("wait_for_workers", vec![key], started));
+                return Err(late(arrived));
             }
+            last = Some(arrived);
             thread::sleep(WORKERS_POLL);
         }
     }

@@ -4,9 +4,11 @@
 
 mod support;
 
-use std::io::{BufRead, BufReader, Lines, Write};
-use std::net::{SocketAddr, TcpListener};
+use std::io::{BufRead, BufReader, Lines, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::process::{Child, ChildStdout, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -131,7 +133,7 @@ fn workers_are_counted_like_in_torch() {
     let server = serve();
     let (one, two) = (client(&server), client(&server));
     assert_eq!(one.announce_worker(soon()).unwrap(), 1);
-    let error = one.wait_for_workers(2, Instant::now() + Duration::from_millis(50)).unwrap_err();
+    let error = one.wait_for_workers(2, Instant::now() + Duration::from_secs(1)).unwrap_err();
     assert!(error.to_string().contains("1 of 2 workers came"), "{error}");
     thread::scope(|scope| {
         let waiting = scope.spawn(|| one.wait_for_workers(2, soon()));
@@ -146,6 +148,40 @@ fn workers_are_counted_like_in_torch() {
     plain.set(b"init/", b"two", soon()).unwrap();
     let error = one.wait_for_workers(2, soon()).unwrap_err();
     assert_eq!(error.to_string(), "store: the value of init/ is not a number");
+}
+
+/// Serves one client of the store at `to`: passes on all that it sends, and `replies` reads of what the store
+/// sends back; keeps the rest.
+fn proxy_that_stalls(to: SocketAddr, replies: Arc<AtomicUsize>) -> SocketAddr {
+    let listener = TcpListener::bind(("127.0.0.1", 0)).unwrap();
+    let address = listener.local_addr().unwrap();
+    thread::spawn(move || {
+        let (mut client, _) = listener.accept().unwrap();
+        let mut store = TcpStream::connect(to).unwrap();
+        let (mut from_client, mut to_store) = (client.try_clone().unwrap(), store.try_clone().unwrap());
+        thread::spawn(move || std::io::copy(&mut from_client, &mut to_store));
+        let mut buffer = [0; 4096];
+        while let Ok(bytes @ 1..) = store.read(&mut buffer) {
+            if replies.load(Ordering::SeqCst) > 0 {
+                replies.fetch_sub(1, Ordering::SeqCst);
+                client.write_all(&buffer[..bytes]).unwrap();
+            }
+        }
+    });
+    address
+}
+
+#[test]
+fn count_of_workers_is_reported_although_the_last_question_has_no_answer() {
+    let server = serve();
+    let replies = Arc::new(AtomicUsize::new(usize::MAX));
+    let address = proxy_that_stalls(server.addresses()[0], Arc::clone(&replies)).to_string();
+    let store = TcpStore::connect(&address, soon()).unwrap();
+    assert_eq!(store.announce_worker(soon()).unwrap(), 1);
+    // The first question is two requests: whether there is a count, and the count.
+    replies.store(2, Ordering::SeqCst);
+    let error = store.wait_for_workers(2, Instant::now() + Duration::from_secs(1)).unwrap_err();
+    assert!(error.to_string().contains("1 of 2 workers came"), "{error}");
 }
 
 #[test]
