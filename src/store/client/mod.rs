@@ -113,17 +113,15 @@ impl TcpStore {
         };
         let mut last = None;
         loop {
-            let arrived = self.exchange("wait_for_workers", &[WORKERS_KEY], deadline, |connection| {
+            let answer = self.exchange("wait_for_workers", &[WORKERS_KEY], deadline, |connection| {
                 get_if_present(connection, WORKERS_KEY, deadline)
             });
-            let arrived = match (arrived, last) {
+            let arrived = match (answer, last) {
                 // The deadline has passed while the store was asked again.
                 (Err(StoreError::Timeout { .. }), Some(last)) => return Err(late(last)),
-                (arrived, _) => arrived?,
-            };
-            let arrived = match arrived {
-                None => 0,
-                Some(text) => leading_number(&text).ok_or_else(|| not_a_number(WORKERS_KEY))?,
+                (Err(error), _) => return Err(error),
+                (Ok(None), _) => 0,
+                (Ok(Some(text)), _) => leading_number(&text).ok_or_else(|| not_a_number(WORKERS_KEY))?,
             };
             if arrived >= count {
                 return Ok(());
