@@ -275,7 +275,7 @@ fn slow_network_or_host_ends_nothing() {
             std::thread::sleep(2 * LONG_PEER_TIMEOUT);
             job.signal(1, Signal::SIGCONT);
         }
-        // All of them: the rank that fails first may be another than the one that it names.
+        // The rank that fails first may be another than the one that it names, so all reports are shown.
         let reports: Vec<_> = (0..3).map(|rank| job.report(rank)).collect();
         let all_well = reports.iter().all(|report| report.error.is_none());
         assert!(all_well, "{slow:?}, {operation:?}: {reports:#?}");

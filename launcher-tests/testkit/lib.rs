@@ -29,7 +29,7 @@ pub use random::Random;
 pub use skip::skip;
 pub use subprocess::{assert_one_passed, subprocess_test, subprocess_variable};
 pub use thread::Thread;
-pub use wait::{TEST_TIMEOUT, try_wait_until, try_wait_until_within, wait_until};
+pub use wait::{TEST_TIMEOUT, try_wait_until_within, wait_until};
 
 /// Returns true if tests run in their long form: `scripts/check --full` sets CONVOKE_FULL.
 #[must_use]

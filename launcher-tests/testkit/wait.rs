@@ -9,12 +9,7 @@ const INTERVAL: Duration = Duration::from_millis(2);
 
 /// Polls until `check` returns a value, for at most [`TEST_TIMEOUT`]; then panics and names `what`.
 pub fn wait_until<T>(what: &str, check: impl FnMut() -> Option<T>) -> T {
-    try_wait_until(check).unwrap_or_else(|| panic!("waited {TEST_TIMEOUT:?} for {what}"))
-}
-
-/// Polls until `check` returns a value; `None` after [`TEST_TIMEOUT`].
-pub fn try_wait_until<T>(check: impl FnMut() -> Option<T>) -> Option<T> {
-    try_wait_until_within(TEST_TIMEOUT, check)
+    try_wait_until_within(TEST_TIMEOUT, check).unwrap_or_else(|| panic!("waited {TEST_TIMEOUT:?} for {what}"))
 }
 
 /// Polls until `check` returns a value; `None` after `limit`.
