@@ -3,11 +3,12 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use convoke_launcher_tests::harness::Job;
+use convoke_launcher_tests::harness::{Job, children};
 use convoke_launcher_tests::path_argument;
 use convoke_testkit::gpu::libraries;
 use convoke_testkit::programs::user_program;
 use convoke_testkit::{skip, wait_until};
+use nix::sys::signal::Signal;
 
 /// Time within which the survivors of a death must end.
 const END_LIMIT: Duration = Duration::from_secs(10);
@@ -70,6 +71,31 @@ fn mig_instances_are_assigned_by_name() {
     let lines = visible_gpus(2, &["--nproc-per-node=gpu", "--gpu-bind"], &[("SIMULATED_MIG", "2")]);
     let last = "2 sees GPU-00000000-0000-0000-0000-000000000001".to_owned();
     assert_eq!(lines, [format!("0 sees {}", instance(0)), format!("1 sees {}", instance(1)), last]);
+}
+
+#[test]
+fn driver_that_does_not_answer_is_reported() {
+    let job = Job::new();
+    let flags = ["--nproc-per-node=auto", "--dry-run"];
+    let mut command = command_on_gpus(&job, 1, &flags);
+    command.arg("true").env("SIMULATED_LOST_GPU", "1").env("CONVOKE_NVML_TIMEOUT_MS", "200");
+    let ended = job.start(command).wait().expect_exit_code(0);
+    let warning = "convoke: warning: NVIDIA's driver did not list the GPUs within 200ms; the GPUs are counted by /dev/nvidia* instead; \
+                   nvidia-smi shows whether a GPU is lost\n";
+    assert!(ended.stderr.contains(warning), "{}", ended.stderr);
+}
+
+#[test]
+fn wait_for_the_driver_ends_by_ctrl_c() {
+    let job = Job::new();
+    let mut command = command_on_gpus(&job, 1, &["--nproc-per-node=auto"]);
+    command.args(["sleep", "60"]).env("SIMULATED_LOST_GPU", "1");
+    let launcher = job.start(command);
+    wait_until("the child that waits for the driver", || children(launcher.pid()).first().copied());
+    launcher.signal(Signal::SIGINT);
+    let ended = launcher.wait();
+    assert_eq!(ended.stderr, "convoke: stopped by SIGINT\n");
+    assert!(!ended.status.success());
 }
 
 #[test]

@@ -2,14 +2,17 @@
 // Environment:
 //   SIMULATED_GPUS=2      so many GPUs (1)
 //   SIMULATED_MIG=3       the first is cut into so many instances
+//   SIMULATED_LOST_GPU=1  the library never answers, as with a GPU that fell off the bus
 //   SIMULATED_ECC=1       so many errors of the first one's memory that could not be corrected (0)
 // Build: cc -shared -fPIC -o libnvidia-ml.so.1 nvml.c
+#include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
-enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_FOUND = 6 };
+enum { SUCCESS = 0, INVALID_ARGUMENT = 2, NOT_FOUND = 6, UNKNOWN = 999 };
 // Handles: 1 + GPU, 100 + instance.
 
 typedef struct {
@@ -23,7 +26,17 @@ static unsigned number(const char *name, unsigned otherwise) {
   return given ? (unsigned)atoi(given) : otherwise;
 }
 
-int nvmlInit_v2(void) { return SUCCESS; }
+static void *sleep_forever(void *unused) {
+  for (;;) pause();
+  return unused;
+}
+
+// As NVIDIA's library, this starts a thread that does not end with nvmlShutdown.
+int nvmlInit_v2(void) {
+  pthread_t thread;
+  if (getenv("SIMULATED_LOST_GPU")) sleep_forever(NULL);
+  return pthread_create(&thread, NULL, sleep_forever, NULL) == 0 ? SUCCESS : UNKNOWN;
+}
 
 int nvmlShutdown(void) { return SUCCESS; }
 

@@ -65,6 +65,8 @@ const UNSAFE_FILES: &[&str] = &[
     "src/comm/flight/map.rs",
     // The file calls functions of NVML.
     "src/launcher/gpus/nvml.rs",
+    // The file forks a child that calls NVML.
+    "src/launcher/child.rs",
     // The launcher calls fork and exec, and a few system calls between the two.
     "src/launcher/os.rs",
 ];

@@ -10,6 +10,8 @@ compile_error!("convoke runs on Linux only: it relies on subreapers, pidfds and 
 mod agent;
 mod cause;
 mod cgroup;
+#[allow(unsafe_code)]
+mod child;
 mod cli;
 mod config;
 mod dry_run;

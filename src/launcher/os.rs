@@ -1,4 +1,4 @@
-//! Contains every system call of the launcher that needs `unsafe`.
+//! System calls of the launcher that need `unsafe`; `child` has one more fork.
 
 use std::convert::Infallible;
 use std::ffi::{CStr, CString, OsStr, OsString};
@@ -17,6 +17,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use crate::cause::{StartFailure, StartStep};
+use crate::child::check_single_thread;
 use crate::limits::Limits;
 
 /// Tells each of the two processes after [`fork_guard`] which one it is.
@@ -38,10 +39,7 @@ pub(crate) enum Forked {
 /// # Errors
 /// More than one thread runs, or the system refuses a socket, a process or the role of a subreaper.
 pub(crate) fn fork_guard() -> io::Result<Forked> {
-    let threads = std::fs::read_dir("/proc/self/task").map_or(1, Iterator::count);
-    if threads != 1 {
-        return Err(io::Error::other(format!("cannot fork: {threads} threads run")));
-    }
+    check_single_thread()?;
     nix::sys::prctl::set_child_subreaper(true)?;
     let (launcher, guard) = UnixStream::pair()?;
     // SAFETY: one thread runs (checked above), so the child is a whole copy of this process. No other thread

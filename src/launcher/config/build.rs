@@ -83,6 +83,7 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
              set it yourself to tune it"
         )
     };
+    warnings.extend(machine.gpu_warning().map(str::to_owned));
     if output::is_quiet(env) {
         warnings.clear();
     }

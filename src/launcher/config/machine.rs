@@ -13,7 +13,7 @@ use nix::unistd::Pid;
 use super::topology::numbered_entries;
 use crate::cgroup::cpu_quota;
 use crate::gpus::Gpu;
-use crate::gpus::nvml::Nvml;
+use crate::gpus::list::{self, GpuList};
 use crate::gpus::visible::{self, VisibleError};
 
 const CUDA: &str = "CUDA_VISIBLE_DEVICES";
@@ -26,8 +26,8 @@ pub(crate) struct Machine {
     pub(crate) root: PathBuf,
     /// CPUs on which this process may run, ascending; empty if the system does not report them.
     pub(crate) cpus: Vec<usize>,
-    /// NVIDIA's GPUs, which are listed at the first use.
-    pub(crate) gpus: OnceLock<Vec<Gpu>>,
+    /// NVIDIA's GPUs, which are listed at the first use. Without NVML, one nameless GPU for each device node.
+    pub(crate) gpus: OnceLock<GpuList>,
     /// Folders that contain the launcher's program: by the path as called, and by the path without symbolic
     /// links.
     pub(crate) launcher: Vec<PathBuf>,
@@ -88,11 +88,17 @@ impl Machine {
     /// Returns NVIDIA's GPUs as the driver's library lists them. Without the library, returns one nameless
     /// GPU for each device node.
     pub(crate) fn gpus(&self) -> &[Gpu] {
-        self.gpus.get_or_init(|| {
-            let listed =
-                if self.root == Path::new("/") { Nvml::open().and_then(|nvml| nvml.gpus()) } else { None };
-            listed.unwrap_or_else(|| vec![Gpu::default(); self.nvidia_minors().len()])
-        })
+        let nameless = || vec![Gpu::default(); self.nvidia_minors().len()];
+        let list = || match self.root == Path::new("/") {
+            true => list::list(nameless),
+            false => GpuList { gpus: nameless(), warning: None },
+        };
+        &self.gpus.get_or_init(list).gpus
+    }
+
+    /// Returns a warning if NVIDIA's driver was asked for its GPUs and did not list them.
+    pub(crate) fn gpu_warning(&self) -> Option<&str> {
+        self.gpus.get()?.warning.as_deref()
     }
 
     /// Returns the environment variable that makes devices visible, and its value for each of `workers`,

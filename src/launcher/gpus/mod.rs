@@ -1,15 +1,18 @@
 //! NVIDIA's GPUs: the list of them, the GPUs of each worker, and the evidence when a worker fails.
 //!
-//! `nvml` calls the driver's library and loads it if it exists. `visible` and `xid` (pure) parse device lists
+//! `nvml` calls the driver's library and loads it if it exists. `list` does so in a child process. `visible` and `xid` (pure) parse device lists
 //! and the driver's messages. `evidence` collects the facts about a failed worker's GPUs.
 
 pub(crate) mod evidence;
+pub(crate) mod list;
 pub(crate) mod nvml;
 pub(crate) mod visible;
 mod xid;
 
+use serde::{Deserialize, Serialize};
+
 /// A GPU as NVML reports it. Lists are in PCI bus order.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub(crate) struct Gpu {
     /// Name of the GPU, `GPU-...`.
     pub(crate) uuid: String,

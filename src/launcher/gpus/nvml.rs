@@ -3,6 +3,7 @@
 use std::ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void};
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
+use nix::libc::RTLD_NODELETE;
 
 use super::Gpu;
 
@@ -46,8 +47,9 @@ impl Nvml {
     pub(crate) fn open() -> Option<Self> {
         let name = std::env::var_os(LIBRARY_VARIABLE).unwrap_or_else(|| LIBRARY_NAME.into());
         // SAFETY: opening a library runs its initializers. The name says that it is NVML, whose initializers
-        // are sound.
-        let library = unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL) }.ok()?;
+        // are sound. NODELETE, because NVML starts a thread that outlives `nvmlShutdown`; that thread must not
+        // lose its code.
+        let library = unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE) }.ok()?;
         let nvml = Self { library };
         // SAFETY: the function type is that of `nvml.h`.
         let init: unsafe extern "C" fn() -> c_int = unsafe { nvml.function(c"nvmlInit_v2") }?;
