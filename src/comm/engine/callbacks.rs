@@ -24,11 +24,9 @@ impl CallbackQueue {
 
     /// Counts one pending nonblocking operation less, and queues its callbacks.
     pub(super) fn finish_operation(&self, callbacks: impl Iterator<Item = Callback>) {
-        let mut list = self.list();
-        list.extend(callbacks);
-        let has_queued = !list.is_empty();
-        drop(list);
-        if has_queued {
+        let mut callbacks = callbacks.peekable();
+        if callbacks.peek().is_some() {
+            self.list().extend(callbacks);
             self.has_queued.store(true, Ordering::SeqCst);
         }
         self.pending_operations.fetch_sub(1, Ordering::SeqCst);

@@ -38,7 +38,7 @@ impl TimeLimit {
     }
 
     /// Returns the start time: now, if none is set.
-    fn started_at(self) -> Instant {
+    pub(crate) fn started_at(self) -> Instant {
         self.since.unwrap_or_else(Instant::now)
     }
 

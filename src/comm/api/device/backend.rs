@@ -13,7 +13,7 @@ use super::driver::bind;
 use super::events::EventPool;
 use super::operation::{Backoff, DeviceOperation};
 use super::options::DeviceOptions;
-use super::pending::{CHECK_INTERVAL, PendingOperations};
+use super::pending::{CHECK_INTERVAL, PendingOperations, Search};
 use super::staged::Staging;
 use super::teardown::Failure;
 use crate::api::group::Group;
@@ -31,6 +31,8 @@ pub(super) struct DeviceBackend {
     watchdog: Option<JoinHandle<()>>,
 }
 
+type Pending = PendingOperations<Arc<DeviceOperation>, Group>;
+
 /// The state that the backend shares with its watchdog.
 pub(super) struct Core {
     /// The host side of the group.
@@ -40,7 +42,8 @@ pub(super) struct Core {
     pub(super) transport: DeviceTransport,
     pub(super) failure: OnceLock<Failure>,
     pub(super) events: Arc<EventPool>,
-    pub(super) pending: Mutex<PendingOperations<Arc<DeviceOperation>>>,
+    /// The operations in progress. A handle of the group is kept with them.
+    pub(super) pending: Mutex<Pending>,
     /// Notified when the watchdog has something to check in `pending`, or must end.
     pub(super) wakeup: Condvar,
     pub(super) closing: AtomicBool,
@@ -201,7 +204,7 @@ impl Core {
         Backoff::poll_until(until, || self.try_lock_nccl())
     }
 
-    pub(super) fn pending(&self) -> MutexGuard<'_, PendingOperations<Arc<DeviceOperation>>> {
+    pub(super) fn pending(&self) -> MutexGuard<'_, Pending> {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -227,7 +230,7 @@ impl Core {
             if self.pending().is_empty() || self.has_failed() {
                 return Some(());
             }
-            self.reap();
+            self.reap(Search::Exact);
             self.check_timeouts();
             if last_check.elapsed() >= CHECK_INTERVAL {
                 self.check_health();
@@ -247,9 +250,23 @@ impl Core {
         }
     }
 
+    /// Keeps `group`, a handle of this backend's group, until no operation is pending.
+    pub(super) fn keep_while_pending(&self, group: Group) {
+        // Dropping a handle may shut down this backend, so the lock is released first.
+        let unneeded = self.pending().keep(group);
+        drop(unneeded);
+    }
+
+    /// Drops the kept handle of the group if no operation is pending. Only the watchdog calls this, since the
+    /// drop may shut down this backend.
+    pub(super) fn release_group(&self) {
+        let group = self.pending().release();
+        drop(group);
+    }
+
     /// Removes and completes the operations that are done.
-    pub(super) fn reap(&self) {
-        let (done, failed) = self.pending().reap(|operation| operation.recorded.is_complete());
+    pub(super) fn reap(&self, search: Search) {
+        let (done, failed) = self.pending().reap(search, |operation| operation.recorded.is_complete());
         // Operations found done before an abort began have succeeded.
         if !self.aborting.load(Ordering::SeqCst) {
             done.iter().for_each(|operation| operation.completion.complete(Ok(None)));

@@ -22,7 +22,8 @@ pub(super) struct CallWait {
 
 impl CallWait {
     pub(super) fn new(call: Call, seq: u64, limit: TimeLimit) -> Self {
-        Self { call, seq, limit: limit.started(), last_check: Instant::now(), backoff: Backoff::default() }
+        let limit = limit.started();
+        Self { call, seq, limit, last_check: limit.started_at(), backoff: Backoff::default() }
     }
 
     /// The time that is left until the time limit.

@@ -11,7 +11,7 @@ use super::call_wait::CallWait;
 use super::driver::bind;
 use super::element::ElementType;
 use super::operation::DeviceOperation;
-use super::pending::commands;
+use super::pending::{Search, commands};
 use super::staged::Staging;
 use super::teardown::Failure;
 use super::type_mapping::{DeviceReduction, peers, to_nccl};
@@ -40,7 +40,7 @@ impl Core {
         self.check(call, seq)?;
         let limit = limit.started();
         bind(&self.context).map_err(|error| self.driver_failed(error, call, seq))?;
-        let completion = Arc::new(Completion::nonblocking(limit, Arc::clone(&self.callback_queue)));
+        let completion = Completion::nonblocking(limit, Arc::clone(&self.callback_queue));
         let _ = completion.step.set(self.flight.begin(&CallInfo::device(
             call,
             seq,
@@ -78,14 +78,14 @@ impl Core {
         let (peers, core) = (peers(steps), Arc::downgrade(self));
         let operation = Arc::new(DeviceOperation { completion, call, seq, recorded, peers, core });
         let mut pending = self.pending();
-        let first = pending.is_empty();
         let many = pending.add(Arc::clone(&operation), key, deadline, commands(steps.len(), buffers));
+        let must_wake = pending.must_wake_watchdog();
         drop((pending, nccl_guard));
-        if first {
+        if must_wake {
             self.wakeup.notify_all();
         }
         if many {
-            self.reap();
+            self.reap(Search::Quick);
             self.notify_callbacks();
         }
         Ok(Some(operation))
@@ -106,7 +106,7 @@ impl Core {
         // Waits until fewer commands are in progress: a full CUDA queue blocks its callers.
         self.wait_for(call_wait, || {
             if self.pending().is_full() {
-                self.reap();
+                self.reap(Search::Quick);
                 self.notify_callbacks();
             }
             (!self.pending().is_full()).then_some(())

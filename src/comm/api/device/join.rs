@@ -11,6 +11,7 @@ use super::capabilities::{Capabilities, check_compatible};
 use super::driver::bind;
 use super::operation::Backoff;
 use super::options::DeviceOptions;
+use super::pending::Search;
 use super::staged::Staging;
 use super::teardown::Failure;
 use crate::api::group::Group;
@@ -211,7 +212,7 @@ impl Core {
         let _nccl_guard = self.wait_for(&mut call_wait, || self.try_lock_nccl())?;
         // NCCL allows no other operation in progress during a split.
         self.wait_for(&mut call_wait, || {
-            self.reap();
+            self.reap(Search::Exact);
             self.notify_callbacks();
             self.pending().is_empty().then_some(())
         })?;

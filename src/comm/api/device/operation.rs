@@ -11,6 +11,7 @@ use smallvec::SmallVec;
 
 use super::backend::Core;
 use super::events::RecordedEvent;
+use crate::api::group::Group;
 use crate::api::group::device::DeviceWork;
 use crate::collectives::call::Call;
 use crate::engine::Completion;
@@ -18,7 +19,7 @@ use crate::error::DeviceError;
 
 /// An operation that was enqueued.
 pub(super) struct DeviceOperation {
-    pub(super) completion: Arc<Completion>,
+    pub(super) completion: Completion,
     pub(super) call: Call,
     pub(super) seq: u64,
     pub(super) recorded: RecordedEvent,
@@ -47,7 +48,7 @@ impl DeviceOperation {
 }
 
 impl DeviceWork for DeviceOperation {
-    fn completion(&self) -> &Arc<Completion> {
+    fn completion(&self) -> &Completion {
         &self.completion
     }
 
@@ -59,6 +60,14 @@ impl DeviceWork for DeviceOperation {
 
     fn poll(&self) -> bool {
         self.core().is_none_or(|core| core.poll_operation(self))
+    }
+
+    fn detach(&self, group: Group) {
+        match self.core.upgrade() {
+            // In a forked child the operation never ends, and another thread may have held the locks.
+            Some(core) if !core.group.is_forked() => core.keep_while_pending(group),
+            Some(_) | None => drop(group),
+        }
     }
 
     /// Makes the watchdog poll often, to report soon that the operation is done.

@@ -3,6 +3,8 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use smallvec::SmallVec;
+
 /// The watchdog's interval between checks while operations are in progress.
 pub(super) const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 /// The watchdog's interval while a thread waits for the watchdog to report that an operation is done.
@@ -36,23 +38,36 @@ struct Entry<P> {
     commands: usize,
 }
 
-/// Operations that are not known to be done, in the order in which they began.
+/// Operations that are not known to be done, in the order in which they began. A value `K` is kept while
+/// operations whose handle was dropped may be pending.
 #[derive(Debug)]
-pub(super) struct PendingOperations<P> {
+pub(super) struct PendingOperations<P, K> {
     entries: VecDeque<Entry<P>>,
     /// The number of CUDA commands of all operations together.
     commands: usize,
     /// Set while a thread waits for the watchdog to report that an operation is done.
     fast_poll: bool,
+    /// Set while the watchdog sleeps because no operation is in progress.
+    watchdog_idle: bool,
+    kept: Option<K>,
 }
 
-impl<P> Default for PendingOperations<P> {
+/// The precision with which [`PendingOperations::reap`] finds the operations that are done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Search {
+    /// Finds all operations that are done.
+    Exact,
+    /// Asks at most twice for each stream, and may miss operations that are done.
+    Quick,
+}
+
+impl<P, K> Default for PendingOperations<P, K> {
     fn default() -> Self {
-        Self { entries: VecDeque::new(), commands: 0, fast_poll: false }
+        Self { entries: VecDeque::new(), commands: 0, fast_poll: false, watchdog_idle: false, kept: None }
     }
 }
 
-impl<P> PendingOperations<P> {
+impl<P, K> PendingOperations<P, K> {
     /// Adds an operation of `commands` CUDA commands. Returns whether the caller should call [`Self::reap`].
     pub(super) fn add(&mut self, what: P, stream: usize, deadline: Instant, commands: usize) -> bool {
         self.entries.push_back(Entry { what, stream, deadline, commands });
@@ -63,6 +78,29 @@ impl<P> PendingOperations<P> {
     /// Records that a thread waits for the watchdog to report that an operation is done.
     pub(super) fn request_fast_poll(&mut self) {
         self.fast_poll = true;
+    }
+
+    /// Records that the watchdog goes to sleep. It sleeps long if no operation is in progress.
+    pub(super) fn watchdog_sleeps(&mut self) {
+        self.watchdog_idle = self.entries.is_empty();
+    }
+
+    /// Returns whether the watchdog must be woken because operations are in progress; once for each sleep.
+    pub(super) fn must_wake_watchdog(&mut self) -> bool {
+        !self.entries.is_empty() && std::mem::take(&mut self.watchdog_idle)
+    }
+
+    /// Keeps `what` while operations are pending. Returns it if that is not needed, for the caller to drop.
+    pub(super) fn keep(&mut self, what: K) -> Option<K> {
+        if self.entries.is_empty() || self.kept.is_some() {
+            return Some(what);
+        }
+        self.kept.replace(what)
+    }
+
+    /// Returns the kept value if no operation is pending.
+    pub(super) fn release(&mut self) -> Option<K> {
+        if self.entries.is_empty() { self.kept.take() } else { None }
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -78,28 +116,49 @@ impl<P> PendingOperations<P> {
         self.entries.iter().any(|entry| is_such(&entry.what))
     }
 
-    /// Removes and returns the operations that are done. In each stream, it asks `is_done` about each
-    /// operation until one is not done. At the first error of `is_done` it stops, and returns that error too.
-    pub(super) fn reap<E>(&mut self, mut is_done: impl FnMut(&P) -> Result<bool, E>) -> (Vec<P>, Option<E>) {
-        let (mut done, mut left, mut failed) = (Vec::new(), VecDeque::new(), None);
-        let mut blocked: Vec<usize> = Vec::new();
-        for entry in std::mem::take(&mut self.entries) {
-            let answer = failed.is_none() && !blocked.contains(&entry.stream);
-            match if answer { is_done(&entry.what) } else { Ok(false) } {
-                Ok(true) => done.push(entry.what),
-                Ok(false) => {
-                    blocked.push(entry.stream);
-                    blocked.dedup();
-                    left.push_back(entry);
-                }
-                Err(error) => {
-                    failed = Some(error);
-                    left.push_back(entry);
-                }
+    /// Removes and returns the operations that are done. After the first error of `is_done` it asks about no
+    /// further operation, and returns that error too.
+    ///
+    /// A stream ends its operations in order, so all operations before a finished one are done too. This asks
+    /// `is_done` seldom, because one question to the driver takes 1.6 µs (measured on an H200).
+    pub(super) fn reap<E>(
+        &mut self,
+        search: Search,
+        mut is_done: impl FnMut(&P) -> Result<bool, E>,
+    ) -> (Vec<P>, Option<E>) {
+        // Each stream, with the number of its operations, and of those that are done.
+        let mut streams: SmallVec<[(usize, usize); 4]> = SmallVec::new();
+        for entry in &self.entries {
+            match streams.iter_mut().find(|(stream, _)| *stream == entry.stream) {
+                Some((_, count)) => *count += 1,
+                None => streams.push((entry.stream, 1)),
             }
         }
-        self.commands = left.iter().map(|entry: &Entry<P>| entry.commands).sum();
-        self.entries = left;
+        let mut failed = None;
+        for (stream, count) in &mut streams {
+            *count = count_done(search, *count, &mut |position| {
+                let mut entries = self.entries.iter().filter(|entry| entry.stream == *stream);
+                match (&failed, entries.nth(position)) {
+                    (None, Some(entry)) => is_done(&entry.what).unwrap_or_else(|error| {
+                        failed = Some(error);
+                        false
+                    }),
+                    _ => false,
+                }
+            });
+        }
+        let mut done = Vec::with_capacity(streams.iter().map(|(_, count)| count).sum());
+        for _ in 0..self.entries.len() {
+            let Some(entry) = self.entries.pop_front() else { unreachable!("the loop counts the entries") };
+            match streams.iter_mut().find(|(stream, count)| *stream == entry.stream && *count > 0) {
+                Some((_, count)) => {
+                    *count -= 1;
+                    self.commands -= entry.commands;
+                    done.push(entry.what);
+                }
+                None => self.entries.push_back(entry),
+            }
+        }
         if self.entries.is_empty() {
             self.fast_poll = false;
         }
@@ -125,11 +184,29 @@ impl<P> PendingOperations<P> {
     }
 }
 
+/// Returns how many of `count` operations of one stream are done, by few questions.
+fn count_done(search: Search, count: usize, is_done: &mut impl FnMut(usize) -> bool) -> usize {
+    let (mut done, mut pending) = (0, count);
+    while done < pending {
+        // The last one first: usually all are done. Then the first one: otherwise most often none is.
+        let position = match (search, pending == count, done) {
+            (Search::Exact, true, 0) => count - 1,
+            (Search::Exact, false, 0) => 0,
+            (Search::Quick, true, 0) => count / 2,
+            (Search::Quick, false, 0) => 0,
+            (Search::Exact, ..) => done.midpoint(pending),
+            (Search::Quick, ..) => break,
+        };
+        if is_done(position) { done = position + 1 } else { pending = position }
+    }
+    done
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn pending(entries: &[(u32, usize, u64)]) -> (PendingOperations<u32>, Instant) {
+    fn pending(entries: &[(u32, usize, u64)]) -> (PendingOperations<u32, &'static str>, Instant) {
         let (mut pending, now) = (PendingOperations::default(), Instant::now());
         for &(what, stream, after) in entries {
             pending.add(what, stream, now + Duration::from_secs(after), commands(1, 1));
@@ -138,23 +215,69 @@ mod tests {
     }
 
     #[test]
-    fn completion_check_stops_at_first_unfinished_operation_of_a_stream() {
-        let (mut pending, _) = pending(&[(1, 0, 9), (2, 1, 9), (3, 0, 9), (4, 1, 9), (5, 1, 9)]);
-        let mut asked = Vec::new();
-        let (done, failed) = pending.reap(|&what| {
-            asked.push(what);
-            Ok::<_, ()>(what == 2 || what == 4)
-        });
-        assert_eq!((done, failed, asked), (vec![2, 4], None, vec![1, 2, 4, 5]));
-        assert_eq!(pending.drain(), [1, 3, 5]);
+    fn operations_are_done_up_to_the_last_finished_one_of_each_stream() {
+        for finished in 0..=20 {
+            let entries: Vec<_> = (0..40).map(|what| (what, what as usize % 2, 9)).collect();
+            let (mut pending, _) = pending(&entries);
+            let mut asked = 0;
+            let (done, failed) = pending.reap(Search::Exact, |&what| {
+                asked += 1;
+                Ok::<_, ()>(what % 2 == 1 || what < 2 * finished)
+            });
+            let expected: Vec<u32> = (0..40).filter(|what| what % 2 == 1 || *what < 2 * finished).collect();
+            assert_eq!((done, failed), (expected, None));
+            assert!(asked <= 8, "{asked} questions for {finished} of 20");
+            let left = (0..20).filter(|&what| what >= finished).map(|what| 2 * what);
+            assert_eq!(pending.drain(), left.collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn quick_search_frees_entries_with_few_questions() {
+        for finished in 0..=40 {
+            let entries: Vec<_> = (0..40).map(|what| (what, 0, 9)).collect();
+            let (mut pending, _) = pending(&entries);
+            let mut asked = 0;
+            let (done, failed) = pending.reap(Search::Quick, |&what| {
+                asked += 1;
+                Ok::<_, ()>(what < finished)
+            });
+            assert!(asked <= 2 && failed.is_none());
+            assert!(done.len() <= finished as usize && (finished == 0 || !done.is_empty()));
+            assert!(finished <= 20 || done.len() > 20);
+        }
+    }
+
+    #[test]
+    fn value_is_kept_until_no_operation_is_pending() {
+        let (mut pending, now) = pending(&[]);
+        assert_eq!(pending.keep("group"), Some("group"));
+        pending.add(1, 0, now, commands(1, 1));
+        assert_eq!((pending.keep("group"), pending.keep("another handle")), (None, Some("another handle")));
+        assert_eq!(pending.release(), None);
+        pending.reap(Search::Exact, |_| Ok::<_, ()>(true));
+        assert_eq!((pending.release(), pending.release()), (Some("group"), None));
     }
 
     #[test]
     fn completion_check_stops_after_an_error_and_loses_nothing() {
         let (mut pending, _) = pending(&[(1, 0, 9), (2, 1, 9), (3, 2, 9)]);
-        let (done, failed) = pending.reap(|&what| if what == 2 { Err("broken") } else { Ok(true) });
+        let (done, failed) =
+            pending.reap(Search::Exact, |&what| if what == 2 { Err("broken") } else { Ok(true) });
         assert_eq!((done, failed), (vec![1], Some("broken")));
         assert_eq!(pending.drain(), [2, 3]);
+    }
+
+    #[test]
+    fn idle_watchdog_is_woken_once() {
+        let (mut pending, now) = pending(&[]);
+        pending.watchdog_sleeps();
+        assert!(!pending.must_wake_watchdog());
+        pending.add(1, 0, now, commands(1, 1));
+        assert!(pending.must_wake_watchdog() && !pending.must_wake_watchdog());
+        pending.watchdog_sleeps();
+        pending.add(2, 0, now, commands(1, 1));
+        assert!(!pending.must_wake_watchdog(), "the watchdog checks often while operations are in progress");
     }
 
     #[test]
@@ -171,7 +294,7 @@ mod tests {
         assert_eq!(pending.next_check_in(now + Duration::from_secs(10)), Some(Duration::ZERO));
         pending.request_fast_poll();
         assert_eq!(pending.next_check_in(now), Some(FAST_INTERVAL));
-        pending.reap(|_| Ok::<_, ()>(true));
+        pending.reap(Search::Exact, |_| Ok::<_, ()>(true));
         assert_eq!((pending.next_check_in(now), pending.is_empty()), (None, true));
         pending.add(2, 0, now + Duration::from_secs(9), commands(1, 1));
         assert_eq!(pending.next_check_in(now), Some(CHECK_INTERVAL));
@@ -185,7 +308,7 @@ mod tests {
         assert!(!pending.is_full());
         pending.add(64, 0, now, commands(1, 1));
         assert!(pending.is_full());
-        pending.reap(|&what| Ok::<_, ()>(what == 1));
+        pending.reap(Search::Exact, |&what| Ok::<_, ()>(what == 1));
         assert!(!pending.is_full() && pending.any(|&what| what == 2) && !pending.any(|&what| what == 1));
         // Messages of one call share a launch, so even one to a hundred ranks uses a small part of the limit.
         assert!(commands(200, 2) < MAX_COMMANDS / 4);

@@ -11,6 +11,7 @@ use cudarc::driver::{DriverError, sys};
 use super::backend::{Core, DeviceTransport, lock};
 use super::driver::bind;
 use super::operation::Backoff;
+use super::pending::Search;
 use crate::collectives::call::Call;
 use crate::error::cause::{Cause, Report};
 use crate::error::{CallContext, CommError, DeviceError, LossReason};
@@ -157,7 +158,7 @@ impl Core {
             return;
         }
         // No operation has ended by an abort yet, so operations that are done now have succeeded.
-        self.reap();
+        self.reap(Search::Exact);
         self.aborting.store(true, Ordering::SeqCst);
         if let DeviceTransport::Nccl { communicator, .. } = &self.transport
             && let Some(communicator) = lock(communicator).take()

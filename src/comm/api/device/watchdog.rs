@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use super::backend::Core;
 use super::driver::bind;
-use super::pending::CHECK_INTERVAL;
+use super::pending::{CHECK_INTERVAL, Search};
 
 /// The interval of checks while no operation is in progress. A rank whose group has ended must abort NCCL,
 /// since the other ranks of its host wait for that abort.
@@ -38,7 +38,7 @@ impl Core {
                 }
             }
             if !self.has_failed() {
-                self.reap();
+                self.reap(Search::Exact);
                 self.check_timeouts();
             }
             if self.has_failed() {
@@ -49,6 +49,7 @@ impl Core {
             if !self.callback_queue.run() {
                 self.group.abort("a callback panicked");
             }
+            self.release_group();
             if closing {
                 return;
             }
@@ -57,12 +58,13 @@ impl Core {
 
     /// Sleeps until there is something to check. Returns whether the backend is being closed.
     fn wait_for_work(&self) -> bool {
-        let pending = self.pending();
+        let mut pending = self.pending();
         let closing = || self.closing.load(Ordering::SeqCst);
         let abort_started = self.abort_started.load(Ordering::SeqCst);
         if closing() || self.callback_queue.has_queued() || (self.has_failed() && !abort_started) {
             return closing();
         }
+        pending.watchdog_sleeps();
         let time = pending.next_check_in(Instant::now()).or_else(|| (!abort_started).then_some(IDLE));
         match time {
             Some(time) => {

@@ -36,13 +36,17 @@ pub(crate) type AttachDevice = Box<dyn FnOnce(&Group) -> Result<Group, CommError
 
 /// A device operation, as the [`Work`](super::work::Work) that waits for it sees it.
 pub(crate) trait DeviceWork: Send + Sync {
-    fn completion(&self) -> &Arc<Completion>;
+    fn completion(&self) -> &Completion;
 
     /// Waits until the operation is done, or until `until`.
     fn wait(&self, until: Option<Instant>);
 
     /// Returns whether the operation is done, successfully or not.
     fn poll(&self) -> bool;
+
+    /// Keeps `group`, whose last handle shuts down the device backend, while operations are in progress. For an
+    /// operation whose handle is dropped.
+    fn detach(&self, group: Group);
 
     /// Requests frequent polls of the device, so that a waiter for the completion learns soon that the
     /// operation is done.

@@ -31,27 +31,37 @@ pub struct Work<M: OperationBuffers> {
 }
 
 struct State<M> {
-    /// `None` if there was nothing to do.
-    completion: Option<Arc<Completion>>,
-    /// The operation on a device, if it is one.
-    #[cfg(feature = "nccl")]
-    device_operation: Option<Arc<dyn DeviceWork>>,
+    operation: Operation,
     group: Group,
     /// The buffers, always initialised. They are not a plain `M`: the engine writes through pointers into
     /// them, and moving a `Box` or `&mut` would assert exclusive access.
     memory: MaybeUninit<M>,
 }
 
+/// The operation that a handle waits for.
+enum Operation {
+    /// There was nothing to do.
+    Nothing,
+    OnHost(Arc<Completion>),
+    #[cfg(feature = "nccl")]
+    OnDevice(Arc<dyn DeviceWork>),
+}
+
+impl Operation {
+    fn completion(&self) -> Option<&Completion> {
+        match self {
+            Self::Nothing => None,
+            Self::OnHost(completion) => Some(completion),
+            #[cfg(feature = "nccl")]
+            Self::OnDevice(operation) => Some(operation.completion()),
+        }
+    }
+}
+
 impl<M: OperationBuffers> Work<M> {
     pub(super) fn new(group: Group, completion: Option<Arc<Completion>>, memory: MaybeUninit<M>) -> Self {
-        let state = State {
-            completion,
-            #[cfg(feature = "nccl")]
-            device_operation: None,
-            group,
-            memory,
-        };
-        Self { state: Some(state) }
+        let operation = completion.map_or(Operation::Nothing, Operation::OnHost);
+        Self { state: Some(State { operation, group, memory }) }
     }
 
     /// Waits until the operation is done.
@@ -86,9 +96,8 @@ impl<M: OperationBuffers> Work<M> {
     /// # Errors
     /// The errors of the blocking call.
     pub fn try_wait(self) -> Result<Result<M::Output, Self>, CommError> {
-        if let Some(State { completion: Some(completion), group, .. }) = &self.state
+        if let Some(State { operation: Operation::OnHost(completion), group, .. }) = &self.state
             && !completion.is_done()
-            && !self.is_on_device()
         {
             group.wake_engine();
         }
@@ -131,20 +140,16 @@ impl<M: OperationBuffers> Work<M> {
         self.completion().map(|completion| completion.descriptor()).transpose()
     }
 
-    fn completion(&self) -> Option<&Arc<Completion>> {
-        self.state.as_ref()?.completion.as_ref()
+    fn completion(&self) -> Option<&Completion> {
+        self.state.as_ref()?.operation.completion()
     }
 
     #[cfg(feature = "nccl")]
-    fn device_operation(&self) -> Option<&Arc<dyn DeviceWork>> {
-        self.state.as_ref()?.device_operation.as_ref()
-    }
-
-    fn is_on_device(&self) -> bool {
-        #[cfg(feature = "nccl")]
-        return self.device_operation().is_some();
-        #[cfg(not(feature = "nccl"))]
-        false
+    fn device_operation(&self) -> Option<&dyn DeviceWork> {
+        match &self.state.as_ref()?.operation {
+            Operation::OnDevice(operation) => Some(&**operation),
+            Operation::Nothing | Operation::OnHost(_) => None,
+        }
     }
 
     /// Makes the watchdog poll a device operation often, for a caller that waits without polling: no other
@@ -162,7 +167,7 @@ impl<M: OperationBuffers> Work<M> {
         if let Some(device_operation) = self.device_operation() {
             return device_operation.wait(until);
         }
-        if let Some(State { completion: Some(completion), group, .. }) = &self.state {
+        if let Some(State { operation: Operation::OnHost(completion), group, .. }) = &self.state {
             group.wait_for(std::slice::from_ref(completion), until);
         }
     }
@@ -172,12 +177,12 @@ impl<M: OperationBuffers> Work<M> {
         if !self.is_completed() {
             return None;
         }
-        let State { completion, memory, .. } = self.state.take()?;
+        let State { operation, memory, .. } = self.state.take()?;
         // SAFETY: initialised from the start, and read once: `state` has been taken. The operation is done,
         // so the engine writes no more through pointers into it.
         #[allow(unsafe_code)]
         let memory = unsafe { memory.assume_init() };
-        let outcome: Outcome = match completion {
+        let outcome: Outcome = match operation.completion() {
             Some(completion) => {
                 completion.take().expect("while the handle exists, only it takes the outcome")
             }
@@ -191,9 +196,8 @@ impl<M: OperationBuffers> Work<M> {
 impl Work<()> {
     /// Makes the handle of a device operation; `device_operation` is `None` if there is nothing to wait for.
     pub(crate) fn on_device(group: Group, device_operation: Option<Arc<dyn DeviceWork>>) -> Self {
-        let completion =
-            device_operation.as_ref().map(|device_operation| Arc::clone(device_operation.completion()));
-        Self { state: Some(State { completion, device_operation, group, memory: MaybeUninit::new(()) }) }
+        let operation = device_operation.map_or(Operation::Nothing, Operation::OnDevice);
+        Self { state: Some(State { operation, group, memory: MaybeUninit::new(()) }) }
     }
 
     /// Makes `stream` wait until the operation is done, without blocking the host. Work enqueued on `stream`
@@ -234,19 +238,19 @@ impl<M: OperationBuffers> Unpin for Work<M> {}
 
 impl<M: OperationBuffers> Drop for Work<M> {
     fn drop(&mut self) {
-        let is_on_device = self.is_on_device();
-        let Some(State { completion, group, memory, .. }) = self.state.take() else { return };
-        let buffers = KeptBuffers(memory);
-        let Some(completion) = completion else { return };
-        completion.detach();
-        let kept: Box<dyn Send + '_> = if is_on_device {
-            // The group is kept too, since its device backend must not end while the operation is in
-            // progress.
-            Box::new((buffers, group))
-        } else {
-            // The group is not kept: dropping its last handle waits for this operation.
-            Box::new(buffers)
+        let Some(state) = self.state.take() else { return };
+        let buffers = KeptBuffers(state.memory);
+        let completion = match state.operation {
+            Operation::Nothing => return,
+            Operation::OnHost(completion) => completion,
+            // The handle has no buffers. Its group is kept, since the device backend must not end while the
+            // operation is in progress.
+            #[cfg(feature = "nccl")]
+            Operation::OnDevice(operation) => return operation.detach(state.group),
         };
+        completion.detach();
+        // The group is not kept: dropping its last handle waits for this operation.
+        let kept: Box<dyn Send + '_> = Box::new(buffers);
         // SAFETY: types that differ only in a lifetime have one layout. `kept` may outlive what `M` borrows,
         // but until then nothing except its drop uses it, and that touches no borrowed elements: see
         // `OperationBuffers`.
@@ -305,11 +309,13 @@ pub fn wait_any<M: OperationBuffers>(
         if let Some(index) = works.iter().position(Work::is_completed) {
             return works.remove(index).wait().map(|output| Some((index, output)));
         }
-        let of_first = |work: &&Work<M>| {
-            !work.is_on_device() && work.state.as_ref().is_some_and(|state| state.group.is_same(&first))
+        let of_first = |work: &Work<M>| match work.state.as_ref()? {
+            State { operation: Operation::OnHost(completion), group, .. } if group.is_same(&first) => {
+                Some(Arc::clone(completion))
+            }
+            _ => None,
         };
-        let completions: Vec<_> =
-            works.iter().filter(of_first).filter_map(Work::completion).cloned().collect();
+        let completions: Vec<_> = works.iter().filter_map(of_first).collect();
         if completions.len() == works.len() {
             first.wait_for(&completions, None);
         } else {
