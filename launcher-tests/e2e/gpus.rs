@@ -169,7 +169,7 @@ fn killed_rank_ends_gpu_operations_of_the_other_ranks() {
                 && rank(pid) == "1"
         })
     });
-    nix::sys::signal::kill(nix::unistd::Pid::from_raw(worker), nix::sys::signal::Signal::SIGKILL).unwrap();
+    nix::sys::signal::kill(nix::unistd::Pid::from_raw(worker), Signal::SIGKILL).unwrap();
     let killed = Instant::now();
     let ended = launcher.wait();
     assert!(killed.elapsed() < END_LIMIT, "{:?}", killed.elapsed());
