@@ -103,6 +103,8 @@ impl Job {
         command.env(TAG, &self.tag).env("TMPDIR", self.path("tmp")).env("JOB", self.dir.path());
         // A developer may have set RUST_BACKTRACE for the tests; the expected output has no backtraces.
         command.env("RUST_BACKTRACE", "0");
+        // With it, Python writes a line and its end separately, and the lines of workers mix.
+        command.env_remove("PYTHONUNBUFFERED");
         command.stdin(Stdio::null()).current_dir(self.dir.path());
         command
     }
