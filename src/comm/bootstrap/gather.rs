@@ -179,8 +179,8 @@ impl Bootstrap<'_> {
         }
     }
 
-    /// Publishes the table `bytes`; it replaces `stale`. Fails if another process has published a refusal that
-    /// is newer than `stale`, since the other ranks may have read the refusal already.
+    /// Publishes the table `bytes`, which replaces `stale`. Fails if another process published a refusal after
+    /// `stale`: other ranks may have read it.
     fn publish_table(&self, key: &[u8], bytes: &[u8], stale: &[u8]) -> Result<(), CommError> {
         self.replace(key, stale.to_vec(), bytes, |there| match record::decode_table(there) {
             Err(error @ record::RecordError::Refused { .. }) => {

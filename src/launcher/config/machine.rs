@@ -26,7 +26,7 @@ pub(crate) struct Machine {
     pub(crate) root: PathBuf,
     /// CPUs on which this process may run, ascending; empty if the system does not report them.
     pub(crate) cpus: Vec<usize>,
-    /// NVIDIA's GPUs, which are listed at the first use. Without NVML, one nameless GPU for each device node.
+    /// Result of [`Machine::gpus`], which lists the GPUs at its first call.
     pub(crate) gpus: OnceLock<GpuList>,
     /// Folders that contain the launcher's program: by the path as called, and by the path without symbolic
     /// links.

@@ -1,7 +1,8 @@
 //! NVIDIA's GPUs: the list of them, the GPUs of each worker, and the evidence when a worker fails.
 //!
-//! `nvml` calls the driver's library and loads it if it exists. `list` does so in a child process. `visible` and `xid` (pure) parse device lists
-//! and the driver's messages. `evidence` collects the facts about a failed worker's GPUs.
+//! `nvml` loads the driver's library if it exists, and calls it. `list` lists the GPUs in a child process.
+//! `visible` and `xid` (pure) parse device lists and the driver's messages. `evidence` collects the facts about
+//! a failed worker's GPUs.
 
 pub(crate) mod evidence;
 pub(crate) mod list;

@@ -47,8 +47,7 @@ impl Nvml {
     pub(crate) fn open() -> Option<Self> {
         let name = std::env::var_os(LIBRARY_VARIABLE).unwrap_or_else(|| LIBRARY_NAME.into());
         // SAFETY: opening a library runs its initializers. The name says that it is NVML, whose initializers
-        // are sound. NODELETE, because NVML starts a thread that outlives `nvmlShutdown`; that thread must not
-        // lose its code.
+        // are sound. NVML starts a thread that outlives `nvmlShutdown`; RTLD_NODELETE keeps its code loaded.
         let library = unsafe { Library::open(Some(name), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE) }.ok()?;
         let nvml = Self { library };
         // SAFETY: the function type is that of `nvml.h`.

@@ -44,8 +44,8 @@ pub(crate) trait DeviceWork: Send + Sync {
     /// Returns whether the operation is done, successfully or not.
     fn poll(&self) -> bool;
 
-    /// Keeps `group`, whose last handle shuts down the device backend, while operations are in progress. For an
-    /// operation whose handle is dropped.
+    /// Keeps `group` until its operations are done, since its last handle shuts down the device backend. An
+    /// operation's handle calls this when it is dropped.
     fn detach(&self, group: Group);
 
     /// Requests frequent polls of the device, so that a waiter for the completion learns soon that the
