@@ -9,6 +9,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -103,6 +104,17 @@ void simulated_enqueue(void *given, void (*act)(void *), void *with) {
 }
 
 int simulated_device(void) { return current ? current->device : -1; }
+
+// The threads that free a communicator of NCCL. The real driver frees at exit what they use.
+static atomic_int freeing;
+
+void simulated_freeing(int change) { atomic_fetch_add(&freeing, change); }
+
+static void end_of_process(void) {
+  if (!atomic_load(&freeing)) return;
+  signal(SIGSEGV, SIG_DFL);
+  raise(SIGSEGV);
+}
 
 int cuStreamCreate(void **into, unsigned flags) {
   (void)flags;
@@ -464,6 +476,8 @@ static int visible(int *into) {
 
 int cuInit(unsigned flags) {
   (void)flags;
+  static atomic_int registered;
+  if (!atomic_exchange(&registered, 1)) atexit(end_of_process);
   int seen[DEVICES];
   return visible(seen) ? SUCCESS : NO_DEVICE;
 }

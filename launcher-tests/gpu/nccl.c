@@ -6,6 +6,7 @@
 //   SIMULATED_NCCL_VERSION=23007 what it says is its version
 //   SIMULATED_NCCL_FAIL=name     that function fails, such as ncclAllReduce
 //   SIMULATED_NCCL_ABSENT=1      this rank never comes to a group that forms
+//   SIMULATED_NCCL_DESTROY_MS=n  ncclCommDestroy takes at least so long
 //   SIMULATED_NCCL_SICK=n        after so many operations ncclCommGetAsyncError tells of an error
 // Build: cc -shared -fPIC -pthread -o libnccl.so.2 nccl.c -ldl
 #define _GNU_SOURCE
@@ -268,11 +269,22 @@ int ncclCommFinalize(comm *c) {
 }
 
 // Streams may still come to it: it stays. As the real one, which waits for the connections inside a host to close: for all ranks.
-int ncclCommDestroy(comm *c) {
+static int destroy(comm *c) {
+  const char *time = getenv("SIMULATED_NCCL_DESTROY_MS");
+  if (time) usleep((useconds_t)atoi(time) * 1000);
   forget(c);
   atomic_fetch_add(&c->with->left, 1);
   while (atomic_load(&c->formed) && atomic_load(&c->with->left) < c->size) nap();
   return SUCCESS;
+}
+
+int ncclCommDestroy(comm *c) {
+  void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+  void (*freeing)(int) = driver ? (void (*)(int))dlsym(driver, "simulated_freeing") : NULL;
+  if (freeing) freeing(1);
+  int result = destroy(c);
+  if (freeing) freeing(-1);
+  return result;
 }
 
 int ncclCommAbort(comm *c) {

@@ -3,7 +3,7 @@
 use std::fs;
 use std::io;
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Output};
 use std::sync::OnceLock;
 
 use rustix::fs::{FlockOperation, flock};
@@ -69,13 +69,25 @@ pub fn has_simulated_gpus() -> bool {
 /// fails.
 #[must_use]
 pub fn run_with_simulated_gpus(test: &str, variables: &[(&str, &str)]) -> bool {
+    match output_with_simulated_gpus(test, variables) {
+        None => true,
+        Some(output) => {
+            assert_one_passed(&output);
+            false
+        }
+    }
+}
+
+/// As [`run_with_simulated_gpus`], for a test that ends its process: returns the output of the new process, or
+/// `None` in a process with simulated GPUs.
+#[must_use]
+pub fn output_with_simulated_gpus(test: &str, variables: &[(&str, &str)]) -> Option<Output> {
     if has_simulated_gpus() {
-        return true;
+        return None;
     }
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args([test, "--exact", "--nocapture", "--test-threads=1"]).env(SIMULATED_GPUS_MARK, "1");
     child.env("LD_LIBRARY_PATH", libraries()).env("SIMULATED_GPUS", "4").envs(variables.iter().copied());
     child.env("SIMULATED_NCCL_DIR", target_dir().join("tmp")).env_remove("CUDA_VISIBLE_DEVICES");
-    assert_one_passed(&child.output().unwrap());
-    false
+    Some(child.output().unwrap())
 }

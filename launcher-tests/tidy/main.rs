@@ -33,6 +33,8 @@ const UNSAFE_FILES: &[&str] = &[
     "src/comm/api/group/work.rs",
     // The file makes an ioctl.
     "src/comm/transport/links/tcp.rs",
+    // The file registers a handler of `exit`, which stops threads that use CUDA.
+    "src/comm/api/device/process_exit.rs",
     // The file registers a fork handler, which closes descriptors.
     "src/comm/transport/links/fork.rs",
     // Ranks share this memory, and vectorized loops read it.

@@ -4,6 +4,7 @@ use std::ffi::c_int;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::sync_channel;
 use std::thread;
 use std::time::Duration;
@@ -12,6 +13,14 @@ use super::types::Comm;
 
 /// The longest time to wait for NCCL to free a communicator.
 pub(crate) const FREE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The number of threads that free a communicator.
+static FREEING: AtomicUsize = AtomicUsize::new(0);
+
+/// Returns whether a thread of this process frees a communicator.
+pub(crate) fn is_freeing() -> bool {
+    FREEING.load(Ordering::SeqCst) > 0
+}
 
 /// Makes the communicator's device the current one of a thread. Returns whether it could.
 #[derive(Clone)]
@@ -44,11 +53,13 @@ impl FreeCall {
     /// Frees the communicator on this thread, however long that takes. It does nothing if the device is gone,
     /// as in a process that exits, since NCCL cannot free a communicator then.
     pub(super) fn run_here(self) {
+        FREEING.fetch_add(1, Ordering::SeqCst);
         if (self.set_device.0)() {
             // SAFETY: the handle is valid, and used for the last time.
             #[allow(unsafe_code)]
             let _ = unsafe { (self.call)(self.handle.as_ptr()) };
         }
+        FREEING.fetch_sub(1, Ordering::SeqCst);
     }
 
     /// Frees the communicator on a new thread, and waits a second at most. NCCL waits for the other ranks of

@@ -24,7 +24,7 @@ mod types;
 pub(crate) use communicator::{Communicator, Progress, RegistrationHandle};
 pub use error::{NcclError, Version};
 #[allow(unused)]
-pub(crate) use free::{FREE_TIMEOUT, SetDevice};
+pub(crate) use free::{FREE_TIMEOUT, SetDevice, is_freeing};
 pub use library::Library;
 #[allow(unused)]
 pub(crate) use types::{Address, DataType, NcclCall, RedOp, UniqueId};

@@ -7,6 +7,8 @@
 mod common;
 #[path = "device/misuse.rs"]
 mod misuse;
+#[path = "device/process_exit.rs"]
+mod process_exit;
 #[path = "device/threads.rs"]
 mod threads;
 

@@ -14,6 +14,7 @@ use super::events::EventPool;
 use super::operation::{Backoff, DeviceOperation};
 use super::options::DeviceOptions;
 use super::pending::{CHECK_INTERVAL, PendingOperations, Search};
+use super::process_exit::{WatchdogThread, stop_at_exit};
 use super::staged::Staging;
 use super::teardown::Failure;
 use crate::api::group::Group;
@@ -47,6 +48,8 @@ pub(super) struct Core {
     /// Notified when the watchdog has something to check in `pending`, or must end.
     pub(super) wakeup: Condvar,
     pub(super) closing: AtomicBool,
+    /// The state of the watchdog thread.
+    pub(super) watchdog: WatchdogThread,
     /// Set when the abort after a failure has started; a thread that finds it set need not start one.
     pub(super) abort_started: AtomicBool,
     /// Set before NCCL is aborted: an operation that ends later may have been aborted, so it has failed.
@@ -98,6 +101,7 @@ impl DeviceBackend {
             pending: Mutex::default(),
             wakeup: Condvar::new(),
             closing: AtomicBool::new(false),
+            watchdog: WatchdogThread::default(),
             abort_started: AtomicBool::new(false),
             aborting: AtomicBool::new(false),
             abort_finished: AtomicBool::new(false),
@@ -108,6 +112,7 @@ impl DeviceBackend {
             flight,
         });
         let shared = Arc::clone(&core);
+        stop_at_exit(&core);
         let watchdog =
             thread::Builder::new().name("convoke-device".to_owned()).spawn(move || shared.run_watchdog());
         let watchdog =

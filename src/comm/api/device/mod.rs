@@ -11,7 +11,7 @@
 //! `stream` and `batch` are the operations, and `enqueue` puts them on a stream. `type_mapping` (pure) maps
 //! types and operations to NCCL's; `staged` does without NCCL, through host memory. `call_wait` bounds how
 //! long a call may block, and `operation` waits for operations. `watchdog` checks progress by the rules of
-//! `pending` (pure); `teardown` handles failure and shutdown.
+//! `pending` (pure); `teardown` handles failure and shutdown, `process_exit` the end of the process.
 //!
 //! If the host side learns of a failure, such as the death of a rank, operations on GPUs end as well. A
 //! failure of the device also ends the host side. Host side and device report the same cause.
@@ -29,6 +29,7 @@ mod join;
 mod operation;
 mod options;
 mod pending;
+mod process_exit;
 mod raw;
 mod registered;
 mod staged;

@@ -19,6 +19,7 @@ const LEFT_RANK_GRACE: Duration = Duration::from_secs(1);
 impl Core {
     /// The loop of the watchdog until the backend is closed.
     pub(super) fn run_watchdog(self: &Arc<Self>) {
+        let _running = self.watchdog.enter();
         // If binding fails, queries of events fail too and report the error.
         let _ = bind(&self.context);
         let (mut last_check, mut absent) = (Instant::now(), BTreeMap::new());
