@@ -80,9 +80,6 @@ const DEFAULTS: &[(&str, &[(&str, usize)])] = &[
     (
         "a file of /proc, /sys or /etc that is absent or unreadable has nothing to say",
         &[
-            ("src/comm/bootstrap/address.rs", 1),
-            ("src/comm/bootstrap/record.rs", 1),
-            ("src/comm/limits.rs", 2),
             ("src/launcher/config/topology/mod.rs", 3),
             ("src/launcher/gpus/evidence.rs", 1),
             ("src/launcher/logs/tail.rs", 1),

@@ -5,20 +5,20 @@
 //! - [`Generation`]: the identity of one incarnation of the job.
 //! - [`AgentChannel`]: the inherited socket that carries the job's token and the exits of peers.
 //! - [`error_file`]: the file in which a worker reports its error to the launcher.
+//! - [`host`]: facts about this host that launcher and runtime both read.
 
 mod ancestor;
-mod autogroup;
 mod channel;
 mod error;
 pub mod error_file;
 mod generation;
+pub mod host;
 mod placement;
 
 pub mod vars;
 mod worker_env;
 
 pub use ancestor::ancestors;
-pub use autogroup::autogroup_enabled;
 pub use channel::{
     AgentChannel, ChannelError, ExitCause, MAX_MESSAGE_BYTES, MAX_TOKEN_BYTES, ToWorker, Token, TokenError,
 };

@@ -9,7 +9,6 @@ compile_error!("convoke runs on Linux only: it relies on subreapers, pidfds and 
 
 mod agent;
 mod cause;
-mod cgroup;
 #[allow(unsafe_code)]
 mod child;
 mod cli;
@@ -22,7 +21,6 @@ mod flight;
 mod formatting;
 mod gpus;
 mod guard;
-mod kernel_file;
 mod limits;
 mod logs;
 mod membership;

@@ -4,9 +4,9 @@
 
 use std::path::Path;
 
+use convoke_env::host::cgroup::{TaskLimit, task_limit};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
 
-use crate::cgroup::{TaskLimit, task_limit};
 use crate::config::{Config, Rendezvous, StreamChoice, Streams, count};
 
 /// Number of file descriptors that the launcher has open besides those for each worker.

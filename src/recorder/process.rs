@@ -3,6 +3,8 @@
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 
+use convoke_env::host::boot_id;
+
 use crate::layout::Process;
 
 /// The status of a process, as seen from this one.
@@ -43,11 +45,6 @@ pub fn status(process: &Process, here: &Process) -> ProcessStatus {
     } else {
         ProcessStatus::Gone
     }
-}
-
-fn boot_id() -> Option<u128> {
-    let text = fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
-    u128::from_str_radix(&text.trim().replace('-', ""), 16).ok()
 }
 
 /// Returns the start time of a process, in clock ticks since the boot; `None` if it is not running.

@@ -2,11 +2,9 @@
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs, UdpSocket};
-use std::path::Path;
 
-use nix::net::if_::InterfaceFlags;
+use convoke_env::host::{Interface, interfaces};
 
-use super::interfaces::{self, Interface};
 use crate::bootstrap::options::Listen;
 use crate::error::CommError;
 
@@ -16,8 +14,8 @@ pub(crate) fn address(listen: &Listen) -> Result<IpAddr, CommError> {
         Listen::Loopback => Ok(IpAddr::V4(Ipv4Addr::LOCALHOST)),
         Listen::Address(address) => Ok(*address),
         Listen::Interface(names) => {
-            let all = list()?;
-            interfaces::select_address(&all, names).ok_or_else(|| {
+            let all = all_interfaces()?;
+            select_address(&all, names).ok_or_else(|| {
                 let there: Vec<_> = all.iter().map(|one| one.name.as_str()).collect();
                 CommError::InvalidArgument(format!(
                     "no network interface {names:?} is up and has an address; this host has {}",
@@ -25,7 +23,7 @@ pub(crate) fn address(listen: &Listen) -> Result<IpAddr, CommError> {
                 ))
             })
         }
-        Listen::Routable => interfaces::most_reachable_address(list()?.iter()).ok_or_else(|| {
+        Listen::Routable => most_reachable_address(all_interfaces()?.iter()).ok_or_else(|| {
             CommError::InvalidArgument("no network interface is up and has an address".to_owned())
         }),
         Listen::RouteTo(host) => {
@@ -59,33 +57,47 @@ fn route_to(host: &str) -> io::Result<IpAddr> {
     Err(last)
 }
 
-/// The network interfaces of this host, in the order of `getifaddrs`.
-fn list() -> Result<Vec<Interface>, CommError> {
-    let entries = nix::ifaddrs::getifaddrs()
-        .map_err(|error| CommError::system("cannot list the network interfaces", error))?;
-    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
-    let (v4, v6) = (read("/proc/net/route"), read("/proc/net/ipv6_route"));
-    let with_default_route = interfaces::default_routes(&v4, &v6);
-    let mut all: Vec<Interface> = Vec::new();
-    // `getifaddrs` returns one entry for each address of an interface, and one entry without an address.
-    for entry in entries {
-        let known = all.iter().position(|one| one.name == entry.interface_name);
-        let index = known.unwrap_or(all.len());
-        if known.is_none() {
-            all.push(Interface {
-                is_bridge: Path::new("/sys/class/net").join(&entry.interface_name).join("bridge").exists(),
-                has_default_route: with_default_route.contains(entry.interface_name.as_str()),
-                name: entry.interface_name,
-                is_up: entry.flags.contains(InterfaceFlags::IFF_UP),
-                is_loopback: entry.flags.contains(InterfaceFlags::IFF_LOOPBACK),
-                addresses: Vec::new(),
-            });
-        }
-        let v4 = entry.address.and_then(|address| Some(IpAddr::V4(address.as_sockaddr_in()?.ip())));
-        let v6 = entry.address.and_then(|address| Some(IpAddr::V6(address.as_sockaddr_in6()?.ip())));
-        all[index].addresses.extend(v4.or(v6));
+fn all_interfaces() -> Result<Vec<Interface>, CommError> {
+    interfaces().map_err(|error| CommError::system("cannot list the network interfaces", error))
+}
+
+/// Returns the first address of an interface that other hosts could use, IPv4 before IPv6. A link-local IPv6
+/// address needs a scope id (network interface), which differs between hosts.
+fn usable_address(interface: &Interface) -> Option<IpAddr> {
+    let is_usable = |one: &IpAddr| !matches!(one, IpAddr::V6(v6) if v6.is_unicast_link_local());
+    let usable = interface.addresses.iter().copied().filter(is_usable).filter(|_| interface.is_up);
+    usable.min_by_key(IpAddr::is_ipv6)
+}
+
+/// Returns the address that `names` selects, in the syntax of NCCL_SOCKET_IFNAME. The names are interface
+/// names or prefixes, and the first match counts. `=` before the list requires whole names. `^` before the
+/// list selects any interface except the named ones; `^=` does the same and compares whole names.
+fn select_address(all: &[Interface], names: &str) -> Option<IpAddr> {
+    let (unwanted, names) = match names.trim().strip_prefix('^') {
+        Some(rest) => (true, rest),
+        None => (false, names.trim()),
+    };
+    let (whole, names) = match names.strip_prefix('=') {
+        Some(rest) => (true, rest),
+        None => (false, names),
+    };
+    let names: Vec<&str> = names.split(',').map(str::trim).filter(|name| !name.is_empty()).collect();
+    if unwanted {
+        let named = |one: &Interface| {
+            names.iter().any(|&name| one.name == name || (!whole && one.name.starts_with(name)))
+        };
+        return most_reachable_address(all.iter().filter(|one| !named(one)));
     }
-    Ok(all)
+    // `eth1` selects the interface `eth1` before `eth10`, in whatever order the kernel lists them.
+    let exact = |name: &str| all.iter().filter(|one| one.name == name).find_map(usable_address);
+    let prefix = |name: &str| all.iter().filter(|one| one.name.starts_with(name)).find_map(usable_address);
+    names.iter().find_map(|name| exact(name).or_else(|| prefix(name).filter(|_| !whole)))
+}
+
+/// Returns the address at which other hosts are most likely to reach this host.
+fn most_reachable_address<'a>(all: impl Iterator<Item = &'a Interface>) -> Option<IpAddr> {
+    let usable = all.filter_map(|one| Some((one.reach(), usable_address(one)?)));
+    usable.min_by_key(|&(reach, _)| reach).map(|(_, address)| address)
 }
 
 #[cfg(test)]
@@ -112,5 +124,97 @@ mod tests {
     fn an_unknown_interface_is_named() {
         let error = address(&Listen::Interface("none0".to_owned())).unwrap_err().to_string();
         assert!(error.contains("none0") && error.contains("lo"), "{error}");
+    }
+
+    fn host() -> Vec<Interface> {
+        let interface = |name: &str, addresses: &[&str]| Interface {
+            name: name.to_owned(),
+            is_up: true,
+            is_loopback: name == "lo",
+            is_bridge: name == "docker0",
+            has_default_route: false,
+            addresses: addresses.iter().map(|text| text.parse().unwrap()).collect(),
+        };
+        vec![
+            interface("lo", &["127.0.0.1", "::1"]),
+            interface("docker0", &["172.17.0.1"]),
+            interface("eth10", &["10.10.0.1"]),
+            interface("eth1", &["fe80::1", "fd00::1", "10.1.0.1"]),
+            interface("ib0", &["fe80::2", "fd00::2"]),
+            interface("ib1", &["fe80::3"]),
+            Interface { is_up: false, ..interface("eth2", &["10.2.0.1"]) },
+        ]
+    }
+
+    #[test]
+    fn interface_lists_have_the_meaning_of_nccl_and_gloo() {
+        let cases = [
+            ("eth1", Some("10.1.0.1")),
+            ("eth", Some("10.10.0.1")),
+            ("=eth1", Some("10.1.0.1")),
+            ("=eth", None),
+            ("none,ib0,eth1", Some("fd00::2")),
+            (" none , eth10 ", Some("10.10.0.1")),
+            ("=none,eth10", Some("10.10.0.1")),
+            ("lo", Some("127.0.0.1")),
+            ("ib1", None),
+            ("ib", Some("fd00::2")),
+            ("eth2", None),
+            ("^eth1", Some("fd00::2")),
+            ("^=eth1", Some("10.10.0.1")),
+            ("^docker,eth", Some("fd00::2")),
+            ("^eth,ib", Some("172.17.0.1")),
+            ("^eth,ib,docker", Some("127.0.0.1")),
+            ("^eth,ib,docker,lo", None),
+            ("^", Some("10.10.0.1")),
+            ("=", None),
+            (",", None),
+        ];
+        for (names, address) in cases {
+            let address = address.map(|text| text.parse::<IpAddr>().unwrap());
+            assert_eq!(select_address(&host(), names), address, "{names}");
+        }
+    }
+
+    #[test]
+    fn bridges_are_avoided_unless_the_host_is_reached_through_one() {
+        let interface = |name: &str, is_bridge, has_default_route, address: &str| Interface {
+            name: name.to_owned(),
+            is_up: true,
+            is_loopback: name == "lo",
+            is_bridge,
+            has_default_route,
+            addresses: vec![address.parse().unwrap()],
+        };
+        let lo = interface("lo", false, false, "127.0.0.1");
+        let virbr0 = interface("virbr0", true, false, "192.168.122.1");
+        let cni0 = interface("cni0", true, false, "10.244.0.1");
+        let flannel = interface("flannel.1", false, false, "10.244.0.0");
+        let eth0 = interface("eth0", false, true, "10.0.0.5");
+        let br0 = interface("br0", true, true, "10.0.0.6");
+        let ib0 = interface("ib0", false, false, "10.9.0.1");
+        let taken = |all: &[&Interface]| {
+            most_reachable_address(all.iter().copied()).map(|address| address.to_string())
+        };
+        assert_eq!(taken(&[&lo, &virbr0, &cni0, &flannel, &eth0]).unwrap(), "10.0.0.5");
+        assert_eq!(
+            taken(&[&lo, &virbr0, &br0, &ib0]).unwrap(),
+            "10.0.0.6",
+            "a bridge that the host is reached through"
+        );
+        assert_eq!(
+            taken(&[&lo, &virbr0, &ib0]).unwrap(),
+            "10.9.0.1",
+            "a network of its own, without a default route"
+        );
+        assert_eq!(taken(&[&lo, &cni0]).unwrap(), "10.244.0.1", "better than loopback");
+    }
+
+    #[test]
+    fn loopback_comes_last_without_an_interface_list() {
+        let mut all = host();
+        assert_eq!(most_reachable_address(all.iter()), Some("10.10.0.1".parse().unwrap()));
+        all.retain(|one| one.is_loopback);
+        assert_eq!(most_reachable_address(all.iter()), Some("127.0.0.1".parse().unwrap()));
     }
 }

@@ -16,7 +16,6 @@ mod connections;
 mod cores;
 mod gather;
 mod generation;
-mod interfaces;
 pub(crate) mod options;
 mod rank_lock;
 mod record;
@@ -31,13 +30,14 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use convoke_env::host::{allowed_cpus, autogroup_enabled};
 use convoke_env::{AgentChannel, Generation};
 use convoke_store::{Store, StoreError};
 use nix::unistd::{Pid, getsid};
 
 use crate::bootstrap::options::GroupOptions;
 use crate::collectives::plan::{Topology, Tuning};
-use crate::engine::{self, CoreSharing, Engine, Oversubscription, Settings};
+use crate::engine::{CoreSharing, Engine, Oversubscription, Settings};
 use crate::error::cause::{self, Cause, Report};
 use crate::error::{CommError, LossReason, Ranks};
 use crate::fault::fault_point;
@@ -329,7 +329,7 @@ impl BootstrapConfig {
             size: self.size,
             address,
             host: record::host_key(&self.options.locality_domain),
-            cores: engine::allowed_cores().into_iter().collect(),
+            cores: allowed_cpus().into_iter().collect(),
             pid: std::process::id(),
             tuning: self.tuning.to_string(),
             token: self.options.token.is_some(),
@@ -582,7 +582,7 @@ fn core_sharing(share: &CoreShare, own: usize) -> CoreSharing {
     // spinning, but is no reason to assign cores to ranks.
     let quota = std::thread::available_parallelism().map_or(1, usize::from);
     let cores = if quota < own || own == 0 { share.cores.min(quota) } else { share.cores };
-    let own_autogroup = || getsid(None) == Ok(Pid::this()) && convoke_env::autogroup_enabled(Path::new("/"));
+    let own_autogroup = || getsid(None) == Ok(Pid::this()) && autogroup_enabled(Path::new("/"));
     let oversubscription = match share.ranks > cores {
         false => Oversubscription::No,
         true if own_autogroup() => Oversubscription::Sessions,

@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr, TcpStream};
 use std::time::Duration;
 
 use convoke_env::Generation;
+use convoke_env::host::boot_id;
 use serde::{Deserialize, Serialize};
 
 use super::cores::CoreSet;
@@ -223,12 +224,12 @@ fn check_equal(
 /// the boot id, the namespaces (which include the user namespace) and `part`, the locality domain that the
 /// program sets.
 pub(super) fn host_key(part: &str) -> String {
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let boot = boot_id().map_or_else(String::new, |id| format!("{id:032x}"));
     let namespaces = ["net", "ipc", "pid", "user"].map(|name| {
         std::fs::read_link(format!("/proc/self/ns/{name}"))
             .map_or_else(|_| String::new(), |link| link.display().to_string())
     });
-    format!("{}/{}/{part}", boot.trim(), namespaces.join("/"))
+    format!("{boot}/{}/{part}", namespaces.join("/"))
 }
 
 #[cfg(test)]

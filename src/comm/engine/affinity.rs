@@ -94,15 +94,6 @@ fn move_to(index: usize) {
     }
 }
 
-/// Returns the cores that this thread may use; an empty list if the system does not tell.
-pub(crate) fn allowed_cores() -> Vec<usize> {
-    sched_getaffinity(Pid::from_raw(0)).as_ref().map_or_else(|_| Vec::new(), cores)
-}
-
-fn cores(set: &CpuSet) -> Vec<usize> {
-    (0..CpuSet::count()).filter(|&core| set.is_set(core) == Ok(true)).collect()
-}
-
 /// Moves this thread to a core of `target`, then restores its affinity mask, `allowed`. Returns whether both
 /// worked.
 fn migrate(target: CpuSet, allowed: &CpuSet) -> bool {

@@ -45,7 +45,7 @@ use crate::collectives::dtype::Dtype;
 use crate::collectives::kernels::Kernel;
 use crate::collectives::plan::Plan;
 use crate::error::CommError;
-pub(crate) use affinity::{CoreSharing, allowed_cores};
+pub(crate) use affinity::CoreSharing;
 pub(crate) use completion::{Completion, Outcome, TimeLimit};
 use fast_path::FastPath;
 pub(crate) use progress::Engine;

@@ -381,7 +381,6 @@ impl CallRecord {
 
 fn header(env: Option<&WorkerEnv>) -> Header {
     let wall = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    let host = nix::unistd::gethostname().unwrap_or_default();
     Header {
         rank: env.map(|env| number(env.rank)),
         world_size: env.map(|env| number(env.world_size)),
@@ -392,7 +391,7 @@ fn header(env: Option<&WorkerEnv>) -> Header {
         started_unix_ns: wall.map_or(0, |wall| wall.as_nanos() as u64),
         started_ns: now_ns(),
         run_id: env.map_or_else(String::new, |env| env.run_id.clone()),
-        host: host.to_string_lossy().into_owned(),
+        host: convoke_env::host::name().unwrap_or_default(),
         names: names::encode(
             &CallKind::ALL.map(CallKind::template),
             &Dtype::ALL.map(Dtype::name),

@@ -3,11 +3,11 @@
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
+use convoke_env::host::cgroup::task_limit;
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::statvfs::{FsFlags, statvfs};
 
 use crate::cause::{NotStarted, ProgramFile, StartContext, StartFailure, StartStep, explain_start_failure};
-use crate::cgroup::task_limit;
 use crate::config::{FileKind, is_executable};
 use crate::os::candidate_paths;
 

@@ -4,11 +4,11 @@
 use std::fmt;
 use std::io;
 
+use convoke_env::host::cgroup::TaskLimit;
 use nix::errno::Errno;
 use serde::{Deserialize, Serialize};
 
 use super::Class;
-use crate::cgroup::TaskLimit;
 use crate::config::FileKind;
 
 /// Longest single argument or variable that the kernel passes to a program.

@@ -116,7 +116,8 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
         virtual_local_rank,
         gpus,
         cpus,
-        own_sessions: nproc_per_node <= machine.cpu_count() || !convoke_env::autogroup_enabled(&machine.root),
+        own_sessions: nproc_per_node <= machine.cpu_count()
+            || !convoke_env::host::autogroup_enabled(&machine.root),
         orphans: orphans(args)?,
         report: match choice(args, "report", &["short", "full"])? {
             Some("full") => ReportFormat::Full,

@@ -7,11 +7,10 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use nix::sched::{CpuSet, sched_getaffinity};
-use nix::unistd::Pid;
+use convoke_env::host;
+use convoke_env::host::cgroup::cpu_quota;
 
 use super::topology::numbered_entries;
-use crate::cgroup::cpu_quota;
 use crate::gpus::Gpu;
 use crate::gpus::list::{self, GpuList};
 use crate::gpus::visible::{self, VisibleError};
@@ -51,7 +50,7 @@ impl Machine {
     pub(crate) fn detect() -> Self {
         Self {
             root: PathBuf::from("/"),
-            cpus: affinity(),
+            cpus: host::allowed_cpus(),
             gpus: OnceLock::new(),
             launcher: launcher_folders(),
         }
@@ -154,12 +153,6 @@ fn launcher_folders() -> Vec<PathBuf> {
     };
     let files = called.into_iter().chain(std::env::current_exe().ok());
     files.filter_map(|file| file.parent().map(Path::to_owned)).collect()
-}
-
-/// Returns the CPUs on which this process may run.
-fn affinity() -> Vec<usize> {
-    let set = sched_getaffinity(Pid::from_raw(0)).unwrap_or_else(|_| CpuSet::new());
-    (0..CpuSet::count()).filter(|&cpu| set.is_set(cpu).unwrap_or(false)).collect()
 }
 
 /// Returns how many of `count` devices the environment variables leave visible. Like the drivers, it counts

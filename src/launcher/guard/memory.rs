@@ -9,9 +9,9 @@ use std::fs;
 use std::path::Path;
 
 use convoke_env::ExitCause;
+use convoke_env::host::cgroup::{Cgroup, groups};
 
 use crate::cause::OomKills;
-use crate::cgroup::{Cgroup, groups};
 
 /// The OOM kills counted so far, and those already attributed to workers.
 #[derive(Debug, Default)]

@@ -3,12 +3,12 @@
 use std::fs;
 use std::path::Path;
 
+use convoke_env::host::kernel_file;
 use nix::unistd::Pid;
 use rustix::io::Errno;
 use rustix::process::{WaitId, WaitIdOptions, waitid};
 
 use super::protocol::Orphan;
-use crate::kernel_file;
 
 /// Returns all children of this process, adopted ones and zombies included.
 ///

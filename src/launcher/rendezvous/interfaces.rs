@@ -2,8 +2,7 @@
 
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 
-use nix::ifaddrs::getifaddrs;
-use nix::net::if_::InterfaceFlags;
+use convoke_env::host::{Interface, interfaces};
 
 /// Returns true if the loopback interface is down. Processes of this host then cannot reach each other by
 /// TCP.
@@ -13,12 +12,9 @@ pub(super) fn loopback_is_down() -> bool {
     if loopback_has_route() {
         return false;
     }
-    let mut loopbacks = getifaddrs()
-        .into_iter()
-        .flatten()
-        .filter(|one| one.flags.contains(InterfaceFlags::IFF_LOOPBACK))
-        .peekable();
-    loopbacks.peek().is_some() && !loopbacks.any(|one| one.flags.contains(InterfaceFlags::IFF_UP))
+    let all = all();
+    let mut loopbacks = all.iter().filter(|one| one.is_loopback).peekable();
+    loopbacks.peek().is_some() && !loopbacks.any(|one| one.is_up)
 }
 
 /// Returns true if this host has a route to 127.0.0.1 over the loopback interface. This check sends no
@@ -32,13 +28,14 @@ fn loopback_has_route() -> bool {
     routed.is_ok_and(|own| own.ip() == loopback)
 }
 
-/// Returns the addresses of this host's interfaces, and whether each interface is up. The result is empty if
-/// the system does not provide the addresses.
+/// Returns the addresses of this host's interfaces, those that other hosts most likely reach first, and
+/// whether each interface is up. The result is empty if the system does not provide the addresses.
 pub(super) fn addresses() -> impl Iterator<Item = (IpAddr, bool)> {
-    getifaddrs().into_iter().flatten().filter_map(|interface| {
-        let address = interface.address?;
-        let v4 = address.as_sockaddr_in().map(|v4| IpAddr::V4(v4.ip()));
-        let ip = v4.or_else(|| address.as_sockaddr_in6().map(|v6| IpAddr::V6(v6.ip())))?;
-        Some((ip, interface.flags.contains(InterfaceFlags::IFF_UP)))
-    })
+    let mut all = all();
+    all.sort_by_key(Interface::reach);
+    all.into_iter().flat_map(|one| one.addresses.into_iter().map(move |ip| (ip, one.is_up)))
+}
+
+fn all() -> Vec<Interface> {
+    interfaces().unwrap_or_else(|_| Vec::new())
 }

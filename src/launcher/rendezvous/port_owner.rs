@@ -4,7 +4,7 @@ use std::collections::HashSet;
 use std::fs;
 use std::path::Path;
 
-use crate::kernel_file;
+use convoke_env::host::kernel_file;
 
 /// State of a listening socket in /proc/net/tcp.
 const LISTEN: &str = "0A";

@@ -5,8 +5,7 @@ use std::fs;
 
 /// Returns the host name.
 pub(crate) fn host_name() -> String {
-    nix::unistd::gethostname()
-        .map_or_else(|_| "localhost".to_owned(), |name| name.to_string_lossy().into_owned())
+    convoke_env::host::name().unwrap_or_else(|| "localhost".to_owned())
 }
 
 /// Returns the host name with its domain if /etc/hosts contains it.

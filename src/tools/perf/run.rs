@@ -223,8 +223,8 @@ fn algorithm_groups(
 
 /// Returns the hosts by name. Hosts with equal names get numbers.
 fn host_ranks(world: &World) -> Result<HostRanks, PerfError> {
-    let own = nix::unistd::gethostname().map(|name| name.to_string_lossy().into_owned());
-    let names = world.all_gather_object(&own.unwrap_or_else(|_| "?".to_owned()))?;
+    let own = convoke_env::host::name().unwrap_or_else(|| "?".to_owned());
+    let names = world.all_gather_object(&own)?;
     let ranks = world.hosts().to_vec();
     let of_host = |host: &Vec<usize>| names[*host.first().expect("each host has a rank")].clone();
     let hosts: Vec<String> = ranks.iter().map(of_host).collect();

@@ -295,11 +295,10 @@ mod tests {
     use convoke_store::MemoryStore;
 
     use super::*;
-    use crate::engine;
 
     #[test]
     fn subgroup_counts_ranks_outside_it_that_share_its_cores() {
-        let size = engine::allowed_cores().len() + 2;
+        let size = convoke_env::host::allowed_cpus().len() + 2;
         let store: Arc<dyn convoke_store::Store> = Arc::new(MemoryStore::new());
         let sharings: Vec<_> = std::thread::scope(|scope| {
             let ranks: Vec<_> = (0..size)

@@ -5,34 +5,42 @@ use std::cell::OnceCell;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::kernel_file;
+use super::kernel_file;
 
 /// A cgroup of this process that has a certain controller, such as `memory`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Cgroup {
+pub struct Cgroup {
     /// The cgroup's name in /proc/self/cgroup.
-    pub(crate) name: String,
-    pub(crate) folder: PathBuf,
+    pub name: String,
+    /// The cgroup's folder.
+    pub folder: PathBuf,
     /// The mount point of the cgroup's hierarchy. Ancestors outside of it are not visible.
-    pub(crate) top: PathBuf,
-    pub(crate) is_v2: bool,
+    pub top: PathBuf,
+    /// The hierarchy is of version 2.
+    pub is_v2: bool,
 }
 
 /// A limit on the number of tasks (processes and threads), and how many there are.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct TaskLimit {
+pub struct TaskLimit {
     /// Folder of the cgroup that sets the limit.
-    pub(crate) folder: PathBuf,
-    pub(crate) max: u64,
-    pub(crate) current: u64,
+    pub folder: PathBuf,
+    /// The limit.
+    pub max: u64,
+    /// Tasks that count towards the limit.
+    pub current: u64,
 }
 
 impl Cgroup {
-    pub(crate) fn read(&self, file: &str) -> Option<String> {
+    /// Returns the text of a file of the cgroup; `None` if it cannot be read.
+    #[must_use]
+    pub fn read(&self, file: &str) -> Option<String> {
         fs::read_to_string(self.folder.join(file)).ok()
     }
 
-    pub(crate) fn number(&self, file: &str) -> Option<u64> {
+    /// Returns the number in a file of the cgroup; `None` if it has none.
+    #[must_use]
+    pub fn number(&self, file: &str) -> Option<u64> {
         number(&self.folder, file)
     }
 
@@ -44,7 +52,8 @@ impl Cgroup {
 
 /// Returns the cgroups of this process with this controller. Paths are read below `root`. Cgroups of version
 /// 1 come before those of version 2; a controller belongs to only one of the versions.
-pub(crate) fn groups(root: &Path, controller: &str) -> Vec<Cgroup> {
+#[must_use]
+pub fn groups(root: &Path, controller: &str) -> Vec<Cgroup> {
     let mounts = OnceCell::new();
     let mut found = Vec::new();
     for (is_v2, name) in own_cgroups(&kernel_file::read(&root.join("proc/self/cgroup")), controller) {
@@ -63,7 +72,8 @@ pub(crate) fn groups(root: &Path, controller: &str) -> Vec<Cgroup> {
 
 /// Returns the number of CPUs whose time the cgroups' quotas allow, rounded down but at least one. `None`
 /// means no quota.
-pub(crate) fn cpu_quota(root: &Path) -> Option<usize> {
+#[must_use]
+pub fn cpu_quota(root: &Path) -> Option<usize> {
     let quotas = groups(root, "cpu");
     let quotas =
         quotas.iter().flat_map(|group| group.self_and_ancestors().map(|folder| (group.is_v2, folder)));
@@ -72,7 +82,8 @@ pub(crate) fn cpu_quota(root: &Path) -> Option<usize> {
 }
 
 /// Returns the limit that leaves the least room for further tasks; `None` if there is no limit.
-pub(crate) fn task_limit(root: &Path) -> Option<TaskLimit> {
+#[must_use]
+pub fn task_limit(root: &Path) -> Option<TaskLimit> {
     let groups = groups(root, "pids");
     let folders = groups.iter().flat_map(Cgroup::self_and_ancestors);
     let limits = folders.filter_map(|folder| {
@@ -80,6 +91,32 @@ pub(crate) fn task_limit(root: &Path) -> Option<TaskLimit> {
         Some(TaskLimit { folder: folder.to_owned(), max, current })
     });
     limits.min_by_key(|tasks| tasks.max.saturating_sub(tasks.current))
+}
+
+/// Returns the bytes of memory that the cgroups and their ancestors leave free; `None` without a limit. Cached
+/// files count as free, since the kernel can drop them or write them back.
+#[must_use]
+pub fn free_memory(root: &Path) -> Option<u64> {
+    let groups = groups(root, "memory");
+    let folders =
+        groups.iter().flat_map(|group| group.self_and_ancestors().map(|folder| (group.is_v2, folder)));
+    folders.filter_map(|(is_v2, folder)| free_in(folder, is_v2)).min()
+}
+
+fn free_in(folder: &Path, is_v2: bool) -> Option<u64> {
+    let (limit, used, cached) = match is_v2 {
+        true => ("memory.max", "memory.current", ["inactive_file", "active_file"]),
+        false => {
+            let cached = ["total_inactive_file", "total_active_file"];
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", cached)
+        }
+    };
+    let (limit, used) = (number(folder, limit)?, number(folder, used)?);
+    let stat = kernel_file::read(&folder.join("memory.stat"));
+    let fields = stat.lines().filter_map(|line| line.split_once(' '));
+    let cached =
+        fields.filter(|(name, _)| cached.contains(name)).filter_map(|(_, bytes)| bytes.parse::<u64>().ok());
+    Some(limit.saturating_sub(used.saturating_sub(cached.sum())))
 }
 
 fn quota_v1(folder: &Path) -> Option<usize> {
@@ -255,5 +292,53 @@ mod tests {
         assert_eq!(task_limit(machine("0::/a\n", V2_MOUNTS, &[]).path()), None);
         let free = [("sys/fs/cgroup/a/pids.max", "max\n"), ("sys/fs/cgroup/a/pids.current", "90\n")];
         assert_eq!(task_limit(machine("0::/a\n", V2_MOUNTS, &free).path()), None);
+    }
+
+    #[test]
+    fn smallest_memory_limit_counts_and_page_cache_is_free() {
+        let files = [
+            ("sys/fs/cgroup/job/memory.max", "1000\n"),
+            ("sys/fs/cgroup/job/memory.current", "900\n"),
+            ("sys/fs/cgroup/job/memory.stat", "anon 500\ninactive_file 30\nactive_file 20\nshmem 7\n"),
+            ("sys/fs/cgroup/job/step/memory.max", "max\n"),
+            ("sys/fs/cgroup/job/step/memory.current", "800\n"),
+            ("sys/fs/cgroup/job/other/memory.max", "10\n"),
+            ("sys/fs/cgroup/job/other/memory.current", "20\n"),
+        ];
+        let free = |cgroups: &str| free_memory(machine(cgroups, V2_MOUNTS, &files).path());
+        assert_eq!(free("0::/job/step\n"), Some(150));
+        assert_eq!(free("0::/job\n"), Some(150));
+        assert_eq!(free("0::/job/other\n"), Some(0));
+        assert_eq!((free("0::/\n"), free("0::/gone\n")), (None, None));
+    }
+
+    #[test]
+    fn container_memory_limit_is_read_at_the_mount_point() {
+        let mount = "40 24 0:26 /kubepods/pod7/c1 /sys/fs/cgroup ro - cgroup2 cgroup rw\n";
+        let files = [("sys/fs/cgroup/memory.max", "500"), ("sys/fs/cgroup/memory.current", "400")];
+        assert_eq!(free_memory(machine("0::/kubepods/pod7/c1\n", mount, &files).path()), Some(100));
+    }
+
+    #[test]
+    fn memory_limits_of_version_1_are_read() {
+        let files = [
+            ("sys/fs/cgroup/memory/a/memory.limit_in_bytes", "2000"),
+            ("sys/fs/cgroup/memory/a/memory.usage_in_bytes", "1500"),
+            (
+                "sys/fs/cgroup/memory/a/memory.stat",
+                "inactive_file 1\ntotal_inactive_file 100\ntotal_active_file 50\n",
+            ),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712"),
+            ("sys/fs/cgroup/memory/memory.usage_in_bytes", "5000"),
+        ];
+        let cgroups = "9:cpu,cpuacct:/a\n7:memory,hugetlb:/a\n1:name=systemd:/a\n0::/a\n";
+        assert_eq!(free_memory(machine(cgroups, V1_MOUNTS, &files).path()), Some(650));
+    }
+
+    #[test]
+    fn malformed_cgroup_files_set_no_limit() {
+        for cgroups in ["", "0", "0:", "x::/..\n::", "7:memory", "0::/\u{0}\n"] {
+            assert_eq!(free_memory(machine(cgroups, V2_MOUNTS, &[]).path()), None, "{cgroups:?}");
+        }
     }
 }

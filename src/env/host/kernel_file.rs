@@ -9,7 +9,8 @@ use std::path::Path;
 const USUAL_BYTES: usize = 8 << 10;
 
 /// Returns the text of a file, or an empty text if the file cannot be read.
-pub(crate) fn read(path: &Path) -> String {
+#[must_use]
+pub fn read(path: &Path) -> String {
     let mut text = String::with_capacity(USUAL_BYTES);
     match File::open(path).and_then(|mut file| file.read_to_string(&mut text)) {
         Ok(_) => text,
@@ -18,7 +19,8 @@ pub(crate) fn read(path: &Path) -> String {
 }
 
 /// Returns the name of a process; empty if the process has ended.
-pub(crate) fn process_name(pid: i32) -> String {
+#[must_use]
+pub fn process_name(pid: i32) -> String {
     read(Path::new(&format!("/proc/{pid}/comm"))).trim_end().to_owned()
 }
 
