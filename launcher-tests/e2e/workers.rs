@@ -38,6 +38,22 @@ fn valid_user_token_is_passed_on_and_invalid_one_refused() {
 }
 
 #[test]
+fn bad_thread_migration_is_an_error_that_lists_what_is_allowed() {
+    let job = Job::new();
+    let start = |value: &str| {
+        let mut command = job.command(["--nproc-per-node=2"]);
+        command.args(worker_command("group")).env("CONVOKE_THREAD_MIGRATION", value);
+        job.start(command).wait()
+    };
+    let ended = start("sometimes").expect_exit_code(1);
+    let error = "CONVOKE_THREAD_MIGRATION=\"sometimes\" is not never, oversubscribed or always";
+    assert!(ended.stderr.contains(error), "{}", ended.stderr);
+    for value in ["", "never", "oversubscribed", "always"] {
+        start(value).expect_exit_code(0);
+    }
+}
+
+#[test]
 fn launcher_reports_a_dead_peer_to_workers() {
     let job = Job::new();
     // The surviving workers ignore SIGTERM, so that they have time to record the message.

@@ -92,7 +92,7 @@ const DEFAULTS: &[(&str, &[(&str, usize)])] = &[
         "a variable, flag or setting that was not given is empty or zero",
         &[
             ("src/comm/api/group/subgroup.rs", 2),
-            ("src/comm/api/session/mod.rs", 2),
+            ("src/comm/api/session/mod.rs", 3),
             ("src/comm/api/spawn/call_results.rs", 1),
             ("src/env/worker_env.rs", 1),
             ("src/launcher/agent/start.rs", 2),

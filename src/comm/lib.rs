@@ -71,7 +71,7 @@ pub use api::mesh::Mesh;
 pub use api::reduction::Reduction;
 pub use api::session::{Session, World, init, is_elastic, is_initialized};
 pub use api::spawn::{Spawn, SpawnError, spawn};
-pub use bootstrap::options::{GroupOptions, Listen};
+pub use bootstrap::options::{GroupOptions, Listen, ThreadMigration};
 pub use collectives::call::{Call, CallKind, Envelope};
 pub use collectives::dtype::{Dtype, Element, ReduceOp};
 pub use convoke_env::{Generation, Token};

@@ -35,7 +35,7 @@ use convoke_env::{AgentChannel, Generation};
 use convoke_store::{Store, StoreError};
 use nix::unistd::{Pid, getsid};
 
-use crate::bootstrap::options::GroupOptions;
+use crate::bootstrap::options::{GroupOptions, ThreadMigration};
 use crate::collectives::plan::{Topology, Tuning};
 use crate::engine::{CoreSharing, Engine, Oversubscription, Settings};
 use crate::error::cause::{self, Cause, Report};
@@ -269,7 +269,7 @@ pub(crate) fn single_rank_engine(
         store_rank: config.store_rank,
         agent: None,
         peer_timeout: options.peer_timeout,
-        sharing: CoreSharing { oversubscription: Oversubscription::No, core_index: None },
+        sharing: CoreSharing::SINGLE_RANK,
         flight,
     };
     Engine::new(settings, None)
@@ -429,7 +429,8 @@ impl Bootstrap<'_> {
         let topology = Topology::new(table.iter().map(|record| &record.host));
         let sharing = self.config.sharing.unwrap_or_else(|| {
             let all: Vec<_> = topology.local_ranks(rank).iter().map(|&rank| &table[rank].cores).collect();
-            core_sharing(&cores::core_share(&all, topology.host_and_index(rank).1), table[rank].cores.count())
+            let share = cores::core_share(&all, topology.host_and_index(rank).1);
+            core_sharing(&share, table[rank].cores.count(), options.thread_migration)
         });
         let settings = Settings {
             name: options.name.clone(),
@@ -577,7 +578,7 @@ impl Bootstrap<'_> {
 
 /// Returns how this rank shares its cores with other ranks; `own` is the number of cores that this rank may
 /// use.
-fn core_sharing(share: &CoreShare, own: usize) -> CoreSharing {
+fn core_sharing(share: &CoreShare, own: usize, migration: ThreadMigration) -> CoreSharing {
     // A number below `own` means a CPU-time quota of the cgroup, which applies on any core. A quota reduces
     // spinning, but is no reason to assign cores to ranks.
     let quota = std::thread::available_parallelism().map_or(1, usize::from);
@@ -588,5 +589,9 @@ fn core_sharing(share: &CoreShare, own: usize) -> CoreSharing {
         true if own_autogroup() => Oversubscription::Sessions,
         true => Oversubscription::Cores,
     };
-    CoreSharing { oversubscription, core_index: share.index }
+    CoreSharing {
+        oversubscription,
+        core_index: share.index.filter(|_| migration != ThreadMigration::Never),
+        leaves_shared_core: migration == ThreadMigration::Always && oversubscription == Oversubscription::No,
+    }
 }

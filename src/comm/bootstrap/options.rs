@@ -1,11 +1,13 @@
 //! The options of a group.
 
 use std::net::IpAddr;
+use std::str::FromStr;
 use std::time::Duration;
 
 use convoke_env::{Generation, Token};
 
-/// The options of a group. All ranks pass equal options, except for `listen` and `locality_domain`.
+/// The options of a group. All ranks pass equal options, except for `listen`, `locality_domain` and
+/// `thread_migration`.
 #[derive(Debug, Clone)]
 pub struct GroupOptions {
     pub(crate) name: String,
@@ -18,6 +20,7 @@ pub struct GroupOptions {
     pub(crate) algorithms: String,
     pub(crate) locality_domain: String,
     pub(crate) shared_memory: bool,
+    pub(crate) thread_migration: ThreadMigration,
     /// Distinguishes the connections of a group from those of its subgroups, which share its generation; 0
     /// except for subgroups.
     pub(crate) id: u64,
@@ -43,6 +46,38 @@ pub enum Listen {
     RouteTo(String),
 }
 
+/// When a rank that waits may move its thread to another core.
+///
+/// Linux wakes a thread on the core of the thread that wakes it, and so puts ranks on one core that would
+/// better run on two. To move, a thread narrows its CPU affinity for some microseconds, and then restores it.
+/// So it stays on the CPUs that it may use, and no CPU is bound afterwards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ThreadMigration {
+    /// Never: the runtime does not change the affinity of any thread.
+    Never,
+    /// If the ranks of the host outnumber the cores that they may use, a rank moves to its own place among
+    /// these cores, at most every 10 ms.
+    #[default]
+    Oversubscribed,
+    /// Also if each rank has a core: a rank that is about to sleep moves away from the core of the rank that
+    /// it waits for, at most once a millisecond.
+    Always,
+}
+
+impl FromStr for ThreadMigration {
+    type Err = String;
+
+    /// Parses `never`, `oversubscribed` or `always`.
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "never" => Ok(Self::Never),
+            "oversubscribed" => Ok(Self::Oversubscribed),
+            "always" => Ok(Self::Always),
+            _ => Err(format!("{text:?} is not never, oversubscribed or always")),
+        }
+    }
+}
+
 impl Default for GroupOptions {
     fn default() -> Self {
         Self {
@@ -56,6 +91,7 @@ impl Default for GroupOptions {
             algorithms: String::new(),
             locality_domain: String::new(),
             shared_memory: true,
+            thread_migration: ThreadMigration::default(),
             id: 0,
         }
     }
@@ -132,6 +168,14 @@ impl GroupOptions {
     #[must_use]
     pub fn shared_memory(mut self, shared: bool) -> Self {
         self.shared_memory = shared;
+        self
+    }
+
+    /// Sets when a rank that waits may move its thread to another core; only if ranks outnumber cores by
+    /// default. Ranks may pass different values. Groups that are made from this group inherit the value.
+    #[must_use]
+    pub fn thread_migration(mut self, migration: ThreadMigration) -> Self {
+        self.thread_migration = migration;
         self
     }
 

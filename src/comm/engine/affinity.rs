@@ -1,6 +1,7 @@
-//! Moves a thread away from a core that the system gave to too many ranks while another core has fewer. The
-//! affinity mask of the thread is restored afterwards. (Linux 6.2 and later remember a mask that was set: a
-//! thread does not get the new cores of a cpuset that grows.)
+//! Moves a thread away from a core that the system gave to too many ranks while another core has fewer, where
+//! the option [`ThreadMigration`](crate::ThreadMigration) allows it. The affinity mask of the thread is
+//! restored afterwards. (Linux 6.2 and later remember a mask that was set: a thread does not get the new cores
+//! of a cpuset that grows.)
 //!
 //! Linux wakes a thread that sleeps in a receive on the core of the sender. This puts two ranks that wait for
 //! each other on one core, and Linux may leave them there if all cores share a cache. A message then takes 3
@@ -21,14 +22,24 @@ use crate::transport::links::conn::Conn;
 const MOVE_INTERVAL: Duration = Duration::from_millis(1);
 /// Least time between two moves of a thread to another core, if there are more ranks than cores.
 const OVERSUBSCRIBED_MOVE_INTERVAL: Duration = Duration::from_millis(10);
+/// How system calls name the calling thread.
+const THIS_THREAD: Pid = Pid::from_raw(0);
 
 /// Describes how a rank shares the cores of its host with other ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CoreSharing {
     pub(crate) oversubscription: Oversubscription,
-    /// The index by which this rank chooses its core, if there are more ranks than cores and each rank may
-    /// use all cores. Else `None`: no core is assigned.
+    /// The index by which this rank chooses its core, if there are more ranks than cores, each rank may use
+    /// all cores, and threads may move. Else `None`: no core is assigned.
     pub(crate) core_index: Option<usize>,
+    /// This rank has a core, and leaves it while the rank that it waits for runs there.
+    pub(crate) leaves_shared_core: bool,
+}
+
+impl CoreSharing {
+    /// The sharing of a group of one rank.
+    pub(crate) const SINGLE_RANK: Self =
+        Self { oversubscription: Oversubscription::No, core_index: None, leaves_shared_core: false };
 }
 
 impl Engine {
@@ -40,10 +51,10 @@ impl Engine {
     /// Moves this thread to another core if a rank that it waits for last sent data from the same core.
     /// Returns whether the thread moved.
     pub(super) fn leave_shared_core(&mut self) -> bool {
-        let core = sched_getcpu().ok().filter(|_| {
-            self.settings.sharing.oversubscription == Oversubscription::No && self.may_migrate(MOVE_INTERVAL)
-        });
-        let shared = core.filter(|&core| self.awaits_sender_on(core));
+        if !self.settings.sharing.leaves_shared_core || !self.may_migrate(MOVE_INTERVAL) {
+            return false;
+        }
+        let shared = sched_getcpu().ok().filter(|&core| self.awaits_sender_on(core));
         let left = shared.is_some_and(move_off);
         if left {
             self.migrated_at = Some(Instant::now());
@@ -78,42 +89,103 @@ impl Engine {
 /// Moves this thread to a core other than `core`. Returns `false` if it may use no other core or the system
 /// refuses.
 fn move_off(core: usize) -> bool {
-    let Ok(allowed) = sched_getaffinity(Pid::from_raw(0)) else { return false };
+    let Ok(allowed) = sched_getaffinity(THIS_THREAD) else { return false };
     let mut others = allowed;
-    others.unset(core).is_ok() && migrate(others, &allowed)
+    others.unset(core).is_ok() && migrate(&others, &allowed)
 }
 
 /// Moves this thread to core number `index` (modulo their count) of the cores that it may use.
 fn move_to(index: usize) {
-    let Ok(allowed) = sched_getaffinity(Pid::from_raw(0)) else { return };
-    let cores = cores(&allowed);
-    let Some(&core) = cores.get(index % cores.len().max(1)) else { return };
+    let Ok(allowed) = sched_getaffinity(THIS_THREAD) else { return };
+    let mut cores = (0..CpuSet::count()).filter(|&core| allowed.is_set(core) == Ok(true));
+    let count = cores.clone().count();
+    let Some(core) = cores.nth(index % count.max(1)) else { return };
     let mut only = CpuSet::new();
     if sched_getcpu() != Ok(core) && only.set(core).is_ok() {
-        migrate(only, &allowed);
+        migrate(&only, &allowed);
     }
 }
 
-/// Moves this thread to a core of `target`, then restores its affinity mask, `allowed`. Returns whether both
-/// worked.
-fn migrate(target: CpuSet, allowed: &CpuSet) -> bool {
-    let this = Pid::from_raw(0);
-    sched_setaffinity(this, &target).is_ok() && sched_setaffinity(this, allowed).is_ok()
+/// Moves this thread to a core of `target`, then restores its affinity mask, `allowed`. Returns whether the
+/// thread moved.
+fn migrate(target: &CpuSet, allowed: &CpuSet) -> bool {
+    let moved = sched_setaffinity(THIS_THREAD, target).is_ok();
+    if moved {
+        restore(target, allowed);
+    }
+    moved
+}
+
+/// Restores the affinity mask of this thread, `allowed`, after this thread has set `target`. A mask other
+/// than `target` was set by another thread of the program meanwhile, and stays.
+fn restore(target: &CpuSet, allowed: &CpuSet) {
+    if sched_getaffinity(THIS_THREAD).is_ok_and(|now| now != *target) {
+        return;
+    }
+    let Err(error) = sched_setaffinity(THIS_THREAD, allowed) else { return };
+    // The kernel refuses a mask without a CPU of the cpuset, which may have changed meanwhile. Of all CPUs it
+    // takes those of the cpuset.
+    match sched_setaffinity(THIS_THREAD, &all_cpus()) {
+        Ok(()) => log::warn!(
+            "the CPU affinity of a thread cannot be restored ({error}); it may use all CPUs of its cpuset now"
+        ),
+        Err(refused) => log::error!(
+            "the CPU affinity of a thread cannot be restored ({error}), nor set to all CPUs ({refused}); it \
+             may use too few CPUs now"
+        ),
+    }
+}
+
+fn all_cpus() -> CpuSet {
+    let mut all = CpuSet::new();
+    for cpu in 0..CpuSet::count() {
+        // The CPU is within the set, so this cannot fail.
+        let _ = all.set(cpu);
+    }
+    all
 }
 
 #[cfg(test)]
 mod tests {
+    use convoke_env::host::allowed_cpus;
+
     use super::*;
+
+    fn set_of(cpus: &[usize]) -> CpuSet {
+        let mut set = CpuSet::new();
+        cpus.iter().for_each(|&cpu| set.set(cpu).unwrap());
+        set
+    }
 
     #[test]
     fn moved_thread_may_return_to_its_former_cores() {
-        let allowed = allowed_cores();
+        let allowed = allowed_cpus();
         assert!(!allowed.is_empty());
         let core = sched_getcpu().unwrap();
         assert_eq!(move_off(core), allowed.len() > 1);
         for index in 0..3 * allowed.len() {
             move_to(index);
         }
-        assert_eq!(allowed_cores(), allowed);
+        assert_eq!(allowed_cpus(), allowed);
+    }
+
+    #[test]
+    fn affinity_that_another_thread_has_set_meanwhile_is_kept() {
+        let allowed = allowed_cpus();
+        let [first, second, ..] = allowed[..] else { return };
+        // This thread has set `first` to move, and another thread has set `second` since then.
+        sched_setaffinity(THIS_THREAD, &set_of(&[second])).unwrap();
+        restore(&set_of(&[first]), &set_of(&allowed));
+        assert_eq!(allowed_cpus(), [second]);
+    }
+
+    #[test]
+    fn thread_whose_affinity_cannot_be_restored_gets_all_cpus_of_its_cpuset() {
+        let allowed = allowed_cpus();
+        let only = set_of(&allowed[..1]);
+        sched_setaffinity(THIS_THREAD, &only).unwrap();
+        // A former mask without a CPU of the cpuset.
+        restore(&only, &CpuSet::new());
+        assert_eq!(allowed_cpus(), allowed);
     }
 }

@@ -14,7 +14,7 @@ use convoke_store::{PrefixStore, Store};
 
 use crate::api::group::Group;
 use crate::api::logger;
-use crate::bootstrap::options::{GroupOptions, Listen};
+use crate::bootstrap::options::{GroupOptions, Listen, ThreadMigration};
 use crate::bootstrap::{BootstrapConfig, WorldEntryGuard};
 use crate::collectives::plan::Tuning;
 use crate::error::CommError;
@@ -48,6 +48,7 @@ pub fn init() -> Result<World, CommError> {
 ///   (see [`Listen::Interface`]).
 /// - CONVOKE_ALGO: see [`GroupOptions::algorithms`].
 /// - CONVOKE_SHM: `off` disables [`GroupOptions::shared_memory`].
+/// - CONVOKE_THREAD_MIGRATION: see [`GroupOptions::thread_migration`].
 /// - CONVOKE_LOG: see `docs/reference/worker-env.md`.
 #[derive(Debug)]
 pub struct Session {
@@ -169,7 +170,8 @@ impl Session {
             .name("world")
             .listen(interface()?.unwrap_or_else(|| rendezvous.listen()))
             .algorithms(std::env::var("CONVOKE_ALGO").unwrap_or_default())
-            .shared_memory(shared_memory_enabled()?);
+            .shared_memory(shared_memory_enabled()?)
+            .thread_migration(thread_migration()?);
         options.token = Token::from_process()?;
         let launch_info = LaunchInfo::default();
         Ok(Self { rank, size, launch_info, rendezvous, open_store: None, agent: None, options, round: 0 })
@@ -269,6 +271,16 @@ fn shared_memory_enabled() -> Result<bool, CommError> {
         "" | "on" | "1" => Ok(true),
         "off" | "0" => Ok(false),
         other => Err(CommError::InvalidArgument(format!("CONVOKE_SHM={other:?} is neither on nor off"))),
+    }
+}
+
+/// Returns when CONVOKE_THREAD_MIGRATION lets a rank move its thread to another core.
+fn thread_migration() -> Result<ThreadMigration, CommError> {
+    match std::env::var("CONVOKE_THREAD_MIGRATION").unwrap_or_default().trim() {
+        "" => Ok(ThreadMigration::default()),
+        text => text
+            .parse()
+            .map_err(|what| CommError::InvalidArgument(format!("CONVOKE_THREAD_MIGRATION={what}"))),
     }
 }
 

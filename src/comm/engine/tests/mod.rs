@@ -113,7 +113,11 @@ impl ScriptedPeer {
             store_rank: None,
             agent: None,
             peer_timeout: Duration::from_secs(10),
-            sharing: CoreSharing { oversubscription: Oversubscription::Cores, core_index: Some(0) },
+            sharing: CoreSharing {
+                oversubscription: Oversubscription::Cores,
+                core_index: Some(0),
+                leaves_shared_core: false,
+            },
             flight: Arc::new(FlightRecorder::for_process().group("default", 0, None, (FAKE, 3), &[0, 1, 2])),
         };
         let mut engine = Engine::new(settings, Some(self.listener)).unwrap();
