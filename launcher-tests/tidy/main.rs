@@ -93,7 +93,6 @@ const DEFAULTS: &[(&str, &[(&str, usize)])] = &[
         &[
             ("src/comm/api/group/subgroup.rs", 2),
             ("src/comm/api/session/mod.rs", 3),
-            ("src/comm/api/spawn/call_results.rs", 1),
             ("src/env/worker_env.rs", 1),
             ("src/launcher/agent/start.rs", 2),
             ("src/launcher/cli/parsed_args.rs", 1),

@@ -83,6 +83,12 @@ impl SpawnError {
         }
     }
 
+    /// Returns a copy in the form in which ranks read it.
+    pub(super) fn copy(&self) -> Self {
+        let copy = serde_json::to_vec(self).and_then(|bytes| serde_json::from_slice(&bytes));
+        copy.expect("an error is plain data, and is read as it was written")
+    }
+
     pub(super) fn system(what: &str, source: impl Into<io::Error>) -> Self {
         Self::System { what: what.to_owned(), source: source.into() }
     }

@@ -3,31 +3,26 @@
 //! A function cannot be passed to another program, and forking a process with threads is not sound. So a rank
 //! is this program, started again: it runs until it reaches the same call of spawn. There it runs the
 //! function as its rank, and exits. `child` is the code of the rank, `parent` that of the spawner. The rank
-//! reads from its environment which call to reach ([`SpawnCallId`]).
+//! reads from its environment which call to reach (`calls`).
+//!
+//! This module does what its model does: it starts processes, waits for them, and ends the others when one
+//! fails. The launcher supervises in another way (a guard process, restarts, reports with root causes), so
+//! the two share no code.
 
-mod call_results;
+mod calls;
 mod child;
 mod error;
 mod output;
 mod parent;
-mod supervisor;
-#[cfg(test)]
-mod tests;
 
 use std::ffi::OsString;
-use std::fmt;
 use std::panic::Location;
 use std::process::Termination;
-use std::str::FromStr;
 use std::time::Duration;
 
-use convoke_env::Generation;
-
+use calls::SpawnCall;
 use child::ProcessRole;
 pub use error::SpawnError;
-
-/// Variable that holds the [`SpawnCallId`] and so marks a process as a spawned rank.
-const VARIABLE: &str = "CONVOKE_SPAWN";
 
 /// Runs `worker` as `size` ranks, each a process of its own, and waits for them.
 ///
@@ -63,14 +58,13 @@ pub struct Spawn {
     env: Vec<(OsString, OsString)>,
     timeout: Option<Duration>,
     grace: Duration,
-    use_pidfds: bool,
 }
 
 impl Spawn {
     /// Creates settings for `size` ranks, without a timeout and with a grace period of 5 seconds.
     #[must_use]
     pub fn new(size: usize) -> Self {
-        Self { size, env: Vec::new(), timeout: None, grace: Duration::from_secs(5), use_pidfds: true }
+        Self { size, env: Vec::new(), timeout: None, grace: Duration::from_secs(5) }
     }
 
     /// Sets a variable in the environment of all ranks. A value that must be equal on all ranks has to be
@@ -127,52 +121,17 @@ impl Spawn {
     /// [`SpawnError::System`] if a system call failed.
     #[track_caller]
     pub fn run<T: Termination>(self, worker: impl FnOnce(usize) -> T) -> Result<(), SpawnError> {
-        let call = call_results::next_call();
-        let place = Location::caller().to_string();
-        match child::process_role(call, &place)? {
+        let (number, place) = (calls::next_number(), Location::caller().to_string());
+        match child::process_role(number, &place)? {
             ProcessRole::Spawner => {
-                let secret = || Generation::random().map(|random| random.to_string());
-                let token = secret().map_err(|source| SpawnError::system("get random numbers", source))?;
-                let call_id = SpawnCallId { spawner: std::process::id(), token, call, place };
-                let outcome = parent::run(&self, &call_id);
-                call_results::record_error(call, &outcome);
+                let outcome = parent::run(&self, SpawnCall::of_this_thread(number, place));
+                if let Err(error) = &outcome {
+                    calls::record_error(number, error);
+                }
                 outcome
             }
-            ProcessRole::EarlierCall => call_results::result_of(call),
-            ProcessRole::Rank(call_id, rank) => child::run_worker(&call_id, rank, worker),
+            ProcessRole::EarlierCall(result) => result,
+            ProcessRole::Rank { rank, spawner } => child::run_worker(rank, spawner, worker),
         }
-    }
-}
-
-/// Identifies the call of spawn that a rank must reach.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct SpawnCallId {
-    /// Pid of the process that spawns.
-    spawner: u32,
-    /// Random text in every mark that a rank writes into its output, so that the program writes none by
-    /// chance.
-    token: String,
-    /// Number of the call of spawn on its thread, counted from 0.
-    call: u64,
-    /// File, line and column of the call.
-    place: String,
-}
-
-impl fmt::Display for SpawnCallId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {} {} {}", self.spawner, self.token, self.call, self.place)
-    }
-}
-
-impl FromStr for SpawnCallId {
-    type Err = ();
-
-    fn from_str(text: &str) -> Result<Self, ()> {
-        let mut parts = text.splitn(4, ' ');
-        let mut part = || parts.next().ok_or(());
-        let spawner = part()?.parse().map_err(|_| ())?;
-        let token = part()?.to_owned();
-        let call = part()?.parse().map_err(|_| ())?;
-        Ok(Self { spawner, token, call, place: part()?.to_owned() })
     }
 }

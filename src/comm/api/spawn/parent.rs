@@ -1,37 +1,37 @@
 //! The part of spawn that runs in the spawner: it starts ranks and waits for them.
 
 use std::ffi::OsString;
-use std::io::{self, Read, Write};
+use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStderr, ChildStdout, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use convoke_env::{ExitCause, Generation, Role, WorkerEnv, vars};
 use convoke_store::StoreServer;
-use nix::fcntl::{FcntlArg, OFlag, fcntl};
-use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::sys::wait::{Id, WaitPidFlag, WaitStatus, waitid};
 use nix::unistd::{Pid, getpid, gettid};
 use rustix::process::{PidfdFlags, pidfd_open};
 
-use super::output::Output;
-use super::supervisor::{Action, RankExit, Supervisor};
-use super::{Spawn, SpawnCallId, SpawnError, VARIABLE, call_results};
+use super::calls::{self, SpawnCall};
+use super::output::{Output, Target};
+use super::{Spawn, SpawnError};
 
+/// Time to wait, after a rank failed because it lost a peer, for the rank that failed first to end.
+const CAUSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Poll interval for ranks without a pidfd (an old kernel, a sandbox).
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
-/// Limit on reads of one pipe before other events are handled; these reads together exceed its capacity.
-const MAX_READS: usize = 64;
 /// Environment variables of this process's launcher that a rank must not inherit.
 const REMOVED_VARIABLES: [&str; 5] =
     [vars::RUN_ID, vars::RESTART_COUNT, vars::MAX_RESTARTS, vars::ERROR_FILE, vars::AGENT_FD];
 
 /// Starts the ranks and waits until all have ended.
-pub(super) fn run(spec: &Spawn, call_id: &SpawnCallId) -> Result<(), SpawnError> {
+pub(super) fn run(spec: &Spawn, mut call: SpawnCall) -> Result<(), SpawnError> {
     if spec.size == 0 {
         return Err(SpawnError::Unusable("0 ranks were requested, and at least one is needed".to_owned()));
     }
@@ -41,15 +41,9 @@ pub(super) fn run(spec: &Spawn, call_id: &SpawnCallId) -> Result<(), SpawnError>
         .map_err(|error| SpawnError::system("serve a store", io::Error::other(error)))?;
     let random = || Generation::random().map_err(|error| SpawnError::system("get random numbers", error));
     let (generation, secret) = (random()?, format!("{}{}", random()?, random()?));
-    let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)
-        .map_err(|error| SpawnError::system("make an epoll instance", error))?;
+    let encoded_call = call.encode();
     let deadline = spec.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
-    let mut ranks = Ranks {
-        all: Vec::new(),
-        epoll,
-        captured: !program.is_main,
-        supervisor: Supervisor::new(deadline, spec.grace),
-    };
+    let mut ranks = Ranks { all: Vec::new(), stage: Stage::Running, failure: None, deadline };
     for rank in 0..spec.size {
         let mut command = program.command();
         for name in REMOVED_VARIABLES {
@@ -61,10 +55,11 @@ pub(super) fn run(spec: &Spawn, call_id: &SpawnCallId) -> Result<(), SpawnError>
             command.env(vars::TOKEN, &secret);
         }
         command.envs(spec.env.iter().map(|(name, value)| (name, value)));
-        command.env(VARIABLE, call_id.to_string()).env(call_results::VARIABLE, call_results::encode_errors());
-        ranks.start(command, call_id, spec.use_pidfds)?;
+        command.env(calls::VARIABLE, &encoded_call);
+        let child = command.spawn().map_err(|error| SpawnError::system("start this program again", error))?;
+        ranks.add(child, !program.is_main).map_err(|error| SpawnError::system("watch a rank", error))?;
     }
-    ranks.wait(spec, call_id)
+    ranks.wait(spec, &call.place)
 }
 
 fn worker_env(rank: usize, size: usize, port: u16, generation: Generation) -> WorkerEnv {
@@ -126,159 +121,155 @@ impl Program {
     }
 }
 
-/// Kinds of epoll events; the event data is `rank * KINDS + kind`.
-const OUT: u64 = 0;
-const ERR: u64 = 1;
-const PID: u64 = 2;
-const KINDS: u64 = 3;
-
 /// The ranks of one call of spawn. Dropping this value kills and reaps all ranks that are left.
 struct Ranks {
     all: Vec<Rank>,
-    epoll: Epoll,
-    /// The call is in a test, so output goes through the macros that the harness captures.
-    captured: bool,
-    supervisor: Supervisor,
+    stage: Stage,
+    /// The failure to return, once a rank has failed or the time limit has expired.
+    failure: Option<SpawnError>,
+    /// When the stage ends at the latest; `None` without a limit.
+    deadline: Option<Instant>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// No rank has failed.
+    Running,
+    /// A rank failed because it lost a peer, and the peer that failed first still seems to run.
+    AwaitingCause,
+    /// The remaining ranks have got SIGTERM.
+    Terminating,
+    /// The remaining ranks have got SIGKILL.
+    Killing,
 }
 
 struct Rank {
     child: Child,
     pidfd: Option<OwnedFd>,
-    out: OutputPipe<ChildStdout>,
-    err: OutputPipe<ChildStderr>,
+    out: Option<Output>,
+    err: Option<Output>,
     has_ended: bool,
 }
 
-/// Standard output or standard error of a rank. `pipe` is `None` after its end of file.
-struct OutputPipe<P> {
-    pipe: Option<P>,
-    output: Output,
-}
-
 impl Ranks {
-    fn start(
-        &mut self,
-        mut command: Command,
-        call_id: &SpawnCallId,
-        use_pidfds: bool,
-    ) -> Result<(), SpawnError> {
-        let rank = self.all.len();
-        let failed = |what: &'static str| move |error: io::Error| SpawnError::system(what, error);
-        let mut child = command.spawn().map_err(failed("start this program again"))?;
+    /// Adds a rank that has just been started.
+    fn add(&mut self, mut child: Child, captured: bool) -> io::Result<()> {
         let (out, err) = (child.stdout.take(), child.stderr.take());
-        let pid = rustix::process::Pid::from_raw(child.id().cast_signed()).filter(|_| use_pidfds);
+        let pid = rustix::process::Pid::from_raw(child.id().cast_signed());
         let pidfd = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
-        let output = || Output::new(&call_id.token);
-        let (out, err) =
-            (OutputPipe { pipe: out, output: output() }, OutputPipe { pipe: err, output: output() });
         // From here on, dropping `Ranks` kills and reaps this rank.
-        self.all.push(Rank { child, pidfd, out, err, has_ended: false });
-        let Rank { pidfd, out, err, .. } = &self.all[rank];
-        let watch = |fd: &dyn AsFd, kind: u64| -> io::Result<()> {
-            let event = EpollEvent::new(EpollFlags::EPOLLIN, rank as u64 * KINDS + kind);
-            Ok(self.epoll.add(fd.as_fd(), event)?)
-        };
-        let watch_all = || {
-            if let Some(pipe) = &out.pipe {
-                fcntl(pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
-                watch(pipe, OUT)?;
-            }
-            if let Some(pipe) = &err.pipe {
-                fcntl(pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
-                watch(pipe, ERR)?;
-            }
-            pidfd.iter().try_for_each(|pidfd| watch(pidfd, PID))
-        };
-        watch_all().map_err(failed("watch a rank"))
+        self.all.push(Rank { child, pidfd, out: None, err: None, has_ended: false });
+        let rank = self.all.last_mut().expect("a rank was just added");
+        rank.out = out.map(|pipe| Output::new(pipe, Target::Stdout, captured)).transpose()?;
+        rank.err = err.map(|pipe| Output::new(pipe, Target::Stderr, captured)).transpose()?;
+        Ok(())
     }
 
-    fn wait(mut self, spec: &Spawn, call_id: &SpawnCallId) -> Result<(), SpawnError> {
-        while self.all.iter().any(|rank| !rank.has_ended) {
-            let mut events = [EpollEvent::empty(); 64];
-            let count = match self.epoll.wait(&mut events, self.poll_timeout()) {
-                Ok(count) => count,
-                Err(nix::errno::Errno::EINTR) => 0,
-                Err(error) => return Err(SpawnError::system("wait for ranks", error)),
-            };
-            // The kernel returns events in the order in which they happened, so the first failure is
-            // handled first.
-            for event in &events[..count] {
-                let (rank, kind) = ((event.data() / KINDS) as usize, event.data() % KINDS);
-                match kind {
-                    OUT => self.all[rank].out.forward(self.captured, false),
-                    ERR => self.all[rank].err.forward(self.captured, true),
-                    _ => self.reap(rank, call_id),
-                }
-            }
+    /// Prints the output of the ranks, and ends all when one fails. Returns when all have ended.
+    fn wait(mut self, spec: &Spawn, place: &str) -> Result<(), SpawnError> {
+        while self.running().next().is_some() {
+            self.sleep().map_err(|error| SpawnError::system("wait for ranks", error))?;
             for rank in 0..self.all.len() {
-                if self.all[rank].pidfd.is_none() && !self.all[rank].has_ended && self.all[rank].is_dead() {
-                    self.reap(rank, call_id);
+                if self.all[rank].has_ended {
+                    continue;
+                }
+                self.all[rank].outputs().for_each(Output::forward);
+                if self.all[rank].is_dead() {
+                    let (failure, is_consequence) = self.reap(rank, place);
+                    if let Some(failure) = failure {
+                        self.rank_failed(failure, is_consequence, spec.grace);
+                    }
                 }
             }
-            let running = || (0..self.all.len()).filter(|&rank| !self.all[rank].has_ended).collect();
-            let late = || SpawnError::Timeout {
-                ranks: running(),
-                after: spec.timeout.expect("without a time limit there is no deadline"),
-            };
-            let action = self.supervisor.tick(Instant::now(), late);
-            self.signal_running(action);
+            if self.deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                self.time_out(spec);
+            }
         }
-        let grace = spec.grace;
-        std::mem::replace(&mut self.supervisor, Supervisor::new(None, grace)).outcome()
+        self.failure.take().map_or(Ok(()), Err)
     }
 
-    /// Returns the time until ranks without a pidfd must be polled or a time limit of the supervisor expires.
-    fn poll_timeout(&self) -> EpollTimeout {
-        let poll =
-            self.all.iter().any(|rank| rank.pidfd.is_none() && !rank.has_ended).then_some(POLL_INTERVAL);
-        let wake = self.supervisor.wake_at().map(|at| at.saturating_duration_since(Instant::now()));
-        let Some(timeout) = poll.into_iter().chain(wake).min() else { return EpollTimeout::NONE };
+    fn running(&self) -> impl Iterator<Item = &Rank> {
+        self.all.iter().filter(|rank| !rank.has_ended)
+    }
+
+    /// Sleeps until a rank writes or ends, or the stage ends.
+    fn sleep(&self) -> io::Result<()> {
+        let is_polled = self.running().any(|rank| rank.pidfd.is_none());
+        let left = self.deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()));
+        let limit = left.into_iter().chain(is_polled.then_some(POLL_INTERVAL)).min();
         // Rounded up; otherwise the last millisecond would be spent spinning.
-        let millis = u16::try_from(timeout.as_millis() + 1).unwrap_or(u16::MAX);
-        EpollTimeout::from(millis)
+        let timeout = limit.map_or(PollTimeout::NONE, |limit| {
+            PollTimeout::try_from(limit.as_millis() + 1).unwrap_or(PollTimeout::MAX)
+        });
+        let descriptors = self.running().flat_map(|rank| {
+            let outputs = [&rank.out, &rank.err].into_iter().flatten().filter_map(Output::as_fd);
+            outputs.chain(rank.pidfd.as_ref().map(AsFd::as_fd))
+        });
+        let mut polled: Vec<_> = descriptors.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
+        match poll(&mut polled, timeout) {
+            Ok(_) | Err(Errno::EINTR) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
     }
 
-    /// Handles a dead rank: reads the rest of its output, kills its process group, and ends the
-    /// other ranks if the supervisor decides so. No rank is restarted.
-    fn reap(&mut self, rank: usize, call_id: &SpawnCallId) {
+    /// Prints the rest of a dead rank's output, kills its process group, and reaps it. Returns its failure, if
+    /// it failed, and whether that is most likely the consequence of another rank's failure.
+    fn reap(&mut self, rank: usize, place: &str) -> (Option<SpawnError>, bool) {
         let size = self.all.len();
-        let one = &mut self.all[rank];
-        if let Some(pidfd) = one.pidfd.take() {
-            let _ = self.epoll.delete(&pidfd);
-        }
-        one.out.finish(self.captured, false);
-        one.err.finish(self.captured, true);
-        let status = one.kill_and_reap();
-        let stderr = one.err.output.tail();
-        let has_started = one.out.output.has_started();
-        let is_consequence = one.out.output.is_consequence();
-        let end = match status.map(exit_cause) {
-            Err(source) => {
-                RankExit::Failed(SpawnError::System { what: format!("learn how rank {rank} ended"), source })
-            }
+        let dead = &mut self.all[rank];
+        dead.outputs().for_each(Output::finish);
+        let status = dead.kill_and_reap();
+        let (has_started, is_consequence, stderr) = dead.err.as_ref().map_or_else(
+            || (false, false, String::new()),
+            |err| (err.has_started(), err.is_consequence(), err.tail()),
+        );
+        let failure = match status.map(exit_cause) {
+            Err(source) => Some(SpawnError::system(&format!("learn how rank {rank} ended"), source)),
             Ok(how) if !has_started => {
-                let place = call_id.place.clone();
-                RankExit::Failed(SpawnError::Unreached { rank, size, place, how, stderr })
+                Some(SpawnError::Unreached { rank, size, place: place.to_owned(), how, stderr })
             }
-            Ok(ExitCause::Code(0)) => RankExit::Success,
-            Ok(how) if is_consequence => {
-                RankExit::Consequence(SpawnError::Failed { rank, size, how, stderr })
-            }
-            Ok(how) => RankExit::Failed(SpawnError::Failed { rank, size, how, stderr }),
+            Ok(ExitCause::Code(0)) => None,
+            Ok(how) => Some(SpawnError::Failed { rank, size, how, stderr }),
         };
-        let action = self.supervisor.rank_exited(Instant::now(), end);
-        self.signal_running(action);
+        (failure, is_consequence)
     }
 
-    fn signal_running(&self, action: Option<Action>) {
-        let signal = match action {
-            None => return,
-            Some(Action::Terminate) => Signal::SIGTERM,
-            Some(Action::Kill) => Signal::SIGKILL,
-        };
-        for rank in self.all.iter().filter(|rank| !rank.has_ended) {
-            rank.signal(signal);
+    /// Ends the other ranks. If the failure is a consequence, first waits for the rank that failed first.
+    fn rank_failed(&mut self, failure: SpawnError, is_consequence: bool, grace: Duration) {
+        match (self.stage, is_consequence) {
+            (Stage::Running, true) => {
+                self.failure = Some(failure);
+                (self.stage, self.deadline) = (Stage::AwaitingCause, Some(Instant::now() + CAUSE_TIMEOUT));
+            }
+            (Stage::Running | Stage::AwaitingCause, false) => {
+                self.failure = Some(failure);
+                self.terminate(grace);
+            }
+            // Another rank's failure is known already, or this rank was ended by a signal of the spawner.
+            (Stage::AwaitingCause, true) | (Stage::Terminating | Stage::Killing, _) => {}
         }
+    }
+
+    /// Acts at the end of the time for the stage.
+    fn time_out(&mut self, spec: &Spawn) {
+        match self.stage {
+            Stage::Running => {
+                let ranks = (0..self.all.len()).filter(|&rank| !self.all[rank].has_ended).collect();
+                let after = spec.timeout.expect("this stage ends only by the time limit");
+                self.failure = Some(SpawnError::Timeout { ranks, after });
+                self.terminate(spec.grace);
+            }
+            Stage::AwaitingCause => self.terminate(spec.grace),
+            Stage::Terminating | Stage::Killing => {
+                (self.stage, self.deadline) = (Stage::Killing, None);
+                self.running().for_each(|rank| rank.signal(Signal::SIGKILL));
+            }
+        }
+    }
+
+    fn terminate(&mut self, grace: Duration) {
+        (self.stage, self.deadline) = (Stage::Terminating, Instant::now().checked_add(grace));
+        self.running().for_each(|rank| rank.signal(Signal::SIGTERM));
     }
 }
 
@@ -292,6 +283,10 @@ impl Drop for Ranks {
 }
 
 impl Rank {
+    fn outputs(&mut self) -> impl Iterator<Item = &mut Output> {
+        self.out.iter_mut().chain(&mut self.err)
+    }
+
     /// Signals the rank and its process group. Call it only before the rank is reaped: later its pid may be
     /// reused.
     fn signal(&self, signal: Signal) {
@@ -321,46 +316,4 @@ fn exit_cause(status: ExitStatus) -> ExitCause {
         (None, Some(signal)) => ExitCause::Signal(signal),
         (None, None) => unreachable!("a process that was reaped has exited or was killed by a signal"),
     }
-}
-
-impl<P: Read + AsRawFd> OutputPipe<P> {
-    /// Reads the pipe, and prints the complete lines that have arrived.
-    fn forward(&mut self, captured: bool, is_stderr: bool) {
-        let mut buffer = [0; 16 << 10];
-        // The bound keeps a rank that writes without end from delaying the others.
-        for _ in 0..MAX_READS {
-            let Some(pipe) = &mut self.pipe else { return };
-            match pipe.read(&mut buffer) {
-                Ok(0) => self.pipe = None,
-                Ok(count) => print_output(&self.output.push(&buffer[..count]), captured, is_stderr),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return,
-                Err(_) => self.pipe = None,
-            }
-        }
-    }
-
-    /// Prints the rest of the output of a dead rank. Later output of processes that the rank left running is
-    /// dropped.
-    fn finish(&mut self, captured: bool, is_stderr: bool) {
-        self.forward(captured, is_stderr);
-        self.pipe = None;
-        print_output(&self.output.finish(), captured, is_stderr);
-    }
-}
-
-/// Prints the output of a rank to the output of this process.
-#[allow(clippy::print_stdout, clippy::print_stderr)] // these two are what a test harness captures
-fn print_output(bytes: &[u8], captured: bool, is_stderr: bool) {
-    if bytes.is_empty() {
-        return;
-    }
-    let text = || String::from_utf8_lossy(bytes);
-    // Write errors are ignored: the ranks continue if nobody reads the output.
-    let _ = match (captured, is_stderr) {
-        (true, true) => return eprint!("{}", text()),
-        (true, false) => return print!("{}", text()),
-        (false, true) => io::stderr().write_all(bytes),
-        (false, false) => io::stdout().write_all(bytes).and_then(|()| io::stdout().flush()),
-    };
 }
