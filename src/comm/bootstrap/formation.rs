@@ -1,0 +1,262 @@
+//! The connections of a group that forms: this rank connects to the ranks whose records it has.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use convoke_env::Generation;
+use convoke_env::host::autogroup_enabled;
+use convoke_store::Store;
+use nix::unistd::{Pid, getsid};
+
+use super::config::BootstrapConfig;
+use super::connections::{control_connections, initial_connections};
+use super::cores::{self, CoreShare};
+use super::options::ThreadMigration;
+use super::record::{self, Record};
+use super::{CLEANUP_TIMEOUT, ConnectedGroup, POLL_INTERVAL, descriptor_error};
+use crate::collectives::plan::Topology;
+use crate::engine::{CoreSharing, Engine, Oversubscription, Settings};
+use crate::error::cause::{self, Cause, Report};
+use crate::error::{CommError, LossReason, Ranks};
+use crate::fault::fault_point;
+use crate::flight::GroupRecorder;
+use crate::json;
+use crate::transport::links::hello::{ConnectionKind, Credentials};
+use crate::transport::links::tcp::Listener;
+
+/// Time for which connections to a published address may be refused before the rank that published the
+/// address counts as lost.
+const REFUSED_TIMEOUT: Duration = Duration::from_millis(100);
+/// The state of this rank while its group forms.
+pub(super) struct Bootstrap<'a> {
+    pub(super) config: &'a BootstrapConfig,
+    pub(super) record: Record,
+    pub(super) listener: Listener,
+    pub(super) deadline: Instant,
+    pub(super) flight: Arc<GroupRecorder>,
+}
+
+pub(super) enum RoundOutcome {
+    Connected(Box<ConnectedGroup>),
+    /// Rank 0 has announced another generation, under which this rank must try again.
+    Stale(Generation),
+}
+
+impl Bootstrap<'_> {
+    pub(super) fn store(&self) -> &dyn Store {
+        &*self.config.store
+    }
+
+    /// Returns the encoded record of this rank.
+    pub(super) fn encoded_record(&self) -> Vec<u8> {
+        json::encode(&self.record)
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.config.options.name
+    }
+
+    pub(super) fn key(&self, generation: Generation, what: &str) -> Vec<u8> {
+        format!("{}/{generation}/{what}", self.name()).into_bytes()
+    }
+
+    pub(super) fn record_key(&self, generation: Generation, rank: usize) -> Vec<u8> {
+        self.key(generation, &format!("rank/{rank}"))
+    }
+
+    pub(super) fn bootstrap_error(&self, what: String, mut ranks: Vec<usize>) -> CommError {
+        ranks.truncate(cause::MAX_REPORTED_RANKS);
+        CommError::Bootstrap { group: self.name().to_owned(), what, ranks }
+    }
+
+    /// Connects to all ranks; `records` holds their encoded records in rank order.
+    pub(super) fn connect_to_records(&self, records: &[&[u8]]) -> Result<ConnectedGroup, CommError> {
+        let table = self.check_records(record::decode_all(records))?;
+        let Some(generation) = self.config.options.generation else {
+            unreachable!("a group that comes from another one has its generation")
+        };
+        match self.connect_ranks(generation, &table)? {
+            RoundOutcome::Connected(formed) => Ok(*formed),
+            RoundOutcome::Stale(_) => unreachable!(
+                "no rank announces another generation when all have this one from their parent group"
+            ),
+        }
+    }
+
+    /// Connects to the ranks whose records are in `table`, in rank order.
+    pub(super) fn connect_ranks(
+        &self,
+        generation: Generation,
+        table: &[Record],
+    ) -> Result<RoundOutcome, CommError> {
+        let BootstrapConfig { rank, size, ref options, .. } = *self.config;
+        let topology = Topology::new(table.iter().map(|record| &record.host));
+        let sharing = self.config.sharing.unwrap_or_else(|| {
+            let all: Vec<_> = topology.local_ranks(rank).iter().map(|&rank| &table[rank].cores).collect();
+            let share = cores::core_share(&all, topology.host_and_index(rank).1);
+            core_sharing(&share, table[rank].cores.count(), options.thread_migration)
+        });
+        let settings = Settings {
+            name: options.name.clone(),
+            me: rank,
+            size,
+            credentials: Credentials::new(options.token.as_ref(), generation, options.id),
+            addresses: table.iter().map(|record| record.address).collect(),
+            store: Arc::clone(&self.config.store),
+            abort_key: self.key(generation, "abort"),
+            store_rank: self.config.store_rank,
+            agent: self.config.agent.clone(),
+            peer_timeout: options.peer_timeout,
+            sharing,
+            flight: Arc::clone(&self.flight),
+        };
+        let mut engine = Box::new(self.engine(settings)?);
+        fault_point("meeting", 0, 0);
+        match self.connect_and_share_memory(&mut engine, generation, &topology) {
+            Ok(Ok(in_memory)) => {
+                self.flight.formed(generation);
+                fault_point("connected", 0, 0);
+                Ok(RoundOutcome::Connected(Box::new(ConnectedGroup {
+                    engine,
+                    generation,
+                    topology,
+                    in_memory,
+                })))
+            }
+            Ok(Err(announced)) => Ok(RoundOutcome::Stale(announced)),
+            Err(error) => {
+                // Sends a goodbye to connected peers; without it they would report this rank as the cause of
+                // the failure.
+                engine.leave();
+                Err(match error {
+                    // The timeout of another rank expired before that of this rank.
+                    CommError::Timeout { missing, after, .. } => self.unconnected_error(missing, after, ""),
+                    error => error,
+                })
+            }
+        }
+    }
+
+    /// Creates the engine. If file descriptors are lacking, publishes an abort in the store, so that the
+    /// other ranks stop waiting.
+    fn engine(&self, settings: Settings) -> Result<Engine, CommError> {
+        let (store, key) = (Arc::clone(&settings.store), settings.abort_key.clone());
+        let listener =
+            self.listener.try_clone().map_err(|error| CommError::system("cannot duplicate a socket", error));
+        let engine = listener.and_then(|listener| Engine::new(settings, Some(listener)));
+        engine.map_err(|error| {
+            let rank = self.config.rank;
+            let Some(what) = descriptor_error(self.config, &error) else { return error };
+            let report = Report::new(rank, Cause::Aborted { reason: format!("it {what}") });
+            let _ = store.compare_set(&key, b"", &report.encode(), Instant::now() + CLEANUP_TIMEOUT);
+            self.bootstrap_error(format!("rank {rank} {what}"), vec![rank])
+        })
+    }
+
+    fn unconnected_error(&self, ranks: Vec<usize>, after: Duration, notes: &str) -> CommError {
+        let what =
+            format!("no connection with rank(s) {} after {} ms{notes}", Ranks(&ranks), after.as_millis());
+        self.bootstrap_error(what, ranks)
+    }
+
+    /// Connects to all ranks, and sets up shared memory with the ranks of this host. Returns `Ok(true)` if
+    /// all ranks share memory, and `Err` with the new generation if rank 0 has announced another one.
+    fn connect_and_share_memory(
+        &self,
+        engine: &mut Engine,
+        generation: Generation,
+        topology: &Topology,
+    ) -> Result<Result<bool, Generation>, CommError> {
+        let BootstrapConfig { rank, size, ref options, .. } = *self.config;
+        let (local_ranks, one_host) = (topology.local_ranks(rank), topology.hosts().len() == 1);
+        let mut in_memory = false;
+        if options.shared_memory && local_ranks.len() > 1 {
+            // Data that goes through shared memory needs no connection, so only control connections are
+            // opened first.
+            if let Some(announced) =
+                self.open_connections(engine, generation, &control_connections(rank, size))?
+            {
+                return Ok(Err(announced));
+            }
+            match engine.share_memory(local_ranks, self.deadline)? {
+                Ok(()) => in_memory = one_host,
+                // The first rank of the host logs the warning for all ranks of the host.
+                Err(reason) if rank == local_ranks[0] => log::warn!(
+                    "{}: ranks {} cannot use shared memory, and use connections inside their host: {reason}",
+                    self.name(),
+                    Ranks(&local_ranks[..local_ranks.len().min(cause::MAX_REPORTED_RANKS)])
+                ),
+                Err(reason) => log::info!("{}: rank {rank} cannot use shared memory: {reason}", self.name()),
+            }
+        }
+        let announced = self.open_connections(engine, generation, &initial_connections(rank, size))?;
+        Ok(announced.map_or(Ok(in_memory), Err))
+    }
+
+    /// Opens `connections`. Returns `None` when all are open, or another generation that rank 0 has
+    /// announced.
+    fn open_connections(
+        &self,
+        engine: &mut Engine,
+        generation: Generation,
+        connections: &[(usize, ConnectionKind)],
+    ) -> Result<Option<Generation>, CommError> {
+        let BootstrapConfig { rank, ref options, .. } = *self.config;
+        loop {
+            match engine.connect(connections, (Instant::now() + POLL_INTERVAL).min(self.deadline)) {
+                Ok(true) => return Ok(None),
+                Ok(false) => {}
+                Err(error) => return Err(error),
+            }
+            let now = Instant::now();
+            let confirmed = rank == 0 || self.config.is_successor || engine.is_connected(0);
+            if !confirmed && let Some(announced) = self.superseding_generation(generation)? {
+                return Ok(Some(announced));
+            }
+            if let Ok(Some(report)) =
+                self.store().try_get(&self.key(generation, "abort"), now + POLL_INTERVAL)
+            {
+                return Err(engine.abort_with_report(&report));
+            }
+            // The refusing rank's record is not left over from a crashed job, since the table that contains
+            // it also contains this rank's record.
+            let given_up = engine.handshakes().refusing_peers(REFUSED_TIMEOUT, now).next();
+            if let Some(gone) = given_up {
+                let how =
+                    LossReason::Unreachable { what: "no process listens at its address any more".to_owned() };
+                return Err(engine.abort_bootstrap(Report::new(rank, Cause::PeerLost { rank: gone, how })));
+            }
+            if now >= self.deadline {
+                let mut ranks: Vec<_> = engine.unconnected(connections).collect();
+                ranks.sort_unstable();
+                ranks.dedup();
+                let notes = format!(" ({})", engine.handshakes().notes().join("; "));
+                let after_ms = options.init_timeout.as_millis() as u64;
+                engine
+                    .abort_bootstrap(Report::new(rank, Cause::Timeout { missing: ranks.clone(), after_ms }));
+                return Err(self.unconnected_error(ranks, options.init_timeout, &notes));
+            }
+        }
+    }
+}
+
+/// Returns how this rank shares its cores with other ranks; `own` is the number of cores that this rank may
+/// use.
+fn core_sharing(share: &CoreShare, own: usize, migration: ThreadMigration) -> CoreSharing {
+    // A number below `own` means a CPU-time quota of the cgroup, which applies on any core. A quota reduces
+    // spinning, but is no reason to assign cores to ranks.
+    let quota = std::thread::available_parallelism().map_or(1, usize::from);
+    let cores = if quota < own || own == 0 { share.cores.min(quota) } else { share.cores };
+    let own_autogroup = || getsid(None) == Ok(Pid::this()) && autogroup_enabled(Path::new("/"));
+    let oversubscription = match share.ranks > cores {
+        false => Oversubscription::No,
+        true if own_autogroup() => Oversubscription::Sessions,
+        true => Oversubscription::Cores,
+    };
+    CoreSharing {
+        oversubscription,
+        core_index: share.index.filter(|_| migration != ThreadMigration::Never),
+        leaves_shared_core: migration == ThreadMigration::Always && oversubscription == Oversubscription::No,
+    }
+}

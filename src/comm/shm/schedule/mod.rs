@@ -1,0 +1,246 @@
+//! The list of steps that one rank executes for one collective through shared memory. Pure: it accesses no
+//! memory.
+//!
+//! If the data fits in a slot, each rank writes its data to its slot for the call. It reads the slots of
+//! other ranks when these have announced the call. That needs one synchronisation.
+//!
+//! More data is handled in rounds, one piece in each; if it exceeds the caches, the last piece is first. In
+//! each round a rank publishes data, fetches or reduces what it needs, and advances its counters. It
+//! publishes one round ahead of what it fetches, so a small delay of one rank does not stall the others. In
+//! an all-reduce every rank owns a part of each round: it adds up all contributions to that part in rank
+//! order, and all ranks fetch the sum from this rank.
+//!
+//! A slot or the memory of a round is reused when all ranks have shown that they no longer read it. All ranks
+//! count all rounds of all calls, also those in which they have no work, so counters are never reset.
+
+mod steps;
+
+use std::ops::Range;
+
+use super::layout::Counter;
+use crate::collectives::call::{Call, CallKind};
+use crate::collectives::plan::block;
+
+/// The alignment in bytes of data in the memory of a round: a cache line.
+const ALIGNMENT: usize = 64;
+/// The least number of rounds of a call in which one rank can read one round while another rank writes the
+/// next. These are calls where some ranks only write and others only read, and all-reduces of two ranks.
+const MIN_COPY_ROUNDS: usize = 4;
+/// The least bytes of a round in a call that is cut so that one rank reads one round while another writes the
+/// next.
+const MIN_COPY_BYTES: usize = 16 << 10;
+
+/// Buffers of up to this size are usually still in the caches of the cores that wrote them.
+pub(crate) const CACHED_BYTES: usize = 2 << 20;
+
+/// The sizes that decide how a call is split.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Limits {
+    /// Maximum number of bytes that a rank publishes in the slot of a call.
+    pub(crate) slot_bytes: usize,
+    /// Maximum number of bytes that a rank publishes in a round.
+    pub(crate) round_bytes: usize,
+    /// Maximum number of bytes that usually stay in the caches of the core that wrote them.
+    pub(crate) cached_bytes: usize,
+}
+
+/// The area of shared memory to which a rank publishes data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Area {
+    /// The rank's slot for the call.
+    Slot,
+    /// The rank's memory for a round, numbered from 0 within the call.
+    Round(u64),
+}
+
+/// The ranks that a step waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Peers {
+    All,
+    One(usize),
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum ScheduleStep {
+    /// Waits until no rank reads the slot that this rank uses for the call.
+    AwaitSlot,
+    /// Copies the bytes `range` of the buffer to offset `at` of this rank's area, where other ranks read
+    /// them.
+    Publish { range: Range<usize>, area: Area, at: usize },
+    /// Publishes that this rank has made the call.
+    Announce,
+    /// Waits until these ranks have announced the call, and compares their descriptions of it with this
+    /// rank's.
+    MatchCall(Peers),
+    /// Checks whether the elements of all ranks are in one allocation. If so, the rest of the schedule
+    /// [reduces in place](Schedule::make_direct).
+    DecideDirect,
+    /// Waits until no rank reads the memory that the round reuses.
+    AwaitRound(u64),
+    /// Sets this rank's counter so that it counts a round.
+    SetCounter(Counter, u64),
+    /// Waits until the counters of other ranks count a round.
+    AwaitCounter(Counter, u64, Peers),
+    /// Copies data that rank `from` published, at offset `at` of its area, to the bytes `range` of the
+    /// buffer.
+    Fetch { from: usize, area: Area, at: usize, range: Range<usize> },
+    /// Reduces the bytes `range` of the buffers of all ranks in place, and writes the result to all these
+    /// buffers.
+    ReduceDirect { range: Range<usize> },
+    /// Reduces the contributions of all ranks: those of other ranks at offset `at` of their areas, this
+    /// rank's in the bytes `range` of the buffer. If `publishes` is set, it also writes the result to this
+    /// rank's area, where other ranks fetch it.
+    Reduce { area: Area, at: usize, range: Range<usize>, publishes: bool },
+}
+
+/// The schedule of one rank for one call.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Schedule {
+    kind: CallKind,
+    me: usize,
+    ranks: usize,
+    root: usize,
+    /// The bytes of the buffer, or of one block if the buffer has a block for each rank.
+    bytes: usize,
+    element: usize,
+    limits: Limits,
+    /// If set, the ranks reduce in place in a shared allocation.
+    direct: bool,
+}
+
+/// Returns whether collective calls of this kind can run through shared memory.
+pub(crate) fn is_supported(kind: CallKind) -> bool {
+    match kind {
+        CallKind::Barrier
+        | CallKind::AllReduce
+        | CallKind::Broadcast
+        | CallKind::Reduce
+        | CallKind::AllGather
+        | CallKind::ReduceScatter
+        | CallKind::Gather
+        | CallKind::Scatter
+        | CallKind::AllToAll => true,
+        CallKind::PointToPoint
+        | CallKind::AllGatherV
+        | CallKind::ReduceScatterV
+        | CallKind::GatherV
+        | CallKind::ScatterV
+        | CallKind::AllToAllV
+        | CallKind::Scan
+        | CallKind::ExclusiveScan
+        | CallKind::MonitoredBarrier
+        | CallKind::Subgroup => false,
+    }
+}
+
+impl Schedule {
+    /// Makes the schedule of rank `me` of the host's `ranks` for a call of a kind that [is
+    /// supported](is_supported).
+    pub(crate) fn new(call: &Call, me: usize, ranks: usize, limits: Limits) -> Self {
+        debug_assert!(is_supported(call.kind));
+        let (bytes, element) = (call.bytes() as usize, call.dtype.size_bytes());
+        let bytes = if call.kind == CallKind::Barrier { 0 } else { bytes };
+        Self { kind: call.kind, me, ranks, root: call.root as usize, bytes, element, limits, direct: false }
+    }
+
+    /// The number of rounds; 0 if the data fits in a slot.
+    pub(crate) fn rounds(&self) -> u64 {
+        if self.is_small() { 0 } else { self.bytes.div_ceil(self.piece()) as u64 }
+    }
+
+    /// Returns the approximate numbers of bytes that this rank publishes, and that it fetches or reduces.
+    pub(crate) fn volume(&self) -> (u64, u64) {
+        let (all, others) = (self.bytes as u64, self.ranks as u64 - 1);
+        match self.kind {
+            CallKind::AllReduce if self.is_small() || !self.has_owners() => (all, all),
+            CallKind::AllReduce => (all - all / (others + 1), all),
+            CallKind::ReduceScatter => (all * others, all),
+            CallKind::AllGather => (all, all * others),
+            CallKind::AllToAll => (all * others, all * others),
+            CallKind::Broadcast if self.me == self.root => (all, 0),
+            CallKind::Scatter if self.me == self.root => (all * others, 0),
+            CallKind::Gather if self.me == self.root => (0, all * others),
+            CallKind::Reduce if self.me == self.root => (0, all),
+            CallKind::Broadcast | CallKind::Scatter => (0, all),
+            _ => (all, 0),
+        }
+    }
+
+    fn is_root(&self) -> bool {
+        self.me == self.root
+    }
+
+    /// Returns whether the data of every rank fits in a slot.
+    pub(crate) fn is_small(&self) -> bool {
+        self.fits_in(self.limits.slot_bytes)
+    }
+
+    /// Returns whether the data of every rank has at most `most` bytes.
+    pub(crate) fn fits_in(&self, most: usize) -> bool {
+        self.bytes.saturating_mul(self.blocks()) <= most
+    }
+
+    /// The number of blocks of which a rank publishes data in one round, its own included.
+    fn blocks(&self) -> usize {
+        match self.kind {
+            CallKind::ReduceScatter | CallKind::Scatter | CallKind::AllToAll => self.ranks,
+            _ => 1,
+        }
+    }
+
+    /// The bytes of the buffer, or of each block, that one round works on.
+    fn piece(&self) -> usize {
+        let blocks = self.blocks();
+        let most = self.limits.round_bytes / blocks;
+        let is_cut = match self.kind {
+            CallKind::Broadcast | CallKind::Scatter | CallKind::Gather => true,
+            CallKind::AllReduce => !self.has_owners(),
+            // More rounds gain nothing, as all ranks copy at the same time, and each round may cost a context
+            // switch.
+            _ => false,
+        };
+        let piece =
+            if is_cut { (self.bytes / MIN_COPY_ROUNDS).max(MIN_COPY_BYTES / blocks).min(most) } else { most };
+        let aligned = piece - piece % ALIGNMENT.max(self.element);
+        if aligned > 0 { aligned } else { (piece - piece % self.element).max(self.element) }
+    }
+
+    /// The distance in bytes between the memory of one round and of the next; equal on all ranks.
+    pub(crate) fn round_bytes(&self) -> usize {
+        (self.stride() * self.blocks()).next_multiple_of(ALIGNMENT)
+    }
+
+    /// The distance in bytes between the pieces of two blocks in the memory of a round, if a rank publishes
+    /// several.
+    fn stride(&self) -> usize {
+        self.piece().min(self.bytes.next_multiple_of(ALIGNMENT))
+    }
+
+    /// Returns the bytes of the buffer, or of each block, that a round works on. If the data exceeds the
+    /// caches, the last bytes come first, since the program wrote them last and they are still cached.
+    fn round_range(&self, round: u64) -> Range<usize> {
+        let piece = self.piece();
+        let from_end = self.bytes > self.limits.cached_bytes;
+        let index = if from_end { self.rounds() - 1 - round } else { round };
+        let start = (index as usize).saturating_mul(piece);
+        start.min(self.bytes)..(start.saturating_add(piece)).min(self.bytes)
+    }
+
+    /// Returns the bytes of a round that `rank` reduces for all ranks, if each rank [owns](Self::has_owners)
+    /// a part.
+    fn owned_range(&self, rank: usize, round: u64) -> Range<usize> {
+        let part = self.round_range(round);
+        let own = block(rank, self.ranks, part.len() / self.element);
+        part.start + own.start * self.element..part.start + own.end * self.element
+    }
+
+    /// Returns whether every rank owns a part of each round, which it reduces for the other ranks.
+    fn has_owners(&self) -> bool {
+        matches!(self.kind, CallKind::AllReduce | CallKind::Reduce) && self.ranks > 2
+    }
+
+    /// Returns whether this rank reduces all elements of a call in which ranks own no parts of a round.
+    fn reduces_all(&self) -> bool {
+        self.kind == CallKind::AllReduce || self.kind == CallKind::Reduce && self.is_root()
+    }
+}
