@@ -1,58 +1,36 @@
 //! The form in which a store holds the user's keys, and the limits of keys and values.
 
-use std::borrow::Cow;
-
 use crate::error::StoreError;
 use crate::wire::{MAX_KEY_BYTES, MAX_KEY_COUNT, MAX_VALUE_BYTES};
 
-/// The form in which a store holds the user's keys: with or without a leading `/`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum KeyStyle {
-    /// `/` before every key, as in torch's TCP and file stores. Users do not see stored keys without a
-    /// leading `/`.
-    #[default]
-    Slash,
-    /// The key as the user gives it.
-    Plain,
+/// Returns the user's `key` in the form in which stores hold it, as torch's do: with a leading `/`.
+///
+/// # Errors
+/// [`StoreError::Invalid`] if the stored key is longer than [`MAX_KEY_BYTES`].
+pub(crate) fn stored_key(key: &[u8]) -> Result<Vec<u8>, StoreError> {
+    if key.len() >= MAX_KEY_BYTES {
+        let what = format!("a key of {} bytes, the limit is {MAX_KEY_BYTES}", key.len() + 1);
+        return Err(StoreError::Invalid { what });
+    }
+    Ok([b"/", key].concat())
 }
 
-impl KeyStyle {
-    /// Returns the user's `key` in the form in which the store holds it.
-    ///
-    /// # Errors
-    /// [`StoreError::Invalid`] if the stored key is longer than [`MAX_KEY_BYTES`].
-    pub(crate) fn stored_key(self, key: &[u8]) -> Result<Cow<'_, [u8]>, StoreError> {
-        let stored = match self {
-            KeyStyle::Slash => Cow::Owned([b"/", key].concat()),
-            KeyStyle::Plain => Cow::Borrowed(key),
-        };
-        if stored.len() > MAX_KEY_BYTES {
-            let what = format!("a key of {} bytes, the limit is {MAX_KEY_BYTES}", stored.len());
-            return Err(StoreError::Invalid { what });
-        }
-        Ok(stored)
+/// Returns the user's `keys` in the form in which stores hold them.
+///
+/// # Errors
+/// [`StoreError::Invalid`] if one stored key is too long or there are more keys than
+/// [`MAX_KEY_COUNT`].
+pub(crate) fn stored_keys(keys: &[&[u8]]) -> Result<Vec<Vec<u8>>, StoreError> {
+    if keys.len() > MAX_KEY_COUNT {
+        let what = format!("{} keys at once, the limit is {MAX_KEY_COUNT}", keys.len());
+        return Err(StoreError::Invalid { what });
     }
+    keys.iter().map(|key| stored_key(key)).collect()
+}
 
-    /// Returns the user's `keys` in the form in which the store holds them.
-    ///
-    /// # Errors
-    /// [`StoreError::Invalid`] if one stored key is too long or there are more keys than
-    /// [`MAX_KEY_COUNT`].
-    pub(crate) fn stored_keys<'a>(self, keys: &[&'a [u8]]) -> Result<Vec<Cow<'a, [u8]>>, StoreError> {
-        if keys.len() > MAX_KEY_COUNT {
-            let what = format!("{} keys at once, the limit is {MAX_KEY_COUNT}", keys.len());
-            return Err(StoreError::Invalid { what });
-        }
-        keys.iter().map(|key| self.stored_key(key)).collect()
-    }
-
-    /// Returns the user's form of a stored key; `None` if users do not see the key.
-    pub(crate) fn user_key(self, key: &[u8]) -> Option<&[u8]> {
-        match self {
-            KeyStyle::Slash => key.strip_prefix(b"/"),
-            KeyStyle::Plain => Some(key),
-        }
-    }
+/// Returns the user's form of a stored key; `None` if users do not see the key.
+pub(crate) fn user_key(key: &[u8]) -> Option<Vec<u8>> {
+    key.strip_prefix(b"/").map(<[u8]>::to_vec)
 }
 
 /// Checks the length of a value.
@@ -89,16 +67,15 @@ mod tests {
 
     #[test]
     fn slash_prefix_of_keys_is_added_and_removed() {
-        assert_eq!(KeyStyle::Slash.stored_key(b"a/b").unwrap(), &b"/a/b"[..]);
-        assert_eq!(KeyStyle::Slash.user_key(b"/a/b"), Some(&b"a/b"[..]));
-        assert_eq!(KeyStyle::Slash.user_key(b"init/"), None);
-        assert_eq!(KeyStyle::Plain.stored_key(b"a/b").unwrap(), &b"a/b"[..]);
+        assert_eq!(stored_key(b"a/b").unwrap(), b"/a/b");
+        assert_eq!(user_key(b"/a/b"), Some(b"a/b".to_vec()));
+        assert_eq!(user_key(b"init/"), None);
     }
 
     #[test]
     fn key_length_limit_includes_the_slash() {
-        assert!(KeyStyle::Slash.stored_key(&[b'k'; MAX_KEY_BYTES - 1]).is_ok());
-        let error = KeyStyle::Slash.stored_key(&[b'k'; MAX_KEY_BYTES]).unwrap_err();
+        assert!(stored_key(&[b'k'; MAX_KEY_BYTES - 1]).is_ok());
+        let error = stored_key(&[b'k'; MAX_KEY_BYTES]).unwrap_err();
         assert_eq!(error.to_string(), "store: a key of 8193 bytes, the limit is 8192");
     }
 

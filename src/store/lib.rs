@@ -26,10 +26,9 @@ mod state;
 mod store;
 mod wire;
 
-pub use client::{KeyWatch, LastWill, TcpOptions, TcpStore};
+pub use client::{KeyWatch, LastWill, TcpStore};
 pub use error::StoreError;
 pub use file::FileStore;
-pub use keys::KeyStyle;
 pub use memory::MemoryStore;
 pub use prefix::PrefixStore;
 pub use server::{ServeError, StoreServer, listen, raise_descriptor_limit};

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use std::{fmt, io, mem, thread};
 
 use crate::error::StoreError;
-use crate::keys::{KeyStyle, check_value, not_a_number, printable};
+use crate::keys::{check_value, not_a_number, printable, stored_key, stored_keys, user_key};
 use crate::shared_store::{LockedStore, SharedStore, ShutDown, WaitEnd, Waiter};
 use crate::state::{ClientId, Refusal, State};
 use crate::store::Store;
@@ -18,23 +18,18 @@ use crate::store::Store;
 #[derive(Clone)]
 pub struct MemoryStore {
     shared: Arc<SharedStore>,
-    keys: KeyStyle,
     name: Arc<str>,
 }
 
 impl MemoryStore {
-    /// Creates an empty store. Keys are stored as the user gives them.
+    /// Creates an empty store.
     pub fn new() -> MemoryStore {
-        MemoryStore {
-            shared: Arc::new(SharedStore::in_process()),
-            keys: KeyStyle::Plain,
-            name: "memory".into(),
-        }
+        Self::of(Arc::new(SharedStore::in_process()), "memory")
     }
 
-    /// Creates a view of a server's keys, which have the form that its TCP clients use.
-    pub(crate) fn server_view(shared: Arc<SharedStore>, name: &str) -> MemoryStore {
-        MemoryStore { shared, keys: KeyStyle::Slash, name: name.into() }
+    /// Returns a store of these shared keys, such as those of a server.
+    pub(crate) fn of(shared: Arc<SharedStore>, name: &str) -> MemoryStore {
+        MemoryStore { shared, name: name.into() }
     }
 
     fn with<R>(
@@ -59,7 +54,7 @@ impl MemoryStore {
         deadline: Instant,
         mut attempt: impl FnMut(&mut State, ClientId) -> Option<R>,
     ) -> Result<R, StoreError> {
-        let stored_keys = self.keys.stored_keys(keys)?;
+        let stored_keys = stored_keys(keys)?;
         let started = Instant::now();
         let client = self.with(operation, LockedStore::new_thread)?;
         loop {
@@ -68,7 +63,7 @@ impl MemoryStore {
                     locked.state.clear_offer(client);
                     return Ok(NextStep::Done(result));
                 }
-                let keys_exist = locked.state.wait(client, stored_keys.iter().map(|stored| &**stored))?;
+                let keys_exist = locked.state.wait(client, stored_keys.iter().map(Vec::as_slice))?;
                 Ok(if keys_exist { NextStep::Poll } else { NextStep::Sleep(locked.waiter(client)) })
             })?;
             match step.map_err(|refusal: Refusal| StoreError::Invalid { what: refusal.to_string() })? {
@@ -100,8 +95,7 @@ impl MemoryStore {
                 locked.cancel_wait(client);
                 // Another thread may have ended this client's wait between the deadline and the lock.
                 end = waiter.outcome();
-                let is_missing =
-                    |key: &&[u8]| self.keys.stored_key(key).is_ok_and(|stored| !locked.state.has(&stored));
+                let is_missing = |key: &&[u8]| stored_key(key).is_ok_and(|stored| !locked.state.has(&stored));
                 missing = keys.iter().copied().filter(is_missing).collect();
             })?;
         }
@@ -141,19 +135,13 @@ fn refused(key: &[u8], refusal: Refusal) -> StoreError {
 }
 
 impl Store for MemoryStore {
-    fn set(&self, key: &[u8], value: &[u8], _deadline: Instant) -> Result<(), StoreError> {
-        check_value(value)?;
-        let key = self.keys.stored_key(key)?;
-        self.with("set", |locked| locked.state.set(&key, value, &mut locked.woken))
-    }
-
     fn get(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
-        let stored = self.keys.stored_key(key)?;
+        let stored = stored_key(key)?;
         self.wait_until("get", &[key], deadline, |state, _| state.get(&stored).map(<[u8]>::to_vec))
     }
 
     fn try_get(&self, key: &[u8], _deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
-        let key = self.keys.stored_key(key)?;
+        let key = stored_key(key)?;
         self.with("get", |locked| locked.state.get(&key).map(<[u8]>::to_vec))
     }
 
@@ -166,32 +154,32 @@ impl Store for MemoryStore {
     ) -> Result<Vec<u8>, StoreError> {
         check_value(expected)?;
         check_value(desired)?;
-        let key = self.keys.stored_key(key)?;
+        let key = stored_key(key)?;
         self.with("compare_set", |locked| {
             locked.state.compare_set(&key, expected, desired, &mut locked.woken).to_vec()
         })
     }
 
     fn add(&self, key: &[u8], delta: i64, _deadline: Instant) -> Result<i64, StoreError> {
-        let stored = self.keys.stored_key(key)?;
+        let stored = stored_key(key)?;
         let sum = self.with("add", |locked| locked.state.add(&stored, delta, &mut locked.woken))?;
         sum.map_err(|refusal| refused(key, refusal))
     }
 
     fn append(&self, key: &[u8], value: &[u8], _deadline: Instant) -> Result<(), StoreError> {
         check_value(value)?;
-        let stored = self.keys.stored_key(key)?;
+        let stored = stored_key(key)?;
         let whole = self.with("append", |locked| locked.state.append(&stored, value, &mut locked.woken))?;
         whole.map_err(|refusal| refused(key, refusal))
     }
 
     fn check(&self, keys: &[&[u8]], _deadline: Instant) -> Result<bool, StoreError> {
-        let keys = self.keys.stored_keys(keys)?;
+        let keys = stored_keys(keys)?;
         self.with("check", |locked| keys.iter().all(|key| locked.state.has(key)))
     }
 
     fn wait(&self, keys: &[&[u8]], deadline: Instant) -> Result<(), StoreError> {
-        let stored_keys = self.keys.stored_keys(keys)?;
+        let stored_keys = stored_keys(keys)?;
         let mut woken = false;
         self.wait_until("wait", keys, deadline, |state, _| {
             // A client is woken only when all keys exist, so the wait has ended even if a key has been
@@ -203,7 +191,7 @@ impl Store for MemoryStore {
     }
 
     fn multi_get(&self, keys: &[&[u8]], deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
-        let stored_keys = self.keys.stored_keys(keys)?;
+        let stored_keys = stored_keys(keys)?;
         self.wait_until("multi_get", keys, deadline, |state, _| {
             stored_keys.iter().map(|stored| state.get(stored).map(<[u8]>::to_vec)).collect()
         })
@@ -212,8 +200,8 @@ impl Store for MemoryStore {
     fn multi_set(&self, pairs: &[(&[u8], &[u8])], _deadline: Instant) -> Result<(), StoreError> {
         pairs.iter().try_for_each(|(_, value)| check_value(value))?;
         let keys: Vec<&[u8]> = pairs.iter().map(|(key, _)| *key).collect();
-        let keys = self.keys.stored_keys(&keys)?;
-        self.with("multi_set", |locked| {
+        let keys = stored_keys(&keys)?;
+        self.with("set", |locked| {
             for (key, (_, value)) in keys.iter().zip(pairs) {
                 locked.state.set(key, value, &mut locked.woken);
             }
@@ -221,7 +209,7 @@ impl Store for MemoryStore {
     }
 
     fn delete(&self, key: &[u8], _deadline: Instant) -> Result<bool, StoreError> {
-        let key = self.keys.stored_key(key)?;
+        let key = stored_key(key)?;
         self.with("delete", |locked| locked.state.delete(&key))
     }
 
@@ -230,26 +218,24 @@ impl Store for MemoryStore {
     }
 
     fn list_keys(&self, _deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
-        self.with("list_keys", |locked| {
-            locked.state.keys().filter_map(|key| self.keys.user_key(key)).map(<[u8]>::to_vec).collect()
-        })
+        self.with("list_keys", |locked| locked.state.keys().filter_map(user_key).collect())
     }
 
     fn queue_push(&self, key: &[u8], value: &[u8], _deadline: Instant) -> Result<(), StoreError> {
         check_value(value)?;
-        let key = self.keys.stored_key(key)?;
+        let key = stored_key(key)?;
         self.with("queue_push", |locked| locked.state.queue_push(&key, value, &mut locked.woken))
     }
 
     fn queue_pop(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
-        let stored = self.keys.stored_key(key)?;
+        let stored = stored_key(key)?;
         self.wait_until("queue_pop", &[key], deadline, |state, client| {
             state.queue_pop(client, &stored).1.map(Vec::from)
         })
     }
 
     fn try_queue_pop(&self, key: &[u8], _deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
-        let key = self.keys.stored_key(key)?;
+        let key = stored_key(key)?;
         self.with("queue_pop", |locked| {
             let client = locked.new_thread();
             locked.state.queue_pop(client, &key).1.map(Vec::from)
@@ -257,12 +243,12 @@ impl Store for MemoryStore {
     }
 
     fn queue_len(&self, key: &[u8], _deadline: Instant) -> Result<u64, StoreError> {
-        let key = self.keys.stored_key(key)?;
+        let key = stored_key(key)?;
         self.with("queue_len", |locked| locked.state.queue_len(&key) as u64)
     }
 
     fn barrier(&self, key: &[u8], world_size: usize, deadline: Instant) -> Result<(), StoreError> {
-        let stored = self.keys.stored_key(key)?;
+        let stored = stored_key(key)?;
         let world_size = i64::try_from(world_size).unwrap_or(i64::MAX);
         let started = Instant::now();
         let step = self.with("barrier", |locked| {

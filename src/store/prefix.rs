@@ -38,10 +38,6 @@ fn slices(keys: &[Vec<u8>]) -> Vec<&[u8]> {
 }
 
 impl Store for PrefixStore {
-    fn set(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
-        self.inner.set(&self.with_prefix(key), value, deadline)
-    }
-
     fn get(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
         self.inner.get(&self.with_prefix(key), deadline)
     }

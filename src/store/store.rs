@@ -19,7 +19,9 @@ pub trait Store: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// Only the errors that every operation may return, see [`Store`].
-    fn set(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError>;
+    fn set(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
+        self.multi_set(&[(key, value)], deadline)
+    }
 
     /// Waits until `key` exists and returns its value.
     ///

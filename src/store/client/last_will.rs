@@ -9,7 +9,7 @@ use super::connect::random_u32;
 use super::connection::{Connection, ExchangeError};
 use crate::error::StoreError;
 use crate::keepalive::set_fast_keepalive;
-use crate::keys::check_value;
+use crate::keys::{check_value, stored_key};
 use crate::wire::Kind;
 use crate::wire::encode::{blobs, counted};
 
@@ -56,16 +56,15 @@ impl TcpStore {
     ) -> Result<(LastWill, KeyWatch), StoreError> {
         check_value(value)?;
         let started = Instant::now();
-        let key = self.keys.stored_key(key)?.into_owned();
+        let key = stored_key(key)?;
         let mut connection = self.pool.address.connect(deadline)?;
         let store = self.pool.address.to_string();
         let opened = (|| {
             let stream = connection.stream().try_clone()?;
             set_fast_keepalive(&stream)?;
             blobs(connection.request(), Kind::SetLastWill, &[&key, value]);
-            connection.send_and_confirm(random_u32(), deadline)?;
-            counted(connection.request(), Kind::Wait, 1, [key.as_slice()].into_iter());
-            connection.send(deadline)?;
+            connection.send_and_confirm(random_u32())?;
+            connection.ask(|out| counted(out, Kind::Wait, 1, [key.as_slice()].into_iter()))?;
             Ok(stream)
         })();
         match opened {
@@ -99,35 +98,29 @@ impl KeyWatch {
     /// [`StoreError::Lost`] if the store has ended or the will was withdrawn.
     pub fn wait(&mut self, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
         let started = Instant::now();
-        match self.value(deadline) {
+        self.connection.set_deadline(deadline);
+        match self.value() {
             Ok(value) => Ok(Some(value)),
             Err(ExchangeError::Timeout) => Ok(None),
             Err(error) => Err(store_error(error, self.store.clone(), "watch", started)),
         }
     }
 
-    fn value(&mut self, deadline: Instant) -> Result<Vec<u8>, ExchangeError> {
+    fn value(&mut self) -> Result<Vec<u8>, ExchangeError> {
         if !self.is_value_requested {
-            self.connection.read_ready(deadline)?;
-            blobs(self.connection.request(), Kind::Get, &[&self.key]);
-            self.connection.send(deadline)?;
+            self.connection.read_ready()?;
+            self.connection.ask(|out| blobs(out, Kind::Get, &[&self.key]))?;
             self.is_value_requested = true;
         }
-        self.connection.read_blob(deadline)
+        self.connection.read_blob()
     }
 }
 
 fn store_error(error: ExchangeError, store: String, operation: &'static str, started: Instant) -> StoreError {
-    match error {
-        ExchangeError::Timeout => {
-            let keys = vec!["the server's answer".to_owned()];
-            StoreError::Timeout { store, operation, after: started.elapsed(), keys }
-        }
-        ExchangeError::Lost(source) => StoreError::Lost { store, operation, source },
-        ExchangeError::Protocol(error) => {
-            StoreError::Protocol { store, what: format!("{operation}: it {error}") }
-        }
-    }
+    error.of_store(store.clone(), operation, || {
+        let keys = vec!["the server's answer".to_owned()];
+        StoreError::Timeout { store, operation, after: started.elapsed(), keys }
+    })
 }
 
 #[cfg(test)]

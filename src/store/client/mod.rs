@@ -5,13 +5,12 @@ mod connection;
 mod last_will;
 mod pool;
 
-use std::borrow::Cow;
 use std::fmt;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::error::StoreError;
-use crate::keys::{KeyStyle, check_value, not_a_number, printable};
+use crate::keys::{check_value, not_a_number, printable, stored_key, stored_keys, user_key};
 use crate::state::leading_number;
 use crate::store::Store;
 use crate::wire::encode::{blobs, counted, key_and_number};
@@ -37,23 +36,6 @@ const MAX_CHECKED_KEYS: usize = 64;
 /// returns [`StoreError::Lost`] and the next operation opens a new connection.
 pub struct TcpStore {
     pool: Pool,
-    keys: KeyStyle,
-}
-
-/// Options of a connection to a server.
-#[derive(Debug, Clone, Copy, Default)]
-#[non_exhaustive]
-pub struct TcpOptions {
-    /// The form of keys on the wire. The default is a leading `/`, as in torch's clients.
-    pub keys: KeyStyle,
-}
-
-impl TcpOptions {
-    /// Sets the form of keys on the wire, see [`TcpOptions::keys`](field@TcpOptions::keys).
-    pub fn keys(mut self, keys: KeyStyle) -> TcpOptions {
-        self.keys = keys;
-        self
-    }
 }
 
 impl TcpStore {
@@ -65,21 +47,9 @@ impl TcpStore {
     /// [`StoreError::Unreachable`] with the number of attempts and the error of the last one;
     /// [`StoreError::Invalid`] if `address` does not have this form.
     pub fn connect(address: &str, deadline: Instant) -> Result<TcpStore, StoreError> {
-        TcpStore::connect_with(address, TcpOptions::default(), deadline)
-    }
-
-    /// Connects as [`connect`](TcpStore::connect) does, with options.
-    ///
-    /// # Errors
-    /// Returns the errors of [`connect`](TcpStore::connect).
-    pub fn connect_with(
-        address: &str,
-        options: TcpOptions,
-        deadline: Instant,
-    ) -> Result<TcpStore, StoreError> {
         let address = Address::parse(address)?;
         let first = address.connect(deadline)?;
-        Ok(TcpStore { pool: Pool::new(address, first), keys: options.keys })
+        Ok(TcpStore { pool: Pool::new(address, first) })
     }
 
     /// Adds this process to the store's count of workers and returns the new count.
@@ -90,9 +60,8 @@ impl TcpStore {
     /// Only the errors that every operation may return, see [`Store`].
     pub fn announce_worker(&self, deadline: Instant) -> Result<i64, StoreError> {
         self.exchange("add", &[WORKERS_KEY], deadline, |connection| {
-            key_and_number(connection.request(), Kind::Add, WORKERS_KEY, 1);
-            connection.send(deadline)?;
-            connection.read_number(deadline)
+            connection.ask(|out| key_and_number(out, Kind::Add, WORKERS_KEY, 1))?;
+            connection.read_number()
         })
     }
 
@@ -114,7 +83,7 @@ impl TcpStore {
         let mut last = None;
         loop {
             let answer = self.exchange("wait_for_workers", &[WORKERS_KEY], deadline, |connection| {
-                get_if_present(connection, WORKERS_KEY, deadline)
+                get_if_present(connection, WORKERS_KEY)
             });
             let arrived = match (answer, last) {
                 // The deadline has passed while the store was asked again.
@@ -146,7 +115,7 @@ impl TcpStore {
         let started = Instant::now();
         let timeout = || self.timeout(operation, printable(keys.iter().copied()), started);
         let mut connection = self.pool.acquire(deadline)?.ok_or_else(timeout)?;
-        let store = || self.pool.address.to_string();
+        connection.set_deadline(deadline);
         match work(&mut connection) {
             Ok(result) => {
                 if connection.is_reusable() {
@@ -159,13 +128,7 @@ impl TcpStore {
             Err(error) => {
                 drop(connection);
                 self.pool.discard();
-                Err(match error {
-                    ExchangeError::Timeout => timeout(),
-                    ExchangeError::Lost(source) => StoreError::Lost { store: store(), operation, source },
-                    ExchangeError::Protocol(error) => {
-                        StoreError::Protocol { store: store(), what: format!("{operation}: it {error}") }
-                    }
-                })
+                Err(error.of_store(self.pool.address.to_string(), operation, timeout))
             }
         }
     }
@@ -177,17 +140,16 @@ impl TcpStore {
         operation: &'static str,
         keys: &[&[u8]],
         deadline: Instant,
-        mut work: impl FnMut(&mut Connection, &[Cow<'_, [u8]>]) -> Result<Option<R>, ExchangeError>,
+        mut work: impl FnMut(&mut Connection, &[Vec<u8>]) -> Result<Option<R>, ExchangeError>,
     ) -> Result<R, StoreError> {
         let started = Instant::now();
-        let stored_keys = self.keys.stored_keys(keys)?;
+        let stored_keys = stored_keys(keys)?;
         let result = self.exchange(operation, keys, deadline, |connection| {
             loop {
-                key_list(connection.request(), Kind::Wait, &stored_keys);
-                connection.send(deadline)?;
+                connection.ask(|out| key_list(out, Kind::Wait, &stored_keys))?;
                 let checked: Vec<&[u8]> =
-                    stored_keys.iter().take(MAX_CHECKED_KEYS).map(|stored| &**stored).collect();
-                if let WaitOutcome::TimedOut { present } = connection.finish_wait(&checked, deadline)? {
+                    stored_keys.iter().take(MAX_CHECKED_KEYS).map(Vec::as_slice).collect();
+                if let WaitOutcome::TimedOut { present } = connection.finish_wait(&checked)? {
                     return Ok(Err(present));
                 }
                 if let Some(result) = work(connection, &stored_keys)? {
@@ -213,7 +175,7 @@ impl TcpStore {
     ) -> Result<(), StoreError> {
         self.exchange(operation, keys, deadline, |connection| {
             request(connection.request());
-            connection.send_and_confirm(random_u32(), deadline)
+            connection.send_and_confirm(random_u32())
         })
     }
 
@@ -226,9 +188,8 @@ impl TcpStore {
         request: impl FnOnce(&mut Vec<u8>),
     ) -> Result<i64, StoreError> {
         self.exchange(operation, keys, deadline, |connection| {
-            request(connection.request());
-            connection.send(deadline)?;
-            connection.read_number(deadline)
+            connection.ask(request)?;
+            connection.read_number()
         })
     }
 
@@ -241,9 +202,8 @@ impl TcpStore {
         request: impl FnOnce(&mut Vec<u8>),
     ) -> Result<u64, StoreError> {
         self.exchange(operation, keys, deadline, |connection| {
-            request(connection.request());
-            connection.send(deadline)?;
-            Ok(connection.read_count(usize::MAX, deadline)? as u64)
+            connection.ask(request)?;
+            Ok(connection.read_count(usize::MAX)? as u64)
         })
     }
 
@@ -260,10 +220,9 @@ impl TcpStore {
         deadline: Instant,
     ) -> Result<R, StoreError> {
         let Err(StoreError::Lost { .. }) = &outcome else { return outcome };
-        let stored = self.keys.stored_key(key)?;
-        let value = self.exchange(operation, &[key], deadline, |connection| {
-            get_if_present(connection, &stored, deadline)
-        });
+        let stored = stored_key(key)?;
+        let value =
+            self.exchange(operation, &[key], deadline, |connection| get_if_present(connection, &stored));
         match value {
             Ok(Some(text)) if leading_number(&text).is_none() => Err(not_a_number(key)),
             // The store has ended, or the value did not cause the loss of the connection.
@@ -282,67 +241,55 @@ impl TcpStore {
 }
 
 /// Appends a request of a count and as many keys.
-fn key_list(out: &mut Vec<u8>, kind: Kind, stored_keys: &[Cow<'_, [u8]>]) {
-    counted(out, kind, stored_keys.len(), stored_keys.iter().map(|stored| &**stored));
+fn key_list(out: &mut Vec<u8>, kind: Kind, stored_keys: &[Vec<u8>]) {
+    counted(out, kind, stored_keys.len(), stored_keys.iter().map(Vec::as_slice));
 }
 
-fn check(connection: &mut Connection, key: &[u8], deadline: Instant) -> Result<bool, ExchangeError> {
-    counted(connection.request(), Kind::Check, 1, [key].into_iter());
-    connection.send(deadline)?;
-    connection.read_check(deadline)
+fn check(connection: &mut Connection, key: &[u8]) -> Result<bool, ExchangeError> {
+    connection.ask(|out| counted(out, Kind::Check, 1, [key].into_iter()))?;
+    connection.read_check()
 }
 
 /// Returns the value of `key`, or `None` if the key does not exist.
 ///
 /// Some servers answer the GET of an absent key with an empty value, others close the connection.
 /// So a CHECK goes first, and a second CHECK follows an empty value.
-fn get_if_present(
-    connection: &mut Connection,
-    key: &[u8],
-    deadline: Instant,
-) -> Result<Option<Vec<u8>>, ExchangeError> {
-    if !check(connection, key, deadline)? {
+fn get_if_present(connection: &mut Connection, key: &[u8]) -> Result<Option<Vec<u8>>, ExchangeError> {
+    if !check(connection, key)? {
         return Ok(None);
     }
-    blobs(connection.request(), Kind::Get, &[key]);
-    connection.send(deadline)?;
-    let value = connection.read_blob(deadline)?;
-    let exists = !value.is_empty() || check(connection, key, deadline)?;
+    connection.ask(|out| blobs(out, Kind::Get, &[key]))?;
+    let value = connection.read_blob()?;
+    let exists = !value.is_empty() || check(connection, key)?;
     Ok(exists.then_some(value))
 }
 
 /// Removes and returns the first item of a queue; `None` if the queue is empty.
-fn pop_if_present(
-    connection: &mut Connection,
-    key: &[u8],
-    deadline: Instant,
-) -> Result<Option<Vec<u8>>, ExchangeError> {
-    blobs(connection.request(), Kind::QueuePop, &[key]);
-    connection.send(deadline)?;
-    match connection.read_count(usize::MAX, deadline)? {
+fn pop_if_present(connection: &mut Connection, key: &[u8]) -> Result<Option<Vec<u8>>, ExchangeError> {
+    connection.ask(|out| blobs(out, Kind::QueuePop, &[key]))?;
+    match connection.read_count(usize::MAX)? {
         0 => Ok(None),
-        _ => connection.read_blob(deadline).map(Some),
+        _ => connection.read_blob().map(Some),
     }
 }
 
 impl Store for TcpStore {
     fn set(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
         check_value(value)?;
-        let stored = self.keys.stored_key(key)?;
+        let stored = stored_key(key)?;
         self.write("set", &[key], deadline, |out| blobs(out, Kind::Set, &[&stored, value]))
     }
 
     fn get(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
         self.wait_then("get", &[key], deadline, |connection, stored_keys| {
-            blobs(connection.request(), Kind::Get, &[&stored_keys[0]]);
-            connection.send(deadline)?;
-            connection.read_blob(deadline).map(Some)
+            connection.ask(|out| blobs(out, Kind::Get, &[&stored_keys[0]]))?;
+            connection.read_blob().map(Some)
         })
     }
 
     fn try_get(&self, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
-        let stored = self.keys.stored_key(key)?;
-        self.exchange("get", &[key], deadline, |connection| get_if_present(connection, &stored, deadline))
+        let stored = stored_key(key)?;
+        self.exchange("get", &[key], deadline, |connection| get_if_present(connection, &stored))
     }
 
     fn compare_set(
@@ -354,32 +301,30 @@ impl Store for TcpStore {
     ) -> Result<Vec<u8>, StoreError> {
         check_value(expected)?;
         check_value(desired)?;
-        let stored = self.keys.stored_key(key)?;
+        let stored = stored_key(key)?;
         self.exchange("compare_set", &[key], deadline, |connection| {
-            blobs(connection.request(), Kind::CompareSet, &[&stored, expected, desired]);
-            connection.send(deadline)?;
-            connection.read_blob(deadline)
+            connection.ask(|out| blobs(out, Kind::CompareSet, &[&stored, expected, desired]))?;
+            connection.read_blob()
         })
     }
 
     fn add(&self, key: &[u8], delta: i64, deadline: Instant) -> Result<i64, StoreError> {
-        let stored = self.keys.stored_key(key)?;
+        let stored = stored_key(key)?;
         let sum = self.number("add", &[key], deadline, |out| key_and_number(out, Kind::Add, &stored, delta));
         self.diagnose_loss(sum, "add", key, deadline)
     }
 
     fn append(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
         check_value(value)?;
-        let stored = self.keys.stored_key(key)?;
+        let stored = stored_key(key)?;
         self.write("append", &[key], deadline, |out| blobs(out, Kind::Append, &[&stored, value]))
     }
 
     fn check(&self, keys: &[&[u8]], deadline: Instant) -> Result<bool, StoreError> {
-        let stored_keys = self.keys.stored_keys(keys)?;
+        let stored_keys = stored_keys(keys)?;
         self.exchange("check", keys, deadline, |connection| {
-            key_list(connection.request(), Kind::Check, &stored_keys);
-            connection.send(deadline)?;
-            connection.read_check(deadline)
+            connection.ask(|out| key_list(out, Kind::Check, &stored_keys))?;
+            connection.read_check()
         })
     }
 
@@ -389,24 +334,24 @@ impl Store for TcpStore {
 
     fn multi_get(&self, keys: &[&[u8]], deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
         self.wait_then("multi_get", keys, deadline, |connection, stored_keys| {
-            key_list(connection.request(), Kind::MultiGet, stored_keys);
-            connection.send(deadline)?;
-            connection.read_blobs(stored_keys.len(), deadline).map(Some)
+            connection.ask(|out| key_list(out, Kind::MultiGet, stored_keys))?;
+            connection.read_blobs(stored_keys.len()).map(Some)
         })
     }
 
     fn multi_set(&self, pairs: &[(&[u8], &[u8])], deadline: Instant) -> Result<(), StoreError> {
         pairs.iter().try_for_each(|(_, value)| check_value(value))?;
         let keys: Vec<&[u8]> = pairs.iter().map(|(key, _)| *key).collect();
-        let stored_keys = self.keys.stored_keys(&keys)?;
+        let stored_keys = stored_keys(&keys)?;
         self.write("multi_set", &keys, deadline, |out| {
-            let fields = stored_keys.iter().zip(pairs).flat_map(|(stored, (_, value))| [&**stored, value]);
+            let fields =
+                stored_keys.iter().zip(pairs).flat_map(|(stored, (_, value))| [stored.as_slice(), value]);
             counted(out, Kind::MultiSet, stored_keys.len(), fields);
         })
     }
 
     fn delete(&self, key: &[u8], deadline: Instant) -> Result<bool, StoreError> {
-        let stored = self.keys.stored_key(key)?;
+        let stored = stored_key(key)?;
         let deleted = self.count("delete", &[key], deadline, |out| blobs(out, Kind::Delete, &[&stored]))?;
         Ok(deleted > 0)
     }
@@ -417,23 +362,22 @@ impl Store for TcpStore {
 
     fn list_keys(&self, deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
         let stored_keys = self.exchange("list_keys", &[], deadline, |connection| {
-            encode::bare(connection.request(), Kind::ListKeys);
-            connection.send(deadline)?;
-            let count = connection.read_count(MAX_REPLY_BYTES / 8, deadline)?;
-            connection.read_blobs(count, deadline)
+            connection.ask(|out| encode::bare(out, Kind::ListKeys))?;
+            let count = connection.read_count(MAX_REPLY_BYTES / 8)?;
+            connection.read_blobs(count)
         })?;
-        Ok(stored_keys.iter().filter_map(|stored| self.keys.user_key(stored)).map(<[u8]>::to_vec).collect())
+        Ok(stored_keys.iter().filter_map(|stored| user_key(stored)).collect())
     }
 
     fn queue_push(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
         check_value(value)?;
-        let stored = self.keys.stored_key(key)?;
+        let stored = stored_key(key)?;
         self.write("queue_push", &[key], deadline, |out| blobs(out, Kind::QueuePush, &[&stored, value]))
     }
 
     fn queue_pop(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
         self.wait_then("queue_pop", &[key], deadline, |connection, stored_keys| {
-            let item = pop_if_present(connection, &stored_keys[0], deadline)?;
+            let item = pop_if_present(connection, &stored_keys[0])?;
             if item.is_none() {
                 // If a key has the name of the queue, the next wait ends at once; the pause avoids
                 // a busy loop.
@@ -444,25 +388,22 @@ impl Store for TcpStore {
     }
 
     fn try_queue_pop(&self, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
-        let stored = self.keys.stored_key(key)?;
-        self.exchange("queue_pop", &[key], deadline, |connection| {
-            pop_if_present(connection, &stored, deadline)
-        })
+        let stored = stored_key(key)?;
+        self.exchange("queue_pop", &[key], deadline, |connection| pop_if_present(connection, &stored))
     }
 
     fn queue_len(&self, key: &[u8], deadline: Instant) -> Result<u64, StoreError> {
-        let stored = self.keys.stored_key(key)?;
+        let stored = stored_key(key)?;
         self.count("queue_len", &[key], deadline, |out| blobs(out, Kind::QueueLen, &[&stored]))
     }
 
     fn barrier(&self, key: &[u8], world_size: usize, deadline: Instant) -> Result<(), StoreError> {
-        let stored = self.keys.stored_key(key)?;
+        let stored = stored_key(key)?;
         let started = Instant::now();
         let world_size = i64::try_from(world_size).unwrap_or(i64::MAX);
         let waited = self.exchange("barrier", &[key], deadline, |connection| {
-            key_and_number(connection.request(), Kind::Barrier, &stored, world_size);
-            connection.send(deadline)?;
-            connection.finish_wait(&[], deadline)
+            connection.ask(|out| key_and_number(out, Kind::Barrier, &stored, world_size))?;
+            connection.finish_wait(&[])
         });
         match self.diagnose_loss(waited, "barrier", key, deadline)? {
             WaitOutcome::Ready => Ok(()),

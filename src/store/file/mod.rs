@@ -3,7 +3,6 @@
 
 mod log;
 
-use std::borrow::Cow;
 use std::fs::{File, Metadata, OpenOptions, TryLockError};
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::MetadataExt;
@@ -13,7 +12,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::error::StoreError;
-use crate::keys::{KeyStyle, check_value, not_a_number, printable};
+use crate::keys::{check_value, not_a_number, printable, stored_key, stored_keys, user_key};
 use crate::state::leading_number;
 use crate::store::Store;
 use log::{Log, push_deletion, push_record};
@@ -291,7 +290,7 @@ fn add_to(log: &Log, out: &mut Vec<u8>, key: &[u8], delta: i64) -> Result<i64, S
     let old = match log.get(key) {
         None => 0,
         Some(text) => {
-            leading_number(text).ok_or_else(|| not_a_number(KeyStyle::Slash.user_key(key).unwrap_or(key)))?
+            leading_number(text).ok_or_else(|| not_a_number(key.strip_prefix(b"/").unwrap_or(key)))?
         }
     };
     let sum = old.wrapping_add(delta);
@@ -299,16 +298,7 @@ fn add_to(log: &Log, out: &mut Vec<u8>, key: &[u8], delta: i64) -> Result<i64, S
     Ok(sum)
 }
 
-/// Returns the user's `key` in the form in which the file has it, with a leading `/`.
-fn stored_key(key: &[u8]) -> Result<Cow<'_, [u8]>, StoreError> {
-    KeyStyle::Slash.stored_key(key)
-}
-
 impl Store for FileStore {
-    fn set(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
-        self.multi_set(&[(key, value)], deadline)
-    }
-
     fn get(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
         let stored = stored_key(key)?;
         self.poll("get", &[key], deadline, |log| log.get(&stored).map(<[u8]>::to_vec))
@@ -358,19 +348,19 @@ impl Store for FileStore {
     }
 
     fn check(&self, keys: &[&[u8]], deadline: Instant) -> Result<bool, StoreError> {
-        let stored_keys = KeyStyle::Slash.stored_keys(keys)?;
+        let stored_keys = stored_keys(keys)?;
         self.read("check", deadline, |log| stored_keys.iter().all(|stored| log.has(stored)))
     }
 
     fn wait(&self, keys: &[&[u8]], deadline: Instant) -> Result<(), StoreError> {
-        let stored_keys = KeyStyle::Slash.stored_keys(keys)?;
+        let stored_keys = stored_keys(keys)?;
         self.poll("wait", keys, deadline, |log| {
             stored_keys.iter().all(|stored| log.has(stored)).then_some(())
         })
     }
 
     fn multi_get(&self, keys: &[&[u8]], deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
-        let stored_keys = KeyStyle::Slash.stored_keys(keys)?;
+        let stored_keys = stored_keys(keys)?;
         self.poll("multi_get", keys, deadline, |log| {
             stored_keys.iter().map(|stored| log.get(stored).map(<[u8]>::to_vec)).collect()
         })
@@ -379,7 +369,7 @@ impl Store for FileStore {
     fn multi_set(&self, pairs: &[(&[u8], &[u8])], deadline: Instant) -> Result<(), StoreError> {
         pairs.iter().try_for_each(|(_, value)| check_value(value))?;
         let keys: Vec<&[u8]> = pairs.iter().map(|(key, _)| *key).collect();
-        let stored_keys = KeyStyle::Slash.stored_keys(&keys)?;
+        let stored_keys = stored_keys(&keys)?;
         self.write("set", deadline, |_, out| {
             stored_keys.iter().zip(pairs).for_each(|(stored, (_, value))| push_record(out, stored, value));
             Ok(())
@@ -399,9 +389,7 @@ impl Store for FileStore {
     }
 
     fn list_keys(&self, deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
-        self.read("list_keys", deadline, |log| {
-            log.keys().filter_map(|key| KeyStyle::Slash.user_key(key)).map(<[u8]>::to_vec).collect()
-        })
+        self.read("list_keys", deadline, |log| log.keys().filter_map(user_key).collect())
     }
 
     fn queue_push(&self, _key: &[u8], _value: &[u8], _deadline: Instant) -> Result<(), StoreError> {

@@ -115,7 +115,7 @@ impl StoreServer {
             .name("convoke-store".into())
             .spawn(move || event_loop.run())
             .map_err(failed("start a thread"))?;
-        let view = MemoryStore::server_view(shared, &addresses[0].to_string());
+        let view = MemoryStore::of(shared, &addresses[0].to_string());
         Ok(StoreServer { addresses, control, view, thread: Some(thread) })
     }
 

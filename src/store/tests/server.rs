@@ -12,14 +12,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use convoke_store::{
-    KeyStyle, ServeError, Store, StoreError, StoreServer, TcpOptions, TcpStore, raise_descriptor_limit,
-};
+use convoke_store::{ServeError, Store, StoreError, StoreServer, TcpStore, raise_descriptor_limit};
 use convoke_testkit::{assert_one_passed, skip, wait_until};
 use nix::sys::resource::{Resource, setrlimit};
 use support::{
-    ADD, HELLO, WAIT, another_process, client, connected, counted, is_served, raw, read, read_to_close,
-    request, serve, server_thread, soon, status_field, while_waiting, word,
+    ADD, GET, HELLO, SET, WAIT, another_process, blob, client, connected, counted, is_served, raw, read,
+    read_to_close, request, serve, server_thread, soon, status_field, while_waiting, word,
 };
 
 fn addresses(texts: &[&str]) -> Vec<SocketAddr> {
@@ -108,7 +106,7 @@ fn shutdown_is_quick_despite_a_client_that_does_not_read() {
     let other = client(&server);
     other.set(b"large", &vec![1; 8 << 20], soon()).unwrap();
     let mut stuck = connected(server.addresses()[0]);
-    stuck.write_all(&request(support::GET, &[b"/large"]).repeat(4)).unwrap();
+    stuck.write_all(&request(GET, &[b"/large"]).repeat(4)).unwrap();
     is_served(&other);
     let started = Instant::now();
     server.shutdown();
@@ -140,12 +138,13 @@ fn workers_are_counted_like_in_torch() {
         assert_eq!(two.announce_worker(soon()).unwrap(), 2);
         waiting.join().unwrap().unwrap();
     });
-    let plain = TcpOptions::default().keys(KeyStyle::Plain);
-    let plain = TcpStore::connect_with(&server.addresses()[0].to_string(), plain, soon()).unwrap();
-    assert_eq!(plain.get(b"init/", soon()).unwrap(), b"2");
-    assert_eq!(plain.list_keys(soon()).unwrap(), [b"init/"]);
+    // Torch's key of the count has no leading slash, and users do not see it.
+    let mut torch = connected(server.addresses()[0]);
+    torch.write_all(&request(GET, &[b"init/"])).unwrap();
+    assert_eq!(read(&mut torch, 9), blob(b"2"));
     assert!(one.list_keys(soon()).unwrap().is_empty());
-    plain.set(b"init/", b"two", soon()).unwrap();
+    torch.write_all(&[request(SET, &[b"init/", b"two"]), request(GET, &[b"init/"])].concat()).unwrap();
+    assert_eq!(read(&mut torch, 11), blob(b"two"));
     let error = one.wait_for_workers(2, soon()).unwrap_err();
     assert_eq!(error.to_string(), "store: the value of init/ is not a number");
 }
