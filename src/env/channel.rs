@@ -40,7 +40,7 @@ impl fmt::Debug for TokenError {
 }
 
 /// The secret with which workers of one job authenticate to each other. `Debug` does not print it.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Token(Vec<u8>);
 
 impl Token {
@@ -114,8 +114,10 @@ pub enum ExitCause {
     Signal(i32),
 }
 
-/// A message from the launcher to a worker.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// A message from the launcher to a worker, in JSON. New fields must be optional, so that launcher and
+/// worker may have different versions.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum ToWorker {
     /// The first message on the channel.
@@ -123,6 +125,7 @@ pub enum ToWorker {
         /// Generation of the rendezvous round in which this worker was started.
         generation: Generation,
         /// Secret of the job; `None` if workers do not authenticate.
+        #[serde(skip_serializing_if = "Option::is_none")]
         token: Option<Token>,
     },
     /// Another worker of the same rendezvous round has ended.
@@ -134,23 +137,7 @@ pub enum ToWorker {
         /// Exit code or signal of that worker.
         cause: ExitCause,
     },
-}
-
-/// The JSON form of [`ToWorker`]. New fields must be optional, so that launcher and worker may have
-/// different versions.
-#[derive(Serialize, Deserialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
-enum WireMessage {
-    Hello {
-        generation: String,
-        #[serde(skip_serializing_if = "Option::is_none")]
-        token: Option<Vec<u8>>,
-    },
-    PeerExit {
-        generation: String,
-        rank: usize,
-        cause: ExitCause,
-    },
+    /// A message of a newer launcher. [`AgentChannel::receive`] skips it.
     #[serde(other)]
     Unknown,
 }
@@ -159,37 +146,17 @@ impl ToWorker {
     /// Encodes the message as one line with its newline.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
-        let line = match self {
-            Self::Hello { generation, token } => WireMessage::Hello {
-                generation: generation.to_string(),
-                token: token.as_ref().map(|token| token.as_bytes().to_vec()),
-            },
-            Self::PeerExit { generation, rank, cause } => {
-                WireMessage::PeerExit { generation: generation.to_string(), rank: *rank, cause: *cause }
-            }
-        };
-        let mut bytes = serde_json::to_vec(&line).expect("strings and numbers are valid JSON");
+        let mut bytes = serde_json::to_vec(self).expect("strings and numbers are valid JSON");
         bytes.push(b'\n');
         bytes
     }
 
-    /// Decodes one line without its newline; `None` for a message that this version does not know.
+    /// Decodes one line without its newline.
     ///
     /// # Errors
     /// [`ChannelError::Malformed`] if the line is not a message.
-    pub fn decode(line: &[u8]) -> Result<Option<Self>, ChannelError> {
-        let malformed = |what: &dyn fmt::Display| ChannelError::Malformed { what: what.to_string() };
-        let line: WireMessage = serde_json::from_slice(line).map_err(|error| malformed(&error))?;
-        let generation = |text: String| text.parse::<Generation>().map_err(|error| malformed(&error));
-        Ok(match line {
-            WireMessage::Hello { generation: g, token } => {
-                Some(Self::Hello { generation: generation(g)?, token: token.map(Token::new) })
-            }
-            WireMessage::PeerExit { generation: g, rank, cause } => {
-                Some(Self::PeerExit { generation: generation(g)?, rank, cause })
-            }
-            WireMessage::Unknown => None,
-        })
+    pub fn decode(line: &[u8]) -> Result<Self, ChannelError> {
+        serde_json::from_slice(line).map_err(|error| ChannelError::Malformed { what: error.to_string() })
     }
 }
 
@@ -290,8 +257,9 @@ impl AgentChannel {
             if let Some(end) = end {
                 let message = ToWorker::decode(&self.received[..end]);
                 self.received.drain(..=end);
-                if let Some(message) = message? {
-                    return Ok(message);
+                match message? {
+                    ToWorker::Unknown => {}
+                    message => return Ok(message),
                 }
             } else if self.received.len() >= MAX_MESSAGE_BYTES {
                 let what = format!("longer than {MAX_MESSAGE_BYTES} bytes");
@@ -473,8 +441,8 @@ mod tests {
                     _ => line.iter_mut().skip(place).take(1).for_each(|old| *old = byte),
                 }
             }
-            if let Ok(Some(message)) = ToWorker::decode(&line) {
-                prop_assert_eq!(ToWorker::decode(&message.encode()).unwrap(), Some(message));
+            if let Ok(message) = ToWorker::decode(&line) {
+                prop_assert_eq!(ToWorker::decode(&message.encode()).unwrap(), message);
             }
         }
     }

@@ -5,25 +5,7 @@ use std::path::Path;
 use std::time::SystemTime;
 use std::{fs, io};
 
-use serde::{Deserialize, Serialize};
-
-#[derive(Serialize, Deserialize)]
-struct File {
-    message: Message,
-}
-
-#[derive(Serialize, Deserialize)]
-struct Message {
-    message: String,
-    #[serde(rename = "extraInfo")]
-    extra_info: ExtraInfo,
-}
-
-#[derive(Serialize, Deserialize)]
-struct ExtraInfo {
-    py_callstack: String,
-    timestamp: String,
-}
+use serde_json::json;
 
 /// Writes the reason of this worker's failure to `path` (TORCHELASTIC_ERROR_FILE). The launcher shows
 /// it in its report.
@@ -37,12 +19,8 @@ struct ExtraInfo {
 pub fn write(path: &Path, message: &str, details: &str) -> io::Result<()> {
     let seconds = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let shown = if details.is_empty() { message } else { details };
-    let file = File {
-        message: Message {
-            message: message.to_owned(),
-            extra_info: ExtraInfo { py_callstack: shown.to_owned(), timestamp: seconds.to_string() },
-        },
-    };
+    let extra_info = json!({"py_callstack": shown, "timestamp": seconds.to_string()});
+    let file = json!({"message": {"message": message, "extraInfo": extra_info}});
     let temporary = path.with_extension("json.partial");
     fs::write(&temporary, serde_json::to_vec(&file)?)?;
     fs::rename(&temporary, path)

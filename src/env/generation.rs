@@ -3,6 +3,8 @@
 use std::fmt;
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+
 /// A random 128-bit number that all workers of one rendezvous round share.
 ///
 /// It is part of every store key, handshake and frame header. So a worker of an earlier round cannot
@@ -10,7 +12,8 @@ use std::str::FromStr;
 /// because each agent counts only its own restarts.
 ///
 /// The text form has 32 lower-case hexadecimal digits.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
 pub struct Generation(u128);
 
 /// The error for a text that is not a generation.
@@ -47,6 +50,20 @@ impl Generation {
 impl fmt::Display for Generation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:032x}", self.0)
+    }
+}
+
+impl From<Generation> for String {
+    fn from(generation: Generation) -> Self {
+        generation.to_string()
+    }
+}
+
+impl TryFrom<String> for Generation {
+    type Error = ParseGenerationError;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        text.parse()
     }
 }
 

@@ -25,10 +25,10 @@ enum JobLauncher {
 #[derive(Debug)]
 pub(crate) struct Placement {
     launcher: JobLauncher,
-    rank: usize,
-    world_size: usize,
-    local_rank: usize,
-    local_world_size: usize,
+    /// Rank, and number of ranks.
+    rank: (usize, usize),
+    /// Rank on the node, and number of ranks there.
+    local_rank: (usize, usize),
     /// Rank of the node, and number of nodes; only srun sets variables with them.
     node: Option<(usize, usize)>,
     /// Identity of this job: equal on all ranks of the job, and different from that of other jobs on
@@ -56,6 +56,12 @@ impl Placement {
         let number = |name: &'static str| -> Result<usize, EnvError> {
             parse_value(name, &get(name).ok_or_else(|| missing(name))?, "a whole number")
         };
+        // Returns an index and a count, which is larger.
+        let index = |index: &'static str, count: &'static str| -> Result<(usize, usize), EnvError> {
+            let numbers = (number(index)?, number(count)?);
+            check_below((index, numbers.0), (count, numbers.1))?;
+            Ok(numbers)
+        };
         let joined = |first: &str, second: &str| Some(format!("{}.{}", get(first)?, get(second)?));
         let slurm_job = || Some(format!("slurm-{}", joined("SLURM_JOB_ID", "SLURM_STEP_ID")?));
         let first_node = |list: &str| get(list).and_then(|nodes| first_host(&nodes));
@@ -64,10 +70,8 @@ impl Placement {
             let mpirun = || get("OMPI_MCA_orte_hnp_uri").and_then(|uri| first_address(&uri));
             Self {
                 launcher: JobLauncher::OpenMpi,
-                rank: number("OMPI_COMM_WORLD_RANK")?,
-                world_size: number("OMPI_COMM_WORLD_SIZE")?,
-                local_rank: number("OMPI_COMM_WORLD_LOCAL_RANK")?,
-                local_world_size: number("OMPI_COMM_WORLD_LOCAL_SIZE")?,
+                rank: index("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")?,
+                local_rank: index("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")?,
                 node: None,
                 job: job.map(|job| format!("mpirun-{job}")),
                 // The node list comes first: in a Slurm job, mpirun may run on a login node outside
@@ -76,17 +80,16 @@ impl Placement {
                 restart_count: get("SLURM_RESTART_COUNT"),
             }
         } else if has("PMI_RANK") && has("MPI_LOCALRANKID") {
-            let (world_size, local_world_size) = (number("PMI_SIZE")?, number("MPI_LOCALNRANKS")?);
+            let rank = index("PMI_RANK", "PMI_SIZE")?;
+            let local_rank = index("MPI_LOCALRANKID", "MPI_LOCALNRANKS")?;
             Self {
                 launcher: JobLauncher::Hydra,
-                rank: number("PMI_RANK")?,
-                world_size,
-                local_rank: number("MPI_LOCALRANKID")?,
-                local_world_size,
+                rank,
+                local_rank,
                 node: None,
                 // Hydra starts its proxies on all hosts in one Slurm step, so the step identifies the
                 // job on several hosts.
-                job: if world_size == local_world_size { local_job() } else { slurm_job() },
+                job: if rank.1 == local_rank.1 { local_job() } else { slurm_job() },
                 master: first_node("SLURM_JOB_NODELIST"),
                 restart_count: get("SLURM_RESTART_COUNT"),
             }
@@ -94,21 +97,19 @@ impl Placement {
             // SLURM_STEP_ID excludes batch scripts, which have no step: their SLURM_PROCID is not the
             // rank of a worker.
             let total = if has("SLURM_STEP_NUM_TASKS") { "SLURM_STEP_NUM_TASKS" } else { "SLURM_NTASKS" };
-            let node = number("SLURM_NODEID")?;
+            let node = index("SLURM_NODEID", "SLURM_STEP_NUM_NODES")?;
             let tasks =
                 get("SLURM_STEP_TASKS_PER_NODE").ok_or_else(|| missing("SLURM_STEP_TASKS_PER_NODE"))?;
-            let tasks = tasks_of_node(&tasks, node).ok_or_else(|| {
+            let tasks = tasks_of_node(&tasks, node.0).ok_or_else(|| {
                 invalid("SLURM_STEP_TASKS_PER_NODE", &tasks, "a list of counts with one for SLURM_NODEID")
             })?;
-            let nodes = number("SLURM_STEP_NUM_NODES")?;
-            check_below(("SLURM_NODEID", node), ("SLURM_STEP_NUM_NODES", nodes))?;
+            let local_rank = number("SLURM_LOCALID")?;
+            check_below(("SLURM_LOCALID", local_rank), ("SLURM_STEP_TASKS_PER_NODE", tasks))?;
             Self {
                 launcher: JobLauncher::Srun,
-                rank: number("SLURM_PROCID")?,
-                world_size: number(total)?,
-                local_rank: number("SLURM_LOCALID")?,
-                local_world_size: tasks,
-                node: Some((node, nodes)),
+                rank: index("SLURM_PROCID", total)?,
+                local_rank: (local_rank, tasks),
+                node: Some(node),
                 job: slurm_job(),
                 master: first_node("SLURM_STEP_NODELIST"),
                 restart_count: get("SLURM_RESTART_COUNT"),
@@ -116,40 +117,22 @@ impl Placement {
         } else {
             return Ok(None);
         };
-        placement.check()?;
         Ok(Some(placement))
-    }
-
-    fn check(&self) -> Result<(), EnvError> {
-        let [rank, size, local_rank, local_size] = match self.launcher {
-            JobLauncher::OpenMpi => [
-                "OMPI_COMM_WORLD_RANK",
-                "OMPI_COMM_WORLD_SIZE",
-                "OMPI_COMM_WORLD_LOCAL_RANK",
-                "OMPI_COMM_WORLD_LOCAL_SIZE",
-            ],
-            JobLauncher::Hydra => ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
-            JobLauncher::Srun => {
-                ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
-            }
-        };
-        check_below((rank, self.rank), (size, self.world_size))?;
-        check_below((local_rank, self.local_rank), (local_size, self.local_world_size))
     }
 
     /// Returns the value for torchrun's variable `name`; `None` if the launcher does not tell it.
     pub(crate) fn torchrun_var(&self, name: &str) -> Option<String> {
         let number = |number: usize| Some(number.to_string());
         match name {
-            vars::RANK => number(self.rank),
-            vars::WORLD_SIZE => number(self.world_size),
-            vars::LOCAL_RANK => number(self.local_rank),
-            vars::LOCAL_WORLD_SIZE => number(self.local_world_size),
+            vars::RANK => number(self.rank.0),
+            vars::WORLD_SIZE => number(self.rank.1),
+            vars::LOCAL_RANK => number(self.local_rank.0),
+            vars::LOCAL_WORLD_SIZE => number(self.local_rank.1),
             vars::GROUP_RANK => number(self.node?.0),
             vars::GROUP_WORLD_SIZE => number(self.node?.1),
             vars::RESTART_COUNT => self.restart_count.clone(),
             vars::RUN_ID => self.job.clone(),
-            vars::MASTER_ADDR if self.world_size == self.local_world_size => Some("127.0.0.1".to_owned()),
+            vars::MASTER_ADDR if self.rank.1 == self.local_rank.1 => Some("127.0.0.1".to_owned()),
             vars::MASTER_ADDR => self.master.clone(),
             vars::MASTER_PORT => Some(port(self.job.as_ref()?).to_string()),
             _ => None,
@@ -158,7 +141,7 @@ impl Placement {
 
     /// Returns the error for a needed variable whose value the launcher does not tell.
     pub(crate) fn missing_error(&self, variable: &'static str) -> EnvError {
-        let &Self { rank, world_size, .. } = self;
+        let (rank, world_size) = self.rank;
         let how = match self.launcher {
             JobLauncher::OpenMpi => format!("mpirun -x {variable}=..."),
             JobLauncher::Hydra => format!("mpirun -genv {variable} ..."),
@@ -432,8 +415,14 @@ mod tests {
             (HYDRA, "PMI_RANK", "2", "PMI_RANK=2 is out of range: PMI_SIZE=2"),
             (HYDRA, "PMI_SIZE", "-2", "PMI_SIZE=\"-2\" is not a whole number"),
             (HYDRA, "MPI_LOCALNRANKS", "", "MPI_LOCALNRANKS=\"\" is not set"),
-            (SRUN, "SLURM_PROCID", "3", "SLURM_PROCID=3 is out of range: SLURM_NTASKS=3"),
-            (SRUN, "SLURM_NODEID", "2", "SLURM_STEP_TASKS_PER_NODE=\"2,1\" is not a list of counts"),
+            (SRUN, "SLURM_PROCID", "3", "SLURM_PROCID=3 is out of range: SLURM_STEP_NUM_TASKS=3"),
+            (SRUN, "SLURM_NODEID", "2", "SLURM_NODEID=2 is out of range: SLURM_STEP_NUM_NODES=2"),
+            (
+                SRUN,
+                "SLURM_STEP_TASKS_PER_NODE",
+                "2",
+                "=\"2\" is not a list of counts with one for SLURM_NODEID",
+            ),
             (SRUN, "SLURM_STEP_TASKS_PER_NODE", "2(x", "is not a list of counts"),
             (SRUN, "SLURM_STEP_TASKS_PER_NODE", "2(x99999999999999999999)", "is not a list of counts"),
             (SRUN, "SLURM_STEP_NUM_NODES", "1", "SLURM_NODEID=1 is out of range: SLURM_STEP_NUM_NODES=1"),

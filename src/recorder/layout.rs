@@ -11,6 +11,7 @@
 //! process that was killed during a write leaves an odd lock, and readers skip that record.
 
 use convoke_env::{ExitCause, Generation};
+use serde::Serialize;
 
 /// The first word of a recording: `cvkflght`.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"cvkflght");
@@ -257,7 +258,8 @@ pub struct Entry {
 }
 
 /// The state of a call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum State {
     /// The call waits until earlier calls have ended.
     Queued,
@@ -270,7 +272,8 @@ pub enum State {
 }
 
 /// The kind of a call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
 pub enum Operation {
     /// A call that all ranks of the group make.
     Collective,

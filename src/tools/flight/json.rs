@@ -1,6 +1,6 @@
 //! The JSON output of `convoke-flight`, for programs. A new field does not change the field `version`.
 
-use convoke_recorder::layout::{Entry, Operation, State};
+use convoke_recorder::layout::{Entry, Operation};
 use convoke_recorder::process::ProcessStatus;
 use serde_json::{Value, json};
 
@@ -51,7 +51,7 @@ fn worker(worker: &Worker, last: usize) -> Value {
         "local_rank": header.local_rank,
         "restart_count": header.restart_count,
         "run_id": header.run_id,
-        "generation": header.generation.map(|generation| generation.to_string()),
+        "generation": header.generation,
         "started_unix_ms": header.started_unix_ns / 1_000_000,
         "calls_count": recording.calls,
         "torn_count": recording.torn,
@@ -66,21 +66,11 @@ fn call(worker: &Worker, entry: &Entry) -> Value {
     json!({
         "number": entry.number,
         "group": recording.group(entry.group).map(|group| group.name.clone()),
-        "operation": match entry.operation {
-            Operation::Collective => "collective",
-            Operation::Send => "send",
-            Operation::Recv => "recv",
-            Operation::Probe => "probe",
-        },
+        "operation": entry.operation,
         "seq": (entry.operation == Operation::Collective).then_some(entry.seq),
         "call": recording.describe(entry),
         "algorithm": recording.names.algorithm(entry.algorithm),
-        "state": match entry.state {
-            State::Queued => "queued",
-            State::Running => "running",
-            State::Done => "done",
-            State::Failed => "failed",
-        },
+        "state": entry.state,
         "enqueued_unix_ms": at(entry.enqueued_ns),
         "started_unix_ms": at(entry.started_ns),
         "ended_unix_ms": at(entry.ended_ns),

@@ -1,5 +1,7 @@
 //! Parsers for the values of the flags of `convoke-perf`. Pure.
 
+use std::sync::LazyLock;
+
 use clap::ValueEnum;
 use clap::builder::PossibleValue;
 use convoke_comm::{Dtype, ReduceOp};
@@ -14,16 +16,10 @@ pub(super) enum Selection {
     One(Collective),
 }
 
-const SELECTIONS: [Selection; Collective::ALL.len() + 2] = {
-    let mut all = [Selection::All; Collective::ALL.len() + 2];
-    let mut index = 0;
-    while index < Collective::ALL.len() {
-        all[index] = Selection::One(Collective::ALL[index]);
-        index += 1;
-    }
-    all[index] = Selection::Pairs;
-    all
-};
+static SELECTIONS: LazyLock<Vec<Selection>> = LazyLock::new(|| {
+    let each = Collective::value_variants().iter().map(|&collective| Selection::One(collective));
+    [Selection::All].into_iter().chain(each).chain([Selection::Pairs]).collect()
+});
 
 impl ValueEnum for Selection {
     fn value_variants<'a>() -> &'a [Self] {
@@ -31,11 +27,11 @@ impl ValueEnum for Selection {
     }
 
     fn to_possible_value(&self) -> Option<PossibleValue> {
-        Some(PossibleValue::new(match self {
-            Self::All => "all",
-            Self::Pairs => "pairs",
-            Self::One(collective) => collective.name(),
-        }))
+        match self {
+            Self::All => Some(PossibleValue::new("all")),
+            Self::Pairs => Some(PossibleValue::new("pairs")),
+            Self::One(collective) => collective.to_possible_value(),
+        }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use clap::{ArgAction, Parser};
+use clap::{ArgAction, Parser, ValueEnum};
 use convoke_comm::{Dtype, ReduceOp};
 
 use super::collective::Collective;
@@ -202,7 +202,7 @@ impl Flags {
         let mut cases = Vec::new();
         for &what in &self.selections {
             let (collectives, named) = match what {
-                Selection::All => (Collective::ALL.to_vec(), false),
+                Selection::All => (Collective::value_variants().to_vec(), false),
                 Selection::Pairs => (Vec::new(), false),
                 Selection::One(collective) => (vec![collective], true),
             };

@@ -63,7 +63,7 @@ impl Row {
     pub(crate) fn json(&self, transport: &str) -> String {
         let BenchCase { collective, dtype, op } = self.case;
         json!({
-            "collective": collective.name(),
+            "collective": collective.to_string(),
             "transport": transport,
             "algorithm": self.algorithm,
             "dtype": dtype.to_string(),

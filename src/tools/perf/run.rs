@@ -124,7 +124,7 @@ impl SizeSweep<'_> {
         match self.stream {
             Some(stream) => self.measure_at::<T>(world, report, DeviceBuffers::new(settings, stream, lens)?),
             None => {
-                let host = HostBuffers::new(settings, case.collective.name(), world, lens)?;
+                let host = HostBuffers::new(settings, &case.collective.to_string(), world, lens)?;
                 self.measure_at::<T>(world, report, host)
             }
         }
@@ -205,7 +205,7 @@ fn algorithm_groups(
     for name in ALGORITHMS.iter().filter(|name| asked(name)) {
         let overrides = match *name {
             "table" => String::new(),
-            _ => format!("{}:{name}", collective.tuning_name()),
+            _ => format!("{}:{name}", collective.tuned_as()),
         };
         // An error means that the collective has no such algorithm.
         let Ok(handle) = world.with_algorithms(&overrides) else { continue };

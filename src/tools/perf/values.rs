@@ -180,22 +180,10 @@ impl TestPattern {
             Some(ReduceOp::Max) => random(60) + if decides { 60 } else { 0 },
             Some(ReduceOp::Product) if decides => 2 + random(2),
             Some(ReduceOp::Product) => 1 - 2 * random(2),
-            Some(ReduceOp::Band) => {
-                if decides {
-                    random(128)
-                } else {
-                    127
-                }
-            }
-            Some(ReduceOp::Bor) => {
-                if decides {
-                    random(128)
-                } else {
-                    0
-                }
-            }
+            Some(ReduceOp::Band) if !decides => 127,
+            Some(ReduceOp::Bor) if !decides => 0,
+            Some(ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor) => random(128),
             Some(ReduceOp::Avg) => self.around_mean(rank, position),
-            Some(ReduceOp::Bxor) => random(128),
             Some(_) => random(16),
         };
         if self.is_bool { number & 1 } else { number }

@@ -114,6 +114,7 @@ fn parts(shape: &Shape, root: usize) -> Vec<Part> {
 
 #[cfg(test)]
 mod tests {
+    use clap::ValueEnum;
     use convoke_comm::{Dtype, ReduceOp};
 
     use super::*;
@@ -162,7 +163,7 @@ mod tests {
     /// correct result, may change one element, and returns its index.
     fn each(then: impl Fn(Collective, usize, &mut [i64]) -> Option<usize>) {
         for (collective, op) in
-            Collective::ALL.into_iter().flat_map(|c| [(c, ReduceOp::Sum), (c, ReduceOp::Max)])
+            Collective::value_variants().iter().flat_map(|&c| [(c, ReduceOp::Sum), (c, ReduceOp::Max)])
         {
             let (ranks, root) = (4, 2);
             let count = collective.count(8 * 2400, 8, ranks);
