@@ -3,7 +3,7 @@
 //!
 //! Each agent is a [`Member`]; one [`Coordinator`] decides for all members. They exchange no requests and
 //! replies, but replicate two registers. A member repeats its latest [`Status`], the coordinator repeats its
-//! latest [`Order`], and a value with a higher sequence number replaces one with a lower. A lost, late or
+//! latest [`messages::Order`], and a value with a higher sequence number replaces one with a lower. A lost, late or
 //! duplicate message or a broken connection therefore loses no information.
 //!
 //! ```text

@@ -6,19 +6,19 @@
 //! [`Rules::heartbeat_timeout`]. A member whose connection breaks has [`Rules::reconnect_timeout`] to
 //! reconnect.
 
-use std::collections::btree_map::Entry;
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::time::Duration;
 
 use super::injected_bug::{Bug, InjectedBug};
-use super::messages::{
-    AgentId, JobResult, Order, OrderMessage, Phase, Profile, Refusal, RestartCause, Status,
-};
+use super::messages::{AgentId, JobResult, Order, OrderMessage, Phase, Profile, Refusal, Status};
 use super::record::Record;
 
+mod forming;
+mod members;
 mod round;
 mod stages;
 
+use forming::Forming;
+use members::Members;
 pub(super) use round::{NodeState, Round};
 
 /// Time since the coordinator started.
@@ -32,14 +32,9 @@ pub(crate) const IDLE_TIMEOUT_FACTOR: u32 = 4;
 /// Minimum of the heartbeat timeout for each node on the same host. If all nodes of the host start at once,
 /// each may delay the statuses of the other nodes by this much.
 const TIMEOUT_PER_NODE_ON_HOST: Duration = Duration::from_millis(20);
-/// Maximum number of former members whose ids the coordinator remembers, to refuse them if they reconnect.
-const MAX_FORMER_MEMBERS: usize = 100_000;
 /// Maximum number of statuses of a member whose receive times the coordinator remembers until the member
 /// acknowledges the answers.
 const MAX_UNACKED_STATUSES: usize = 8;
-/// Maximum number of host names in each list of a join status.
-const MAX_NAMES: usize = 16;
-
 /// Command-line settings for rounds.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rules {
@@ -97,24 +92,6 @@ pub(crate) enum Action {
     Write(Record),
 }
 
-/// What the coordinator knows of one member.
-#[derive(Debug)]
-struct MemberState {
-    profile: Profile,
-    /// Sequence number of the latest status of this member.
-    seq: u64,
-    phase: Option<Phase>,
-    /// Sequence numbers and receive times of statuses whose answers the member has not acknowledged.
-    /// `last_acked` is the receive time of the latest status whose answer it has acknowledged.
-    unacked: VecDeque<(u64, Time)>,
-    last_acked: Time,
-    /// Time at which the member is lost unless a status of it arrives before.
-    due: Time,
-    order: Option<Order>,
-    order_seq: u64,
-    last_probe: u64,
-}
-
 #[derive(Debug)]
 enum Stage {
     Forming(Forming),
@@ -126,22 +103,6 @@ enum Stage {
     Finished(JobResult),
 }
 
-/// State of the coordinator while no round is in progress and nodes gather for the next one.
-#[derive(Debug, Default)]
-struct Forming {
-    since: Time,
-    /// Members that have not yet stopped their workers of the previous round.
-    stopping: BTreeSet<AgentId>,
-    /// Earliest time at which the next round may start.
-    not_before: Option<Time>,
-    /// Time at which the next round starts with the nodes that have joined, even if more could join.
-    last_call: Option<Time>,
-    /// Reason for the end of the previous round. `last` is the record of that round.
-    cause: Option<RestartCause>,
-    last: Option<Record>,
-    join_status_at: Time,
-}
-
 /// The coordinator of one job.
 #[derive(Debug)]
 pub(crate) struct Coordinator {
@@ -151,22 +112,7 @@ pub(crate) struct Coordinator {
     entropy: u128,
     /// `--nnodes` of the first member (minimum and maximum), and the host name of that member.
     range: Option<(usize, usize, String)>,
-    members: BTreeMap<AgentId, MemberState>,
-    /// Number of members on each host. `max_nodes_on_host` is the largest number that any host ever had.
-    hosts: HashMap<String, usize>,
-    max_nodes_on_host: usize,
-    /// All members, ordered by the time at which they are lost unless a status arrives before.
-    due: BTreeSet<(Time, AgentId)>,
-    /// Members that are ready but not in a running round, and the time since which they have been ready.
-    candidates: BTreeMap<AgentId, Time>,
-    /// The members of `candidates`, ordered by that time, longest waiting first.
-    waiting: BTreeSet<(Time, AgentId)>,
-    /// Number of candidates that were in the latest round.
-    returning_candidates: usize,
-    /// Agents that the coordinator has removed: they were lost, left, or could not take part.
-    former_members: BTreeSet<AgentId>,
-    /// Group rank of each node in the latest round.
-    ranks: BTreeMap<AgentId, usize>,
+    members: Members,
     round: u64,
     failures: u32,
     last_probe_sent: u64,
@@ -182,15 +128,7 @@ impl Coordinator {
             term,
             entropy,
             range: None,
-            members: BTreeMap::new(),
-            hosts: HashMap::new(),
-            max_nodes_on_host: 0,
-            due: BTreeSet::new(),
-            candidates: BTreeMap::new(),
-            waiting: BTreeSet::new(),
-            returning_candidates: 0,
-            former_members: BTreeSet::new(),
-            ranks: BTreeMap::new(),
+            members: Members::new(rules),
             round: 0,
             failures: 0,
             // Every probe of this term has a higher number than those of earlier terms.
@@ -213,7 +151,7 @@ impl Coordinator {
         let mut resumed = Self::new(rules, term, entropy);
         resumed.round = record.round;
         resumed.failures = record.failures;
-        resumed.max_nodes_on_host = record.max_nodes_on_host();
+        resumed.members.max_on_host = record.max_nodes_on_host();
         if let Some(result) = record.result {
             resumed.stage = Stage::Finished(result);
         } else if record.round > 0 {
@@ -221,12 +159,13 @@ impl Coordinator {
                 if record.left.iter().all(|(left, _)| *left != rank) {
                     resumed.add_member(Duration::ZERO, node.agent, node.profile.clone());
                 }
-                resumed.ranks.insert(node.agent, rank);
+                resumed.members.ranks.insert(node.agent, rank);
             }
             resumed.stage = Stage::Live(Round::new(record, &rules));
         }
         if let Some((agent, due)) = suspect {
-            resumed.set_due(agent, due.min(resumed.heartbeat_timeout()));
+            let due = due.min(resumed.members.heartbeat_timeout());
+            resumed.members.set_due(agent, due);
         }
         resumed
     }
@@ -238,14 +177,14 @@ impl Coordinator {
             Event::Hello { agent, profile } => self.hello(now, agent, profile, actions),
             Event::Status { agent, status } => self.status(now, agent, status, actions),
             Event::Disconnected { agent } => {
-                if let Some(due) = self.members.get(&agent).map(|known| known.due) {
-                    self.set_due(agent, due.min(now + self.rules.reconnect_timeout));
+                if let Some(due) = self.members.get(agent).map(|known| known.due) {
+                    self.members.set_due(agent, due.min(now + self.rules.reconnect_timeout));
                 }
             }
             Event::Written => self.written(now, actions),
             Event::CoordinatorExited { agent, host, why } => {
                 if !matches!(self.stage, Stage::Finishing(_) | Stage::Finished(_)) {
-                    let node = self.ranks.get(&agent).copied();
+                    let node = self.members.ranks.get(&agent).copied();
                     self.end(JobResult::CoordinatorExited { node, host, why }, actions);
                 }
             }
@@ -256,14 +195,15 @@ impl Coordinator {
     /// Returns the time at which the coordinator needs an [`Event::Tick`], or `None` if it waits only for
     /// other events.
     pub(crate) fn wake_at(&self) -> Option<Time> {
-        let due = self.due.first().map(|(due, _)| *due);
+        let due = self.members.due.first().map(|(due, _)| *due);
         let forming = match &self.stage {
             Stage::Forming(forming) => {
                 let first = self
+                    .members
                     .waiting
                     .first()
                     .map(|(since, _)| *since.max(&forming.since) + self.rules.join_timeout);
-                let join_status = (!self.waiting.is_empty()).then_some(forming.join_status_at);
+                let join_status = (!self.members.waiting.is_empty()).then_some(forming.join_status_at);
                 let stop = (!forming.stopping.is_empty()).then_some(forming.since + self.rules.stop_timeout);
                 [forming.not_before, forming.last_call, first, join_status, stop].into_iter().flatten().min()
             }
@@ -273,17 +213,9 @@ impl Coordinator {
     }
 
     /// Returns true if at least half of the nodes of the latest round, not counting the agent `own`, are
-    /// reachable. A node counts as reachable if it has acknowledged an answer to a status received at or
-    /// after `since`. This proves that messages arrive in both directions, which a received status alone does
-    /// not. O(n).
+    /// reachable, see [`Members::is_acked_by_half`].
     pub(crate) fn is_acked_by_half(&self, own: AgentId, since: Time) -> bool {
-        let others = self.ranks.keys().filter(|agent| **agent != own);
-        let (mut count, mut acked) = (0, 0);
-        for agent in others {
-            count += 1;
-            acked += usize::from(self.members.get(agent).is_some_and(|known| known.last_acked >= since));
-        }
-        2 * acked >= count
+        self.members.is_acked_by_half(own, since)
     }
 
     /// Returns true if no member may have workers.
@@ -294,7 +226,7 @@ impl Coordinator {
     /// Returns true if the job does not need this coordinator: no member may have workers, and too few nodes
     /// have joined for a round.
     pub(crate) fn is_unneeded(&self) -> bool {
-        self.is_idle() && self.candidates.len() < self.min()
+        self.is_idle() && self.members.candidates.len() < self.min()
     }
 
     /// Returns the outcome of the job, or `None` if the job has not ended.
@@ -312,23 +244,23 @@ impl Coordinator {
 
     /// Returns true if `agent` is a member.
     pub(crate) fn is_member(&self, agent: AgentId) -> bool {
-        self.members.contains_key(&agent)
+        self.members.contains(agent)
     }
 
     /// Returns true if no member remains.
     pub(crate) fn has_no_members(&self) -> bool {
-        self.members.is_empty()
+        self.members.known.is_empty()
     }
 
     fn hello(&mut self, now: Time, agent: AgentId, profile: Profile, actions: &mut Vec<Action>) {
-        if self.former_members.contains(&agent) {
-            let silent_s = self.heartbeat_timeout().as_secs();
+        if self.members.former.contains(&agent) {
+            let silent_s = self.members.heartbeat_timeout().as_secs();
             self.refuse_non_member(agent, Refusal::Evicted { silent_s }, actions);
             return;
         }
         if let Stage::Finishing(result) | Stage::Finished(result) = &self.stage
-            && !self.ranks.contains_key(&agent)
-            && !self.members.contains_key(&agent)
+            && !self.members.ranks.contains_key(&agent)
+            && !self.members.contains(agent)
         {
             let refusal = Refusal::Closed(result.clone());
             self.refuse_non_member(agent, refusal, actions);
@@ -338,7 +270,7 @@ impl Coordinator {
         if let Some((min, max, host)) = &self.range
             && mine != (*min, *max)
         {
-            if self.members.values().any(|known| known.phase.is_some()) {
+            if self.members.known.values().any(|known| known.phase.is_some()) {
                 let refusal = Refusal::NodeCountMismatch { mine, theirs: (*min, *max), host: host.clone() };
                 self.refuse_non_member(agent, refusal, actions);
                 return;
@@ -346,52 +278,34 @@ impl Coordinator {
             // No member has sent a status yet, so this `--nnodes` comes from the former coordinator's record.
             // The nodes of the record may all be gone, which is known after their heartbeat timeout. The new
             // node gets no answer and tries again.
-            if !self.members.is_empty() {
+            if !self.members.known.is_empty() {
                 return;
             }
             self.range = None;
         }
-        if self.injected_bug.is(Bug::RestartsOnReconnect) && self.members.contains_key(&agent) {
+        if self.injected_bug.is(Bug::RestartsOnReconnect) && self.members.contains(agent) {
             self.member_lost(now, agent, None, actions);
-            self.former_members.remove(&agent);
+            self.members.former.remove(&agent);
         }
-        if self.members.contains_key(&agent) {
-            self.set_due(agent, now + self.heartbeat_timeout());
+        if self.members.contains(agent) {
+            self.members.set_due(agent, now + self.members.heartbeat_timeout());
         } else {
             self.add_member(now, agent, profile);
         }
         // The member may have missed the latest order.
-        if self.members.get(&agent).is_some_and(|known| known.order.is_some()) {
+        if self.members.get(agent).is_some_and(|known| known.order.is_some()) {
             self.send(agent, true, actions);
         }
     }
 
     fn add_member(&mut self, now: Time, agent: AgentId, profile: Profile) {
-        if self.range.is_none() {
-            self.range = Some((profile.min, profile.max, profile.host.clone()));
-        }
-        let nodes_on_host = self.hosts.entry(profile.host.clone()).or_default();
-        *nodes_on_host += 1;
-        self.max_nodes_on_host = self.max_nodes_on_host.max(*nodes_on_host);
-        let due = now + self.heartbeat_timeout();
-        self.due.insert((due, agent));
-        let known = MemberState {
-            profile,
-            seq: 0,
-            phase: None,
-            unacked: VecDeque::new(),
-            last_acked: now,
-            due,
-            order: None,
-            order_seq: 0,
-            last_probe: 0,
-        };
-        self.members.insert(agent, known);
+        self.range.get_or_insert_with(|| (profile.min, profile.max, profile.host.clone()));
+        self.members.add(now, agent, profile);
     }
 
     fn status(&mut self, now: Time, agent: AgentId, status: Status, actions: &mut Vec<Action>) {
         let term = self.term;
-        let Some(known) = self.members.get_mut(&agent) else { return };
+        let Some(known) = self.members.known.get_mut(&agent) else { return };
         let news = status.seq > known.seq && known.phase.as_ref() != Some(&status.phase);
         let answers = status.last_probe > known.last_probe;
         known.last_probe = known.last_probe.max(status.last_probe);
@@ -411,21 +325,22 @@ impl Coordinator {
             known.unacked.pop_front();
         }
         let has_workers = !matches!(known.phase, Some(Phase::Ready { .. })) || self.has_run_order(agent);
-        let heartbeat_timeout = self.heartbeat_timeout() * if has_workers { 1 } else { IDLE_TIMEOUT_FACTOR };
-        self.set_due(agent, now + heartbeat_timeout);
+        let heartbeat_timeout =
+            self.members.heartbeat_timeout() * if has_workers { 1 } else { IDLE_TIMEOUT_FACTOR };
+        self.members.set_due(agent, now + heartbeat_timeout);
         if news {
             self.phase_changed(now, agent, actions);
         }
         if answers {
             self.probe_answered(agent, actions);
         }
-        if self.members.contains_key(&agent) {
+        if self.members.contains(agent) {
             self.send(agent, !has_all_orders, actions);
         }
     }
 
     fn tick(&mut self, now: Time, actions: &mut Vec<Action>) {
-        while let Some(&(due, agent)) = self.due.first()
+        while let Some(&(due, agent)) = self.members.due.first()
             && due <= now
         {
             self.member_lost(now, agent, None, actions);
@@ -436,57 +351,12 @@ impl Coordinator {
     /// Returns true if the member takes part in the running round, so that the coordinator has ordered it to
     /// run workers.
     fn has_run_order(&self, agent: AgentId) -> bool {
-        matches!(&self.stage, Stage::Live(round) if round.rank(&self.ranks, agent).is_some())
-    }
-
-    /// Returns the heartbeat timeout of a member with workers.
-    fn heartbeat_timeout(&self) -> Duration {
-        self.rules.heartbeat_timeout_for(self.max_nodes_on_host)
-    }
-
-    fn set_due(&mut self, agent: AgentId, due: Time) {
-        let Some(known) = self.members.get_mut(&agent) else { return };
-        self.due.remove(&(known.due, agent));
-        known.due = due;
-        self.due.insert((due, agent));
-    }
-
-    /// Removes a member and remembers its id, so that the coordinator refuses it if it reconnects.
-    fn remove_member(&mut self, agent: AgentId) {
-        if let Some(known) = self.members.remove(&agent) {
-            self.due.remove(&(known.due, agent));
-            if let Some(nodes_on_host) = self.hosts.get_mut(&known.profile.host) {
-                *nodes_on_host -= 1;
-                if *nodes_on_host == 0 {
-                    self.hosts.remove(&known.profile.host);
-                }
-            }
-        }
-        self.drop_candidate(agent);
-        self.former_members.insert(agent);
-        if self.former_members.len() > MAX_FORMER_MEMBERS {
-            self.former_members.pop_first();
-        }
-    }
-
-    fn drop_candidate(&mut self, agent: AgentId) {
-        if let Some(since) = self.candidates.remove(&agent) {
-            self.waiting.remove(&(since, agent));
-            self.returning_candidates -= usize::from(self.ranks.contains_key(&agent));
-        }
-    }
-
-    fn add_candidate(&mut self, now: Time, agent: AgentId) {
-        if let Entry::Vacant(entry) = self.candidates.entry(agent) {
-            entry.insert(now);
-            self.waiting.insert((now, agent));
-            self.returning_candidates += usize::from(self.ranks.contains_key(&agent));
-        }
+        matches!(&self.stage, Stage::Live(round) if round.rank(&self.members.ranks, agent).is_some())
     }
 
     /// Sends a new order to a member, unless the member's latest order is the same.
     fn order(&mut self, agent: AgentId, order: Order, actions: &mut Vec<Action>) {
-        let Some(known) = self.members.get_mut(&agent) else { return };
+        let Some(known) = self.members.known.get_mut(&agent) else { return };
         if known.order.as_ref() == Some(&order) {
             return;
         }
@@ -496,7 +366,7 @@ impl Coordinator {
     }
 
     fn send(&self, agent: AgentId, with_order: bool, actions: &mut Vec<Action>) {
-        let Some(known) = self.members.get(&agent) else { return };
+        let Some(known) = self.members.get(agent) else { return };
         let order = known.order.clone().filter(|_| with_order);
         let (term, seq, last_status, probe) = (self.term, known.order_seq, known.seq, self.last_probe_sent);
         actions.push(Action::Send { agent, message: OrderMessage { term, seq, order, last_status, probe } });

@@ -4,17 +4,14 @@
 use std::collections::BTreeSet;
 
 use super::super::injected_bug::Bug;
-use super::super::messages::{
-    AgentId, Departure, Failure, JobResult, JoinStatus, Order, Phase, Refusal, RestartCause,
-};
-use super::super::rank_assignment::{Candidate, assign_node_ranks};
+use super::super::messages::{AgentId, Departure, Failure, JobResult, Order, Phase, RestartCause};
 use super::super::record::{Record, RoundNode};
-use super::{Action, Coordinator, Forming, JOIN_STATUS_PERIOD, MAX_NAMES, NodeState, Round, Stage, Time};
+use super::{Action, Coordinator, Forming, JOIN_STATUS_PERIOD, NodeState, Round, Stage, Time};
 
 impl Coordinator {
     /// Handles a status by which a member reports a new phase.
     pub(super) fn phase_changed(&mut self, now: Time, agent: AgentId, actions: &mut Vec<Action>) {
-        let Some(phase) = self.members.get(&agent).and_then(|known| known.phase.clone()) else { return };
+        let Some(phase) = self.members.get(agent).and_then(|known| known.phase.clone()) else { return };
         match phase {
             Phase::Left(departure) => {
                 self.member_left(now, agent, departure, actions);
@@ -25,7 +22,7 @@ impl Coordinator {
             }
             Phase::Leaving { signal, .. } => self.handle_leaving(now, agent, signal),
             Phase::Running { round } | Phase::Succeeded { round } | Phase::Failed { round, .. } => {
-                self.drop_candidate(agent);
+                self.members.drop_candidate(agent);
                 self.handle_round_phase(agent, round, phase, actions);
             }
         }
@@ -43,7 +40,7 @@ impl Coordinator {
     ) {
         let restarts = self.rules.job_budget.map(|_| self.failures);
         match &mut self.stage {
-            Stage::Starting(round) | Stage::Live(round) => match round.rank(&self.ranks, agent) {
+            Stage::Starting(round) | Stage::Live(round) => match round.rank(&self.members.ranks, agent) {
                 // The member has not received the order for the round yet.
                 Some(rank) if after < round.number() => {
                     if let Stage::Live(round) = &self.stage {
@@ -55,7 +52,7 @@ impl Coordinator {
                     let why = "it received no answer to its heartbeats for a while and stopped its workers"
                         .to_owned();
                     round.set(rank, NodeState::Lost(Some(why)));
-                    self.add_candidate(now, agent);
+                    self.members.add_candidate(now, agent);
                 }
                 // The workers of the member failed and ended before the coordinator received the failure.
                 Some(rank) => {
@@ -64,10 +61,10 @@ impl Coordinator {
                         rank,
                         NodeState::Failed(Failure { summary, report: String::new(), can_restart: true }),
                     );
-                    self.add_candidate(now, agent);
+                    self.members.add_candidate(now, agent);
                 }
                 None => {
-                    self.add_candidate(now, agent);
+                    self.members.add_candidate(now, agent);
                     let standby = Order::Wait(self.join_status(now, true));
                     self.order(agent, standby, actions);
                 }
@@ -78,7 +75,7 @@ impl Coordinator {
                     return;
                 }
                 forming.stopping.remove(&agent);
-                self.add_candidate(now, agent);
+                self.members.add_candidate(now, agent);
                 self.try_start(now, actions);
                 if let Stage::Forming(_) = self.stage {
                     let wait = Order::Wait(self.join_status(now, false));
@@ -97,7 +94,7 @@ impl Coordinator {
     fn handle_round_phase(&mut self, agent: AgentId, number: u64, phase: Phase, actions: &mut Vec<Action>) {
         match &mut self.stage {
             Stage::Starting(round) | Stage::Live(round) if round.number() == number => {
-                if let Some(rank) = round.rank(&self.ranks, agent) {
+                if let Some(rank) = round.rank(&self.members.ranks, agent) {
                     match phase {
                         Phase::Succeeded { .. } => round.set(rank, NodeState::Succeeded),
                         Phase::Failed { failure, .. } => round.set(rank, NodeState::Failed(failure)),
@@ -125,10 +122,10 @@ impl Coordinator {
     /// Handles a member that a signal stops. The next round waits until the workers of this member have ended
     /// as well.
     fn handle_leaving(&mut self, now: Time, agent: AgentId, signal: i32) {
-        self.drop_candidate(agent);
+        self.members.drop_candidate(agent);
         match &mut self.stage {
             Stage::Starting(round) | Stage::Live(round) => {
-                if let Some(rank) = round.rank(&self.ranks, agent) {
+                if let Some(rank) = round.rank(&self.members.ranks, agent) {
                     round.set(rank, NodeState::Left { signal });
                 }
             }
@@ -145,7 +142,7 @@ impl Coordinator {
             Departure::Stopped { signal } => {
                 let (record, rank) = match &mut self.stage {
                     Stage::Starting(round) | Stage::Live(round) => {
-                        let rank = round.rank(&self.ranks, agent);
+                        let rank = round.rank(&self.members.ranks, agent);
                         if let Some(rank) = rank {
                             round.set(rank, NodeState::Left { signal });
                         }
@@ -162,7 +159,7 @@ impl Coordinator {
                     record.left.push((rank, signal));
                     actions.push(Action::Write(record.clone()));
                 }
-                self.remove_member(agent);
+                self.members.remove(agent);
                 self.after_loss(now, agent, actions);
             }
             Departure::Error(why) => self.member_lost(now, agent, Some(why), actions),
@@ -179,11 +176,11 @@ impl Coordinator {
         actions: &mut Vec<Action>,
     ) {
         if let Stage::Starting(round) | Stage::Live(round) = &mut self.stage
-            && let Some(rank) = round.rank(&self.ranks, agent)
+            && let Some(rank) = round.rank(&self.members.ranks, agent)
         {
             round.set(rank, NodeState::Lost(why));
         }
-        self.remove_member(agent);
+        self.members.remove(agent);
         self.after_loss(now, agent, actions);
     }
 
@@ -233,7 +230,7 @@ impl Coordinator {
         }
         // Once a node has succeeded, the job is about to finish and does not restart for a new node.
         if round.states.len() < self.max() && round.succeeded == 0 {
-            let newcomer = self.waiting.first().and_then(|(_, agent)| self.members.get(agent));
+            let newcomer = self.members.waiting.first().and_then(|(_, agent)| self.members.get(*agent));
             if let Some(host) = newcomer.map(|known| known.profile.host.clone()) {
                 self.end_round(now, RestartCause::Joined { host }, actions);
             }
@@ -250,7 +247,7 @@ impl Coordinator {
             let failed = round.failure().map(|(rank, _)| rank);
             let others = round.record.nodes.iter().enumerate().filter(|&(rank, _)| Some(rank) != failed);
             let unconfirmed: BTreeSet<AgentId> =
-                others.map(|(_, node)| node.agent).filter(|agent| self.members.contains_key(agent)).collect();
+                others.map(|(_, node)| node.agent).filter(|agent| self.members.contains(*agent)).collect();
             round.unconfirmed = Some(unconfirmed.clone());
             for agent in unconfirmed {
                 self.send(agent, false, actions);
@@ -269,7 +266,7 @@ impl Coordinator {
     /// Handles the answer of a member to a probe.
     pub(super) fn probe_answered(&mut self, agent: AgentId, actions: &mut Vec<Action>) {
         let (sent, last_probe) =
-            (self.last_probe_sent, self.members.get(&agent).map(|known| known.last_probe));
+            (self.last_probe_sent, self.members.get(agent).map(|known| known.last_probe));
         if let Stage::Live(round) = &mut self.stage
             && let Some(unconfirmed) = &mut round.unconfirmed
             && last_probe >= Some(sent)
@@ -285,11 +282,10 @@ impl Coordinator {
         let Stage::Live(round) = &self.stage else { return };
         let (number, last) = (round.number(), round.record.clone());
         let members: Vec<AgentId> = round.record.nodes.iter().map(|node| node.agent).collect();
-        let here: Vec<AgentId> =
-            members.into_iter().filter(|agent| self.members.contains_key(agent)).collect();
+        let here: Vec<AgentId> = members.into_iter().filter(|agent| self.members.contains(*agent)).collect();
         let is_stop = matches!(cause, RestartCause::Stopped { .. }) && !here.is_empty();
         // A member that is already ready for the next round needs no order to stop.
-        let is_busy = |agent: &AgentId| !self.candidates.contains_key(agent);
+        let is_busy = |agent: &AgentId| !self.members.candidates.contains_key(agent);
         let stopping: BTreeSet<AgentId> = here.into_iter().filter(is_busy).collect();
         self.stage = Stage::Forming(Forming {
             since: now,
@@ -306,55 +302,25 @@ impl Coordinator {
         self.try_start(now, actions);
     }
 
-    /// Starts a round if enough members are ready.
-    fn try_start(&mut self, now: Time, actions: &mut Vec<Action>) {
-        let (min, max, early) = (self.min(), self.max(), self.injected_bug.is(Bug::StartsTooEarly));
-        let Stage::Forming(forming) = &mut self.stage else { return };
-        forming.not_before.take_if(|at| *at <= now);
-        if !forming.stopping.is_empty() && !early || forming.not_before.is_some() {
-            return;
-        }
-        let here = self.candidates.len();
-        if here < min {
-            forming.last_call = None;
-            return;
-        }
-        // Only a first round waits for more nodes than the minimum. Later, each node of the previous round is
-        // known to be ready or lost.
-        let last_call = *forming.last_call.get_or_insert(now + self.rules.last_call);
-        if here < max && self.returning_candidates == 0 && now < last_call {
-            return;
-        }
-        let candidates = self.candidates.keys().filter_map(|agent| {
-            let profile = &self.members.get(agent)?.profile;
-            let previous_rank = self.ranks.get(agent).copied();
-            Some(Candidate { agent: *agent, host: &profile.host, pid: profile.pid, previous_rank })
-        });
-        let agents = assign_node_ranks(candidates.collect(), max);
-        self.start(now, agents, actions);
-    }
-
-    fn start(&mut self, now: Time, agents: Vec<AgentId>, actions: &mut Vec<Action>) {
+    pub(super) fn start(&mut self, now: Time, agents: Vec<AgentId>, actions: &mut Vec<Action>) {
         self.round += 1;
-        if agents.iter().all(|agent| !self.ranks.contains_key(agent)) {
+        if agents.iter().all(|agent| !self.members.ranks.contains_key(agent)) {
             // No node of the previous rounds takes part, so the user has started the job again: the count of
             // restarts begins at 0.
             self.failures = 0;
         }
         for &agent in &agents {
-            self.set_due(agent, now + self.heartbeat_timeout());
+            self.members.set_due(agent, now + self.members.heartbeat_timeout());
         }
         let nodes: Vec<RoundNode> = agents
             .iter()
-            .filter_map(|&agent| {
-                Some(RoundNode { agent, profile: self.members.get(&agent)?.profile.clone() })
-            })
+            .filter_map(|&agent| Some(RoundNode { agent, profile: self.members.get(agent)?.profile.clone() }))
             .collect();
-        let first = agents.first().and_then(|agent| self.members.get(agent)?.phase.clone());
+        let first = agents.first().and_then(|agent| self.members.get(*agent)?.phase.clone());
         let store = if let Some(Phase::Ready { store, .. }) = first { store } else { Vec::new() };
-        agents.iter().for_each(|&agent| self.drop_candidate(agent));
-        self.ranks = agents.into_iter().enumerate().map(|(rank, agent)| (agent, rank)).collect();
-        self.returning_candidates = 0;
+        agents.iter().for_each(|&agent| self.members.drop_candidate(agent));
+        self.members.ranks = agents.into_iter().enumerate().map(|(rank, agent)| (agent, rank)).collect();
+        self.members.returning_candidates = 0;
         let record = Record { nodes, store, ..self.record() };
         actions.push(Action::Write(record.clone()));
         self.stage = Stage::Starting(Round::new(record, &self.rules));
@@ -396,10 +362,10 @@ impl Coordinator {
                 }
                 self.stage = Stage::Live(round);
                 for (agent, order) in orders {
-                    self.set_due(agent, now + self.heartbeat_timeout());
+                    self.members.set_due(agent, now + self.members.heartbeat_timeout());
                     self.order(agent, order, actions);
                 }
-                let standbys: Vec<AgentId> = self.candidates.keys().copied().collect();
+                let standbys: Vec<AgentId> = self.members.candidates.keys().copied().collect();
                 for agent in standbys {
                     let wait = Order::Wait(self.join_status(now, true));
                     self.order(agent, wait, actions);
@@ -408,71 +374,12 @@ impl Coordinator {
             }
             Stage::Finishing(result) => {
                 self.stage = Stage::Finished(result.clone());
-                let all: Vec<AgentId> = self.members.keys().copied().collect();
+                let all: Vec<AgentId> = self.members.known.keys().copied().collect();
                 for agent in all {
                     self.order(agent, Order::End(result.clone()), actions);
                 }
             }
             other => self.stage = other,
         }
-    }
-
-    pub(super) fn tick_forming(&mut self, now: Time, actions: &mut Vec<Action>) {
-        let Stage::Forming(forming) = &mut self.stage else { return };
-        let since = forming.since;
-        if now >= since + self.rules.stop_timeout {
-            // These members cannot end their workers. The coordinator evicts them, so that the other members
-            // need not wait.
-            let stuck = std::mem::take(&mut forming.stopping);
-            for agent in stuck {
-                let silent_s = self.rules.stop_timeout.as_secs();
-                self.order(agent, Order::Refuse(Refusal::Evicted { silent_s }), actions);
-                self.remove_member(agent);
-            }
-        }
-        while let Some(&(first, agent)) = self.waiting.first()
-            && now >= first.max(since) + self.rules.join_timeout
-        {
-            let (after_s, join_status) = (self.rules.join_timeout.as_secs(), self.join_status(now, false));
-            self.order(agent, Order::Refuse(Refusal::Timeout { after_s, join_status }), actions);
-            self.remove_member(agent);
-        }
-        self.try_start(now, actions);
-        if let Stage::Forming(forming) = &mut self.stage
-            && now >= forming.join_status_at
-        {
-            forming.join_status_at = now + JOIN_STATUS_PERIOD;
-            let waiting: Vec<AgentId> = self.candidates.keys().copied().collect();
-            let join_status = self.join_status(now, false);
-            for agent in waiting {
-                self.order(agent, Order::Wait(join_status.clone()), actions);
-            }
-        }
-    }
-
-    /// Returns which nodes have joined and which are missing, for messages to users. `standby` is true if a
-    /// round is running without the node that gets the message.
-    fn join_status(&self, now: Time, standby: bool) -> JoinStatus {
-        let names = |agents: &mut dyn Iterator<Item = &AgentId>| {
-            agents
-                .filter_map(|agent| Some(self.members.get(agent)?.profile.name()))
-                .take(MAX_NAMES)
-                .collect::<Vec<_>>()
-        };
-        let mut join_status = JoinStatus {
-            joined: self.candidates.len(),
-            min: self.min(),
-            max: self.max(),
-            names: names(&mut self.candidates.keys()),
-            standby,
-            ..JoinStatus::default()
-        };
-        if let Stage::Forming(forming) = &self.stage {
-            join_status.stopping = names(&mut forming.stopping.iter());
-            join_status.cause.clone_from(&forming.cause);
-            let begins = forming.last_call.map(|at| at.saturating_sub(now).as_millis());
-            join_status.starts_in_ms = begins.and_then(|ms| u64::try_from(ms).ok());
-        }
-        join_status
     }
 }
