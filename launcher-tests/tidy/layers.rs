@@ -14,7 +14,7 @@ const LAYERED_CRATES: [&str; 6] =
     ["src/comm", "src/env", "src/launcher", "src/recorder", "src/store", "src/train"];
 
 /// The uses among the top modules of a crate.
-struct ModuleGraph {
+pub(super) struct ModuleGraph {
     /// For each module those that it uses, and the files that do.
     uses: BTreeMap<String, BTreeMap<String, BTreeSet<PathBuf>>>,
     /// Paths from the root of the crate whose first name is not a module: the file and that name.
@@ -74,8 +74,17 @@ impl ModuleGraph {
         found
     }
 
+    /// Returns a graph of other things than top modules.
+    pub(super) fn of(uses: BTreeMap<String, BTreeMap<String, BTreeSet<PathBuf>>>) -> Self {
+        Self { uses, through_root: BTreeSet::new() }
+    }
+
+    pub(super) fn uses(&self) -> &BTreeMap<String, BTreeMap<String, BTreeSet<PathBuf>>> {
+        &self.uses
+    }
+
     /// Returns the circles: for each its modules, and a line for each use that belongs to it.
-    fn circles(&self) -> BTreeMap<String, Vec<String>> {
+    pub(super) fn circles(&self) -> BTreeMap<String, Vec<String>> {
         let reachable: BTreeMap<&str, BTreeSet<&str>> =
             self.uses.keys().map(|module| (module.as_str(), self.reachable(module))).collect();
         let mut circles: BTreeMap<String, Vec<String>> = BTreeMap::new();
@@ -103,7 +112,7 @@ fn folder_of_children(path: &Path) -> PathBuf {
 }
 
 /// Returns the child modules that a file declares.
-fn modules<'a>(code: &[&'a str]) -> impl Iterator<Item = &'a str> {
+pub(super) fn modules<'a>(code: &[&'a str]) -> impl Iterator<Item = &'a str> {
     code.windows(3).filter(|item| item[0] == "mod" && item[2] == ";").map(|item| item[1])
 }
 
@@ -141,7 +150,7 @@ fn heads_of<'a>(code: &[&'a str]) -> Vec<&'a str> {
 }
 
 /// Splits a file into the code that users get, and the names of the child modules that only tests compile.
-fn production<'a>(mut code: &[&'a str]) -> (Vec<&'a str>, Vec<&'a str>) {
+pub(super) fn production<'a>(mut code: &[&'a str]) -> (Vec<&'a str>, Vec<&'a str>) {
     const ITEMS: [&str; 9] = ["const", "enum", "fn", "impl", "mod", "static", "struct", "trait", "use"];
     let mut kept = Vec::new();
     let mut test_modules = Vec::new();
@@ -204,7 +213,7 @@ fn group_length(code: &[&str]) -> usize {
 }
 
 /// Returns the parts between the commas of the group in brackets at the start of the code.
-fn elements<'a, 'b>(code: &'b [&'a str]) -> Vec<&'b [&'a str]> {
+pub(super) fn elements<'a, 'b>(code: &'b [&'a str]) -> Vec<&'b [&'a str]> {
     let end = group_length(code) - 1;
     let (mut parts, mut start, mut at) = (Vec::new(), 1, 1);
     while at < end {
@@ -223,7 +232,7 @@ fn elements<'a, 'b>(code: &'b [&'a str]) -> Vec<&'b [&'a str]> {
 }
 
 /// Returns names, `::` and single characters of code without comments and strings.
-fn tokens(code: &str) -> Vec<&str> {
+pub(super) fn tokens(code: &str) -> Vec<&str> {
     let mut out = Vec::new();
     let mut rest = code.trim_start();
     while let Some(first) = rest.chars().next() {

@@ -4,6 +4,7 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr)] // a broken expectation ends the test
 
+mod circles;
 mod layers;
 mod names;
 mod source;
@@ -148,7 +149,7 @@ const DEFAULTS: &[(&str, &[(&str, usize)])] = &[
         &[
             ("src/comm/flight/mod.rs", 1),
             ("src/comm/api/session/rendezvous.rs", 1),
-            ("src/launcher/rendezvous/elastic/thread.rs", 1),
+            ("src/launcher/rendezvous/elastic/endpoint.rs", 1),
         ],
     ),
     (
@@ -209,9 +210,10 @@ const IMPURE_PATTERNS: &[&str] = &[
 ];
 
 /// Maximum lines of one file, tests excluded. The test warns above the first limit and fails above the
-/// second.
+/// second, or above the third in the launcher.
 const LONG_FILE_LINES: usize = 400;
 const TOO_LONG_FILE_LINES: usize = 600;
+const TOO_LONG_LAUNCHER_FILE_LINES: usize = 450;
 
 fn root() -> PathBuf {
     convoke_testkit::programs::repository_root()
@@ -488,7 +490,8 @@ fn files_stay_within_the_line_limit() {
     let mut found = Vec::new();
     for (path, text) in with_extension("rs").filter(|(path, _)| !is_test_file(path)) {
         let lines = without_tests(&text).count();
-        if lines > TOO_LONG_FILE_LINES {
+        let is_launcher = path.starts_with("src/launcher");
+        if lines > if is_launcher { TOO_LONG_LAUNCHER_FILE_LINES } else { TOO_LONG_FILE_LINES } {
             found.push(format!("{}: {lines} lines", path.display()));
         } else if lines > LONG_FILE_LINES {
             eprintln!("warning: {}: {lines} lines", path.display());

@@ -10,9 +10,9 @@ use nix::sys::signal::Signal;
 
 use crate::agent::{Variables, command_line, variables};
 use crate::cli::VERSION;
-use crate::config::{Config, Endpoint, FlightDir, LogDir, Orphans, Rendezvous, StreamChoice, count};
-use crate::formatting::{address, ranges};
-use crate::rendezvous::Assignment;
+use crate::config::{Config, Endpoint, FlightDir, LogDir, Orphans, Rendezvous, StreamChoice};
+use crate::formatting::{address, count, ranges};
+use crate::rendezvous::{Assignment, FailureProtocol};
 use crate::report::full_host_name;
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
@@ -105,6 +105,7 @@ fn assignment(config: &Config) -> (Assignment, bool) {
         master_port: port,
         use_agent_store: config.share_store,
         generation: None,
+        protocol: FailureProtocol::None,
     };
     (assignment, port != 0)
 }

@@ -85,6 +85,12 @@ struct StatusChange<'a> {
     duration_ms: Option<u64>,
 }
 
+impl<'a> StatusChange<'a> {
+    fn new(state: &'static str, assignment: Option<&'a Assignment>, restarts: u32) -> Self {
+        Self { state, assignment, restarts, ..Self::default() }
+    }
+}
+
 impl Events {
     /// Prepares the events of the job that `config` describes.
     pub(crate) fn new(config: &Config) -> Self {
@@ -103,36 +109,19 @@ impl Events {
         Self { job, started: now, rendezvous_started: Cell::new(now) }
     }
 
-    /// Writes the event that the nodes have met in the rendezvous.
-    pub(crate) fn rendezvous(&self, assignment: &Assignment, restarts: u32) {
+    /// Writes the events that the nodes have met in the rendezvous, and that the workers have got their ranks.
+    pub(crate) fn joined(&self, assignment: &Assignment, restarts: u32) {
         let took = self.rendezvous_started.get().elapsed().as_millis();
-        let duration_ms = Some(u64::try_from(took).unwrap_or(u64::MAX));
-        let assignment = Some(assignment);
-        self.write(StatusChange {
-            state: "RENDEZVOUS",
-            assignment,
-            restarts,
-            duration_ms,
-            ..StatusChange::default()
-        });
-    }
-
-    /// Writes the event that the workers have got their ranks.
-    pub(crate) fn assigned(&self, assignment: &Assignment, restarts: u32) {
-        let (assignment, duration_ms) = (Some(assignment), Some(0));
-        self.write(StatusChange {
-            state: "ASSIGN_WORKER_RANKS",
-            assignment,
-            restarts,
-            duration_ms,
-            ..StatusChange::default()
-        });
+        let took = u64::try_from(took).unwrap_or(u64::MAX);
+        for (state, duration_ms) in [("RENDEZVOUS", Some(took)), ("ASSIGN_WORKER_RANKS", Some(0))] {
+            self.write(StatusChange { duration_ms, ..StatusChange::new(state, Some(assignment), restarts) });
+        }
     }
 
     /// Writes the event that a worker has been started.
     pub(crate) fn started(&self, assignment: &Assignment, rank: usize, pid: i32, restarts: u32) {
-        let (assignment, worker) = (Some(assignment), Some((rank, pid)));
-        self.write(StatusChange { state: "START", assignment, worker, restarts, ..StatusChange::default() });
+        let worker = Some((rank, pid));
+        self.write(StatusChange { worker, ..StatusChange::new("START", Some(assignment), restarts) });
     }
 
     /// Writes the event that a worker has ended: by exit code 0, by SIGTERM as the launcher stops workers, or
@@ -146,23 +135,19 @@ impl Events {
         restarts: u32,
     ) {
         self.rendezvous_started.set(Instant::now());
-        let (assignment, worker) = (Some(assignment), Some((rank, pid)));
+        let worker = Some((rank, pid));
         let (state, error) = match cause {
             ExitCause::Code(0) => ("SUCCEEDED", None),
             ExitCause::Signal(SIGTERM) => ("TERMINATED", None),
             ExitCause::Code(_) | ExitCause::Signal(_) => ("FAILED", Some(describe(cause))),
         };
-        self.write(StatusChange { state, assignment, worker, error, restarts, ..StatusChange::default() });
+        self.write(StatusChange { worker, error, ..StatusChange::new(state, Some(assignment), restarts) });
     }
 
-    /// Writes the event that the job has succeeded on this node.
-    pub(crate) fn agent_succeeded(&self, assignment: Option<&Assignment>, restarts: u32) {
-        self.write(StatusChange { state: "SUCCEEDED", assignment, restarts, ..StatusChange::default() });
-    }
-
-    /// Writes the event that the job has failed on this node.
-    pub(crate) fn agent_failed(&self, assignment: Option<&Assignment>, restarts: u32) {
-        self.write(StatusChange { state: "FAILED", assignment, restarts, ..StatusChange::default() });
+    /// Writes the event that the job has succeeded or failed on this node.
+    pub(crate) fn agent_ended(&self, assignment: Option<&Assignment>, restarts: u32, has_succeeded: bool) {
+        let state = if has_succeeded { "SUCCEEDED" } else { "FAILED" };
+        self.write(StatusChange::new(state, assignment, restarts));
     }
 
     fn write(&self, change: StatusChange<'_>) {
@@ -266,6 +251,7 @@ mod tests {
             master_port: 1,
             use_agent_store: true,
             generation: None,
+            protocol: crate::rendezvous::FailureProtocol::None,
         }
     }
 

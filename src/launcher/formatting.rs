@@ -32,3 +32,8 @@ pub(crate) fn address(host: &str, port: u16) -> String {
         format!("{host}:{port}")
     }
 }
+
+/// Formats a number with its noun: `1 node`, `2 nodes`.
+pub(crate) fn count(number: usize, noun: &str) -> String {
+    if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
+}

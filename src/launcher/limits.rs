@@ -7,7 +7,8 @@ use std::path::Path;
 use convoke_env::host::cgroup::{TaskLimit, task_limit};
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit};
 
-use crate::config::{Config, Rendezvous, StreamChoice, Streams, count};
+use crate::config::{Config, Rendezvous, StreamChoice, Streams};
+use crate::formatting::count;
 
 /// Number of file descriptors that the launcher has open besides those for each worker.
 const OWN_DESCRIPTORS: usize = 32;

@@ -1,21 +1,20 @@
 //! Handles the outcome of the job on all nodes: this node receives it, or declares it, and then leaves the
 //! job.
 
-use std::sync::Arc;
-use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
 use convoke_env::ExitCause;
 use nix::sys::signal::Signal;
-use tokio::sync::oneshot;
+use tokio::time::timeout;
 
-use super::event_loop::{DeclaredFailure, EventLoop, Notification, ROOT_CAUSE_WAIT};
+use super::event_loop::{EventLoop, ROOT_CAUSE_WAIT};
 use super::signals::SignalAction;
 use super::state_machine::AgentOutcome;
 use crate::cause::{CauseKind, Class};
+use crate::config::Rendezvous as Choice;
 use crate::messages::print_message;
 use crate::os::stop_this_process;
-use crate::rendezvous::{OutcomeKind, RemoteEvent, TerminationChannel};
+use crate::rendezvous::{ClusterCommand, FailureProtocol, OutcomeKind, ProposedOutcome};
 use crate::report::{self, Report};
 use crate::supervise::FailureOrigin;
 
@@ -26,30 +25,14 @@ const TERMINATION_TIMEOUT: Duration = ROOT_CAUSE_WAIT.saturating_add(Duration::f
 const PEER_TIMEOUT_WAIT: Duration = Duration::from_millis(500);
 
 impl EventLoop {
-    /// Starts a thread that receives the messages of the other nodes, if none runs yet.
-    pub(super) fn open_termination_channel(&mut self, channel: Option<Arc<dyn TerminationChannel>>) {
-        let (None, Some(channel)) = (&self.termination_channel, channel) else { return };
-        self.termination_channel = Some(Arc::clone(&channel));
-        let notifier = self.notifier.clone();
-        start_thread("verdict", move || {
-            while let Some(notification) = channel.recv() {
-                let last = matches!(notification, RemoteEvent::JobEnded(_));
-                // If the launcher is just ending, nobody receives the message.
-                if notifier.send(Notification::Remote(notification)).is_err() || last {
-                    return;
-                }
-            }
-        });
-    }
-
     /// Determines whether a worker that has just failed blames another worker. The evidence is its error file
     /// and the stderr read so far.
     pub(super) fn failure_origin(&mut self, local_rank: usize, cause: ExitCause) -> FailureOrigin {
-        let Some(round) = self.round.as_mut().filter(|_| cause != ExitCause::Code(0)) else {
+        let Some(round) = self.rounds.current.as_mut().filter(|_| cause != ExitCause::Code(0)) else {
             return FailureOrigin::Own;
         };
         round.first_failed.get_or_insert_with(Instant::now);
-        let has_no_peers = self.termination_channel.is_none() && self.config.nproc_per_node == 1;
+        let has_no_peers = self.cluster.protocol == FailureProtocol::None && self.config.nproc_per_node == 1;
         if has_no_peers || round.supervisor.is_stopping() {
             return FailureOrigin::Own;
         }
@@ -69,10 +52,12 @@ impl EventLoop {
     /// Declares to the other nodes a failure that ends the round. If no restart is left, the job ends on all
     /// nodes at once.
     pub(super) fn declare_failure(&mut self, local_rank: usize, cause: ExitCause) {
-        let (Some(channel), Some(round)) = (&self.termination_channel, &self.round) else { return };
+        let Some(round) = &self.rounds.current else { return };
         let restarts = self.agent.restarts_left() > 0;
-        if restarts && !channel.defers_final_failure() {
-            return;
+        match self.cluster.protocol {
+            FailureProtocol::None => return,
+            FailureProtocol::FirstIsFinal if restarts => return,
+            FailureProtocol::FirstIsFinal | FailureProtocol::Confirmed => {}
         }
         let (rank, failed) = (round.workers.rank(local_rank), round.first_failed);
         let first = self.preliminary_report(None);
@@ -96,61 +81,46 @@ impl EventLoop {
             Some(_) | None => Duration::ZERO,
         };
         let defer_until = failed.map(|failed| failed + head_start).filter(|&until| until > Instant::now());
-        let what = OutcomeKind::Failed { summary, report: first.root_only().to_json() };
-        let (channel, notifier) = (Arc::clone(channel), self.notifier.clone());
-        self.declared = (!restarts).then(|| DeclaredFailure { what: what.clone(), defer_until });
-        let Some(job_outcome) = channel.report_failure(what, restarts, defer_until) else { return };
-        start_thread("declare", move || {
-            if let Some(job_outcome) = job_outcome() {
-                let _ = notifier.send(Notification::Remote(RemoteEvent::JobEnded(job_outcome)));
-            }
-        });
+        let report = first.root_only().to_json();
+        let kind = OutcomeKind::Failed { summary: summary.clone(), report: report.clone() };
+        self.job.declared = (!restarts).then_some(ProposedOutcome { kind, defer_until });
+        self.cluster.send(ClusterCommand::ReportFailure { summary, report, restarts, defer_until });
     }
 
     /// Declares to the other nodes that a signal stops this agent without a failed worker.
-    pub(super) fn declare_stop(&self, signal: Signal) {
-        if let Some(channel) = self.termination_channel.clone() {
-            start_thread("declare", move || channel.report_signal(signal as i32));
-        }
+    pub(super) fn declare_stop(&mut self, signal: Signal) {
+        self.cluster.send(ClusterCommand::ReportSignal(signal as i32));
     }
 
     /// Declares to the other nodes how this node ends, unless it succeeded or was ended by them, and leaves
-    /// the job. Records the outcome if another node ended the job.
-    pub(super) fn close_termination_channel(&mut self, end: &AgentOutcome) {
-        let Some(channel) = self.termination_channel.take() else { return };
-        let what = match end {
+    /// the job. Records the outcome if another node ended the job. Returns the number of other jobs that still
+    /// use the rendezvous server of this launcher.
+    pub(super) async fn leave(&mut self, end: &AgentOutcome) -> usize {
+        if self.cluster.protocol == FailureProtocol::None {
+            return 0;
+        }
+        let proposed = match end {
             AgentOutcome::Success | AgentOutcome::Aborted => None,
-            // The failure was declared when it happened, but the thread that declares it may not have run
-            // yet. Declares it again.
-            AgentOutcome::Failed(_) => {
-                self.declared.take().map(|DeclaredFailure { what, defer_until }| (what, defer_until))
-            }
-            AgentOutcome::Error(text) => Some((OutcomeKind::Error { text: text.clone() }, None)),
+            // The failure was declared when it happened, but that may have been deferred. Declares it again.
+            AgentOutcome::Failed(_) => self.job.declared.take(),
+            AgentOutcome::Error(text) => Some(OutcomeKind::Error { text: text.clone() }.into()),
             AgentOutcome::Stopped(signal) | AgentOutcome::Interrupted(signal) => {
-                Some((OutcomeKind::Stopped { signal: *signal as i32 }, None))
+                Some(OutcomeKind::Stopped { signal: *signal as i32 }.into())
             }
         };
-        let (done, wait) = std::sync::mpsc::channel();
-        start_thread("leave", move || {
-            let agreed = what.map(|(what, defer_until)| channel.propose_outcome(what, defer_until));
-            channel.leave();
-            let _ = done.send((agreed, channel));
-        });
-        match wait.recv_timeout(TERMINATION_TIMEOUT) {
-            Ok((agreed, channel)) => {
-                self.job_outcome =
-                    self.job_outcome.take().or(agreed).filter(|job_outcome| !channel.is_own(job_outcome));
-            }
-            Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {}
-        }
+        self.cluster.send(ClusterCommand::Leave { proposed });
+        let Ok((agreed, other_jobs)) = timeout(TERMINATION_TIMEOUT, self.cluster.left()).await else {
+            return 0;
+        };
+        let outcome = self.job.outcome.take().or(agreed);
+        self.job.outcome = outcome.filter(|outcome| !self.cluster.is_own(outcome));
+        other_jobs
     }
 
-    /// Keeps the launcher running while other jobs use its rendezvous server, unless a signal stops it.
-    pub(super) async fn serve_other_jobs(&mut self, end: &AgentOutcome) {
-        if let AgentOutcome::Stopped(signal) | AgentOutcome::Interrupted(signal) = *end {
-            return self.stop_serving_other_jobs(signal).await;
-        }
-        let (count, endpoint) = self.other_jobs.count();
+    /// Keeps the launcher running while other jobs use its rendezvous server, unless a signal stops it. If a
+    /// signal has stopped it already, their members know that.
+    pub(super) async fn serve_other_jobs(&mut self, count: usize) {
+        let Choice::Elastic { endpoint, .. } = &self.config.rendezvous else { return };
         if count == 0 {
             return;
         }
@@ -160,34 +130,22 @@ impl EventLoop {
             "this job has ended; {jobs} the rendezvous at {endpoint}, which this launcher serves: it keeps running until {they} \
              ended (a signal stops it sooner)"
         ));
-        let (other_jobs, (done, mut all)) = (self.other_jobs.clone(), oneshot::channel());
-        start_thread("guests", move || {
-            other_jobs.wait();
-            let _ = done.send(());
-        });
         loop {
             tokio::select! {
-                _ = &mut all => return,
-                Some(notification) = self.notifications.recv() => match notification {
-                    Notification::Signal(number, SignalAction::Stop | SignalAction::Die) => {
-                        let signal = Signal::try_from(number).unwrap_or(Signal::SIGTERM);
-                        return self.stop_serving_other_jobs(signal).await;
+                _ = self.cluster.left() => return,
+                (number, action) = self.signals.next() => match action {
+                    SignalAction::Stop | SignalAction::Die => {
+                        let signal = Signal::try_from(number).unwrap_or(Signal::SIGTERM) as i32;
+                        let proposed = Some(OutcomeKind::Stopped { signal }.into());
+                        self.cluster.send(ClusterCommand::Leave { proposed });
+                        let _ = timeout(TERMINATION_TIMEOUT, self.cluster.left()).await;
+                        return;
                     }
-                    Notification::Signal(_, SignalAction::Suspend) => stop_this_process(),
-                    Notification::Signal(_, SignalAction::Forward | SignalAction::Resize | SignalAction::Child)
-                    | Notification::Joined(_) | Notification::Remote(_) | Notification::Barrier(_) => {}
+                    SignalAction::Suspend => stop_this_process(),
+                    SignalAction::Forward | SignalAction::Resize | SignalAction::Child => {}
                 },
             }
         }
-    }
-
-    async fn stop_serving_other_jobs(&self, signal: Signal) {
-        let (other_jobs, (done, all)) = (self.other_jobs.clone(), oneshot::channel());
-        start_thread("guests", move || {
-            other_jobs.notify_shutdown(signal as i32);
-            let _ = done.send(());
-        });
-        let _ = tokio::time::timeout(TERMINATION_TIMEOUT, all).await;
     }
 }
 
@@ -200,12 +158,5 @@ pub(super) fn report_of(what: &OutcomeKind) -> Option<Report> {
         | OutcomeKind::Lost
         | OutcomeKind::Succeeded
         | OutcomeKind::Partitioned { .. } => None,
-    }
-}
-
-/// Starts a detached thread. If the thread cannot be started, `work` is not done, and a warning says so.
-pub(super) fn start_thread(name: &str, work: impl FnOnce() + Send + 'static) {
-    if let Err(error) = std::thread::Builder::new().name(format!("convoke-{name}")).spawn(work) {
-        print_message(&format!("warning: cannot start the thread convoke-{name}: {error}"));
     }
 }

@@ -3,9 +3,12 @@
 mod backoff;
 mod environment;
 mod event_loop;
+mod forwarded_signals;
+mod guard_process;
 mod job_outcome;
 mod reporting;
 mod restart_delay;
+mod rounds;
 mod setup;
 mod shutdown;
 mod signal_handling;

@@ -5,13 +5,15 @@ use std::time::{Duration, SystemTime};
 use convoke_env::{ExitCause, vars};
 use convoke_recorder::layout::Exit;
 
-use super::event_loop::{EventLoop, Round};
+use super::event_loop::EventLoop;
+use super::rounds::Round;
 use super::state_machine::AgentOutcome;
 use crate::cause::{Class, Evidence};
 use crate::flight;
 use crate::gpus::evidence::{self, FailedWorker};
 use crate::guard::Orphan;
 use crate::messages::{print_message, print_report};
+use crate::rendezvous::FailureProtocol;
 use crate::report::{self, EndedWorker, Outcome, Report, WorkerEnd};
 use crate::supervise::{self, FailureOrigin};
 
@@ -22,8 +24,8 @@ const TAIL_READ_TIMEOUT: Duration = Duration::from_millis(100);
 
 impl EventLoop {
     pub(super) fn report_round(&mut self, outcome: &supervise::Outcome) {
-        self.succeeded = *outcome == supervise::Outcome::Succeeded;
-        let Some(round) = &self.round else { return };
+        self.rounds.succeeded = *outcome == supervise::Outcome::Succeeded;
+        let Some(round) = &self.rounds.current else { return };
         for local_rank in 0..self.config.nproc_per_node {
             let worker = round.workers.get(local_rank);
             if let (Some(pid), Some((_, cause))) = (worker.pid, worker.ended) {
@@ -32,26 +34,28 @@ impl EventLoop {
                     round.workers.rank(local_rank),
                     pid,
                     cause,
-                    self.restarts,
+                    self.rounds.restarts,
                 );
             }
         }
         if let supervise::Outcome::NotStarted { local_rank, error } = outcome {
-            if let Some(round) = &mut self.round {
+            if let Some(round) = &mut self.rounds.current {
                 round.workers.not_started = Some((*local_rank, error.clone()));
             }
             return;
         }
         let supervise::Outcome::Failed(failures) = outcome else { return };
-        let left = self.config.max_restarts.saturating_sub(self.restarts);
+        let left = self.config.max_restarts.saturating_sub(self.rounds.restarts);
         if left == 0 {
             return;
         }
         let (report, ..) = self.report(failures);
-        if !self.record_failure(report.root()) {
+        let lasted = self.rounds.current.as_ref().map_or(Duration::MAX, |round| round.began.elapsed());
+        if !self.restart_delay.record_failure(lasted, report.root()) {
+            self.agent.disable_restarts();
             // This node has not declared the failure to the other nodes yet, since a restart was left.
             if let (Some(root), Some(failure)) = (report.root(), failures.first())
-                && self.termination_channel.as_ref().is_some_and(|channel| !channel.defers_final_failure())
+                && self.cluster.protocol == FailureProtocol::FirstIsFinal
             {
                 self.declare_failure(root.local_rank, failure.cause);
             }
@@ -80,7 +84,7 @@ impl EventLoop {
     /// Returns what the flight recordings of this round's workers, which have all ended, show about their
     /// operations. Without `failures`, all workers count as stopped by the launcher.
     pub(super) fn flight(&self, failures: Option<&[supervise::Failure]>) -> Option<report::FlightSummary> {
-        let Round { assignment, workers, .. } = self.round.as_ref()?;
+        let Round { assignment, workers, .. } = self.rounds.current.as_ref()?;
         let stopped = |local_rank: usize| {
             failures.is_none_or(|failures| {
                 failures.iter().any(|failure| failure.local_rank == local_rank && failure.stopped)
@@ -106,7 +110,7 @@ impl EventLoop {
             list.join(", ") + &if more > 0 { format!(" and {more} more") } else { String::new() }
         };
         // Orphan processes of failed workers need no warning: they belong to the failure.
-        if self.succeeded && !stopped.is_empty() {
+        if self.rounds.succeeded && !stopped.is_empty() {
             print_message(&format!(
                 "warning: stopped processes that outlived their workers: {}",
                 names(stopped)
@@ -137,7 +141,7 @@ impl EventLoop {
 
     /// Adds evidence about the GPUs of those workers that failed by themselves.
     fn add_gpu_evidence(&self, report: &mut Report) {
-        let Some(began) = self.round.as_ref().map(|round| round.workers.began) else { return };
+        let Some(began) = self.rounds.current.as_ref().map(|round| round.workers.began) else { return };
         let own = |failure: &&mut report::Failure| !failure.stopped_by_us && failure.pid > 0;
         let failed = report.failures.iter_mut().filter(own).map(|failure| {
             let devices = self.config.gpus.1.get(failure.local_rank).cloned();
@@ -155,7 +159,7 @@ impl EventLoop {
     /// workers still run, and the failed worker's stderr may not have been read to its end. The final report
     /// can only add to this one. `only` selects one worker by local rank; `None` selects all.
     pub(super) fn preliminary_report(&self, only: Option<usize>) -> Report {
-        if let Some(tee) = self.round.as_ref().and_then(|round| round.tee.as_ref()) {
+        if let Some(tee) = self.rounds.tee() {
             tee.read_pending(TAIL_READ_TIMEOUT);
         }
         self.build_report(&[], only).0
@@ -179,7 +183,7 @@ impl EventLoop {
         only: Option<usize>,
     ) -> (Report, Vec<EndedWorker>, Option<String>) {
         let job = self.job();
-        let Some(round) = &self.round else {
+        let Some(round) = &self.rounds.current else {
             return (report::without_failures(&job, Outcome::Failed, None), Vec::new(), None);
         };
         let ended = |&local_rank: &usize| {
@@ -226,12 +230,12 @@ impl EventLoop {
     pub(super) fn write_report(&self, end: &AgentOutcome, report: Option<Report>) {
         let Some(path) = &self.config.report_file else { return };
         let bare = |outcome, message| report::without_failures(&self.job(), outcome, message);
-        let job_outcome = self.job_outcome.as_ref().map(ToString::to_string);
+        let job_outcome = self.job.outcome.as_ref().map(ToString::to_string);
         let mut report = report.unwrap_or_else(|| match end {
             AgentOutcome::Success => bare(Outcome::Succeeded, None),
             AgentOutcome::Failed(failures) => self.report(failures).0,
             AgentOutcome::Error(_)
-                if self.round.as_ref().is_some_and(|round| round.workers.not_started.is_some()) =>
+                if self.rounds.current.as_ref().is_some_and(|round| round.workers.not_started.is_some()) =>
             {
                 self.report(&[]).0
             }
@@ -263,7 +267,7 @@ impl EventLoop {
     pub(super) fn report_guard_loss(&self) {
         let (mut failures, mut fallen) = (Vec::new(), Vec::new());
         let mut killed = false;
-        if let Some(Round { supervisor, workers, .. }) = &self.round {
+        if let Some(Round { supervisor, workers, .. }) = &self.rounds.current {
             failures.extend_from_slice(supervisor.failures());
             for &local_rank in workers.in_exit_order() {
                 let told = failures.iter().any(|failure| failure.local_rank == local_rank);
@@ -282,12 +286,10 @@ impl EventLoop {
             }
             killed = !fallen.is_empty() || workers.any_not_ended();
         }
-        let how = self
-            .guard_end
-            .flatten()
-            .map_or_else(|| "ended with an unknown exit status".to_owned(), report::describe);
+        let how = self.guard.exit_cause();
+        let how = how.map_or_else(|| "ended with an unknown exit status".to_owned(), report::describe);
         let workers = if killed { "; all workers of this node were killed" } else { "" };
-        let message = format!("the guard process (pid {}) {how}{workers}", self.guard);
+        let message = format!("the guard process (pid {}) {how}{workers}", self.guard.pid);
         print_message(&format!("error: {message}"));
 
         let mut report = self.report(&failures).0;
@@ -317,16 +319,16 @@ impl EventLoop {
     }
 
     fn job(&self) -> report::Job {
-        let assignment = self.round.as_ref().map(|round| &round.assignment);
+        let assignment = self.rounds.assignment();
         report::Job {
             title: self.config.program.title.clone(),
             run_id: self.config.run_id.clone(),
             node: assignment.map(|assignment| assignment.group_rank),
             nodes: assignment.map(|assignment| assignment.group_world_size),
-            restarts: self.restarts,
+            restarts: self.rounds.restarts,
             max_restarts: self.config.max_restarts,
             assumed_python: self.config.program.assumed_python,
-            began: self.round.as_ref().map_or_else(SystemTime::now, |round| round.workers.began),
+            began: self.rounds.current.as_ref().map_or_else(SystemTime::now, |round| round.workers.began),
             stderr_lines: self.config.stderr_lines,
             notes: self.config.notes.clone(),
         }

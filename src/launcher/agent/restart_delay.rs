@@ -2,29 +2,32 @@
 
 use std::time::{Duration, Instant};
 
-use super::event_loop::EventLoop;
+use super::backoff::Backoff;
 use crate::messages::{Progress, print_message};
 use crate::report::Failure;
 
+/// Decides when, and whether, failed workers are restarted.
+pub(super) struct RestartDelay {
+    backoff: Backoff,
+    /// Delay before the next restart, computed when the last round failed.
+    next: Duration,
+    pending: Option<PendingRestart>,
+    streak: FailureStreak,
+    /// Number of equal failures in a row after which a restart is useless.
+    max_same: Option<u32>,
+}
+
 /// A restart that waits until its delay is over.
-#[derive(Debug)]
-pub(super) struct PendingRestart {
+struct PendingRestart {
     until: Instant,
     restarts: u32,
     progress: Progress,
     what: String,
 }
 
-impl PendingRestart {
-    /// Returns the time of the next action: the restart, or a report of the remaining delay.
-    pub(super) fn wake_at(&self) -> Instant {
-        self.until.min(Instant::now() + Progress::INTERVAL)
-    }
-}
-
 /// Counts how often in a row the workers failed in the same way.
 #[derive(Debug, Default)]
-pub(super) struct FailureStreak {
+struct FailureStreak {
     failure: String,
     count: u32,
 }
@@ -39,13 +42,17 @@ impl FailureStreak {
     }
 }
 
-impl EventLoop {
-    /// Joins the next round after the restart delay, if there is one.
-    pub(super) fn restart(&mut self, restarts: u32) {
-        let delay = std::mem::take(&mut self.next_restart_delay);
+impl RestartDelay {
+    pub(super) fn new(min_delay: Duration, max_same: Option<u32>) -> Self {
+        let (backoff, streak) = (Backoff::new(min_delay), FailureStreak::default());
+        Self { backoff, next: Duration::ZERO, pending: None, streak, max_same }
+    }
+
+    /// Starts the delay before a restart. Returns false if there is none.
+    pub(super) fn begin(&mut self, restarts: u32) -> bool {
+        let delay = std::mem::take(&mut self.next);
         if delay.is_zero() {
-            self.join(restarts);
-            return;
+            return false;
         }
         let until = Instant::now() + delay;
         let what = match self.backoff.quick_failures() {
@@ -54,29 +61,36 @@ impl EventLoop {
         };
         let mut progress = Progress::new(until);
         progress.show(&what);
-        self.pending_restart = Some(PendingRestart { until, restarts, progress, what });
+        self.pending = Some(PendingRestart { until, restarts, progress, what });
+        true
     }
 
-    /// Reports the remaining delay before a restart, or restarts when the delay is over.
-    pub(super) fn continue_restart_delay(&mut self) {
-        let Some(pause) = &mut self.pending_restart else { return };
+    /// Returns the time of the next action: the restart, or a report of the remaining delay.
+    pub(super) fn wake_at(&self) -> Option<Instant> {
+        self.pending.as_ref().map(|pause| pause.until.min(Instant::now() + Progress::INTERVAL))
+    }
+
+    /// Reports the remaining delay before a restart. Returns the number of restarts when the delay is over.
+    pub(super) fn advance(&mut self) -> Option<u32> {
+        let pause = self.pending.as_mut()?;
         if Instant::now() < pause.until {
             pause.progress.show(&pause.what);
-            return;
+            return None;
         }
-        let restarts = pause.restarts;
-        self.pending_restart = None;
-        self.join(restarts);
+        self.cancel()
     }
 
-    /// Records a failure of the workers after which a restart is left. Returns false if the same failure has
-    /// come so often that a restart is useless.
-    pub(super) fn record_failure(&mut self, root: Option<&Failure>) -> bool {
-        let began = self.round.as_ref().map(|round| round.began);
-        self.next_restart_delay =
-            self.backoff.record_failure(began.map_or(Duration::MAX, |began| began.elapsed()));
-        let (Some(root), Some(most)) = (root, self.config.restart_stop_after_same) else { return true };
-        let times = self.failure_streak.record(root);
+    /// Ends the delay. Returns the number of restarts if there was one.
+    pub(super) fn cancel(&mut self) -> Option<u32> {
+        self.pending.take().map(|pause| pause.restarts)
+    }
+
+    /// Records a failure, `lasted` after the start of the round, after which a restart is left. Returns false
+    /// if the same failure has come so often that a restart is useless.
+    pub(super) fn record_failure(&mut self, lasted: Duration, root: Option<&Failure>) -> bool {
+        self.next = self.backoff.record_failure(lasted);
+        let (Some(root), Some(most)) = (root, self.max_same) else { return true };
+        let times = self.streak.record(root);
         if times < most {
             return true;
         }
@@ -86,7 +100,6 @@ impl EventLoop {
             root.rank,
             root.describe()
         ));
-        self.agent.disable_restarts();
         false
     }
 }

@@ -3,12 +3,13 @@
 use std::io;
 use std::time::{Duration, Instant, SystemTime};
 
-use super::event_loop::{EventLoop, LauncherExit, Notification};
+use super::event_loop::{EventLoop, LauncherExit};
 use super::job_outcome::report_of;
 use super::signals::SignalAction;
 use super::state_machine::AgentOutcome;
-use crate::guard::{FromGuard, ToGuard, kill_all};
+use crate::guard::{FromGuard, kill_all};
 use crate::messages::print_message;
+use crate::rendezvous::ClusterCommand;
 use crate::{exit, fault, supervise};
 
 /// Longest time that the guard may take to exit after the launcher told it to.
@@ -26,40 +27,28 @@ impl EventLoop {
             ));
             kill_all(|_, _| {});
         }
-        self.close_termination_channel(&end);
+        let other_jobs = self.leave(&end).await;
         let mut report = None;
-        if let Some(job_outcome) = &self.job_outcome {
+        if let Some(job_outcome) = &self.job.outcome {
             print_message(&format!("error: {job_outcome}; so this node ends as well"));
-            report = report_of(&job_outcome.kind).map(|theirs| match &end {
-                AgentOutcome::Failed(failures) => self.report(failures).0.with_root_of(&theirs),
-                AgentOutcome::Success
-                | AgentOutcome::Error(_)
-                | AgentOutcome::Stopped(_)
-                | AgentOutcome::Interrupted(_)
-                | AgentOutcome::Aborted => theirs,
+            report = report_of(&job_outcome.kind).map(|theirs| match end.failures() {
+                Some(failures) => self.report(failures).0.with_root_of(&theirs),
+                None => theirs,
             });
             if let Some(report) = &mut report {
-                report.flight = match &end {
-                    AgentOutcome::Failed(failures) => self.flight(Some(failures)),
-                    AgentOutcome::Success
-                    | AgentOutcome::Error(_)
-                    | AgentOutcome::Stopped(_)
-                    | AgentOutcome::Interrupted(_)
-                    | AgentOutcome::Aborted => self.flight(None),
-                };
+                report.flight = self.flight(end.failures());
                 self.print(report);
             }
         }
         let exit = match &end {
             AgentOutcome::Success => {
-                self.events
-                    .agent_succeeded(self.round.as_ref().map(|round| &round.assignment), self.restarts);
+                self.events.agent_ended(self.rounds.assignment(), self.rounds.restarts, true);
                 LauncherExit::Code(exit::SUCCESS)
             }
             AgentOutcome::Failed(failures) => {
-                self.events.agent_failed(self.round.as_ref().map(|round| &round.assignment), self.restarts);
+                self.events.agent_ended(self.rounds.assignment(), self.rounds.restarts, false);
                 // If other nodes caused the failure, their report has been printed above.
-                if self.job_outcome.is_none() {
+                if self.job.outcome.is_none() {
                     report = Some(self.report_failures(failures));
                 }
                 LauncherExit::Code(exit::FAILURE)
@@ -75,17 +64,17 @@ impl EventLoop {
                 LauncherExit::Code(exit::FAILURE)
             }
             AgentOutcome::Aborted => {
-                self.events.agent_failed(self.round.as_ref().map(|round| &round.assignment), self.restarts);
+                self.events.agent_ended(self.rounds.assignment(), self.rounds.restarts, false);
                 if report.is_none() {
                     self.report_flight();
                 }
                 LauncherExit::Code(exit::FAILURE)
             }
-            AgentOutcome::Interrupted(signal) if self.pending_restart.take().is_some() => {
+            AgentOutcome::Interrupted(signal) if self.restart_delay.cancel().is_some() => {
                 print_message(&format!("stopped by {signal} before the workers were restarted"));
                 LauncherExit::Code(exit::FAILURE)
             }
-            AgentOutcome::Interrupted(signal) if self.round.is_some() => {
+            AgentOutcome::Interrupted(signal) if self.rounds.current.is_some() => {
                 print_message(&format!("stopped by {signal} while waiting for other nodes"));
                 LauncherExit::Code(exit::FAILURE)
             }
@@ -95,14 +84,14 @@ impl EventLoop {
             }
         };
         self.write_report(&end, report);
-        self.serve_other_jobs(&end).await;
+        self.serve_other_jobs(other_jobs).await;
         self.signals.fatal.map_or(exit, LauncherExit::Signal)
     }
 
     /// Copies the remaining output of the workers, which have all ended, to console and files. Processes that
     /// they left behind may continue to write.
     pub(super) fn finish_output(&mut self) {
-        if let Some(tee) = self.round.as_ref().and_then(|round| round.tee.as_ref()) {
+        if let Some(tee) = self.rounds.tee() {
             tee.drain(Instant::now() + DRAIN_TIMEOUT);
         }
         self.run_dir.check_space();
@@ -110,7 +99,7 @@ impl EventLoop {
 
     /// Copies the remaining output of the workers to console and files, and stops reading it.
     fn close_output(&mut self) {
-        if let Some(tee) = self.round.as_mut().and_then(|round| round.tee.take()) {
+        if let Some(tee) = self.rounds.current.as_mut().and_then(|round| round.tee.take()) {
             tee.finish(Instant::now() + DRAIN_TIMEOUT);
         }
     }
@@ -118,10 +107,8 @@ impl EventLoop {
     /// Tells the guard to exit and waits until it has. While the guard exits, closes the rendezvous and
     /// removes files that nobody needs.
     async fn stop_guard(&mut self, end: &AgentOutcome) -> io::Result<()> {
-        self.link.send(&ToGuard::Exit, &[])?;
-        if let Ok(mut rendezvous) = self.rendezvous.try_lock() {
-            rendezvous.close();
-        }
+        self.guard.send_exit()?;
+        self.cluster.send(ClusterCommand::Close);
         if matches!(end, AgentOutcome::Success) {
             self.flight.discard();
         }
@@ -130,12 +117,12 @@ impl EventLoop {
         let mut closed = false;
         // The guard's socket closes a moment before the guard exits. Only when the guard has been reaped is
         // no process left.
-        while self.guard_end.is_none() {
+        while self.guard.exit_cause().is_none() {
             tokio::select! {
-                message = self.link.receive(), if !closed => closed = message?.is_none(),
-                Some(notification) = self.notifications.recv() => {
-                    if matches!(notification, Notification::Signal(_, SignalAction::Child)) {
-                        self.handle_notification(notification);
+                message = self.guard.receive(), if !closed => closed = message?.is_none(),
+                (_, action) = self.signals.next() => {
+                    if action == SignalAction::Child {
+                        self.reap_children();
                     }
                 }
                 () = tokio::time::sleep_until(deadline) => {
@@ -166,16 +153,15 @@ impl EventLoop {
     /// Records the guard's last messages about its workers. The actions that the supervisor derives from them
     /// are dropped.
     async fn drain_guard_messages(&mut self) {
-        while let Ok(Some(message)) = self.link.receive().await {
-            let Some(round) = &mut self.round else { continue };
+        while let Ok(Some(message)) = self.guard.receive().await {
             match message {
                 FromGuard::Spawned { id, pid } => {
-                    if let Some(local_rank) = round.workers.local_rank(id) {
+                    if let Some((round, local_rank)) = self.rounds.of_worker(id) {
                         round.workers.record_start(local_rank, pid);
                     }
                 }
                 FromGuard::Exited { id, cause, evidence, .. } => {
-                    if let Some(local_rank) = round.workers.local_rank(id) {
+                    if let Some((round, local_rank)) = self.rounds.of_worker(id) {
                         round.workers.record_exit(local_rank, SystemTime::now(), cause, evidence);
                         let origin = supervise::FailureOrigin::Own;
                         let exited = supervise::Event::Exited { local_rank, cause, origin };

@@ -1,4 +1,4 @@
-//! Defines what the launcher does on each signal, and delivers signals to the event loop.
+//! The signals that the launcher receives: what it does on each, and what it knows of those that came.
 
 use nix::errno::Errno;
 use nix::sys::signal::{SigSet, Signal};
@@ -6,7 +6,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use tokio::io::unix::AsyncFd;
 use tokio::sync::mpsc;
 
-use super::event_loop::Notification;
+use super::forwarded_signals::ForwardedSignals;
 use crate::config::Config;
 use crate::messages::print_message;
 use crate::os::is_ignored;
@@ -81,37 +81,60 @@ pub(super) fn signal_actions(
     all
 }
 
-/// Blocks the signals that have an action and delivers them to the event loop. Threads that start later
-/// inherit the mask. One signalfd costs two system calls; a handler for each signal would cost two each.
-pub(super) fn watch(config: &Config, notifier: &mpsc::UnboundedSender<Notification>) -> Result<(), String> {
-    let settings = SignalSettings {
-        stop: &config.signals,
-        is_given: config.signals_given,
-        forward: &config.forward_signals,
-    };
-    let actions = signal_actions(settings, is_ignored);
-    let action = move |number| actions.iter().find(|(known, _)| *known == number).map(|(_, action)| *action);
-    let cannot = |error: std::io::Error| format!("cannot handle signals: {error}");
-    // The set contains every real-time signal. Those without an action are dropped when they arrive.
-    let mut watched = SigSet::all();
-    Signal::iterator()
-        .filter(|&named| action(named as i32).is_none())
-        .for_each(|named| watched.remove(named));
-    watched.thread_set_mask().map_err(|errno| cannot(errno.into()))?;
-    let signals = SignalFd::with_flags(&watched, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
-        .map_err(|errno| cannot(errno.into()))?;
-    let signals = crate::os::readable(signals).map_err(cannot)?;
-    let notifier = notifier.clone();
-    tokio::spawn(async move {
-        while let Some(number) = next_signal(&signals).await {
-            if let Some(action) = action(number)
-                && notifier.send(Notification::Signal(number, action)).is_err()
-            {
-                return;
+/// The signals of this launcher.
+pub(super) struct Signals {
+    receiver: mpsc::UnboundedReceiver<(i32, SignalAction)>,
+    /// A signal that ends the launcher because no reaction to it is defined. The launcher first stops its
+    /// workers, then kills itself by the same signal.
+    pub(super) fatal: Option<i32>,
+    /// Number of SIGINT received (Ctrl-C).
+    pub(super) interrupts: u32,
+    pub(super) forwarded: ForwardedSignals,
+}
+
+impl Signals {
+    /// Blocks the signals that have an action and delivers them to the event loop. Threads that start later
+    /// inherit the mask. One signalfd costs two system calls; a handler for each signal would cost two each.
+    pub(super) fn watch(config: &Config) -> Result<Self, String> {
+        let settings = SignalSettings {
+            stop: &config.signals,
+            is_given: config.signals_given,
+            forward: &config.forward_signals,
+        };
+        let actions = signal_actions(settings, is_ignored);
+        let action =
+            move |number| actions.iter().find(|(known, _)| *known == number).map(|(_, action)| *action);
+        let cannot = |error: std::io::Error| format!("cannot handle signals: {error}");
+        // The set contains every real-time signal. Those without an action are dropped when they arrive.
+        let mut watched = SigSet::all();
+        Signal::iterator()
+            .filter(|&named| action(named as i32).is_none())
+            .for_each(|named| watched.remove(named));
+        watched.thread_set_mask().map_err(|errno| cannot(errno.into()))?;
+        let signals = SignalFd::with_flags(&watched, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
+            .map_err(|errno| cannot(errno.into()))?;
+        let signals = crate::os::readable(signals).map_err(cannot)?;
+        let (sender, receiver) = mpsc::unbounded_channel();
+        tokio::spawn(async move {
+            while let Some(number) = next_signal(&signals).await {
+                if let Some(action) = action(number)
+                    && sender.send((number, action)).is_err()
+                {
+                    return;
+                }
             }
+        });
+        Ok(Self { receiver, fatal: None, interrupts: 0, forwarded: ForwardedSignals::default() })
+    }
+
+    /// Waits for the next signal. Returns its number and the action. Cancel safe.
+    pub(super) async fn next(&mut self) -> (i32, SignalAction) {
+        match self.receiver.recv().await {
+            Some(signal) => signal,
+            // Reading signals has failed, so no signal follows.
+            None => std::future::pending().await,
         }
-    });
-    Ok(())
+    }
 }
 
 /// Waits for the next signal. Returns `None`, with a warning, if reading signals fails, which ends their

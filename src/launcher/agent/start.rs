@@ -4,27 +4,27 @@ use std::os::fd::AsFd;
 use std::time::Instant;
 
 use super::environment::{command_line, variables};
-use super::event_loop::{EventLoop, FAILURE_GRACE, ROOT_CAUSE_WAIT, Round};
+use super::event_loop::{EventLoop, FAILURE_GRACE, ROOT_CAUSE_WAIT};
+use super::rounds::Round;
 use super::workers::Workers;
 use crate::fault;
 use crate::guard::{SpawnRequest, ToGuard};
-use crate::logs::{AttemptDir, StdioTarget};
+use crate::logs::StdioTarget;
 use crate::rendezvous::Assignment;
 use crate::supervise::{Policy, Supervisor};
 
 impl EventLoop {
     /// Prepares a round. Its workers are not started yet.
-    pub(super) fn prepare(&mut self, assignment: Assignment) -> Result<Round, String> {
-        self.events.rendezvous(&assignment, self.restarts);
-        self.events.assigned(&assignment, self.restarts);
+    pub(super) fn prepare(&mut self, assignment: Assignment) {
+        self.events.joined(&assignment, self.rounds.restarts);
         let policy = Policy {
             simultaneity_window: self.config.monitor_interval.unwrap_or_default(),
             root_cause_wait: ROOT_CAUSE_WAIT,
             failure_grace: FAILURE_GRACE,
         };
         let supervisor = Supervisor::new(self.config.nproc_per_node, policy);
-        let workers = Workers::new(self.next_worker_id, assignment.base_rank, assignment.generation);
-        Ok(Round {
+        let workers = Workers::new(self.rounds.next_worker_id, assignment.base_rank, assignment.generation);
+        self.rounds.current = Some(Round {
             assignment,
             supervisor,
             workers,
@@ -32,16 +32,16 @@ impl EventLoop {
             began: Instant::now(),
             first_failed: None,
             no_process_left: false,
-        })
+        });
     }
 
     /// Asks the guard to start all workers of the round.
     pub(super) fn start(&mut self) -> Result<(), String> {
-        let Some(round) = self.round.as_mut() else { return Ok(()) };
+        let restarts = self.rounds.restarts;
+        let Some(round) = self.rounds.current.as_mut() else { return Ok(()) };
         let config = &self.config;
         let parent = |name: &str| std::env::var_os(name);
-        let mut attempt: AttemptDir =
-            self.run_dir.attempt(self.restarts, config.nproc_per_node).map_err(|error| error.to_string())?;
+        let mut attempt = self.run_dir.attempt(restarts, config.nproc_per_node);
         for local_rank in 0..config.nproc_per_node {
             fault::point("spawning");
             let rank = round.workers.rank(local_rank);
@@ -51,7 +51,7 @@ impl EventLoop {
                 config,
                 &round.assignment,
                 local_rank,
-                self.restarts,
+                restarts,
                 error_file.as_deref(),
                 self.flight.folder(),
                 &parent,
@@ -74,13 +74,14 @@ impl EventLoop {
                 stdout,
                 stderr,
             });
-            if self.link.send(&request, &descriptors).is_err() {
-                self.guard_end = Some(None);
+            self.guard.send(&request, &descriptors);
+            if self.guard.has_ended() {
                 return Ok(());
             }
         }
         round.tee = attempt.start_tee().map_err(|error| error.to_string())?;
-        self.next_worker_id = round.workers.next_id();
+        let next_id = round.workers.next_id();
+        self.rounds.next_worker_id = next_id;
         fault::point("running");
         Ok(())
     }

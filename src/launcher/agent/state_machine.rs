@@ -127,6 +127,16 @@ pub(crate) enum AgentOutcome {
     Aborted,
 }
 
+impl AgentOutcome {
+    /// Returns the failures because of which the agent ended.
+    pub(crate) fn failures(&self) -> Option<&[Failure]> {
+        match self {
+            Self::Failed(failures) => Some(failures),
+            Self::Success | Self::Error(_) | Self::Stopped(_) | Self::Interrupted(_) | Self::Aborted => None,
+        }
+    }
+}
+
 impl Agent {
     /// Returns a new agent and its first action.
     pub(crate) fn new(policy: AgentPolicy) -> (Self, Action) {

@@ -87,77 +87,18 @@ impl Class {
         Self::Stopped,
     ];
 
-    /// Returns the class's name in the JSON report.
-    pub(crate) fn name(self) -> &'static str {
-        match self {
-            Self::Exception => "exception",
-            Self::Panic => "panic",
-            Self::Abort => "abort",
-            Self::Segfault => "segfault",
-            Self::BusError => "bus-error",
-            Self::IllegalInstruction => "illegal-instruction",
-            Self::ArithmeticError => "arithmetic-error",
-            Self::OutOfMemory => "out-of-memory",
-            Self::DeviceOutOfMemory => "device-out-of-memory",
-            Self::Killed => "killed",
-            Self::Terminated => "terminated",
-            Self::CpuLimit => "cpu-limit",
-            Self::FileSizeLimit => "file-size-limit",
-            Self::DiskFull => "disk-full",
-            Self::MissingLibrary => "missing-library",
-            Self::ImportError => "import-error",
-            Self::MissingProgram => "missing-program",
-            Self::NotExecutable => "not-executable",
-            Self::CpuBinding => "cpu-binding",
-            Self::UsageError => "usage-error",
-            Self::ResourceLimit => "resource-limit",
-            Self::AddressInUse => "address-in-use",
-            Self::EarlyExit => "early-exit",
-            Self::Signal => "signal",
-            Self::Exit => "exit",
-            Self::Timeout => "timeout",
-            Self::PeerLost => "peer-lost",
-            Self::Stopped => "stopped",
-            Self::Unknown => "unknown",
-        }
-    }
-
     pub(crate) fn cause_kind(self) -> CauseKind {
         match self {
-            Self::Exception
-            | Self::Panic
-            | Self::Abort
-            | Self::Segfault
-            | Self::BusError
-            | Self::IllegalInstruction
-            | Self::ArithmeticError
-            | Self::OutOfMemory
-            | Self::DeviceOutOfMemory
-            | Self::Killed
-            | Self::Terminated
-            | Self::CpuLimit
-            | Self::FileSizeLimit
-            | Self::DiskFull
-            | Self::MissingLibrary
-            | Self::ImportError
-            | Self::MissingProgram
-            | Self::NotExecutable
-            | Self::CpuBinding
-            | Self::UsageError
-            | Self::ResourceLimit
-            | Self::AddressInUse
-            | Self::EarlyExit
-            | Self::Signal
-            | Self::Exit
-            | Self::Unknown => CauseKind::Primary,
             Self::Timeout | Self::PeerLost => CauseKind::Consequence,
             Self::Stopped => CauseKind::ByLauncher,
+            _ => CauseKind::Primary,
         }
     }
 }
 
+/// Formats the class by its name in the JSON report.
 impl fmt::Display for Class {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
+        self.serialize(f)
     }
 }

@@ -44,6 +44,47 @@ pub(crate) struct LogEvidence {
     pub(crate) traceback_range: Option<Range<usize>>,
 }
 
+/// One text of the evidence.
+type Field = fn(&mut LogEvidence) -> &mut Option<String>;
+
+/// Texts that a line has which is such evidence. Of several lines, the last counts.
+const LINES: [(Field, &[&str]); 8] = [
+    (|found| &mut found.library, &["error while loading shared libraries", "cannot open shared object file"]),
+    (
+        |found| &mut found.argument,
+        &[
+            "unrecognized arguments:",
+            "unrecognized option",
+            "unknown option",
+            "no such option",
+            "unexpected argument",
+            "invalid option",
+        ],
+    ),
+    (|found| &mut found.no_space, &["No space left on device", "Disk quota exceeded"]),
+    (|found| &mut found.address_in_use, &["Address already in use", "EADDRINUSE"]),
+    (
+        |found| &mut found.device_memory,
+        &[
+            "CUDA out of memory",
+            "HIP out of memory",
+            "XPU out of memory",
+            "CUDA_ERROR_OUT_OF_MEMORY",
+            "CUDA error: out of memory",
+            "CUBLAS_STATUS_ALLOC_FAILED",
+        ],
+    ),
+    (
+        |found| &mut found.not_found,
+        &["can't open file", NO_MAIN, ": not found", "command not found", "No module named"],
+    ),
+    (|found| &mut found.not_permitted, &["Permission denied"]),
+    (
+        |found| &mut found.killed_child,
+        &["killed by signal: Killed", "A process in the process pool was terminated abruptly"],
+    ),
+];
+
 impl LogEvidence {
     /// Extracts the evidence from `lines`, oldest first.
     pub(crate) fn from_lines(lines: &[String]) -> Self {
@@ -95,51 +136,15 @@ impl LogEvidence {
     fn scan_line(&mut self, line: &str) {
         let has = |needle: &str| line.contains(needle);
         let trimmed = || Some(line.trim().to_owned());
-        if has("error while loading shared libraries") || has("cannot open shared object file") {
-            self.library = trimmed();
+        for (field, needles) in LINES {
+            if needles.iter().any(|needle| has(needle)) {
+                *field(self) = trimmed();
+            }
         }
-        if has("unrecognized arguments:")
-            || has("unrecognized option")
-            || has("unknown option")
-            || has("no such option")
-            || has("unexpected argument")
-            || has("invalid option")
-        {
-            self.argument = trimmed();
-        }
-        self.usage |= line.trim_start().to_ascii_lowercase().starts_with("usage:");
-        if has("No space left on device") || has("Disk quota exceeded") {
-            self.no_space = trimmed();
-        }
-        if has("Address already in use") || has("EADDRINUSE") {
-            self.address_in_use = trimmed();
-        }
-        if has("CUDA out of memory")
-            || has("HIP out of memory")
-            || has("XPU out of memory")
-            || has("CUDA_ERROR_OUT_OF_MEMORY")
-            || has("CUDA error: out of memory")
-            || has("CUBLAS_STATUS_ALLOC_FAILED")
-        {
-            self.device_memory = trimmed();
-        }
-        if has("can't open file")
-            || has(NO_MAIN)
-            || has(": not found")
-            || has("command not found")
-            || has("No module named")
-        {
-            self.not_found = trimmed();
-        }
-        if has("Permission denied") {
-            self.not_permitted = trimmed();
-        }
-        if has("killed by signal: Killed")
-            || has("A process in the process pool was terminated abruptly")
-            || line.trim() == "Killed"
-        {
+        if line.trim() == "Killed" {
             self.killed_child = trimmed();
         }
+        self.usage |= line.trim_start().to_ascii_lowercase().starts_with("usage:");
         if is_abort_message(line) && self.abort_message.is_none() {
             self.abort_message = trimmed();
         } else if let Some(what) = line.trim_start().strip_prefix("what():") {

@@ -376,11 +376,11 @@ fn documented_failure_classes_match_the_code() {
     let document = include_str!("../../../docs/reference/failure-model.md");
     let section = document.split("\n## Causes\n").nth(1).unwrap_or_default();
     let section = section.split("\n## ").next().unwrap_or_default();
-    let documented: BTreeSet<&str> = section
+    let documented: BTreeSet<String> = section
         .lines()
-        .filter_map(|line| line.strip_prefix("| `")?.split_once('`').map(|(name, _)| name))
+        .filter_map(|line| line.strip_prefix("| `")?.split_once('`').map(|(name, _)| name.to_owned()))
         .collect();
-    let in_code: BTreeSet<&str> = Class::ALL.iter().map(|class| class.name()).collect();
+    let in_code: BTreeSet<String> = Class::ALL.iter().map(ToString::to_string).collect();
     assert_eq!(documented, in_code);
     for class in Class::ALL {
         let json = serde_json::to_string(&class).unwrap_or_default();

@@ -3,6 +3,7 @@
 //! `flags` is the table of all flags. `grammar` splits the command line into flags and SCRIPT, `parsed_args`
 //! merges the flags with the `PET_` variables. [`crate::config`] interprets the values of the [`ParsedArgs`].
 
+mod error;
 mod flags;
 mod grammar;
 mod help;
@@ -15,6 +16,7 @@ mod values;
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
+pub(crate) use error::CliError;
 use grammar::Request;
 pub(crate) use help::VERSION;
 pub(crate) use parsed_args::{ParsedArgs, Value};
@@ -32,28 +34,6 @@ pub(crate) enum Invocation {
     Printed(String),
     /// Run a program with these flags. With `--dry-run` nothing is started.
     Run(ParsedArgs),
-}
-
-/// An error of the command line or configuration, because of which nothing can be started.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{text}")]
-pub(crate) struct CliError {
-    /// The whole text for stderr, beginning with `convoke: error: ` and ending with a newline.
-    pub(crate) text: String,
-    /// Exit code: 2 for usage errors, 1 for values that make no sense.
-    pub(crate) code: u8,
-}
-
-impl CliError {
-    /// Creates the error for a command line that cannot be parsed: exit code 2.
-    pub(crate) fn usage(message: impl AsRef<str>) -> Self {
-        Self { text: format!("convoke: error: {}\n", message.as_ref()), code: 2 }
-    }
-
-    /// Creates the error for a value that can be parsed but makes no sense: exit code 1.
-    pub(crate) fn value(message: impl AsRef<str>) -> Self {
-        Self { text: format!("convoke: error: {}\n", message.as_ref()), code: 1 }
-    }
 }
 
 /// Parses a command line, whose first word is the program's own name, and the environment.

@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::fmt;
 
+use super::error::CliError;
 use super::flags::{self, Takes};
 use super::grammar::RawArgs;
-use super::{CliError, values};
+use super::values;
 
 /// All flags that the user has set. Other flags have their defaults.
 #[derive(Debug)]

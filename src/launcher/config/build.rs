@@ -7,12 +7,14 @@ use std::time::Duration;
 use nix::sys::signal::Signal;
 
 use super::machine::{Machine, Vendor};
-use super::{Config, NodeRange, Orphans, ReportFormat, binding, devices, output, program, rendezvous_flags};
+use super::numeric_flags::{NumericFlags, choice, non_negative, seconds};
+use super::settings::{Config, NodeRange, Orphans, ReportFormat};
+use super::{binding, devices, output, program, rendezvous_flags};
 use crate::cli::{CliError, ParsedArgs, Value, integer, suggest_choice};
+use crate::formatting::count;
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
-const MAX_SECONDS: f64 = 86_400.0;
 const SHUTDOWN_TIMEOUT_SECONDS: u64 = 30;
 /// Most lines of stderr that a report keeps per worker, by default.
 const STDERR_LINES: usize = 64;
@@ -103,7 +105,7 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
         restart_delay: seconds(args, "restart-delay", numbers.restart_delay)?.unwrap_or_default(),
         restart_stop_after_same: stop_after_same(args, numbers.restart_stop_after_same)?,
         monitor_interval,
-        role: role(args)?,
+        role: output::role(args)?,
         program,
         logs,
         flight: output::flight(env),
@@ -132,73 +134,6 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
         share_store: env("TORCH_DISABLE_SHARE_RDZV_TCP_STORE").is_none_or(|value| value != "1"),
         warnings,
     })
-}
-
-/// Values of the flags that argparse itself converts. As in torchrun, a failed conversion is a usage error,
-/// found before all other checks.
-pub(super) struct NumericFlags {
-    max_restarts: Option<i128>,
-    pub(super) node_rank: Option<i128>,
-    pub(super) master_port: Option<i128>,
-    shutdown_timeout: Option<i128>,
-    stderr_tail: Option<i128>,
-    gpus_per_worker: Option<i128>,
-    restart_stop_after_same: Option<i128>,
-    monitor_interval: Option<f64>,
-    restart_delay: Option<f64>,
-}
-
-impl NumericFlags {
-    fn read(args: &ParsedArgs) -> Result<Self, CliError> {
-        let integer =
-            |name: &str, example: &str| args.get(name).map(|value| value.integer(example)).transpose();
-        let float = |name: &str, example: &str| args.get(name).map(|value| value.float(example)).transpose();
-        let numbers = Self {
-            max_restarts: integer("max-restarts", "3")?,
-            node_rank: integer("node-rank", "0")?,
-            master_port: integer("master-port", "29500")?,
-            shutdown_timeout: integer("shutdown-timeout", "30")?,
-            stderr_tail: integer("stderr-tail", "64")?,
-            gpus_per_worker: integer("gpus-per-worker", "1")?,
-            restart_stop_after_same: integer("restart-stop-after-same", "3")?,
-            monitor_interval: float("monitor-interval", "0.1")?,
-            restart_delay: float("restart-delay", "5")?,
-        };
-        choice(args, "start-method", &["spawn", "fork", "forkserver"])?;
-        choice(args, "numa-binding", &["node", "socket", "exclusive", "core-complex"])?;
-        choice(args, "bind", &["node", "socket", "core-complex", "core", "none"])?;
-        choice(args, "orphans", &["stop", "keep"])?;
-        Ok(numbers)
-    }
-}
-
-/// Returns the value of a flag with fixed choices; `None` if the flag is not set. Another value is a usage
-/// error.
-fn choice<'a>(args: &'a ParsedArgs, name: &str, choices: &[&str]) -> Result<Option<&'a str>, CliError> {
-    let Some(value) = args.get(name) else { return Ok(None) };
-    match value.text.to_str() {
-        Some(text) if choices.contains(&text) => Ok(Some(text)),
-        text => {
-            let example = text
-                .and_then(|text| suggest_choice(text, choices))
-                .map_or_else(|| choices.join("|"), str::to_owned);
-            Err(CliError::usage(value.wrong("no such choice", &example)))
-        }
-    }
-}
-
-/// Checks that a number is not negative; `None` if the flag is not set.
-fn non_negative<T: TryFrom<i128>>(
-    args: &ParsedArgs,
-    name: &str,
-    number: Option<i128>,
-    example: &str,
-) -> Result<Option<T>, CliError> {
-    let (Some(value), Some(number)) = (args.get(name), number) else { return Ok(None) };
-    if number < 0 {
-        return Err(CliError::value(value.wrong("must not be negative", example)));
-    }
-    T::try_from(number).map(Some).map_err(|_| CliError::value(value.wrong("too large", example)))
 }
 
 fn nodes(args: &ParsedArgs) -> Result<NodeRange, CliError> {
@@ -296,15 +231,6 @@ fn hidden_gpus_message(env: Env<'_>, machine: &Machine) -> Option<String> {
     Some(format!("{name}={} shows no GPU; without it there are {}", list.display(), count(gpus, "GPU")))
 }
 
-/// Checks that a time is at most a day; `None` if the flag is not set.
-fn seconds(args: &ParsedArgs, name: &str, seconds: Option<f64>) -> Result<Option<Duration>, CliError> {
-    let (Some(value), Some(seconds)) = (args.get(name), seconds) else { return Ok(None) };
-    if !(0.0..=MAX_SECONDS).contains(&seconds) {
-        return Err(CliError::value(value.wrong("must be from 0 to 86400 seconds", "0.1")));
-    }
-    Ok(Some(Duration::from_secs_f64(seconds)))
-}
-
 fn stop_after_same(args: &ParsedArgs, number: Option<i128>) -> Result<Option<u32>, CliError> {
     match non_negative(args, "restart-stop-after-same", number, "3")? {
         Some(0) => {
@@ -342,11 +268,6 @@ fn stderr_lines(args: &ParsedArgs, number: Option<i128>) -> Result<usize, CliErr
     }
 }
 
-/// Formats a number with its noun: `1 node`, `2 nodes`.
-pub(crate) fn count(number: usize, noun: &str) -> String {
-    if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
-}
-
 /// Parses a list of signal names. Leaves out, with a warning, signals that no process can handle or that the
 /// launcher needs itself.
 fn signals(flag: &str, text: &str, warnings: &mut Vec<String>) -> Vec<Signal> {
@@ -369,11 +290,6 @@ fn signals(flag: &str, text: &str, warnings: &mut Vec<String>) -> Vec<Signal> {
         }
     }
     out
-}
-
-/// Returns the value of `--role`, or its default.
-pub(super) fn role(args: &ParsedArgs) -> Result<String, CliError> {
-    Ok(if args.is_on("role") { args.text("role")?.to_owned() } else { "default".to_owned() })
 }
 
 fn orphans(args: &ParsedArgs) -> Result<Orphans, CliError> {

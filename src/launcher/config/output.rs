@@ -7,9 +7,9 @@ use std::path::PathBuf;
 
 use convoke_env::vars;
 
-use super::build::{count, role};
-use super::{EventHandler, FlightDir, LogConfig, LogDir, StreamChoice, Streams};
+use super::settings::{EventHandler, FlightDir, LogConfig, LogDir, StreamChoice, Streams};
 use crate::cli::{CliError, ParsedArgs, Value, integer};
+use crate::formatting::count;
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
@@ -188,4 +188,9 @@ fn log_level(env: Env<'_>) -> i128 {
         "NOTSET" => 0,
         other => integer(other).unwrap_or(WARNING),
     }
+}
+
+/// Returns the value of `--role`, or its default.
+pub(super) fn role(args: &ParsedArgs) -> Result<String, CliError> {
+    Ok(if args.is_on("role") { args.text("role")?.to_owned() } else { "default".to_owned() })
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use super::file::{FileKind, Shebang};
 use super::machine::{Machine, in_path, is_executable};
-use super::{LocalRankArgument, Program};
+use super::settings::{LocalRankArgument, Program};
 use crate::cli::{CliError, ParsedArgs};
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;

@@ -3,10 +3,13 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use super::build::{NumericFlags, count};
 use super::endpoint::EndpointError;
-use super::{ElasticSettings, Endpoint, EtcdCluster, NodeRange, Rendezvous, endpoint, rdzv_conf};
+use super::etcd::EtcdCluster;
+use super::numeric_flags::NumericFlags;
+use super::settings::{ElasticSettings, Endpoint, NodeRange, Rendezvous};
+use super::{endpoint, rdzv_conf};
 use crate::cli::{CliError, ParsedArgs, Value, integer, suggest_choice};
+use crate::formatting::count;
 
 const BACKENDS: &[&str] = &["static", "c10d", "etcd-v2", "etcd"];
 const C10D_PORT: u16 = 29400;

@@ -2,7 +2,7 @@
 //!
 //! The guard starts, signals and reaps workers for the launcher. When the launcher's socket closes, the guard
 //! kills all its own descendants and then exits. It has one thread and no timers except its poll timeout.
-//! [`sweep`] decides which processes to signal when.
+//! [`super::sweep`] decides which processes to signal when.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ffi::OsString;

@@ -40,22 +40,18 @@ use tee::{Source, Stream};
 const RANDOM_CHARS: usize = 8;
 const PIPE_BYTES: i32 = 256 << 10;
 
-/// Reasons why the workers' output cannot be routed.
+/// The workers' output cannot be routed: the operating system refuses a pipe, a thread or /dev/null.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum LogError {
-    /// The operating system refuses a pipe, a thread or /dev/null.
-    #[error("{what}: {source}")]
-    System {
-        /// The operation that failed.
-        what: &'static str,
-        /// The operating system's error.
-        source: io::Error,
-    },
+#[error("{what}: {source}")]
+pub(crate) struct LogError {
+    /// The operation that failed.
+    what: &'static str,
+    source: io::Error,
 }
 
 /// Returns a function that adds the failed operation to an error.
 fn system(what: &'static str) -> impl FnOnce(io::Error) -> LogError {
-    move |source| LogError::System { what, source }
+    move |source| LogError { what, source }
 }
 
 /// The log directory of one launcher, `<base>/<run id>_<8 random>`.
@@ -208,29 +204,24 @@ impl RunDir {
     }
 
     /// Creates the directory of an attempt, with one directory for each of `nproc` local ranks. An existing
-    /// one is removed before.
-    ///
-    /// # Errors
-    /// None at present: a problem is reported, and there will be no log files.
-    pub(crate) fn attempt(&self, restarts: u32, nproc: usize) -> Result<AttemptDir, LogError> {
+    /// one is removed before. A problem is reported, and there will be no log files.
+    pub(crate) fn attempt(&self, restarts: u32, nproc: usize) -> AttemptDir {
         let mut attempt = AttemptDir {
             settings: Arc::clone(&self.settings),
             path: None,
             sources: Vec::new(),
             filtered: [None, None],
         };
-        let Some(run) = &self.path else { return Ok(attempt) };
+        let Some(run) = &self.path else { return attempt };
         let path = run.join(attempt_name(restarts));
         match create_attempt_dir(&path, nproc, &self.settings.config) {
             Ok(filtered) => {
                 attempt.path = Some(path);
                 attempt.filtered = filtered;
             }
-            Err(error) => {
-                self.settings.warn_no_files(&path, &error);
-            }
+            Err(error) => self.settings.warn_no_files(&path, &error),
         }
-        Ok(attempt)
+        attempt
     }
 }
 
@@ -316,7 +307,7 @@ impl AttemptDir {
     /// called once for each worker.
     ///
     /// # Errors
-    /// [`LogError::System`]: the system refuses a pipe or /dev/null.
+    /// The system refuses a pipe or /dev/null.
     pub(crate) fn worker(&mut self, local_rank: usize, rank: usize) -> Result<WorkerStdio, LogError> {
         let (stdout, _) = self.target(Stream::Stdout, local_rank, rank)?;
         let (stderr, stderr_tail) = self.target(Stream::Stderr, local_rank, rank)?;
@@ -327,7 +318,7 @@ impl AttemptDir {
     /// Starts the thread that copies the output of teed streams; `None` if there are none.
     ///
     /// # Errors
-    /// [`LogError::System`]: the system refuses the thread.
+    /// The system refuses the thread.
     pub(crate) fn start_tee(self) -> Result<Option<Tee>, LogError> {
         if self.sources.is_empty() {
             return Ok(None);
@@ -438,9 +429,8 @@ fn streams_of(choice: &StreamChoice, local_rank: usize) -> Streams {
 }
 
 fn pipe() -> Result<(OwnedFd, OwnedFd), LogError> {
-    let (ours, theirs) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC).map_err(|error| {
-        LogError::System { what: "cannot create a pipe for a worker's output", source: error.into() }
-    })?;
+    let (ours, theirs) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)
+        .map_err(|error| system("cannot create a pipe for a worker's output")(error.into()))?;
     // A larger pipe means fewer switches between worker and launcher. If the system refuses the size
     // (pipe-user-pages-soft), the pipe still works.
     let _ = nix::fcntl::fcntl(&ours, nix::fcntl::FcntlArg::F_SETPIPE_SZ(PIPE_BYTES));

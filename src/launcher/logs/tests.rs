@@ -123,7 +123,7 @@ fn path_of(attempt: &AttemptDir) -> Result<PathBuf> {
 fn log_layout_is_base_run_attempt_rank() -> Result {
     let (temp, config) = logs_in_temp()?;
     let run = RunDir::create(&config, "job/7");
-    let mut attempt = run.attempt(2, 3)?;
+    let mut attempt = run.attempt(2, 3);
     let stdio = attempt.worker(1, 5)?;
     let base = names(&temp.path().join("logs"))?;
     assert_eq!(base.len(), 1);
@@ -143,9 +143,9 @@ fn log_layout_is_base_run_attempt_rank() -> Result {
 fn repeated_attempt_number_starts_with_empty_logs() -> Result {
     let (_temp, config) = logs_in_temp()?;
     let run = RunDir::create(&config, "job");
-    let path = path_of(&run.attempt(0, 2)?)?;
+    let path = path_of(&run.attempt(0, 2))?;
     fs::write(path.join("0/error.json"), "{}")?;
-    run.attempt(0, 1)?;
+    run.attempt(0, 1);
     assert_eq!(names(&path)?, ["0"]);
     assert_eq!(names(&path.join("0"))?, [""; 0]);
     Ok(())
@@ -175,7 +175,7 @@ fn job_continues_without_a_log_directory() -> Result {
     for place in ["/proc/no/such/place".into(), file.path().to_owned(), file.path().join("below")] {
         let mut config = config(LogDir::Path(place));
         config.redirects = StreamChoice::All(STDOUT);
-        let stdio = RunDir::create(&config, "job").attempt(0, 1)?.worker(0, 0)?;
+        let stdio = RunDir::create(&config, "job").attempt(0, 1).worker(0, 0)?;
         let what = (kind(&stdio.stdout), stdio.error_file);
         assert_eq!(what, ("inherit", None), "better on the console than lost");
     }
@@ -187,7 +187,7 @@ fn log_dir_dev_null_creates_no_files() -> Result {
     let mut config = config(LogDir::Disabled);
     config.redirects = StreamChoice::All(STDOUT);
     let run = RunDir::create(&config, "job");
-    let mut attempt = run.attempt(0, 1)?;
+    let mut attempt = run.attempt(0, 1);
     let stdio = attempt.worker(0, 0)?;
     assert_eq!((kind(&stdio.stdout), kind(&stdio.stderr), stdio.error_file), ("null", "inherit", None));
     Ok(())
@@ -197,7 +197,7 @@ fn log_dir_dev_null_creates_no_files() -> Result {
 fn log_dir_dev_null_still_tees_lines() -> Result {
     let mut config = config(LogDir::Disabled);
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1);
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let (tee, stdout, _) = start(attempt)?;
     writeln!(out, "hello")?;
@@ -212,7 +212,7 @@ fn redirected_streams_go_to_files_only() -> Result {
     let (_temp, mut config) = logs_in_temp()?;
     let of_rank = [(0, STDOUT), (1, Streams { stdout: false, stderr: true })];
     config.redirects = StreamChoice::Some(BTreeMap::from(of_rank));
-    let mut attempt = RunDir::create(&config, "job").attempt(0, 3)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 3);
     let kinds: Vec<_> = (0..3)
         .map(|rank| attempt.worker(rank, rank).map(|stdio| (kind(&stdio.stdout), kind(&stdio.stderr))))
         .collect::<std::result::Result<_, _>>()?;
@@ -229,7 +229,7 @@ fn ranks_outside_the_filter_are_silent() -> Result {
     config.local_ranks_filter = Some(BTreeSet::from([1]));
     config.tee = StreamChoice::All(STDOUT);
     config.duplicate_stdout = vec!["out".to_owned()];
-    let mut attempt = RunDir::create(&config, "job").attempt(0, 2)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 2);
     let path = path_of(&attempt)?;
     let (zero, one) = (attempt.worker(0, 0)?, attempt.worker(1, 1)?);
     assert_eq!((kind(&zero.stderr), kind(&one.stderr)), ("null", "inherit"));
@@ -247,7 +247,7 @@ fn ranks_outside_the_filter_are_silent() -> Result {
 fn a_real_worker_writes_both_streams() -> Result {
     let (_temp, mut config) = logs_in_temp()?;
     config.tee = StreamChoice::All(BOTH);
-    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1);
     let path = path_of(&attempt)?;
     let stdio = attempt.worker(0, 3)?;
     let (out, err) = (writer(stdio.stdout)?, writer(stdio.stderr)?);
@@ -271,7 +271,7 @@ fn a_real_worker_writes_both_streams() -> Result {
 fn lines_are_shown_live_and_the_last_without_newline() -> Result {
     let mut config = config(LogDir::Disabled);
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job").attempt(0, 2)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 2);
     let mut zero = writer(attempt.worker(0, 0)?.stdout)?;
     let mut one = writer(attempt.worker(1, 1)?.stdout)?;
     let (tee, stdout, _) = start(attempt)?;
@@ -303,7 +303,7 @@ fn filters_copy_matching_lines_with_prefix() -> Result {
     let (_temp, mut config) = logs_in_temp()?;
     config.tee = StreamChoice::All(BOTH);
     config.duplicate_stdout = vec!["apple".to_owned(), "a,b".to_owned()];
-    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1);
     let path = path_of(&attempt)?;
     assert_eq!(fs::read_to_string(path.join("filtered_stdout.log"))?, "", "there from the start");
     let stdio = attempt.worker(0, 0)?;
@@ -323,7 +323,7 @@ fn filters_copy_matching_lines_with_prefix() -> Result {
 fn invalid_utf8_is_replaced_on_the_console_only() -> Result {
     let (_temp, mut config) = logs_in_temp()?;
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1);
     let path = path_of(&attempt)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let (tee, stdout, _) = start(attempt)?;
@@ -340,7 +340,7 @@ fn eight_workers_at_full_speed_keep_whole_lines() -> Result {
     const LINES: usize = 20_000;
     let (_temp, mut config) = logs_in_temp()?;
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job").attempt(0, 8)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 8);
     let path = path_of(&attempt)?;
     let filler = "x".repeat(500); // 80 MB in all
     let mut threads = Vec::new();
@@ -386,7 +386,7 @@ fn eight_workers_at_full_speed_keep_whole_lines() -> Result {
 fn line_beyond_the_limit_is_split_but_complete() -> Result {
     let mut config = config(LogDir::Disabled);
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1);
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let (tee, stdout, _) = start(attempt)?;
     let long = "y".repeat(5 * LINE_MAX_BYTES + 17);
@@ -402,7 +402,7 @@ fn line_beyond_the_limit_is_split_but_complete() -> Result {
 fn launcher_does_not_wait_for_descendants_holding_the_pipe() -> Result {
     let mut config = config(LogDir::Disabled);
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1);
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let (tee, stdout, _) = start(attempt)?;
     write!(out, "last words")?;
@@ -418,7 +418,7 @@ fn launcher_does_not_wait_for_descendants_holding_the_pipe() -> Result {
 fn output_of_an_endless_descendant_is_cut_off() -> Result {
     let mut config = config(LogDir::Disabled);
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1);
     let out = writer(attempt.worker(0, 0)?.stdout)?;
     let lines = b"still here\n".repeat(10_000);
     let mut writing = Vec::new();
@@ -437,7 +437,7 @@ fn output_of_an_endless_descendant_is_cut_off() -> Result {
 
 #[test]
 fn endless_stream_is_read_only_for_a_limited_time() -> Result {
-    let mut attempt = RunDir::create(&config(LogDir::Disabled), "job").attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config(LogDir::Disabled), "job").attempt(0, 1);
     // No writer could always be faster than the reader.
     let endless = File::open("/dev/zero")?;
     attempt.sources = vec![Source::new(Stream::Stdout, endless.into(), None, Vec::new(), false)];
@@ -465,7 +465,7 @@ impl Write for Stuck {
 fn stopped_console_does_not_stop_the_workers() -> Result {
     let (_temp, mut config) = logs_in_temp()?;
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1);
     let path = path_of(&attempt)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let (let_go, stopped) = std::sync::mpsc::channel();
@@ -507,7 +507,7 @@ impl Write for Slow {
 fn slow_console_gets_everything_even_after_the_deadline() -> Result {
     let mut config = config(LogDir::Disabled);
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1);
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let (screen, stderr) = (Screen::default(), Screen::default());
     let tee =
@@ -527,7 +527,7 @@ fn slow_console_gets_everything_even_after_the_deadline() -> Result {
 fn stopped_console_does_not_delay_the_exit() -> Result {
     let mut config = config(LogDir::Disabled);
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1);
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let (_let_go, stopped) = std::sync::mpsc::channel();
     let stuck = Console::new("stuck", Box::new(Stuck(stopped, Screen::default())));
@@ -556,7 +556,7 @@ impl Write for Broken {
 fn broken_stdout_is_reported_once_and_files_continue() -> Result {
     let (_temp, mut config) = logs_in_temp()?;
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 1);
     let path = path_of(&attempt)?;
     let mut out = writer(attempt.worker(0, 0)?.stdout)?;
     let stderr = Screen::default();
@@ -578,7 +578,7 @@ fn broken_stdout_is_reported_once_and_files_continue() -> Result {
 fn full_disk_is_reported_once_and_the_console_continues() -> Result {
     let mut config = config(LogDir::Disabled);
     config.tee = StreamChoice::All(STDOUT);
-    let mut attempt = RunDir::create(&config, "job").attempt(0, 2)?;
+    let mut attempt = RunDir::create(&config, "job").attempt(0, 2);
     let mut outs = [writer(attempt.worker(0, 0)?.stdout)?, writer(attempt.worker(1, 1)?.stdout)?];
     for source in &mut attempt.sources {
         source.set_file(OpenOptions::new().write(true).open("/dev/full")?, "logs/0/stdout.log");
@@ -608,7 +608,7 @@ fn tee_leaks_no_threads_or_descriptors() -> Result {
     config.tee = StreamChoice::All(STDOUT);
     let before = open()?;
     for _ in 0..50 {
-        let mut attempt = RunDir::create(&config, "job").attempt(0, 1)?;
+        let mut attempt = RunDir::create(&config, "job").attempt(0, 1);
         let out = writer(attempt.worker(0, 0)?.stdout)?;
         let (tee, _, _) = start(attempt)?;
         drop(out);
@@ -726,13 +726,13 @@ fn stderr_passes_through_unless_redirected() -> Result {
     let redirect = |config: &mut LogConfig| config.redirects = StreamChoice::All(BOTH);
     let filter = |config: &mut LogConfig| config.local_ranks_filter = Some(BTreeSet::from([7]));
     let kinds = |run: &RunDir| {
-        let stdio = run.attempt(0, 1)?.worker(0, 0)?;
+        let stdio = run.attempt(0, 1).worker(0, 0)?;
         Result::Ok((kind(&stdio.stdout), kind(&stdio.stderr)))
     };
     let (_temp, run) = passing_through(false, |_| {})?;
     assert_eq!(kinds(&run)?, ("inherit", "pipe"));
     let (_temp, run) = passing_through(true, |_| {})?;
-    let mut attempt = run.attempt(0, 1)?;
+    let mut attempt = run.attempt(0, 1);
     let stdio = attempt.worker(0, 0)?;
     assert_eq!((kind(&stdio.stdout), kind(&stdio.stderr)), ("inherit", "pipe"));
     assert!(stdio.stderr.as_fd().is_some_and(|fd| fd.is_terminal()), "a terminal where the console is one");
@@ -752,7 +752,7 @@ fn stderr_passes_through_unless_redirected() -> Result {
 #[test]
 fn passed_through_output_is_unchanged_and_prompt() -> Result {
     let (_temp, run) = passing_through(false, |_| {})?;
-    let mut attempt = run.attempt(0, 1)?;
+    let mut attempt = run.attempt(0, 1);
     let stdio = attempt.worker(0, 0)?;
     let (tee, _, stderr) = start(attempt)?;
     let mut worker = writer(stdio.stderr)?;
@@ -779,7 +779,7 @@ fn passed_through_lines_stay_whole_at_full_speed() -> Result {
     const WORKERS: usize = 8;
     const LINES: usize = 20_000;
     let (_temp, run) = passing_through(false, |_| {})?;
-    let mut attempt = run.attempt(0, WORKERS)?;
+    let mut attempt = run.attempt(0, WORKERS);
     let mut writers = Vec::new();
     let mut tails = Vec::new();
     for rank in 0..WORKERS {
@@ -824,7 +824,7 @@ fn passed_through_lines_stay_whole_at_full_speed() -> Result {
 #[test]
 fn last_lines_of_one_worker_are_read_despite_another_flooding() -> Result {
     let (_temp, run) = passing_through(false, |_| {})?;
-    let mut attempt = run.attempt(0, 2)?;
+    let mut attempt = run.attempt(0, 2);
     let (dead, noisy) = (attempt.worker(0, 0)?, attempt.worker(1, 1)?);
     let (tee, _, _) = start(attempt)?;
     let mut endless = writer(noisy.stderr)?;

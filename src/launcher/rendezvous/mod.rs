@@ -1,29 +1,28 @@
 //! Rendezvous: the nodes of a job find each other and agree on ranks.
 
+mod cluster;
 mod connect;
 mod elastic;
 mod interfaces;
+mod outcome;
 mod port_owner;
 mod ranks;
 mod standalone;
 mod static_rendezvous;
-mod termination;
 #[cfg(test)]
 mod tests;
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
-use std::sync::Arc;
 
-use convoke_env::{Generation, Token};
+use convoke_env::Generation;
 use convoke_store::{ServeError, StoreError, StoreServer};
 
-use crate::config::{Config, Rendezvous as Choice};
 use crate::messages::print_message;
 
-pub(crate) use elastic::{ElasticRendezvous, OtherJobs};
-pub(crate) use standalone::StandaloneRendezvous;
-pub(crate) use static_rendezvous::StaticRendezvous;
-pub(crate) use termination::{JobOutcome, OutcomeKind, RemoteEvent, TerminationChannel};
+pub(crate) use cluster::{Cluster, ClusterCommand, ClusterEvent, FailureProtocol, ProposedOutcome};
+pub(crate) use outcome::{JobOutcome, OutcomeKind};
+use standalone::StandaloneRendezvous;
+use static_rendezvous::StaticRendezvous;
 
 /// Values that an agent needs to start the workers of a round.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -50,6 +49,7 @@ pub(crate) struct Assignment {
     pub(crate) generation: Option<Generation>,
     /// Number of restarts that the job has used up. `None` if each node counts its own restarts.
     pub(crate) restarts: Option<u32>,
+    pub(crate) protocol: FailureProtocol,
 }
 
 /// Reason for which the rendezvous failed.
@@ -146,28 +146,20 @@ fn check_loopback(is_needed: bool) -> Result<(), RendezvousError> {
 }
 
 impl RendezvousError {
+    /// Returns a function that adds to an error of the system what failed.
+    fn system(what: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
+        move |source| Self::System { what: what.into(), source }
+    }
+
     /// Returns true if the error is that other nodes did not join in time. Returns false for any other error.
     pub(crate) fn is_join_timeout(&self) -> bool {
-        match self {
+        matches!(
+            self,
             Self::MissingNodes { .. }
-            | Self::NotAssigned { .. }
-            | Self::Unreachable { .. }
-            | Self::JoinTimeout(_) => true,
-            Self::NodeRankOutOfRange { .. }
-            | Self::Malformed { .. }
-            | Self::RankTaken { .. }
-            | Self::NodeCountMismatch { .. }
-            | Self::JobEnded(_)
-            | Self::Refused(_)
-            | Self::NotLocalHost { .. }
-            | Self::AlreadySucceeded
-            | Self::NoLoopback
-            | Self::OwnAddressUnreachable { .. }
-            | Self::Store(_)
-            | Self::InUse { .. }
-            | Self::Serve { .. }
-            | Self::System { .. } => false,
-        }
+                | Self::NotAssigned { .. }
+                | Self::Unreachable { .. }
+                | Self::JoinTimeout(_)
+        )
     }
 }
 
@@ -189,65 +181,6 @@ fn nodes(ranks: &[usize]) -> String {
     let list: Vec<_> = ranks.iter().take(16).map(ToString::to_string).collect();
     let more = if ranks.len() > 16 { ", ..." } else { "" };
     format!("node{} {}{more}", if ranks.len() == 1 { "" } else { "s" }, list.join(", "))
-}
-
-/// Result of the wait until the other nodes have succeeded as well.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum BarrierResult {
-    /// All nodes have succeeded.
-    Passed,
-    /// It is unknown whether all nodes have succeeded. The text is a warning.
-    Unknown(String),
-    /// The wait has ended early: the [`TerminationChannel`] delivers an event that decides how the job
-    /// continues or ends.
-    Interrupted,
-}
-
-/// A kind of rendezvous (standalone, static or elastic). Its methods may block, but return once a deadline of
-/// their own passes or waiting is useless.
-pub(crate) trait Rendezvous: Send + std::fmt::Debug {
-    /// Waits for the other nodes and returns this node's assignment for the next round. `restarts` is the
-    /// number of restarts that this node has used up.
-    fn join(&mut self, restarts: u32) -> Result<Assignment, RendezvousError>;
-
-    /// Waits until all nodes have succeeded, or until that can no longer happen in this round.
-    fn barrier(&mut self) -> BarrierResult;
-
-    /// Notes that the workers have ended and that none will be started again.
-    fn close(&mut self) {}
-
-    /// Returns true if a method may have to wait for other nodes, so that the caller runs it in a thread. If
-    /// false, every method takes less time than the start of a thread.
-    fn may_block(&self) -> bool {
-        true
-    }
-
-    /// Returns the other jobs that use the rendezvous server of this launcher.
-    fn other_jobs(&self) -> OtherJobs {
-        OtherJobs::default()
-    }
-
-    /// Returns the channel by which nodes report failures to each other. `None` before the first join, or if
-    /// the launchers of the joined nodes have no such channel.
-    fn termination_channel(&self) -> Option<Arc<dyn TerminationChannel>> {
-        None
-    }
-}
-
-/// Returns the rendezvous that `config` asks for.
-pub(crate) fn choose(config: &Config) -> Box<dyn Rendezvous> {
-    match &config.rendezvous {
-        Choice::Standalone => Box::new(StandaloneRendezvous::new(config)),
-        Choice::Elastic { endpoint, settings } => {
-            // The token that the user gave. The launcher may create a token for its own workers, but other
-            // nodes do not know that token.
-            let token = Token::from_process().ok().flatten();
-            Box::new(ElasticRendezvous::new(config, endpoint.clone(), *settings, token))
-        }
-        Choice::Static { host, port, node_rank, timeout } => {
-            Box::new(StaticRendezvous::new(config, host, *port, *node_rank, *timeout))
-        }
-    }
 }
 
 /// Serves a key-value store at `host`, the address that the workers of this job use, and at no other address

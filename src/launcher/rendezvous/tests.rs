@@ -4,9 +4,9 @@ use proptest::prelude::*;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
+use super::JobOutcome;
 use super::ranks::{Ranks, RoleInfo};
 use super::static_rendezvous::Registration;
-use super::termination::JobOutcome;
 use crate::report::Report;
 
 /// Returns true if `text` parses as `T`. Asserts that the parsed value survives a round trip.

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::super::topology::{Cpu, Topology, groups};
 use super::{Bind, NumaBinding};
-use crate::config::build::count;
+use crate::formatting::count;
 
 /// Reasons why a worker would get no CPUs.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

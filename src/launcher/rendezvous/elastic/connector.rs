@@ -9,7 +9,7 @@ use futures_util::stream::FuturesUnordered;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use super::discovery::{CoordinatorAddresses, LastAttempt};
+use super::discovery::{ConnectFailure, CoordinatorAddresses, LastAttempt};
 use super::framing::{self, FramingError};
 use super::wire::{self, Hello, MAGIC, Nonce, Seal, ToCoordinator, UNAUTHENTICATED_FRAME_LIMIT, Welcome};
 use crate::membership::{AgentId, Profile};
@@ -33,11 +33,8 @@ impl Connector {
     /// Connects to the first address that answers, and authenticates this node.
     ///
     /// # Errors
-    /// The errors of all addresses as one text, and their kind for the next attempt.
-    pub(super) async fn connect(
-        &self,
-        found: &CoordinatorAddresses,
-    ) -> Result<Connection, (String, LastAttempt)> {
+    /// The errors of all addresses as one text.
+    pub(super) async fn connect(&self, found: &CoordinatorAddresses) -> Result<Connection, ConnectFailure> {
         let CoordinatorAddresses { addresses, token, timeout: limit } = found;
         let mut attempts: FuturesUnordered<_> = addresses
             .iter()
@@ -61,14 +58,15 @@ impl Connector {
         }
         let refused = !failed.is_empty() && failed.iter().all(|(_, error)| is_refused(error));
         let never = failed.iter().any(|(_, error)| matches!(error, FramingError::Refused(_)));
-        let how = match (never, refused) {
-            (true, _) => LastAttempt::Rejected,
-            (false, true) => LastAttempt::Refused,
-            (false, false) => LastAttempt::Failed,
-        };
         failed.sort_by_key(|(address, _)| *address);
         let why: Vec<_> = failed.iter().map(|(address, error)| format!("{address}: {error}")).collect();
-        Err((why.join("; "), how))
+        let why = why.join("; ");
+        // If the coordinator refuses this node, it would do so again.
+        if never {
+            return Err(ConnectFailure::Unusable(why));
+        }
+        let how = if refused { LastAttempt::Refused } else { LastAttempt::Failed };
+        Err(ConnectFailure::Unreachable { why, how })
     }
 
     async fn authenticate(

@@ -20,10 +20,17 @@ const MAX_REFUSED: u32 = 3;
 /// Longest time to connect to a coordinator that is expected to be alive, including authentication.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Reason for which there is no coordinator to connect to.
-#[derive(Debug)]
-pub(super) enum DiscoveryError {
-    Registry(RegistryError),
+/// Reason for which an attempt to connect to the coordinator failed.
+pub(super) enum ConnectFailure {
+    Unreachable {
+        why: String,
+        how: LastAttempt,
+    },
+    /// The registry names another coordinator, or the current one has lost its lease.
+    Moved,
+    /// A connection is impossible, for example because the coordinator refuses this node. The text is the
+    /// reason.
+    Unusable(String),
     /// The job has ended with this outcome. This node took part in the job, or the outcome does not free the
     /// run id.
     Closed(JobResult),
@@ -31,9 +38,12 @@ pub(super) enum DiscoveryError {
     Replaced,
 }
 
-impl From<RegistryError> for DiscoveryError {
+impl From<RegistryError> for ConnectFailure {
     fn from(error: RegistryError) -> Self {
-        Self::Registry(error)
+        match error {
+            RegistryError::Transient(why) => Self::Unreachable { why, how: LastAttempt::NoFailure },
+            RegistryError::Permanent(why) => Self::Unusable(why),
+        }
     }
 }
 
@@ -46,8 +56,6 @@ pub(super) enum LastAttempt {
     Refused,
     /// The coordinator did not answer, or another error occurred.
     Failed,
-    /// The coordinator refused this node, and would do so again.
-    Rejected,
 }
 
 /// Addresses of a possible coordinator, and the token by which this node authenticates itself.
@@ -118,7 +126,7 @@ impl Discovery {
         &mut self,
         last: LastAttempt,
         takes_part: bool,
-    ) -> Result<CoordinatorAddresses, DiscoveryError> {
+    ) -> Result<CoordinatorAddresses, ConnectFailure> {
         match self {
             Self::Endpoint { host, port, token } => {
                 let found = tokio::net::lookup_host((host.as_str(), *port)).await;
@@ -198,7 +206,7 @@ impl RegistryDiscovery {
         &mut self,
         last: LastAttempt,
         takes_part: bool,
-    ) -> Result<CoordinatorAddresses, DiscoveryError> {
+    ) -> Result<CoordinatorAddresses, ConnectFailure> {
         let mut seen = self.registry.read().await?;
         let term = seen.term();
         // If the entry has another term, its coordinator has not been tried yet.
@@ -208,12 +216,12 @@ impl RegistryDiscovery {
         let refused = self.tried.1 >= MAX_REFUSED;
         let key = |seen: &EntrySnapshot| seen.entry.as_ref().map(|entry| entry.key);
         if takes_part && term > 0 && self.job != key(&seen) {
-            return Err(DiscoveryError::Replaced);
+            return Err(ConnectFailure::Replaced);
         }
         let is_gone = term == 0 || refused || !seen.is_leased && last != LastAttempt::NoFailure;
         let predecessor = match job_result(&seen).filter(|_| refused || !seen.is_leased) {
             Some(result) if takes_part || !result.frees_run_id(is_named(&self.run_id)) => {
-                return Err(DiscoveryError::Closed(result));
+                return Err(ConnectFailure::Closed(result));
             }
             Some(_) => Some(Predecessor::Ended),
             None if is_gone => Some(Predecessor::Gone { refused }),
@@ -302,9 +310,8 @@ impl RegistryDiscovery {
         };
         let suspect = entry.map(|entry| (entry.agent, wait));
         let now = leadership.seen();
-        let run_id = self.run_id.clone();
         let (agent, close_timeout) = (self.agent, self.close_timeout);
-        let replaceable = ReplaceableJob { run_id, term, record, suspect, agent, leadership, close_timeout };
+        let replaceable = ReplaceableJob { term, record, suspect, agent, leadership, close_timeout };
         let token = Some(self.token(&key));
         self.server =
             Some(RendezvousServer::open(listeners, token, self.rules, None, &self.run_id, Some(replaceable)));

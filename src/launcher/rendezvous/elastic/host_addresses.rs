@@ -1,11 +1,14 @@
 //! Addresses of this host: where to listen, and which addresses other hosts can use to reach this host.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
-use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
 use convoke_env::Generation;
 use convoke_store::{ServeError, Store, TcpStore};
+use futures_util::StreamExt;
+use futures_util::stream::FuturesUnordered;
+use tokio::task::spawn_blocking;
+use tokio::time::timeout_at;
 
 use crate::formatting;
 use crate::rendezvous::interfaces;
@@ -16,8 +19,6 @@ use crate::report::{full_host_name, host_name};
 pub(super) const GENERATION_KEY: &[u8] = b"convoke/generation";
 /// Longest time for which a node tries the addresses of the workers' key-value store.
 const FIND_STORE_TIMEOUT: Duration = Duration::from_secs(10);
-/// Interval at which a node that looks for the workers' key-value store checks whether the round is over.
-const ROUND_POLL: Duration = Duration::from_millis(20);
 /// Time after the first address of a store has answered, during which an address earlier in the list is
 /// preferred if it answers.
 const PREFERENCE_DELAY: Duration = Duration::from_millis(100);
@@ -90,61 +91,51 @@ pub(super) fn store_addresses(own: Option<&str>, route_address: Option<IpAddr>, 
 /// [`PREFERENCE_DELAY`].
 ///
 /// # Errors
-/// The errors of the addresses that have failed. They may be incomplete if `is_over` returned true, which
-/// means that the round has ended.
-pub(super) fn find_store(
+/// The errors of all addresses.
+pub(super) async fn find_store(
     addresses: &[String],
     generation: Generation,
-    is_over: impl Fn() -> bool,
 ) -> Result<(String, u16), String> {
     let deadline = Instant::now() + FIND_STORE_TIMEOUT;
-    let expected = generation.to_string();
-    let (sender, receiver) = std::sync::mpsc::channel();
-    let addresses: Vec<String> = addresses.iter().take(MAX_ADDRESSES).cloned().collect();
-    for (index, address) in addresses.iter().cloned().enumerate() {
-        let (sender, expected) = (sender.clone(), expected.clone());
-        let attempt = std::thread::Builder::new().name("convoke-reach".to_owned()).spawn(move || {
-            let answer = TcpStore::connect(&address, deadline)
-                .and_then(|store| store.get(GENERATION_KEY, deadline))
-                .map_err(|error| error.to_string())
-                .and_then(|found| {
-                    if found == expected.as_bytes() {
-                        Ok(())
-                    } else {
-                        Err(format!("{address}: this is the store of another job"))
-                    }
-                });
-            let _ = sender.send((index, answer));
-        });
-        attempt.map_err(|error| format!("cannot start a thread: {error}"))?;
-    }
-    drop(sender);
+    let addresses = &addresses[..addresses.len().min(MAX_ADDRESSES)];
+    let mut attempts: FuturesUnordered<_> = addresses
+        .iter()
+        .cloned()
+        .enumerate()
+        .map(async |(index, address)| {
+            let answer = spawn_blocking(move || reach_store(&address, generation, deadline)).await;
+            (index, answer.unwrap_or_else(|error| Err(error.to_string())))
+        })
+        .collect();
     let (mut failed, mut open) = (Vec::new(), vec![true; addresses.len()]);
-    let (mut best, mut until): (Option<usize>, Option<Instant>) = (None, None);
-    while best.is_none_or(|best| open[..best].contains(&true)) && open.contains(&true) && !is_over() {
-        let now = Instant::now();
-        if until.is_some_and(|until| now >= until) {
-            break;
-        }
-        let left = until.map_or(ROUND_POLL, |until| (until - now).min(ROUND_POLL));
-        let (index, answer) = match receiver.recv_timeout(left) {
-            Ok(answer) => answer,
-            Err(RecvTimeoutError::Timeout) => continue,
-            Err(RecvTimeoutError::Disconnected) => break,
-        };
+    let (mut best, mut until): (Option<usize>, Instant) = (None, deadline + PREFERENCE_DELAY);
+    while best.is_none_or(|best| open[..best].contains(&true))
+        && let Ok(Some((index, answer))) = timeout_at(until.into(), attempts.next()).await
+    {
         open[index] = false;
         match answer {
-            Ok(()) => {
-                best = Some(best.map_or(index, |best| best.min(index)));
-                until.get_or_insert_with(|| Instant::now() + PREFERENCE_DELAY);
-            }
+            Ok(()) if best.is_some() => best = best.min(Some(index)),
+            Ok(()) => (best, until) = (Some(index), Instant::now() + PREFERENCE_DELAY),
             Err(error) => failed.push(error),
         }
     }
-    if let Some(best) = best {
-        return split(&addresses[best]);
+    match best {
+        Some(best) => split(&addresses[best]),
+        None => Err(format!(
+            "the store of the workers cannot be reached at any of its addresses: {}",
+            failed.join("; ")
+        )),
     }
-    Err(format!("the store of the workers cannot be reached at any of its addresses: {}", failed.join("; ")))
+}
+
+/// Checks that the store at this address is that of the generation.
+fn reach_store(address: &str, generation: Generation, deadline: Instant) -> Result<(), String> {
+    let store = TcpStore::connect(address, deadline).map_err(|error| error.to_string())?;
+    let found = store.get(GENERATION_KEY, deadline).map_err(|error| error.to_string())?;
+    if found != generation.to_string().as_bytes() {
+        return Err(format!("{address}: this is the store of another job"));
+    }
+    Ok(())
 }
 
 /// Returns host and port of the first of `addresses`, at which worker rank 0 will listen. No process listens
@@ -163,8 +154,8 @@ fn split(address: &str) -> Result<(String, u16), String> {
 mod tests {
     use super::*;
 
-    #[test]
-    fn store_of_this_generation_is_found_while_the_round_lasts() {
+    #[tokio::test]
+    async fn store_of_this_generation_is_found() {
         let generation = Generation::from_bytes([7; 16]);
         let server = convoke_store::StoreServer::bind(&[SocketAddr::from(([127, 0, 0, 1], 0))]).unwrap();
         let deadline = Instant::now() + FIND_STORE_TIMEOUT;
@@ -172,13 +163,10 @@ mod tests {
         let right = server.addresses()[0].to_string();
         // No process listens at the first address.
         let addresses = ["127.0.0.1:1".to_owned(), right.clone()];
-        let found = find_store(&addresses, generation, || false).unwrap();
+        let found = find_store(&addresses, generation).await.unwrap();
         assert_eq!(found, ("127.0.0.1".to_owned(), server.port()));
-        let begin = Instant::now();
-        let over = find_store(&addresses[..1], generation, || true).unwrap_err();
-        assert!(begin.elapsed() < FIND_STORE_TIMEOUT / 2 && over.contains("cannot be reached"), "{over}");
         let other = Generation::from_bytes([8; 16]);
-        let other_job = find_store(&[right], other, || false).unwrap_err();
+        let other_job = find_store(&[right], other).await.unwrap_err();
         assert!(other_job.contains("the store of another job"), "{other_job}");
     }
 

@@ -2,64 +2,68 @@
 //! at the endpoint, decides for all.
 //!
 //! [`crate::membership`] makes all decisions. This module carries its messages between nodes: one thread of
-//! each agent keeps the connection to the coordinator ([`session`]). If the endpoint is on this host and no
-//! process serves it yet, the thread also runs the coordinator ([`server`]).
+//! each agent carries out the agent's commands ([`node`]) and keeps the connection to the coordinator
+//! ([`session`]). If the endpoint is on this host and no process serves it yet, the thread also runs the
+//! coordinator ([`server`]).
 
 mod backoff;
 mod connector;
 mod discovery;
+mod endpoint;
 mod framing;
 mod host_addresses;
 mod job;
 mod leadership;
-mod membership_view;
-mod other_jobs;
+mod node;
 mod record_writer;
 mod registry;
 mod server;
 mod session;
-mod termination;
-mod thread;
+mod view;
 mod wire;
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::net::SocketAddr;
+use std::pin::pin;
+use std::rc::Rc;
+use std::time::Duration;
 
 use convoke_env::Token;
-use convoke_store::{ServeError, StoreServer};
+use convoke_store::StoreServer;
+use tokio::sync::mpsc;
+use tokio::task::LocalSet;
 
-use super::{Assignment, BarrierResult, Rendezvous, RendezvousError, TerminationChannel};
-use crate::config::{Config, ElasticSettings, Endpoint, is_loopback};
-use crate::formatting;
-use crate::membership::{self, Departure, JobResult, JoinStatus, Phase, Profile, Refusal, Rules};
-use crate::messages::{Progress, print_message};
+use super::cluster::EventSender;
+use super::{ClusterCommand, ClusterEvent, RendezvousError};
+use crate::config::{Config, ElasticSettings, Endpoint};
+use crate::membership::{JoinStatus, Profile, Rules};
 use crate::report::full_host_name;
-use membership_view::EndReason;
-pub(crate) use other_jobs::OtherJobs;
-use termination::ElasticTerminationChannel;
-use thread::{RendezvousThread, Settings};
+use connector::Connector;
+use discovery::Discovery;
+use endpoint::{EndpointServer, linger};
+use node::Node;
+use registry::{EtcdRegistry, FileRegistry, Registry};
+use server::RendezvousServer;
+use session::Session;
 
-/// The elastic rendezvous of one node.
-#[derive(Debug)]
-pub(crate) struct ElasticRendezvous {
-    settings: Settings,
+/// Longest time that giving up the leader lease in the registry may take.
+const RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// Settings of the elastic rendezvous of one node.
+#[derive(Debug, Clone)]
+pub(super) struct Settings {
+    endpoint: Endpoint,
+    rules: Rules,
+    profile: Profile,
+    run_id: String,
+    token: Option<Token>,
+    /// Longest time that writing the outcome of the job may take.
+    close_timeout: Duration,
     local_addr: Option<String>,
     share_store: bool,
-    thread: Option<Arc<RendezvousThread>>,
-    other_jobs: OtherJobs,
-    /// Listener for the key-value store of the next round's workers, in case this node has to serve that
-    /// store.
-    listener: Option<TcpListener>,
-    /// Server of the key-value store for the current round's workers, if this node serves that store.
-    server: Option<StoreServer>,
-    /// Number of the last round that this node was in.
-    round: u64,
-    channel: Option<Arc<ElasticTerminationChannel>>,
 }
 
-impl ElasticRendezvous {
-    pub(crate) fn new(
+impl Settings {
+    pub(super) fn new(
         config: &Config,
         endpoint: Endpoint,
         settings: ElasticSettings,
@@ -82,278 +86,110 @@ impl ElasticRendezvous {
             stop_spread: Duration::from_secs(1),
             job_budget: settings.job_budget.then_some(config.max_restarts),
         };
-        let (run_id, close_timeout) = (config.run_id.clone(), settings.close_timeout);
-        let settings = Settings { endpoint, rules, profile, run_id, token, close_timeout };
-        let other_jobs = OtherJobs::new(describe_endpoint(&settings.endpoint));
         Self {
-            settings,
-            other_jobs,
+            endpoint,
+            rules,
+            profile,
+            run_id: config.run_id.clone(),
+            token,
+            close_timeout: settings.close_timeout,
             local_addr: config.local_addr.clone(),
             share_store: config.share_store,
-            thread: None,
-            listener: None,
-            server: None,
-            round: 0,
-            channel: None,
         }
-    }
-
-    fn thread(&mut self, phase: Phase) -> Result<Arc<RendezvousThread>, RendezvousError> {
-        if let Some(thread) = &self.thread {
-            thread.enter(phase);
-            return Ok(Arc::clone(thread));
-        }
-        let thread = Arc::new(RendezvousThread::start(self.settings.clone(), phase)?);
-        self.thread = Some(Arc::clone(&thread));
-        self.other_jobs.set_thread(Arc::clone(&thread));
-        Ok(thread)
     }
 }
 
-impl Rendezvous for ElasticRendezvous {
-    fn join(&mut self, restarts: u32) -> Result<Assignment, RendezvousError> {
-        self.server = None;
-        let joined = loop {
-            let run = match self.wait_for_round(restarts) {
-                Ok(run) => run,
-                Err(error) => break Err(error),
-            };
-            let round = run.round;
-            match self.enter_round(run) {
-                // The coordinator ended the round before this node had entered it.
-                Err(_) if self.is_round_over(round) => {}
-                entered => break entered,
-            }
-        };
-        if let Err(error) = &joined
-            && let Some(thread) = self.thread.take()
-        {
-            let departure = match error {
-                RendezvousError::AlreadySucceeded => Departure::Ended,
-                error => Departure::Error(error.to_string()),
-            };
-            thread.leave(departure);
+/// Body of the rendezvous thread: carries out the agent's commands until the agent ends.
+pub(super) fn run(
+    settings: Settings,
+    mut commands: mpsc::UnboundedReceiver<ClusterCommand>,
+    events: EventSender,
+) {
+    let ended = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => LocalSet::new().block_on(&runtime, take_part(settings, &mut commands, &events)),
+        Err(source) => Err(RendezvousError::system("cannot start the event loop")(source)),
+    };
+    if let Err(error) = ended {
+        events.send(ClusterEvent::Joined(Err(error)));
+    }
+    while let Some(command) = commands.blocking_recv() {
+        if matches!(command, ClusterCommand::Leave { .. }) {
+            events.send(ClusterEvent::Left { outcome: None, other_jobs: 0 });
         }
-        joined
-    }
-
-    fn barrier(&mut self) -> BarrierResult {
-        let Some(thread) = &self.thread else { return BarrierResult::Passed };
-        thread.enter(Phase::Succeeded { round: self.round });
-        let round = self.round;
-        let state = thread.view.wait(None, |state| match (&state.end_reason, &state.stopped) {
-            (Some(EndReason::JobEnded(JobResult::Succeeded)), _) => Some(BarrierResult::Passed),
-            (Some(_), _) => Some(BarrierResult::Interrupted),
-            (None, Some(stopped)) if stopped.round >= round => Some(BarrierResult::Interrupted),
-            (None, _) => None,
-        });
-        state.unwrap_or(BarrierResult::Interrupted)
-    }
-
-    fn close(&mut self) {
-        self.server = None;
-    }
-
-    fn other_jobs(&self) -> OtherJobs {
-        self.other_jobs.clone()
-    }
-
-    fn termination_channel(&self) -> Option<Arc<dyn TerminationChannel>> {
-        Some(Arc::clone(self.channel.as_ref()?) as Arc<dyn TerminationChannel>)
     }
 }
 
-impl ElasticRendezvous {
-    /// Waits until the coordinator assigns this node to a rendezvous round.
-    fn wait_for_round(&mut self, restarts: u32) -> Result<membership::Assignment, RendezvousError> {
-        if self.thread.is_none() {
-            super::check_loopback(true)?;
-            self.warn_if_open();
+/// Takes part in the job until this node leaves it or cannot continue in it, and then shuts down the server of
+/// this process. Returns only if this node cannot even try to join.
+async fn take_part(
+    settings: Settings,
+    commands: &mut mpsc::UnboundedReceiver<ClusterCommand>,
+    events: &EventSender,
+) -> Result<(), RendezvousError> {
+    let restarts = match commands.recv().await {
+        Some(ClusterCommand::Join { restarts }) => restarts,
+        None => return Ok(()),
+        Some(_) => unreachable!("the first command of the agent is to join"),
+    };
+    super::check_loopback(true)?;
+    let (requests, request_receiver) = mpsc::unbounded_channel();
+    let mut node = Node::new(settings.clone(), requests, events.clone());
+    node.warn_if_open();
+    let phase = node.ready(restarts)?;
+    let agent = connector::fresh_id().map_err(RendezvousError::system("cannot make an id"))?;
+    let listeners = endpoint::listen(&settings.endpoint)?;
+    let Settings { endpoint, rules, profile, run_id, token, close_timeout, .. } = settings;
+    let by_registry = |registry| {
+        Discovery::with_registry(registry, run_id.clone(), agent, token.clone(), rules, close_timeout)
+    };
+    let mut discovery = match endpoint {
+        Endpoint::Host { host, port, .. } => {
+            let picked = listeners.first().and_then(|listener| listener.local_addr().ok());
+            let port = picked.map_or(port, |picked| picked.port());
+            Discovery::Endpoint { host, port, token: token.clone() }
         }
-        let deadline = Instant::now() + self.settings.rules.join_timeout;
-        let listeners = self.listen_for_workers().map_err(|source| RendezvousError::Serve { source })?;
-        let port = listeners
-            .first()
-            .and_then(|listener| listener.local_addr().ok())
-            .map_or(0, |address| address.port());
-        self.listener = listeners.into_iter().next();
-        let route_address = self.thread.as_ref().and_then(|thread| thread.route_address());
-        let own = self.local_addr.clone().or_else(|| self.is_on_loopback().then(|| "127.0.0.1".to_owned()));
-        let store = host_addresses::store_addresses(own.as_deref(), route_address, port);
-        let after = self.round;
-        let thread = self.thread.as_ref().map(Arc::clone);
-        let partitioned = thread.is_some_and(|thread| {
-            thread.view.lock().stopped.as_ref().is_some_and(|last| last.round == after && last.partitioned)
-        });
-        let thread = self.thread(Phase::Ready { after, restarts, store, partitioned })?;
-        let mut progress = Progress::new(deadline);
-        loop {
-            let until = Instant::now() + Progress::INTERVAL;
-            let update =
-                thread.view.wait(Some(until), |state| match (&state.end_reason, &state.assignment) {
-                    (Some(reason), _) => Some(Err(reason.clone())),
-                    (None, Some(run)) if run.round > after => Some(Ok(run.clone())),
-                    (None, _) => None,
-                });
-            match update {
-                Some(Ok(assignment)) => return Ok(assignment),
-                Some(Err(EndReason::JobEnded(JobResult::Succeeded))) => {
-                    return Err(RendezvousError::AlreadySucceeded);
-                }
-                Some(Err(reason)) => {
-                    let text = self.describe_end(&reason);
-                    return Err(match reason {
-                        EndReason::Refused(Refusal::Timeout { .. }) => RendezvousError::JoinTimeout(text),
-                        _ => RendezvousError::Refused(text),
-                    });
-                }
-                None => {}
-            }
-            let state = thread.view.lock();
-            let is_standby = state.join_status.as_ref().is_some_and(|join_status| join_status.standby);
-            let (line, error) = match (&state.connection_error, &state.join_status) {
-                (Some(error), _) => {
-                    let endpoint = self.endpoint();
-                    let same = error.strip_prefix(&endpoint).and_then(|rest| rest.strip_prefix(": "));
-                    (format!("waiting for the rendezvous at {endpoint}: {}", same.unwrap_or(error)), true)
-                }
-                (None, Some(join_status)) => (describe_join_status(join_status), false),
-                (None, None) => continue,
-            };
-            drop(state);
-            if is_standby && !error {
-                progress.show_endless(&line)
-            } else {
-                progress.show(&line)
-            }
-            // The coordinator enforces the join timeout of a connected node, so only a node without
-            // connection checks it here.
-            if error && Instant::now() >= deadline {
-                let after_s = self.settings.rules.join_timeout.as_secs();
-                let rest = line.strip_prefix("waiting for ").unwrap_or(&line);
-                let advice = "is convoke running on the endpoint's host, with the same --rdzv-endpoint? may this host \
-                              reach its port?";
-                return Err(RendezvousError::JoinTimeout(format!(
-                    "no answer within {after_s} s from {rest}\n  try: {advice}"
-                )));
-            }
+        Endpoint::File(path) => {
+            by_registry(Registry::File(FileRegistry::new(path, &run_id, rules.heartbeat_timeout)))
+        }
+        Endpoint::Etcd(config) => {
+            let registry = EtcdRegistry::new(&config, &run_id, rules.heartbeat_timeout);
+            by_registry(Registry::Etcd(registry.map_err(RendezvousError::Refused)?))
+        }
+    };
+    node.is_host = !listeners.is_empty();
+    let node = Rc::new(node);
+    // A peer that expects torch's TCPStore at the endpoint finds one, but only if the job has no token.
+    let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
+    let store = (node.is_host && token.is_none()).then(|| StoreServer::bind(&[loopback]).ok()).flatten();
+    let store_at = store.as_ref().and_then(|store| store.addresses().first().copied());
+    let server =
+        node.is_host.then(|| RendezvousServer::open(listeners, token, rules, store_at, &run_id, None));
+    let host = profile.host.clone();
+    let connector = Connector { run_id, profile, agent };
+    let session = Session::new(connector, &rules, phase, &mut discovery, request_receiver, &node);
+    node.start_join(restarts, true);
+    {
+        let mut session = pin!(session.run());
+        tokio::select! {
+            () = &mut session => {}
+            () = node.serve(commands) => session.await,
         }
     }
-
-    /// Enters the rendezvous round `run`: serves the workers' key-value store if this node has group rank 0,
-    /// and finds an address at which the store answers.
-    fn enter_round(&mut self, run: membership::Assignment) -> Result<Assignment, RendezvousError> {
-        let generation = run.generation();
-        let thread = self.thread(Phase::Running { round: run.round })?;
-        self.round = run.round;
-        let listener = self.listener.take();
-        if run.group_rank == 0 && self.share_store {
-            let server = StoreServer::serve(listener.into_iter().collect())
-                .map_err(|source| RendezvousError::Serve { source })?;
-            let deadline = Instant::now() + Duration::from_secs(10);
-            server.store().set(
-                host_addresses::GENERATION_KEY,
-                generation.to_string().as_bytes(),
-                deadline,
-            )?;
-            self.server = Some(server);
+    match (server, discovery.server()) {
+        (Some(server), _) => EndpointServer { server, agent, host }.shut_down(&node, commands).await,
+        // Another node can take over a coordinator that is named in a registry.
+        (None, Some(server)) => {
+            linger(|| server.has_no_own_members() || server.is_replaceable()).await;
+            let _ = tokio::time::timeout(RELEASE_TIMEOUT, server.release()).await;
         }
-        let (master_addr, master_port) = if self.share_store {
-            host_addresses::find_store(&run.store, generation, || self.is_round_over(run.round))
-                .map_err(RendezvousError::Refused)?
-        } else {
-            host_addresses::first_address(&run.store).map_err(RendezvousError::Refused)?
-        };
-        let node = run.group_rank;
-        match &self.channel {
-            Some(channel) => channel.set_round(node, run.round),
-            None => {
-                let host = self.settings.profile.host.clone();
-                let job = (self.endpoint(), self.settings.run_id.clone());
-                let channel =
-                    ElasticTerminationChannel::new(Arc::clone(&thread), (node, host), job, run.round);
-                self.channel = Some(Arc::new(channel));
-            }
+        (None, None) => {}
+    }
+    loop {
+        if !node.has_left() {
+            node.serve(commands).await;
         }
-        Ok(Assignment {
-            round: run.round,
-            group_rank: run.group_rank,
-            group_world_size: run.group_world_size,
-            base_rank: run.base_rank,
-            world_size: run.world_size,
-            base_role_rank: run.base_role_rank,
-            role_world_size: run.role_world_size,
-            master_addr,
-            master_port,
-            use_agent_store: self.share_store,
-            generation: Some(generation),
-            restarts: run.restarts,
-        })
-    }
-
-    /// Prints a warning if no token or registry protects the job, so that any process that can reach the
-    /// endpoint can take part.
-    fn warn_if_open(&self) {
-        let is_open = match &self.settings.endpoint {
-            Endpoint::Host { host, .. } => !is_loopback(host),
-            // The file or etcd holds a key, and only nodes that can read the key can take part.
-            Endpoint::File(_) => false,
-            Endpoint::Etcd(cluster) => {
-                cluster.is_open() && !cluster.endpoints.iter().all(|(host, _)| is_loopback(host))
-            }
-        };
-        if is_open && self.settings.token.is_none() {
-            let endpoint = self.endpoint();
-            print_message(&format!(
-                "warning: whoever can reach {endpoint} can join or stop this job; set CONVOKE_TOKEN, the same on all nodes"
-            ));
-        }
-    }
-
-    /// Returns true if other nodes have ended this round and the job continues.
-    fn is_round_over(&self, round: u64) -> bool {
-        self.thread.as_ref().is_some_and(|thread| {
-            let state = thread.view.lock();
-            state.end_reason.is_none() && state.stopped.as_ref().is_some_and(|stopped| stopped.round == round)
-        })
-    }
-
-    /// Returns true if the endpoint is a loopback address, so that all nodes are on this host.
-    fn is_on_loopback(&self) -> bool {
-        let Endpoint::Host { host, .. } = &self.settings.endpoint else { return false };
-        is_loopback(host)
-    }
-
-    /// Listens at a free port for the workers' key-value store: at the address that the user gave, at
-    /// loopback if all nodes are on this host, or at all addresses.
-    fn listen_for_workers(&self) -> Result<Vec<TcpListener>, ServeError> {
-        let given = self.local_addr.as_deref().and_then(|own| own.parse::<IpAddr>().ok());
-        let only = given.or_else(|| {
-            (self.local_addr.is_none() && self.is_on_loopback()).then_some(Ipv4Addr::LOCALHOST.into())
-        });
-        match only.map(|ip| convoke_store::listen(&[SocketAddr::new(ip, 0)])) {
-            Some(Ok(listeners)) => Ok(listeners),
-            // The address does not belong to this host, but other hosts may still reach this host by that
-            // address.
-            Some(Err(_)) | None => host_addresses::listen_anywhere(),
-        }
-    }
-
-    fn endpoint(&self) -> String {
-        describe_endpoint(&self.settings.endpoint)
-    }
-
-    /// Describes the reason for which this node cannot take part in the job.
-    fn describe_end(&self, reason: &EndReason) -> String {
-        termination::describe_end(reason, &self.endpoint(), &self.settings.run_id)
-    }
-}
-
-fn describe_endpoint(endpoint: &Endpoint) -> String {
-    match endpoint {
-        Endpoint::Host { host, port, .. } => formatting::address(host, *port),
-        Endpoint::File(path) => path.display().to_string(),
-        Endpoint::Etcd(cluster) => cluster.to_string(),
+        node.tell_left(0);
+        node.set_left(false);
     }
 }
 

@@ -57,7 +57,6 @@ pub(super) struct RendezvousServer {
 
 /// A job with a registry, which continues under a new coordinator if its coordinator is lost.
 pub(super) struct ReplaceableJob {
-    pub(super) run_id: String,
     pub(super) term: u64,
     /// Latest record of the former coordinator.
     pub(super) record: Option<Record>,
@@ -92,8 +91,7 @@ impl RendezvousServer {
             own: own.to_owned(),
             own_job_only: replaceable.is_some(),
         });
-        if let Some(ReplaceableJob { run_id, term, record, suspect, agent, leadership, close_timeout }) =
-            replaceable
+        if let Some(ReplaceableJob { term, record, suspect, agent, leadership, close_timeout }) = replaceable
             && let Some(entropy) = entropy()
         {
             let coordinator = match record {
@@ -101,7 +99,7 @@ impl RendezvousServer {
                 None => Coordinator::new(rules, term, entropy),
             };
             let record_writer = RecordWriter::new(agent, leadership, close_timeout);
-            server.jobs.borrow_mut().insert(run_id, Job::start(coordinator, Some(record_writer)));
+            server.jobs.borrow_mut().insert(own.to_owned(), Job::start(coordinator, Some(record_writer)));
         }
         let listeners = listeners.into_iter().filter_map(|listener| {
             let address = listener.local_addr();

@@ -1,22 +1,25 @@
 //! Coordinator session of a node: connects and reconnects to the coordinator, sends the node's statuses, and
 //! receives orders.
 
-use std::net::IpAddr;
-use std::sync::{Mutex, PoisonError};
+use std::ops::ControlFlow;
 use std::time::Duration;
 
+use tokio::net::tcp::OwnedWriteHalf;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::backoff::Backoff;
 use super::connector::{self, Connection, Connector};
-use super::discovery::{Discovery, DiscoveryError, LastAttempt};
+use super::discovery::{ConnectFailure, Discovery, LastAttempt};
 use super::framing::{self, FramingError};
-use super::registry::RegistryError;
-use super::wire::{FRAME_LIMIT, ToCoordinator, ToMember};
+use super::node::{Node, NodeRequest};
+use super::view::EndReason;
+use super::wire::{FRAME_LIMIT, Seal, ToCoordinator, ToMember};
 use crate::config::is_named;
-use crate::membership::{Command, Departure, IDLE_TIMEOUT_FACTOR, JobResult, Member, Phase, Refusal};
+use crate::membership::{Command, IDLE_TIMEOUT_FACTOR, JobResult, Member, Phase, Refusal, Rules};
 
+/// Number of heartbeats that a node sends within the heartbeat timeout.
+const HEARTBEATS_PER_TIMEOUT: u32 = 6;
 /// First delay between two attempts to connect to the coordinator. [`MAX_RETRY_DELAY`] is the longest.
 const RETRY_DELAY: Duration = Duration::from_millis(20);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
@@ -29,76 +32,30 @@ const CLOSED_JOB_POLL: Duration = Duration::from_millis(200);
 /// Longest time that a leaving node waits for its last message to be sent.
 const LEAVE_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// Request of this node's agent to the session.
-#[derive(Debug)]
-pub(super) enum NodeRequest {
-    Enter(Phase),
-    /// The node leaves the job.
-    Leave(Departure),
-}
-
-/// Event that the session reports to this node's agent.
-#[derive(Debug)]
-pub(super) enum SessionEvent {
-    Command(Command),
-    /// The coordinator answered nothing for the time `silent`, so the other nodes have continued without this
-    /// node. `last` is the last error of the connection.
-    Partitioned {
-        silent: Duration,
-        last: String,
-    },
-    /// The coordinator answered nothing for the time `silent`, so the workers must stop. This node will
-    /// rejoin the job.
-    Stop {
-        silent: Duration,
-        last: String,
-    },
-    /// There is no connection to the coordinator at present. `why` is the reason.
-    Waiting {
-        why: String,
-    },
-    /// A connection to the coordinator is impossible, and the session ends. `why` is the reason.
-    Unusable {
-        why: String,
-    },
-    Connected,
-}
-
 /// Coordinator session of one node.
-pub(super) struct Session {
-    pub(super) connector: Connector,
+pub(super) struct Session<'a> {
+    connector: Connector,
     /// Heartbeat interval of all nodes except that of a replaceable coordinator.
-    pub(super) heartbeat_interval: Duration,
+    heartbeat_interval: Duration,
     /// Time for which a node without workers tries to reach a replaceable coordinator.
-    pub(super) join_timeout: Duration,
+    join_timeout: Duration,
+    member: Member,
+    discovery: &'a mut Discovery,
+    requests: mpsc::UnboundedReceiver<NodeRequest>,
+    node: &'a Node,
+    began: Instant,
+    attempts: Attempts,
 }
 
-/// Reason for which an attempt to connect to the coordinator failed.
-enum ConnectFailure {
-    Unreachable {
-        why: String,
-        how: LastAttempt,
-    },
-    /// The registry names another coordinator, or the current one has lost its lease.
-    Moved,
-    Unusable(String),
-    /// The job has ended with this outcome.
-    Closed(JobResult),
-    /// The job has ended, and another job has started under the same run id.
-    Replaced,
-}
-
-impl From<DiscoveryError> for ConnectFailure {
-    fn from(error: DiscoveryError) -> Self {
-        match error {
-            DiscoveryError::Registry(RegistryError::Transient(why)) => {
-                Self::Unreachable { why, how: LastAttempt::NoFailure }
-            }
-            DiscoveryError::Registry(RegistryError::Permanent(why)) => Self::Unusable(why),
-            DiscoveryError::Closed(result) => Self::Closed(result),
-            DiscoveryError::Replaced => Self::Replaced,
-        }
-    }
+/// The attempts to connect to the coordinator since the last connection.
+struct Attempts {
+    since: Instant,
+    retry: Backoff,
+    /// How the last attempt failed, and the error.
+    how: LastAttempt,
+    last: String,
+    /// Number of attempts in a row that were refused.
+    refused_count: u32,
 }
 
 /// Reason for which a connection to the coordinator ended.
@@ -112,32 +69,56 @@ enum SessionEnd {
     Broken(FramingError),
 }
 
-impl Session {
-    /// Runs until the node leaves the job or cannot continue in it. Stores in `route_address` this host's
-    /// address on the route to the coordinator.
-    pub(super) async fn run(
-        mut self,
-        member: &mut Member,
-        discovery: &mut Discovery,
-        requests: &mut mpsc::UnboundedReceiver<NodeRequest>,
-        events: &mpsc::UnboundedSender<SessionEvent>,
-        route_address: &Mutex<Option<IpAddr>>,
-    ) {
-        let began = Instant::now();
-        let mut retry = Backoff::new(RETRY_DELAY, MAX_RETRY_DELAY);
-        let (mut last, mut how, mut refused_count) = (String::new(), LastAttempt::NoFailure, 0);
-        let mut since = began;
+impl<'a> Session<'a> {
+    /// `requests` are those of the agent of `node`.
+    pub(super) fn new(
+        connector: Connector,
+        rules: &Rules,
+        phase: Phase,
+        discovery: &'a mut Discovery,
+        requests: mpsc::UnboundedReceiver<NodeRequest>,
+        node: &'a Node,
+    ) -> Self {
+        let (began, retry) = (Instant::now(), Backoff::new(RETRY_DELAY, MAX_RETRY_DELAY));
+        let (how, last) = (LastAttempt::NoFailure, String::new());
+        Self {
+            connector,
+            heartbeat_interval: rules.heartbeat_timeout / HEARTBEATS_PER_TIMEOUT,
+            join_timeout: rules.join_timeout,
+            member: Member::new(phase, rules.heartbeat_timeout),
+            discovery,
+            requests,
+            node,
+            began,
+            attempts: Attempts { since: began, retry, how, last, refused_count: 0 },
+        }
+    }
+
+    /// Runs until the node leaves the job or cannot continue in it.
+    pub(super) async fn run(mut self) {
         loop {
-            let is_static = discovery.is_static();
-            let ends = self.deadline(member, is_static, began, since);
-            let takes_part = member.answered().is_some();
+            let next = match self.connect().await {
+                ControlFlow::Continue(Ok(connection)) => self.stay_connected(connection).await,
+                ControlFlow::Continue(Err(failure)) => self.retry(failure).await,
+                ControlFlow::Break(()) => ControlFlow::Break(()),
+            };
+            if next.is_break() {
+                return;
+            }
+        }
+    }
+
+    /// Tries once to connect to the coordinator. Breaks if this node leaves, or gives up because it had no
+    /// connection for too long.
+    async fn connect(&mut self) -> ControlFlow<(), Result<Connection, ConnectFailure>> {
+        loop {
+            let ends = self.deadline();
+            let Self { connector, member, discovery, requests, began, attempts, .. } = self;
+            let (how, takes_part) = (attempts.how, member.answered().is_some());
             let connecting = async {
                 let found = discovery.find(how, takes_part).await?;
                 tokio::select! {
-                    connected = self.connector.connect(&found) => connected.map_err(|(why, how)| match how {
-                        LastAttempt::Rejected => ConnectFailure::Unusable(why),
-                        LastAttempt::NoFailure | LastAttempt::Refused | LastAttempt::Failed => ConnectFailure::Unreachable { why, how },
-                    }),
+                    connected = connector.connect(&found) => connected,
                     () = async {
                         // Most attempts to connect succeed before this delay ends, without reading the
                         // registry.
@@ -146,171 +127,148 @@ impl Session {
                     } => Err(ConnectFailure::Moved),
                 }
             };
-            let connected = tokio::select! {
-                connected = connecting => connected,
-                () = wait_for_departure(member, requests) => return,
-                () = until(ends.map(|(at, _)| at), began) => {
-                    let silent = began.elapsed().saturating_sub(member.answered().unwrap_or_default());
-                    let is_end = ends.is_none_or(|(_, end)| end);
-                    let last = last.clone();
-                    if is_end {
-                        let _ = events.send(SessionEvent::Partitioned { silent, last });
-                        return;
+            tokio::select! {
+                connected = connecting => return ControlFlow::Continue(match connected {
+                    // The coordinator has answered this node before, so the refusal may be temporary: the node
+                    // tries again.
+                    Err(ConnectFailure::Unusable(why)) if takes_part => {
+                        Err(ConnectFailure::Unreachable { why, how })
                     }
-                    member.mark_partitioned();
-                    let _ = events.send(SessionEvent::Stop { silent, last });
-                    continue;
-                }
-            };
-            let connected = match connected {
-                // The coordinator has answered this node before, so the refusal may be temporary: the node
-                // tries again.
-                Err(ConnectFailure::Unusable(why)) if member.answered().is_some() => {
-                    Err(ConnectFailure::Unreachable { why, how })
-                }
-                connected => connected,
-            };
-            match connected {
-                Ok(connection) => {
-                    retry.reset();
-                    (how, refused_count) = (LastAttempt::NoFailure, 0);
-                    member.set_coordinator(discovery.is_own());
-                    let own = connection.stream.local_addr().ok().map(|address| address.ip());
-                    *route_address.lock().unwrap_or_else(PoisonError::into_inner) = own;
-                    let _ = events.send(SessionEvent::Connected);
-                    match self.exchange(connection, member, discovery, began, requests, events).await {
-                        SessionEnd::Left => return,
-                        SessionEnd::Evicted => {
-                            last = "the other nodes have continued without this node".to_owned();
-                            if has_workers(member) {
-                                let silent = member.lease();
-                                let _ = events.send(SessionEvent::Stop { silent, last: last.clone() });
-                            }
-                            match connector::fresh_id() {
-                                Ok(id) => {
-                                    self.connector.agent = id;
-                                    discovery.set_agent(id);
-                                }
-                                Err(error) => last = error.to_string(),
-                            }
-                            member.rejoin();
-                        }
-                        SessionEnd::Closed(result)
-                            if !result.frees_run_id(is_named(&self.connector.run_id)) =>
-                        {
-                            let _ =
-                                events.send(SessionEvent::Command(Command::Refuse(Refusal::Closed(result))));
-                            return;
-                        }
-                        SessionEnd::Closed(_) => {
-                            member.forget_coordinator();
-                            last = "the previous job has ended, and its launcher still serves the endpoint"
-                                .to_owned();
-                            let _ = events.send(SessionEvent::Waiting { why: last.clone() });
-                            tokio::select! {
-                                () = sleep(CLOSED_JOB_POLL) => {}
-                                () = wait_for_departure(member, requests) => return,
-                            }
-                        }
-                        SessionEnd::Broken(error) => {
-                            how = LastAttempt::Failed;
-                            last = error.to_string();
-                        }
-                    }
-                    since = Instant::now();
-                }
-                Err(ConnectFailure::Closed(result)) => {
-                    // For a node that took part in the job, this is the outcome of the job.
-                    let command = if takes_part {
-                        Command::End(result)
-                    } else {
-                        Command::Refuse(Refusal::Closed(result))
-                    };
-                    let _ = events.send(SessionEvent::Command(command));
-                    return;
-                }
-                Err(ConnectFailure::Replaced) => {
-                    let why = "the job that this node took part in has ended while this node was partitioned, \
-                               and another job has started with the same run id";
-                    let _ = events.send(SessionEvent::Unusable { why: why.to_owned() });
-                    return;
-                }
-                Err(ConnectFailure::Moved) => retry.reset(),
-                Err(ConnectFailure::Unusable(why)) => {
-                    let _ = events.send(SessionEvent::Unusable { why });
-                    return;
-                }
-                Err(ConnectFailure::Unreachable { why, how: now }) => {
-                    how = now;
-                    let _ = events.send(SessionEvent::Waiting { why: why.clone() });
-                    refused_count = if how == LastAttempt::Refused { refused_count + 1 } else { 0 };
-                    last = why;
-                    // The process of the coordinator is gone, and no other node can become the coordinator.
-                    if let Some(answered) =
-                        member.answered().filter(|_| refused_count >= MAX_REFUSED && is_static)
-                    {
-                        let silent = began.elapsed().saturating_sub(answered);
-                        let _ = events.send(SessionEvent::Partitioned { silent, last });
-                        return;
-                    }
-                    tokio::select! {
-                        () = sleep(retry.next()) => {}
-                        () = wait_for_departure(member, requests) => return,
-                    }
-                }
+                    connected => connected,
+                }),
+                () = wait_for_departure(member, requests) => return ControlFlow::Break(()),
+                () = until(ends.map(|(at, _)| at), *began) => {}
             }
+            let silence = self.silence();
+            if ends.is_none_or(|(_, is_end)| is_end) {
+                self.node.change(|view| view.end(EndReason::Partitioned(silence)));
+                return ControlFlow::Break(());
+            }
+            self.member.mark_partitioned();
+            self.node.change(|view| view.stop_partitioned(&silence));
         }
     }
 
-    /// Returns the time at which a node acts that has had no connection to the coordinator since `since`. The
-    /// flag is true if the node then gives up, false if it only stops its workers. `None` if it waits without
-    /// limit.
-    fn deadline(
-        &self,
-        member: &Member,
-        is_static: bool,
-        began: Instant,
-        since: Instant,
-    ) -> Option<(Duration, bool)> {
-        let lease = member.lease_end();
-        if is_static {
-            return lease.map(|at| (at + self.extra_timeout(member), true));
-        }
-        match member.phase() {
-            Phase::Running { .. } | Phase::Failed { .. } | Phase::Leaving { .. } => {
-                lease.map(|at| (at, false))
+    /// Exchanges messages while the connection lasts. Breaks if the session ends with it.
+    async fn stay_connected(&mut self, connection: Connection) -> ControlFlow<()> {
+        self.attempts.retry.reset();
+        (self.attempts.how, self.attempts.refused_count) = (LastAttempt::NoFailure, 0);
+        self.member.set_coordinator(self.discovery.is_own());
+        let route_address = connection.stream.local_addr().ok().map(|address| address.ip());
+        self.node.change(|view| (view.connection_error, view.route_address) = (None, route_address));
+        match self.exchange(connection).await {
+            SessionEnd::Left => return ControlFlow::Break(()),
+            SessionEnd::Evicted => {
+                "the other nodes have continued without this node".clone_into(&mut self.attempts.last);
+                if has_workers(&self.member) {
+                    let silence = describe_silence(self.member.lease(), &self.attempts.last);
+                    self.node.change(|view| view.stop_partitioned(&silence));
+                }
+                match connector::fresh_id() {
+                    Ok(id) => {
+                        self.connector.agent = id;
+                        self.discovery.set_agent(id);
+                    }
+                    Err(error) => self.attempts.last = error.to_string(),
+                }
+                self.member.rejoin();
             }
-            Phase::Ready { .. } | Phase::Succeeded { .. } | Phase::Left(_) => {
-                // A node that the coordinator never answered has no deadline here: the thread that waits for
-                // a round has one.
-                lease.map(|_| (since.duration_since(began) + self.join_timeout, true))
+            SessionEnd::Closed(result) if !result.frees_run_id(is_named(&self.connector.run_id)) => {
+                self.node.change(|view| view.end(EndReason::Refused(Refusal::Closed(result))));
+                return ControlFlow::Break(());
+            }
+            SessionEnd::Closed(_) => {
+                self.member.forget_coordinator();
+                let why = "the previous job has ended, and its launcher still serves the endpoint";
+                why.clone_into(&mut self.attempts.last);
+                self.node.change(|view| view.connection_error = Some(why.to_owned()));
+                self.pause(CLOSED_JOB_POLL).await?;
+            }
+            SessionEnd::Broken(error) => {
+                self.attempts.how = LastAttempt::Failed;
+                self.attempts.last = error.to_string();
             }
         }
+        self.attempts.since = Instant::now();
+        ControlFlow::Continue(())
+    }
+
+    /// Waits before the next attempt to connect. Breaks if there is none.
+    async fn retry(&mut self, failure: ConnectFailure) -> ControlFlow<()> {
+        let takes_part = self.member.answered().is_some();
+        let end = match failure {
+            ConnectFailure::Moved => {
+                self.attempts.retry.reset();
+                return ControlFlow::Continue(());
+            }
+            ConnectFailure::Unreachable { why, how } => {
+                self.node.change(|view| view.connection_error = Some(why.clone()));
+                let attempts = &mut self.attempts;
+                attempts.refused_count =
+                    if how == LastAttempt::Refused { attempts.refused_count + 1 } else { 0 };
+                (attempts.how, attempts.last) = (how, why);
+                // The process of the coordinator is gone, and no other node can become the coordinator.
+                let is_gone = attempts.refused_count >= MAX_REFUSED && self.discovery.is_static();
+                if !(is_gone && takes_part) {
+                    let delay = attempts.retry.next();
+                    return self.pause(delay).await;
+                }
+                EndReason::Partitioned(self.silence())
+            }
+            // For a node that took part in the job, this is the outcome of the job.
+            ConnectFailure::Closed(result) if takes_part => EndReason::JobEnded(result),
+            ConnectFailure::Closed(result) => EndReason::Refused(Refusal::Closed(result)),
+            ConnectFailure::Replaced => {
+                let why = "the job that this node took part in has ended while this node was partitioned, and \
+                           another job has started with the same run id";
+                EndReason::Unusable(why.to_owned())
+            }
+            ConnectFailure::Unusable(why) => EndReason::Unusable(why),
+        };
+        self.node.change(|view| view.end(end));
+        ControlFlow::Break(())
+    }
+
+    /// Waits for this time. Breaks if the node leaves the job.
+    async fn pause(&mut self, time: Duration) -> ControlFlow<()> {
+        tokio::select! {
+            () = sleep(time) => ControlFlow::Continue(()),
+            () = wait_for_departure(&mut self.member, &mut self.requests) => ControlFlow::Break(()),
+        }
+    }
+
+    /// Describes for how long the coordinator has answered nothing, and the last error.
+    fn silence(&self) -> String {
+        let silent = self.began.elapsed().saturating_sub(self.member.answered().unwrap_or_default());
+        describe_silence(silent, &self.attempts.last)
+    }
+
+    /// Returns the time at which a node without connection to the coordinator acts. The flag is true if the
+    /// node then gives up, false if it only stops its workers. `None` if it waits without limit.
+    fn deadline(&self) -> Option<(Duration, bool)> {
+        let lease = self.member.lease_end();
+        if self.discovery.is_static() {
+            return lease.map(|at| (at + self.extra_timeout(), true));
+        }
+        if has_workers(&self.member) {
+            return lease.map(|at| (at, false));
+        }
+        // A node that the coordinator never answered has no deadline here: its join of a round has one.
+        lease.map(|_| (self.attempts.since.duration_since(self.began) + self.join_timeout, true))
     }
 
     /// Returns the time beyond the member's lease for which it may receive no answers. It is zero unless the
     /// node only waits for a round.
-    fn extra_timeout(&self, member: &Member) -> Duration {
-        match member.phase() {
-            Phase::Ready { .. } => member.lease() * (IDLE_TIMEOUT_FACTOR - 1),
-            Phase::Running { .. }
-            | Phase::Failed { .. }
-            | Phase::Succeeded { .. }
-            | Phase::Leaving { .. }
-            | Phase::Left(_) => Duration::ZERO,
+    fn extra_timeout(&self) -> Duration {
+        if matches!(self.member.phase(), Phase::Ready { .. }) {
+            self.member.lease() * (IDLE_TIMEOUT_FACTOR - 1)
+        } else {
+            Duration::ZERO
         }
     }
 
     /// Exchanges messages with the coordinator until the connection ends or the node leaves the job.
-    async fn exchange(
-        &self,
-        connection: Connection,
-        member: &mut Member,
-        discovery: &Discovery,
-        began: Instant,
-        requests: &mut mpsc::UnboundedReceiver<NodeRequest>,
-        events: &mpsc::UnboundedSender<SessionEvent>,
-    ) -> SessionEnd {
+    async fn exchange(&mut self, connection: Connection) -> SessionEnd {
         let Connection { stream, mut ours, mut theirs } = connection;
         let (mut reading, mut writing) = stream.into_split();
         // A separate task reads frames, because a read must not be cancelled halfway.
@@ -326,51 +284,49 @@ impl Session {
             }
         });
         let mut next_heartbeat = Instant::now();
-        let is_static = discovery.is_static();
-        let start = began.elapsed();
+        let is_static = self.discovery.is_static();
+        let start = self.began.elapsed();
         let mut begins = start;
         let result = loop {
             // A node without workers may have had no connection for long, so its time starts with this
             // connection.
-            let ends = match member.lease_end() {
-                Some(ends) if has_workers(member) => Some(ends),
+            let ends = match self.member.lease_end() {
+                Some(ends) if has_workers(&self.member) => Some(ends),
                 ends => {
                     // If the registry may name another coordinator, the node waits no longer than its lease
                     // before it looks there.
-                    let more = if is_static { self.extra_timeout(member) } else { Duration::ZERO };
-                    ends.max(Some(begins + member.lease())).map(|ends| ends + more)
+                    let more = if is_static { self.extra_timeout() } else { Duration::ZERO };
+                    ends.max(Some(begins + self.member.lease())).map(|ends| ends + more)
                 }
             };
             tokio::select! {
                 biased;
-                what = requests.recv() => match what {
+                what = self.requests.recv() => match what {
                     Some(NodeRequest::Enter(phase)) => {
                         // Each phase is sent in a status of its own, even if the next phase follows at once.
-                        member.enter(phase);
-                        let status = ToCoordinator::Status(member.status(began.elapsed()));
-                        if let Err(error) = framing::write(&mut writing, &mut ours, &status).await {
-                            break SessionEnd::Broken(error);
+                        self.member.enter(phase);
+                        match self.send_status(&mut writing, &mut ours).await {
+                            Ok(next) => next_heartbeat = next,
+                            Err(error) => break SessionEnd::Broken(error),
                         }
-                        next_heartbeat = Instant::now() + member.heartbeat_interval(self.heartbeat_interval);
                     }
                     Some(NodeRequest::Leave(departure)) => {
-                        member.enter(Phase::Left(departure));
-                        let status = ToCoordinator::Status(member.status(began.elapsed()));
-                        let _ = timeout(LEAVE_TIMEOUT, framing::write(&mut writing, &mut ours, &status)).await;
+                        self.member.enter(Phase::Left(departure));
+                        let _ = timeout(LEAVE_TIMEOUT, self.send_status(&mut writing, &mut ours)).await;
                         break SessionEnd::Left;
                     }
                     None => break SessionEnd::Left,
                 },
                 order = orders.recv() => match order {
                     Some(Ok(ToMember::Order(message))) => {
-                        let (command, reply) = member.receive(message);
+                        let (command, reply) = self.member.receive(message);
                         match command {
                             Some(Command::Refuse(Refusal::Evicted { .. })) if !is_static => break SessionEnd::Evicted,
-                            Some(Command::Refuse(Refusal::Closed(result))) => match member.answered() {
-                                Some(_) => drop(events.send(SessionEvent::Command(Command::End(result)))),
+                            Some(Command::Refuse(Refusal::Closed(result))) => match self.member.answered() {
+                                Some(_) => self.node.change(|view| view.end(EndReason::JobEnded(result))),
                                 None => break SessionEnd::Closed(result),
                             },
-                            Some(command) => drop(events.send(SessionEvent::Command(command))),
+                            Some(command) => self.node.change(|view| view.apply(command)),
                             None => {}
                         }
                         if reply {
@@ -381,27 +337,45 @@ impl Session {
                     None => break SessionEnd::Broken(FramingError::NotRendezvous),
                 },
                 () = sleep_until(next_heartbeat) => {
-                    discovery.check_in_background();
-                    next_heartbeat = Instant::now() + member.heartbeat_interval(self.heartbeat_interval);
-                    let status = ToCoordinator::Status(member.status(began.elapsed()));
-                    if let Err(error) = framing::write(&mut writing, &mut ours, &status).await {
-                        break SessionEnd::Broken(error);
+                    self.discovery.check_in_background();
+                    match self.send_status(&mut writing, &mut ours).await {
+                        Ok(next) => next_heartbeat = next,
+                        Err(error) => break SessionEnd::Broken(error),
                     }
                 }
-                () = until(ends, began) => {
-                    let silent = began.elapsed().saturating_sub(member.answered().unwrap_or_default().max(start));
-                    let may_wait = !is_static && !has_workers(member) && silent < member.lease() * IDLE_TIMEOUT_FACTOR;
-                    if !may_wait || !discovery.is_current().await {
-                        break SessionEnd::Broken(FramingError::Timeout(member.lease()));
+                () = until(ends, self.began) => {
+                    let answered = self.member.answered().unwrap_or_default().max(start);
+                    let (silent, lease) = (self.began.elapsed().saturating_sub(answered), self.member.lease());
+                    let may_wait = !is_static && !has_workers(&self.member) && silent < lease * IDLE_TIMEOUT_FACTOR;
+                    if !may_wait || !self.discovery.is_current().await {
+                        break SessionEnd::Broken(FramingError::Timeout(lease));
                     }
                     // The registry still names this coordinator, so the coordinator is alive but busy.
-                    begins = began.elapsed();
+                    begins = self.began.elapsed();
                 }
             }
         };
         reader.abort();
         result
     }
+
+    /// Sends this node's status. Returns the time of the next heartbeat.
+    async fn send_status(
+        &mut self,
+        stream: &mut OwnedWriteHalf,
+        seal: &mut Seal,
+    ) -> Result<Instant, FramingError> {
+        let next = Instant::now() + self.member.heartbeat_interval(self.heartbeat_interval);
+        let status = ToCoordinator::Status(self.member.status(self.began.elapsed()));
+        framing::write(stream, seal, &status).await?;
+        Ok(next)
+    }
+}
+
+/// Describes a time without answers from the coordinator, and the last error of the connection.
+fn describe_silence(silent: Duration, last: &str) -> String {
+    let last = if last.is_empty() { String::new() } else { format!(" ({last})") };
+    format!("{:.1} s{last}", silent.as_secs_f64())
 }
 
 /// Returns true if the node has workers or may have some.

@@ -1,12 +1,13 @@
 //! Successful end of a static job: each node waits until all nodes have succeeded.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use convoke_store::{Store, StoreError};
 
+use super::outcome_store::{OutcomeStore, Success};
 use super::{Joined, NODE, OPERATION_TIMEOUT, StaticRendezvous};
 use crate::messages::Progress;
-use crate::rendezvous::termination::{StoreTerminationChannel, Success};
 
 /// Longest time that nodes that have succeeded wait for nodes under torchrun, whose loss no watch reports.
 const TORCHRUN_TIMEOUT: Duration =
@@ -19,24 +20,35 @@ const LAST_MEMBER: &[u8] = b"torchelastic/agent/terminal_state/last_member";
 /// Key of the counter of nodes under convoke that have succeeded. Only convoke uses this key.
 const FINISHED: &[u8] = b"convoke/finished";
 
-impl StaticRendezvous {
+/// The wait of one node for the success of all nodes.
+pub(super) struct Completion {
+    job: Arc<dyn Store>,
+    outcomes: Option<Arc<OutcomeStore>>,
+    node: usize,
+    nodes: usize,
+}
+
+impl Completion {
+    pub(super) fn new(rendezvous: &StaticRendezvous, joined: &Joined) -> Self {
+        let (job, outcomes) = (Arc::clone(&joined.job), joined.outcomes.clone());
+        Self { job, outcomes, node: rendezvous.node, nodes: rendezvous.nodes }
+    }
+
     /// Waits until all nodes have succeeded. Returns false if the job has ended otherwise.
     ///
     /// The wait for nodes under convoke has no deadline: their loss is reported by the watch of the outcome,
     /// and they need node 0's store until they have succeeded.
-    pub(super) fn wait_for_all(&self, joined: &Joined) -> Result<bool, StoreError> {
-        let Some(channel) = &joined.channel else { return self.wait_with_torchrun(joined.job.as_ref()) };
-        channel.set_success(Success::Waiting);
-        let has_succeeded = self.wait_with_convoke(joined.job.as_ref(), channel);
-        channel.set_success(if matches!(has_succeeded, Ok(true)) {
-            Success::Succeeded
-        } else {
-            Success::Unknown
-        });
+    pub(super) fn wait(&self) -> Result<bool, StoreError> {
+        let Some(outcomes) = &self.outcomes else { return self.wait_with_torchrun() };
+        outcomes.set_success(Success::Waiting);
+        let has_succeeded = self.wait_with_convoke(outcomes);
+        let known = matches!(has_succeeded, Ok(true));
+        outcomes.set_success(if known { Success::Succeeded } else { Success::Unknown });
         has_succeeded
     }
 
-    fn wait_with_torchrun(&self, job: &dyn Store) -> Result<bool, StoreError> {
+    fn wait_with_torchrun(&self) -> Result<bool, StoreError> {
+        let job = &self.job;
         let deadline = Instant::now() + TORCHRUN_TIMEOUT;
         if job.add(MEMBERS, 1, deadline)? < self.all() {
             job.wait(&[LAST_MEMBER], deadline)?;
@@ -46,11 +58,8 @@ impl StaticRendezvous {
         Ok(true)
     }
 
-    fn wait_with_convoke(
-        &self,
-        job: &dyn Store,
-        channel: &StoreTerminationChannel,
-    ) -> Result<bool, StoreError> {
+    fn wait_with_convoke(&self, outcomes: &OutcomeStore) -> Result<bool, StoreError> {
+        let job = &self.job;
         let soon = || Instant::now() + OPERATION_TIMEOUT;
         let all = self.all();
         let mut arrived = job.add(MEMBERS, 1, soon())?;
@@ -60,7 +69,7 @@ impl StaticRendezvous {
         let mut progress = Progress::new(Instant::now());
         while arrived < all {
             match job.wait(&[LAST_MEMBER], Instant::now() + POLL) {
-                Ok(()) => return Ok(channel.propose_success()),
+                Ok(()) => return Ok(outcomes.propose_success()),
                 Err(error @ StoreError::Timeout { .. })
                     if give_up_at.is_some_and(|at| at <= Instant::now()) =>
                 {
@@ -74,7 +83,7 @@ impl StaticRendezvous {
             arrived = job.add(MEMBERS, 0, soon())?;
             let convoke_nodes = match convoke_nodes {
                 Some(convoke_nodes) => convoke_nodes,
-                None => *convoke_nodes.insert(self.count_convoke_nodes(job)?),
+                None => *convoke_nodes.insert(self.count_convoke_nodes()?),
             };
             if convoke_nodes < all && job.add(FINISHED, 0, soon())? >= convoke_nodes {
                 give_up_at.get_or_insert_with(|| Instant::now() + TORCHRUN_TIMEOUT);
@@ -84,7 +93,7 @@ impl StaticRendezvous {
             );
             progress.show_endless(&line);
         }
-        let has_succeeded = channel.propose_success();
+        let has_succeeded = outcomes.propose_success();
         if has_succeeded {
             job.set(LAST_MEMBER, b"<val_ignored>", soon())?;
         }
@@ -92,7 +101,8 @@ impl StaticRendezvous {
     }
 
     /// Returns the number of nodes that run under convoke, not under torchrun.
-    fn count_convoke_nodes(&self, job: &dyn Store) -> Result<i64, StoreError> {
+    fn count_convoke_nodes(&self) -> Result<i64, StoreError> {
+        let job = &self.job;
         let soon = || Instant::now() + OPERATION_TIMEOUT;
         let keys: Vec<String> = (0..self.nodes).map(|node| format!("{NODE}{node}")).collect();
         let keys: Vec<&[u8]> = keys.iter().map(String::as_bytes).collect();
@@ -116,8 +126,6 @@ mod tests {
     use std::sync::mpsc::{RecvTimeoutError, channel};
 
     use super::*;
-    use crate::rendezvous::{BarrierResult, Rendezvous};
-
     const LONG: Duration = Duration::from_secs(60);
 
     /// Returns nodes 0 and 1 of a job, which have met.
@@ -136,43 +144,47 @@ mod tests {
         };
         let [mut first, mut second] = [node(0), node(1)];
         std::thread::scope(|scope| {
-            let joins = scope.spawn(|| first.join(0).map(drop));
-            second.join(0).unwrap();
+            let joins = scope.spawn(|| first.join().map(drop));
+            second.join().unwrap();
             joins.join().unwrap().unwrap();
         });
         [first, second]
+    }
+
+    fn barrier(node: &StaticRendezvous) -> bool {
+        Completion::new(node, node.joined.as_ref().unwrap()).wait().unwrap()
     }
 
     #[test]
     fn early_node_waits_for_other_nodes_without_time_limit() {
         for early in 0..2 {
             let [first, second] = two();
-            let (mut early, mut late) = if early == 0 { (first, second) } else { (second, first) };
+            let (early, late) = if early == 0 { (first, second) } else { (second, first) };
             let (sender, receiver) = channel();
             std::thread::scope(|scope| {
-                let waiting = &mut early;
-                scope.spawn(move || sender.send(waiting.barrier()).unwrap());
+                let waiting = &early;
+                scope.spawn(move || sender.send(barrier(waiting)).unwrap());
                 // This exceeds the longest wait for nodes under torchrun.
                 let nothing = receiver.recv_timeout(5 * TORCHRUN_TIMEOUT);
                 assert_eq!(nothing, Err(RecvTimeoutError::Timeout), "it has given up");
-                assert_eq!(late.barrier(), BarrierResult::Passed);
-                assert_eq!(receiver.recv_timeout(LONG), Ok(BarrierResult::Passed));
+                assert!(barrier(&late));
+                assert_eq!(receiver.recv_timeout(LONG), Ok(true));
             });
         }
     }
 
     #[test]
     fn late_node_does_not_report_orderly_node_0_as_lost() {
-        let [mut first, mut second] = two();
-        let channel = second.termination_channel().unwrap();
+        let [first, second] = two();
+        let outcomes = Arc::clone(second.outcomes().unwrap());
         std::thread::scope(|scope| {
-            let waits = scope.spawn(|| second.barrier());
-            assert_eq!(first.barrier(), BarrierResult::Passed);
-            first.termination_channel().unwrap().leave();
+            let waits = scope.spawn(|| barrier(&second));
+            assert!(barrier(&first));
+            first.outcomes().unwrap().leave();
             drop(first);
             // All messages to this node have been sent.
-            assert_eq!(channel.recv(), None);
-            assert_eq!(waits.join().unwrap(), BarrierResult::Passed);
+            assert_eq!(outcomes.watch(), None);
+            assert!(waits.join().unwrap());
         });
     }
 }

@@ -1,23 +1,26 @@
 //! The static rendezvous: the user assigns node ranks, and node 0 serves a key-value store. The keys are
 //! those of torchrun, so that nodes under torchrun and nodes under convoke can form one job.
 
+mod commands;
 mod completion;
+mod generation;
+mod outcome_store;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use convoke_env::Generation;
 use convoke_store::{PrefixStore, Store, StoreError, StoreServer, TcpStore};
-
 use serde::{Deserialize, Serialize};
 
 use super::connect::connect_to_node_0;
 use super::ranks::{Ranks, RoleInfo, assign, encode};
-use super::termination::{StoreTerminationChannel, TerminationChannel};
-use super::{Assignment, BarrierResult, OutcomeKind, Rendezvous, RendezvousError};
+use super::{Assignment, FailureProtocol, OutcomeKind, RendezvousError};
 use crate::config::Config;
 use crate::messages::{Progress, print_message};
 use crate::report::full_host_name;
+use generation::{generation_key, read_generation};
+use outcome_store::OutcomeStore;
 
 /// Timeout of a single operation on the key-value store once this node has connected to it.
 const OPERATION_TIMEOUT: Duration = Duration::from_secs(60);
@@ -33,10 +36,6 @@ const ASSIGNED_RANKS: &str = "torchelastic/assigned_ranks/";
 /// Prefix of the keys that hold the [`Registration`] of each node rank's agent. Only convoke uses these keys.
 const NODE: &str = "convoke/node/";
 const VERSION: &str = env!("CARGO_PKG_VERSION");
-/// Prefix of the keys that hold the generation (unique id) of each round, by round number. Only convoke uses
-/// these keys.
-const GENERATION: &str = "convoke/generation/";
-
 /// Description that a convoke agent publishes of itself, for other nodes to check.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Registration {
@@ -48,7 +47,7 @@ pub(super) struct Registration {
 
 /// The static rendezvous of one node.
 #[derive(Debug)]
-pub(crate) struct StaticRendezvous {
+pub(super) struct StaticRendezvous {
     host: String,
     port: u16,
     node: usize,
@@ -68,14 +67,14 @@ struct Joined {
     /// The whole key-value store. `job` is the part of it below this job's run id.
     store: Arc<dyn Store>,
     job: Arc<dyn Store>,
-    channel: Option<Arc<StoreTerminationChannel>>,
+    outcomes: Option<Arc<OutcomeStore>>,
     assignment: Assignment,
     /// Number of the round that `assignment.generation` belongs to.
     round: u64,
 }
 
 impl StaticRendezvous {
-    pub(crate) fn new(config: &Config, host: &str, port: u16, node: usize, timeout: Duration) -> Self {
+    pub(super) fn new(config: &Config, host: &str, port: u16, node: usize, timeout: Duration) -> Self {
         Self {
             host: host.to_owned(),
             port,
@@ -118,13 +117,13 @@ impl StaticRendezvous {
             }
         };
         let job: Arc<dyn Store> = Arc::new(PrefixStore::new(&self.run_id, Arc::clone(&store)));
-        let channel = tcp.map(|tcp| self.register(&tcp, &job, deadline)).transpose()?.flatten().map(Arc::new);
-        match self.exchange_ranks(job.as_ref(), channel.as_deref(), deadline) {
-            Ok(assignment) => Ok(Joined { _server: server, store, job, channel, assignment, round: 0 }),
+        let outcomes =
+            tcp.map(|tcp| self.register(&tcp, &job, deadline)).transpose()?.flatten().map(Arc::new);
+        match self.exchange_ranks(job.as_ref(), outcomes.as_deref(), deadline) {
+            Ok(assignment) => Ok(Joined { _server: server, store, job, outcomes, assignment, round: 0 }),
             Err(error) => {
-                if let Some(channel) = channel {
-                    channel.propose_outcome(OutcomeKind::Error { text: error.to_string() }, None);
-                    channel.leave();
+                if let Some(outcomes) = outcomes {
+                    leave_with(&outcomes, &error);
                 }
                 Err(error)
             }
@@ -135,25 +134,28 @@ impl StaticRendezvous {
     fn exchange_ranks(
         &self,
         job: &dyn Store,
-        channel: Option<&StoreTerminationChannel>,
+        outcomes: Option<&OutcomeStore>,
         deadline: Instant,
     ) -> Result<Assignment, RendezvousError> {
         let info = RoleInfo { role: self.role.clone(), rank: self.node, local_world_size: self.workers };
-        let generation = (self.node == 0).then(Generation::random).transpose().map_err(no_random_numbers)?;
+        let generation = (self.node == 0)
+            .then(Generation::random)
+            .transpose()
+            .map_err(RendezvousError::system("cannot get random numbers"))?;
         if let Some(generation) = generation {
             job.set(generation_key(0).as_bytes(), generation.to_string().as_bytes(), deadline)?;
         }
         job.set(format!("{ROLE_INFO}{}", self.node).as_bytes(), encode(&info).as_bytes(), deadline)?;
         if self.node == 0 {
-            self.assign_all(job, channel, deadline)?;
+            self.assign_all(job, outcomes, deadline)?;
         }
         // Only node 0 knows which nodes are missing. The extra time lets node 0 report them first.
-        let ranks = self.read_ranks(job, channel, deadline + RANKS_GRACE)?;
+        let ranks = self.read_ranks(job, outcomes, deadline + RANKS_GRACE)?;
         // Node 0 wrote the generation before the ranks. If the generation is missing now, node 0 runs another
         // launcher.
         let generation = match generation {
             Some(generation) => Some(generation),
-            None => self.read_generation(job, 0)?,
+            None => read_generation(job, 0)?,
         };
         Ok(Assignment {
             round: 0,
@@ -168,6 +170,7 @@ impl StaticRendezvous {
             master_port: self.port,
             use_agent_store: true,
             generation,
+            protocol: outcomes.map_or(FailureProtocol::None, |_| FailureProtocol::FirstIsFinal),
         })
     }
 
@@ -178,7 +181,7 @@ impl StaticRendezvous {
         tcp: &TcpStore,
         job: &Arc<dyn Store>,
         deadline: Instant,
-    ) -> Result<Option<StoreTerminationChannel>, RendezvousError> {
+    ) -> Result<Option<OutcomeStore>, RendezvousError> {
         let host = full_host_name();
         let me =
             Registration { version: VERSION.to_owned(), host, pid: std::process::id(), nodes: self.nodes };
@@ -191,9 +194,8 @@ impl StaticRendezvous {
             return Err(RendezvousError::RankTaken { node: self.node, nodes: self.nodes, other });
         }
         let (position, hosts) = ((self.node, self.nodes), (me.host, self.host.clone()));
-        let channel =
-            StoreTerminationChannel::register(tcp, Arc::clone(job), &self.run_id, position, hosts, deadline)?;
-        if channel.is_none() {
+        let outcomes = OutcomeStore::register(tcp, Arc::clone(job), &self.run_id, position, hosts, deadline)?;
+        if outcomes.is_none() {
             return Ok(None);
         }
         let key = format!("{NODE}0");
@@ -201,9 +203,8 @@ impl StaticRendezvous {
         if first.nodes != self.nodes {
             let (node, mine, theirs) = (self.node, self.nodes, first.nodes);
             let error = RendezvousError::NodeCountMismatch { node, mine, theirs, host: first.host };
-            if let Some(channel) = channel {
-                channel.propose_outcome(OutcomeKind::Error { text: error.to_string() }, None);
-                channel.leave();
+            if let Some(outcomes) = outcomes {
+                leave_with(&outcomes, &error);
             }
             return Err(error);
         }
@@ -213,7 +214,7 @@ impl StaticRendezvous {
                 first.version, first.host
             ));
         }
-        Ok(channel)
+        Ok(outcomes)
     }
 
     fn parse(&self, key: &str, text: &[u8]) -> Result<Registration, RendezvousError> {
@@ -228,12 +229,12 @@ impl StaticRendezvous {
     fn assign_all(
         &self,
         job: &dyn Store,
-        channel: Option<&StoreTerminationChannel>,
+        outcomes: Option<&OutcomeStore>,
         deadline: Instant,
     ) -> Result<(), RendezvousError> {
         let keys: Vec<String> = (0..self.nodes).map(|node| format!("{ROLE_INFO}{node}")).collect();
         let keys: Vec<&[u8]> = keys.iter().map(String::as_bytes).collect();
-        self.wait_for_nodes(job, channel, &keys, deadline)?;
+        self.wait_for_nodes(job, outcomes, &keys, deadline)?;
         let mut infos = Vec::with_capacity(self.nodes);
         for (node, text) in job.multi_get(&keys, deadline)?.into_iter().enumerate() {
             let key = format!("{ROLE_INFO}{node}");
@@ -259,7 +260,7 @@ impl StaticRendezvous {
     fn wait_for_nodes(
         &self,
         job: &dyn Store,
-        channel: Option<&StoreTerminationChannel>,
+        outcomes: Option<&OutcomeStore>,
         keys: &[&[u8]],
         deadline: Instant,
     ) -> Result<(), RendezvousError> {
@@ -268,7 +269,7 @@ impl StaticRendezvous {
             let until = deadline.min(Instant::now() + Progress::INTERVAL);
             match job.wait(keys, until) {
                 Ok(()) => return Ok(()),
-                Err(StoreError::Timeout { .. }) => check_not_ended(channel)?,
+                Err(StoreError::Timeout { .. }) => check_not_ended(outcomes)?,
                 Err(error) => return Err(error.into()),
             }
             let grace = Instant::now() + OPERATION_TIMEOUT;
@@ -301,7 +302,7 @@ impl StaticRendezvous {
     fn read_ranks(
         &self,
         job: &dyn Store,
-        channel: Option<&StoreTerminationChannel>,
+        outcomes: Option<&OutcomeStore>,
         deadline: Instant,
     ) -> Result<Ranks, RendezvousError> {
         let key = format!("{ASSIGNED_RANKS}{}", self.node);
@@ -313,7 +314,7 @@ impl StaticRendezvous {
             match job.get(key.as_bytes(), deadline.min(Instant::now() + OUTCOME_POLL)) {
                 Ok(text) => break text,
                 Err(StoreError::Timeout { .. }) if Instant::now() < deadline => {
-                    check_not_ended(channel)?;
+                    check_not_ended(outcomes)?;
                     if Instant::now() >= show_at {
                         progress.show("node 0 has joined, waiting for other nodes");
                         show_at += Progress::INTERVAL;
@@ -335,112 +336,25 @@ impl StaticRendezvous {
         Ok(ranks)
     }
 
-    fn read_generation(&self, job: &dyn Store, round: u64) -> Result<Option<Generation>, RendezvousError> {
-        let key = generation_key(round);
-        let text = job.try_get(key.as_bytes(), Instant::now() + OPERATION_TIMEOUT)?;
-        let parse = |text: Vec<u8>| {
-            let text = String::from_utf8_lossy(&text);
-            text.parse().map_err(|error: convoke_env::ParseGenerationError| RendezvousError::Malformed {
-                node: 0,
-                key: key.clone(),
-                what: error.to_string(),
-            })
-        };
-        text.map(parse).transpose()
-    }
-
-    /// Agrees with the other nodes on the generation of the round after a restart. Each node restarts its own
-    /// workers only, but all nodes use the same generation. The first node that restarts creates it, and
-    /// nodes that restart later use the newest generation.
-    fn next_generation(&self, joined: &mut Joined) -> Result<(), RendezvousError> {
-        if joined.assignment.generation.is_none() {
-            return Ok(());
+    fn join(&mut self) -> Result<Assignment, RendezvousError> {
+        if let Some(joined) = &mut self.joined {
+            joined.next_generation(&self.run_id)?;
+            return Ok(joined.assignment.clone());
         }
-        let mut newest = None;
-        while let Some(generation) = self.read_generation(joined.job.as_ref(), joined.round + 1)? {
-            newest = Some(generation);
-            joined.round += 1;
-        }
-        if newest.is_none() {
-            let mine = Generation::random().map_err(no_random_numbers)?;
-            let deadline = Instant::now() + OPERATION_TIMEOUT;
-            let key = generation_key(joined.round + 1);
-            let text = mine.to_string();
-            let agreed = joined.job.compare_set(key.as_bytes(), b"", text.as_bytes(), deadline)?;
-            joined.round += 1;
-            if agreed == text.as_bytes() {
-                newest = Some(mine);
-                self.delete_worker_keys(joined)?;
-            } else {
-                newest = self.read_generation(joined.job.as_ref(), joined.round)?;
-            }
-        }
-        joined.assignment.generation = newest;
-        Ok(())
-    }
-
-    /// Deletes the keys that the workers of the previous round left in the store, so that workers of the next
-    /// round do not read them.
-    fn delete_worker_keys(&self, joined: &Joined) -> Result<(), RendezvousError> {
-        let deadline = Instant::now() + OPERATION_TIMEOUT;
-        let ours = [format!("{}/torchelastic/", self.run_id), format!("{}/convoke/", self.run_id)];
-        for key in joined.store.list_keys(deadline)? {
-            if !ours.iter().any(|prefix| key.starts_with(prefix.as_bytes())) {
-                joined.store.delete(&key, deadline)?;
-            }
-        }
-        Ok(())
+        let joined = self.first_join()?;
+        Ok(self.joined.insert(joined).assignment.clone())
     }
 }
 
-impl Rendezvous for StaticRendezvous {
-    fn join(&mut self, _restarts: u32) -> Result<Assignment, RendezvousError> {
-        match self.joined.take() {
-            None => self.joined = Some(self.first_join()?),
-            Some(mut joined) => {
-                let result = self.next_generation(&mut joined);
-                self.joined = Some(joined);
-                result?;
-            }
-        }
-        let assignment = self.joined.as_ref().map(|joined| joined.assignment.clone());
-        assignment.ok_or(RendezvousError::NotAssigned { endpoint: self.endpoint(), after_s: 0 })
-    }
-
-    fn may_block(&self) -> bool {
-        self.nodes > 1
-    }
-
-    fn termination_channel(&self) -> Option<Arc<dyn TerminationChannel>> {
-        Some(Arc::clone(self.joined.as_ref()?.channel.as_ref()?) as Arc<dyn TerminationChannel>)
-    }
-
-    fn barrier(&mut self) -> BarrierResult {
-        let Some(joined) = self.joined.as_ref().filter(|_| self.nodes > 1) else {
-            return BarrierResult::Passed;
-        };
-        match self.wait_for_all(joined) {
-            Ok(true) => BarrierResult::Passed,
-            // The watch of the termination channel delivers the outcome of the job.
-            Ok(false) => BarrierResult::Interrupted,
-            Err(error) => BarrierResult::Unknown(format!(
-                "this node has finished, but it is not known whether the others have: {error}"
-            )),
-        }
-    }
-}
-
-fn generation_key(round: u64) -> String {
-    format!("{GENERATION}{round}")
-}
-
-fn no_random_numbers(source: std::io::Error) -> RendezvousError {
-    RendezvousError::System { what: "cannot get random numbers".to_owned(), source }
+/// Leaves the job because this node cannot take part in it.
+fn leave_with(outcomes: &OutcomeStore, error: &RendezvousError) {
+    outcomes.propose(&OutcomeKind::Error { text: error.to_string() }.into());
+    outcomes.leave();
 }
 
 /// Returns an error if another node has already ended the job.
-fn check_not_ended(channel: Option<&StoreTerminationChannel>) -> Result<(), RendezvousError> {
-    channel
-        .and_then(StoreTerminationChannel::current_outcome)
+fn check_not_ended(outcomes: Option<&OutcomeStore>) -> Result<(), RendezvousError> {
+    outcomes
+        .and_then(OutcomeStore::current_outcome)
         .map_or(Ok(()), |outcome| Err(RendezvousError::JobEnded(outcome)))
 }

@@ -1,0 +1,293 @@
+//! The settings of the launcher, as types.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use super::etcd::EtcdCluster;
+use crate::formatting;
+
+/// The configuration of a launch, with all decisions made that do not depend on other nodes.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Config {
+    /// Number of nodes, from `--nnodes MIN:MAX` with 0 < MIN <= MAX.
+    pub(crate) nodes: NodeRange,
+    /// Number of workers on this node, from `--nproc-per-node`; at least 1.
+    pub(crate) nproc_per_node: usize,
+    /// How the nodes of the job find each other.
+    pub(crate) rendezvous: Rendezvous,
+    /// Id of the job: `--rdzv-id`, or a random UUID.
+    pub(crate) run_id: String,
+    /// The likely reason why the nodes do not meet, printed if they do not; `None` if none is likely.
+    pub(crate) rendezvous_hint: Option<String>,
+    /// Settings of `--rdzv-conf`, in order, trimmed. Unknown keys are kept and ignored.
+    pub(crate) rendezvous_conf: Vec<(String, String)>,
+    /// Address at which other nodes reach this node (`--local-addr`).
+    pub(crate) local_addr: Option<String>,
+    /// Most restarts after failures (`--max-restarts`).
+    pub(crate) max_restarts: u32,
+    /// Minimum delay before a restart (`--restart-delay`).
+    pub(crate) restart_delay: Duration,
+    /// Number of equal failures in a row after which there is no restart (`--restart-stop-after-same`).
+    pub(crate) restart_stop_after_same: Option<u32>,
+    /// `--monitor-interval`: failures within one interval of the first count as simultaneous, as with
+    /// torchrun's polling. The launcher notices failures at once in any case.
+    pub(crate) monitor_interval: Option<Duration>,
+    /// Role of the workers (`--role`).
+    pub(crate) role: String,
+    /// The program to execute.
+    pub(crate) program: Program,
+    /// Where the workers' output goes.
+    pub(crate) logs: LogConfig,
+    /// CONVOKE_FLIGHT_DIR: folder in which workers record their collective calls.
+    pub(crate) flight: FlightDir,
+    /// What happens to events (`--event-log-handler`).
+    pub(crate) events: EventHandler,
+    /// `--signals-to-handle`: signals that the launcher forwards to the workers and that end the job.
+    /// Unknown names are dropped.
+    pub(crate) signals: Vec<nix::sys::signal::Signal>,
+    /// True if the user has set `--signals-to-handle`.
+    pub(crate) signals_given: bool,
+    /// `--forward-signals`: signals that are forwarded to the workers that have a handler for them. The job
+    /// continues.
+    pub(crate) forward_signals: Vec<nix::sys::signal::Signal>,
+    /// The text of `--signals-to-handle`, passed to workers as TORCHELASTIC_SIGNALS_TO_HANDLE.
+    pub(crate) signals_text: String,
+    /// Time from a signal that ends the job to SIGKILL: `--shutdown-timeout`, TORCH_ELASTIC_SHUTDOWN_TIMEOUT
+    /// or 30 s.
+    pub(crate) shutdown_timeout: Duration,
+    /// `--virtual-local-rank`: each worker has LOCAL_RANK 0 and sees one device.
+    pub(crate) virtual_local_rank: bool,
+    /// `--gpu-bind`, `--gpus-per-worker`: the environment variable that makes devices visible, and its value
+    /// for each local rank. The list is empty if the workers see the same devices as the launcher.
+    pub(crate) gpus: (&'static str, Vec<String>),
+    /// `--bind`, `--numa-binding`: the CPUs of each worker by local rank. Empty if workers are not bound to
+    /// CPUs.
+    pub(crate) cpus: Vec<Vec<usize>>,
+    /// True if each worker leads a session of its own, as under torchrun; false if it leads only a process
+    /// group. False if there are more workers than CPUs and the scheduler groups tasks by session
+    /// (autogroup). With sessions of their own, a worker that yields its CPU to another worker would keep it.
+    pub(crate) own_sessions: bool,
+    /// `--orphans`: what happens to processes that outlive a successful worker.
+    pub(crate) orphans: Orphans,
+    /// `--report-file`: the path of the JSON report.
+    pub(crate) report_file: Option<PathBuf>,
+    /// Form of the report on stderr (`--report`).
+    pub(crate) report: ReportFormat,
+    /// Notes on settings that the launcher made for the workers although the user did not ask for them.
+    pub(crate) notes: Vec<String>,
+    /// `--stderr-tail`: most lines of a failed worker's stderr that the report keeps.
+    pub(crate) stderr_lines: usize,
+    /// True if agents and workers use one key-value store; false with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1.
+    pub(crate) share_store: bool,
+    /// Warnings to print before any worker starts, one line each (`--node-rank` without static, unknown
+    /// signal, ...).
+    pub(crate) warnings: Vec<String>,
+}
+
+impl Config {
+    /// Returns whether `--max-restarts` counts the restarts of all nodes together.
+    pub(crate) fn has_job_budget(&self) -> bool {
+        matches!(&self.rendezvous, Rendezvous::Elastic { settings, .. } if settings.job_budget)
+    }
+}
+
+/// Allowed number of nodes (`--nnodes`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct NodeRange {
+    /// Smallest number of nodes.
+    pub(crate) min: usize,
+    /// Largest number of nodes.
+    pub(crate) max: usize,
+}
+
+/// Settings of `--rdzv-conf` that decide when rounds of an elastic job begin and end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ElasticSettings {
+    /// `last_call_timeout`: time for which more nodes may join the first round after it has the minimum
+    /// number of nodes.
+    pub(crate) last_call: Duration,
+    /// `join_timeout`: longest time that a node waits for a round to begin.
+    pub(crate) join_timeout: Duration,
+    /// `close_timeout`: longest time for recording the end of a job at the coordinator.
+    pub(crate) close_timeout: Duration,
+    /// Heartbeat timeout: a node that sends no heartbeat for longer is lost. The value is
+    /// `keep_alive_interval` times `keep_alive_max_attempt` if given.
+    pub(crate) heartbeat_timeout: Duration,
+    /// `restart_budget=job`: `--max-restarts` counts for all nodes together.
+    pub(crate) job_budget: bool,
+}
+
+/// Where the nodes of an elastic job find the coordinator of the rendezvous.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Endpoint {
+    /// The coordinator listens at this address, on one of the nodes.
+    Host {
+        /// Host name or address of the coordinator.
+        host: String,
+        /// Port of the coordinator.
+        port: u16,
+        /// `is_host`: whether this node runs the coordinator. If `None`, any node that can listen at the
+        /// address runs it.
+        is_host: Option<bool>,
+    },
+    /// `store_type=file`: a shared file holds the address of the coordinator.
+    File(PathBuf),
+    /// `etcd`, `etcd-v2`: the etcd cluster holds the address of the coordinator.
+    Etcd(EtcdCluster),
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Host { host, port, .. } => f.write_str(&formatting::address(host, *port)),
+            Self::File(path) => path.display().fmt(f),
+            Self::Etcd(cluster) => cluster.fmt(f),
+        }
+    }
+}
+
+/// How the nodes of the job find each other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Rendezvous {
+    /// The job has one node only: `--standalone`, or one node and neither endpoint nor port.
+    Standalone,
+    /// Backend `static`: the user gives the node ranks, and node 0 serves the key-value store.
+    Static {
+        /// Host of node 0, as the user wrote it.
+        host: String,
+        /// Port of the key-value store.
+        port: u16,
+        /// Rank of this node (`--node-rank`).
+        node_rank: usize,
+        /// Longest wait for the other nodes (setting `timeout`, 900 s by default).
+        timeout: Duration,
+    },
+    /// Backends `c10d`, `etcd`, `etcd-v2`: nodes may join and leave during the job.
+    Elastic {
+        /// Where the nodes find the coordinator.
+        endpoint: Endpoint,
+        /// When rounds begin and end.
+        settings: ElasticSettings,
+    },
+}
+
+/// The program that workers execute, before macros are replaced.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Program {
+    /// Program and its arguments, in which `${local_rank}` is not yet replaced. `argv[0]` is searched in
+    /// PATH.
+    pub(crate) argv: Vec<OsString>,
+    /// Where in `argv` to insert the legacy argument `--local-rank=N`, and in which spellings. Normally
+    /// `None`.
+    pub(crate) local_rank_argument: Option<LocalRankArgument>,
+    /// Name of the program in the report: SCRIPT as the user wrote it, or PYTHON_EXEC if that is set.
+    pub(crate) title: String,
+    /// True if SCRIPT is no existing file, no program in PATH, and not called `*.py`. Python then gets a name
+    /// that may be no script.
+    pub(crate) assumed_python: bool,
+}
+
+/// The arguments that `--pass-local-rank` adds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct LocalRankArgument {
+    /// Index in `argv` before which they are inserted.
+    pub(crate) index: usize,
+    /// True if `--local-rank=N` is passed.
+    pub(crate) dash: bool,
+    /// True if `--local_rank=N` is passed.
+    pub(crate) underscore: bool,
+}
+
+/// What happens to events (`--event-log-handler`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum EventHandler {
+    /// Events are dropped.
+    Null,
+    /// Events are written to stderr, one JSON object a line.
+    Console,
+}
+
+/// What happens to processes that outlive a successful worker (`--orphans`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Orphans {
+    /// They are stopped: SIGTERM, then SIGKILL after the grace period.
+    Stop,
+    /// They continue to run, as under torchrun.
+    Keep,
+}
+
+/// Form of the report on stderr (`--report`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ReportFormat {
+    /// One screen: the root cause, and the other failed workers in a few lines.
+    Short,
+    /// A block for each worker, as torchrun prints it.
+    Full,
+}
+
+/// Which of the two output streams of a worker are selected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct Streams {
+    /// True if standard output is selected.
+    pub(crate) stdout: bool,
+    /// True if standard error is selected.
+    pub(crate) stderr: bool,
+}
+
+/// Value of `--redirects` (`-r`) or `--tee` (`-t`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum StreamChoice {
+    /// These output streams of all local ranks.
+    All(Streams),
+    /// Output streams for each of these local ranks. None are selected for other ranks.
+    Some(std::collections::BTreeMap<usize, Streams>),
+}
+
+/// Where the workers' output goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct LogConfig {
+    /// Value of `--role`, for the line prefix.
+    pub(crate) role: String,
+    /// Folder of the log files (`--log-dir`).
+    pub(crate) dir: LogDir,
+    /// Output streams that go to files only (`--redirects`).
+    pub(crate) redirects: StreamChoice,
+    /// Output streams that go to files and to the console (`--tee`).
+    pub(crate) tee: StreamChoice,
+    /// Template of the line prefix: `--log-line-prefix-template`, its environment variable or the default.
+    pub(crate) prefix_template: String,
+    /// `--local-ranks-filter`: local ranks whose output goes to the console; `None` is all.
+    pub(crate) local_ranks_filter: Option<std::collections::BTreeSet<usize>>,
+    /// True if the launcher reads a stderr that goes to the console, so that it can keep the last lines.
+    /// False with `--stderr-tail=0`. Also false with `--orphans=keep`, since the stderr must then outlive the
+    /// launcher.
+    pub(crate) keep_stderr_tail: bool,
+    /// Texts of `--duplicate-stdout-filters`; empty if the filter is off.
+    pub(crate) duplicate_stdout: Vec<String>,
+    /// Texts of `--duplicate-stderr-filters`; empty if the filter is off.
+    pub(crate) duplicate_stderr: Vec<String>,
+}
+
+/// Where flight recordings are stored (CONVOKE_FLIGHT_DIR).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum FlightDir {
+    /// In the log folder, since the variable is not set.
+    LogFolder,
+    /// In this directory.
+    Path(PathBuf),
+    /// Nowhere: the variable is empty, so there are no recordings.
+    Disabled,
+}
+
+/// Where log files are stored (`--log-dir`).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum LogDir {
+    /// In a new directory `torchelastic_<run id>_<random>` in the temporary directory.
+    Temporary,
+    /// In this directory, which is created with its parents.
+    Path(PathBuf),
+    /// Nowhere (`/dev/null`): there are no log files.
+    Disabled,
+}
