@@ -4,7 +4,7 @@
 //! imports or exports counts as the file that defines it.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use super::layers::{ModuleGraph, elements, modules, production, tokens};
 use super::{assert_none, is_test_file, with_extension};

@@ -3,8 +3,42 @@
 use std::ops::Range;
 
 use super::super::topology::{Cpu, Topology, groups};
-use super::{Bind, NumaBinding};
 use crate::formatting::count;
+
+/// The kind of hardware part over which `--bind` spreads the workers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Bind {
+    Node,
+    Socket,
+    CoreComplex,
+    /// Physical cores, of which each worker gets its own.
+    Core,
+}
+
+/// Which CPUs near its device `--numa-binding` gives to a worker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NumaBinding {
+    /// The CPUs of the device's NUMA node.
+    Node,
+    /// The CPUs of all NUMA nodes on the device's socket.
+    Socket,
+    /// The worker's own share of the physical cores on the device's NUMA node.
+    Exclusive,
+    /// CPUs on the device's NUMA node that share a last-level cache.
+    CoreComplex,
+}
+
+impl NumaBinding {
+    /// Returns the value of `--bind` that is most similar, for machines without devices.
+    pub(super) fn without_device(self) -> &'static str {
+        match self {
+            Self::Node => "node",
+            Self::Socket => "socket",
+            Self::Exclusive => "core",
+            Self::CoreComplex => "core-complex",
+        }
+    }
+}
 
 /// Reasons why a worker would get no CPUs.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

@@ -10,41 +10,7 @@ use super::accelerators;
 use super::machine::Machine;
 use super::topology::Topology;
 use crate::cli::{CliError, ParsedArgs, Value};
-
-/// The kind of hardware part over which `--bind` spreads the workers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Bind {
-    Node,
-    Socket,
-    CoreComplex,
-    /// Physical cores, of which each worker gets its own.
-    Core,
-}
-
-/// Which CPUs near its device `--numa-binding` gives to a worker.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum NumaBinding {
-    /// The CPUs of the device's NUMA node.
-    Node,
-    /// The CPUs of all NUMA nodes on the device's socket.
-    Socket,
-    /// The worker's own share of the physical cores on the device's NUMA node.
-    Exclusive,
-    /// CPUs on the device's NUMA node that share a last-level cache.
-    CoreComplex,
-}
-
-impl NumaBinding {
-    /// Returns the value of `--bind` that is most similar, for machines without devices.
-    fn without_device(self) -> &'static str {
-        match self {
-            Self::Node => "node",
-            Self::Socket => "socket",
-            Self::Exclusive => "core",
-            Self::CoreComplex => "core-complex",
-        }
-    }
-}
+use cpu_sets::{Bind, NumaBinding};
 
 /// Returns the CPUs of each worker by local rank. Empty if workers are not bound to CPUs.
 ///
