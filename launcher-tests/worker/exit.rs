@@ -10,7 +10,7 @@
 
 use std::error::Error;
 
-use convoke_comm::{ReduceOp, World};
+use convoke_comm::{ReduceOp, World, op};
 use nix::sys::signal::{Signal, raise};
 
 /// Number of rounds before rank WHO ends.
@@ -44,7 +44,7 @@ fn step(world: &World, work: &str) -> Result<(), Box<dyn Error>> {
         world.all_reduce(&mut [me as f32; 100], ReduceOp::Sum)?;
     } else {
         let mut from = [0_u64];
-        world.send_recv((&[me as u64], (me + 1) % size, 0), (&mut from, (me + size - 1) % size, 0))?;
+        world.run((op::send(&[me as u64], (me + 1) % size), op::recv(&mut from, (me + size - 1) % size)))?;
     }
     Ok(())
 }

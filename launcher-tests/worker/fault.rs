@@ -127,7 +127,7 @@ impl Buffers {
                 world.recv(&mut self.bytes, previous, 0)?;
                 if rank == 0 { Ok(()) } else { world.send(&self.bytes, next, 0) }
             }
-            Operation::UnmatchedRecv => world.recv(&mut [0_u8], next, 0),
+            Operation::UnmatchedRecv => world.recv(&mut [0_u8], next, 0).map(drop),
         }
     }
 

@@ -9,7 +9,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use convoke_comm::{Backend, CommError, ReduceOp, Session, on_fault_point};
+use convoke_comm::{Backend, CommError, ReduceOp, Session, on_fault_point, op};
 use nix::sys::signal::{Signal, raise};
 
 use super::Outcome;
@@ -94,9 +94,10 @@ fn job(formed: &mut bool) -> Result<(), CommError> {
         assert!(all.chunks(30_000).enumerate().all(right), "all_gather");
         for len in [1, 2_000, 20_000] {
             message[..len].fill((rank * round) as u64);
-            let send = (&message[..len], next, round as u32);
-            world.send_recv(send, (&mut answer[..len], previous, round as u32))?;
-            assert!(answer[..len].iter().all(|&x| x == (previous * round) as u64), "send_recv");
+            let tag = round as u32;
+            let send = op::send(&message[..len], next).tag(tag);
+            world.run((send, op::recv(&mut answer[..len], previous).tag(tag)))?;
+            assert!(answer[..len].iter().all(|&x| x == (previous * round) as u64), "send and recv");
         }
         world.barrier()?;
     }

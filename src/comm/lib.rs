@@ -21,7 +21,7 @@
 //! - [`Element`], [`ReduceOp`] and [`Reduction`] define element types and reductions.
 //! - [`CommError`] names the rank, the cause, and how far the call came; all ranks get the same cause.
 //!
-//! - [`Nonblocking`] and [`Work`] are the nonblocking operations: in scopes, as futures, with callbacks.
+//! - [`op`] has the operations as values: begun, in scopes, several at once, on GPUs. [`Work`] waits for one.
 //!
 //! A thread that waits for an operation carries out its transfers. The first nonblocking operation starts a
 //! background thread; nothing runs while no operation is in progress. `docs/internals/collectives.md`
@@ -63,16 +63,14 @@ pub use api::backend::{Backend, is_available};
 pub use api::device;
 pub use api::group::Group;
 pub use api::group::alloc::SharedBuffer;
-pub use api::group::buffers::{AnySource, Buffer, BufferMut, List, Lists, OperationBuffers};
-pub use api::group::messages::Batch;
-pub use api::group::nonblocking::Nonblocking;
 pub use api::group::work::{Work, wait_all, wait_any};
 pub use api::mesh::Mesh;
+pub use api::op;
 pub use api::reduction::Reduction;
 pub use api::session::{Session, World, init, is_elastic, is_initialized};
 pub use api::spawn::{Spawn, SpawnError, spawn};
 pub use bootstrap::options::{GroupOptions, Listen, ThreadMigration};
-pub use collectives::call::{Call, CallKind, Envelope};
+pub use collectives::call::{Call, CallKind, Status};
 pub use collectives::dtype::{Dtype, Element, ReduceOp};
 pub use convoke_env::{Generation, Token};
 pub use convoke_store::Store;

@@ -9,7 +9,7 @@
 
 #![allow(clippy::print_stdout)]
 
-use convoke_comm::{CommError, Work, init, wait_all};
+use convoke_comm::{CommError, init, op};
 
 /// Tags separate messages between two ranks; messages of one tag stay in order.
 const TOKEN: u32 = 1;
@@ -39,17 +39,13 @@ fn main() -> Result<(), CommError> {
         println!("{size} ranks passed a token round: {}", token[0]);
     }
 
-    // Nonblocking: all ranks greet all others at once. Blocking calls in this order could deadlock. A rank
-    // starts all its nonblocking calls before it waits for one.
+    // Several at once: all ranks greet all others. Blocking calls in this order could deadlock.
     let others = || (0..size).filter(|&other| other != rank);
-    let receives: Vec<Work<Vec<f32>>> =
-        others().map(|from| world.irecv(vec![0.0; 1000], from, GREETING)).collect::<Result<_, _>>()?;
-    let sends: Vec<Work<Vec<f32>>> =
-        others().map(|to| world.isend(vec![rank as f32; 1000], to, GREETING)).collect::<Result<_, _>>()?;
-    let greetings = wait_all(receives)?;
-    wait_all(sends)?;
-    for (greeting, from) in greetings.iter().zip(others()) {
-        assert!(greeting.iter().all(|&value| value == from as f32));
+    let sends: Vec<_> = others().map(|to| op::send(vec![rank as f32; 1000], to).tag(GREETING)).collect();
+    let receives: Vec<_> = others().map(|from| op::recv(vec![0.0; 1000], from).tag(GREETING)).collect();
+    let (_, greetings) = world.run((sends, receives))?;
+    for (greeting, status) in &greetings {
+        assert!(greeting.iter().all(|&value| value == status.source() as f32));
     }
     if rank == 0 {
         println!("each got {} greetings", greetings.len());
@@ -59,11 +55,11 @@ fn main() -> Result<(), CommError> {
     if rank == 0 {
         let mut heard = Vec::new();
         while heard.len() < size - 1 {
-            let envelope = world.probe(None, REPORT)?;
-            let mut report = vec![0_u8; envelope.count()];
-            world.recv(&mut report, envelope.source(), REPORT)?;
-            assert_eq!(report, vec![envelope.source() as u8; envelope.source()]);
-            heard.push(envelope.source());
+            let status = world.probe(None, REPORT)?;
+            let mut report = vec![0_u8; status.count()];
+            world.recv(&mut report, status.source(), REPORT)?;
+            assert_eq!(report, vec![status.source() as u8; status.source()]);
+            heard.push(status.source());
         }
         heard.sort_unstable();
         println!("rank 0 heard {heard:?} from whoever was first");

@@ -14,7 +14,7 @@
 
 use std::collections::VecDeque;
 
-use convoke_comm::{CommError, Group, Mesh, ReduceOp, init};
+use convoke_comm::{CommError, Group, Mesh, ReduceOp, init, op};
 use convoke_train::Random;
 
 const STAGES: usize = 2;
@@ -69,7 +69,7 @@ fn first_stage(pipeline: &Group, weight: f32, parts: &[Vec<f32>]) -> Result<(f32
     for part in parts {
         let activation: Vec<f32> = part.iter().map(|x| weight * x).collect();
         // The rank does not wait for the send, and computes the next part while the message is sent.
-        sending.push_back(pipeline.isend(activation, 1, ACTIVATION)?);
+        sending.push_back(pipeline.start(op::send(activation, 1).tag(ACTIVATION))?);
     }
     let mut slope = 0.0;
     for part in parts {

@@ -10,9 +10,7 @@
 
 #![allow(clippy::print_stdout)]
 
-use convoke_comm::{CommError, Group, ReduceOp, init};
-
-const TAG: u32 = 0;
+use convoke_comm::{CommError, Group, ReduceOp, init, op};
 
 fn main() -> Result<(), CommError> {
     let world = init()?;
@@ -43,10 +41,9 @@ fn ring_with_whole_buffers(group: &Group, buffer: &mut [f64]) -> Result<usize, C
     let (next, previous) = neighbours(group);
     let mut passing = buffer.to_vec();
     for _ in 1..group.size() {
-        // The send must be nonblocking: if all ranks blocked in a send first, all would wait.
-        let sending = group.isend(passing.clone(), next, TAG)?;
-        group.recv(&mut passing, previous, TAG)?;
-        sending.wait()?;
+        // At once: if all ranks blocked in a send first, all would wait.
+        let outgoing = passing.clone();
+        group.run((op::send(&outgoing, next), op::recv(&mut passing, previous)))?;
         buffer.iter_mut().zip(&passing).for_each(|(sum, value)| *sum += value);
     }
     Ok((group.size() - 1) * buffer.len())
@@ -63,10 +60,8 @@ fn ring_with_chunks(group: &Group, buffer: &mut [f64]) -> Result<usize, CommErro
         let (sends, receives) = ((rank + 2 * size - step) % size, (rank + 2 * size - step - 1) % size);
         let outgoing = buffer[chunk(sends)].to_vec();
         sent += outgoing.len();
-        let sending = group.isend(outgoing, next, TAG)?;
         let mut incoming = vec![0.0; chunk(receives).len()];
-        group.recv(&mut incoming, previous, TAG)?;
-        sending.wait()?;
+        group.run((op::send(&outgoing, next), op::recv(&mut incoming, previous)))?;
         for (value, incoming) in buffer[chunk(receives)].iter_mut().zip(incoming) {
             // The first half of the steps adds incoming chunks; the second half distributes complete sums.
             *value = if step < size - 1 { *value + incoming } else { incoming };

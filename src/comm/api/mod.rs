@@ -1,4 +1,4 @@
-//! The public interface: groups of ranks and their operations, meshes, GPUs, and the ways to join a job.
+//! The public interface: groups of ranks and their operations (as methods and as values, `op`), meshes, GPUs, and the ways to join a job.
 
 pub(crate) mod backend;
 #[cfg(feature = "nccl")]
@@ -6,6 +6,7 @@ pub mod device;
 pub(crate) mod group;
 mod logger;
 pub(crate) mod mesh;
+pub mod op;
 pub(crate) mod reduction;
 pub(crate) mod session;
 pub(crate) mod spawn;

@@ -129,6 +129,13 @@ impl<T> From<ReduceOp> for Reduction<T> {
     }
 }
 
+/// Named reductions are equal if they are the same. A factor or function equals no other.
+impl<T> PartialEq for Reduction<T> {
+    fn eq(&self, other: &Self) -> bool {
+        self.op == other.op && !matches!(self.op, ReduceOp::PremulSum | ReduceOp::Custom)
+    }
+}
+
 impl<T> Clone for Reduction<T> {
     fn clone(&self) -> Self {
         let (scale, function) = (self.scale.clone(), self.function.clone());

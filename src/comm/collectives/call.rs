@@ -271,18 +271,28 @@ impl fmt::Display for Call {
     }
 }
 
-/// Source, size and element type of a message, like `MPI_Status`.
+/// Source, tag, length and element type of a message, like `MPI_Status`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Envelope {
+pub struct Status {
     pub(crate) source: usize,
     pub(crate) call: Call,
 }
 
-impl Envelope {
+impl Status {
+    /// The status of a message that has not been received yet.
+    pub(crate) const PENDING: Self =
+        Self { source: 0, call: Call::new(CallKind::PointToPoint, Dtype::U8, None, 0, 0) };
+
     /// Returns the rank that sent the message.
     #[must_use]
     pub const fn source(&self) -> usize {
         self.source
+    }
+
+    /// Returns the tag of the message.
+    #[must_use]
+    pub const fn tag(&self) -> u32 {
+        self.call.root
     }
 
     /// Returns the number of elements of the message.

@@ -10,12 +10,12 @@ use smallvec::SmallVec;
 
 use super::callbacks::{Callback, CallbackQueue};
 use super::sync::{AtomicBool, Mutex, MutexGuard, Ordering, PoisonError, Thread, current};
-use crate::collectives::call::Envelope;
+use crate::collectives::call::Status;
 use crate::error::CommError;
 use crate::flight::CallRecord;
 
-/// The result of an operation; a receive or a probe also returns the envelope of its message.
-pub(crate) type Outcome = Result<Option<Envelope>, CommError>;
+/// The result of an operation; a receive or a probe also returns the status of its message.
+pub(crate) type Outcome = Result<Option<Status>, CommError>;
 
 /// The timeout of an operation, and its start time if the clock has been read. An operation that need not
 /// wait does not read the clock.

@@ -17,7 +17,7 @@ use super::recording::{message_entry, small_entry};
 use super::state::Collective;
 use super::wait_policy::{Oversubscription, WaitAction, WaitPolicy};
 use super::{Operation, Transport};
-use crate::collectives::call::{Call, Envelope};
+use crate::collectives::call::{Call, Status};
 use crate::collectives::dtype::ReduceOp;
 use crate::error::ExecutionError;
 use crate::fault::fault_point;
@@ -166,7 +166,7 @@ impl Engine {
                 // The receive may have queued a frame that returns credit to the peer.
                 self.progress_messages(from);
             }
-            return Some(FastPath::Done(Ok(Some(Envelope { source: from, call }))));
+            return Some(FastPath::Done(Ok(Some(Status { source: from, call }))));
         }
         let step = step.unwrap_or_else(|| self.settings.flight.begin(&entry()));
         let completion = Arc::new(Completion::new(limit));

@@ -40,7 +40,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use crate::buffer::{BorrowedBuffer, PlanBuffer};
-use crate::collectives::call::Call;
+use crate::collectives::call::{Call, Status};
 use crate::collectives::dtype::Dtype;
 use crate::collectives::kernels::Kernel;
 use crate::collectives::plan::Plan;
@@ -161,8 +161,16 @@ impl Shared {
         self.outcome(&completion)
     }
 
-    /// Runs operations concurrently, and waits for all of them.
-    pub(crate) fn call_all(&self, operations: Vec<Operation<'_>>, limit: TimeLimit) -> Result<(), CommError> {
+    /// Runs operations concurrently, and waits for all of them. Returns the status of each message that was
+    /// received.
+    pub(crate) fn call_all(
+        &self,
+        mut operations: Vec<Option<Operation<'_>>>,
+        limit: TimeLimit,
+    ) -> Result<Vec<Option<Status>>, CommError> {
+        if let [one] = &mut operations[..] {
+            return Ok(vec![self.call(one, limit)?]);
+        }
         let limit = limit.started();
         let begin = |operation| {
             let completion = Arc::new(Completion::new(limit));
@@ -174,9 +182,12 @@ impl Shared {
             }
             completion
         };
-        let completions: Vec<_> = operations.into_iter().map(begin).collect();
-        let outcomes: Vec<_> = completions.iter().map(|completion| self.outcome(completion)).collect();
-        outcomes.into_iter().try_for_each(|outcome| outcome.map(drop))
+        let completions: Vec<_> = operations.into_iter().map(|operation| operation.map(begin)).collect();
+        let outcomes: Vec<_> = completions
+            .iter()
+            .map(|completion| completion.as_ref().map_or(Ok(None), |completion| self.outcome(completion)))
+            .collect();
+        outcomes.into_iter().collect()
     }
 
     /// Finishes pending operations that no caller waits for, each within its timeout, and leaves the group.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::completion::Completion;
 use super::progress::Engine;
-use crate::collectives::call::{Call, Envelope};
+use crate::collectives::call::{Call, Status};
 use crate::transport::links::hello::ConnectionKind;
 
 /// A probe that waits for a message.
@@ -44,12 +44,12 @@ impl Engine {
     }
 
     /// Returns the first unexpected message with this tag, from rank `from` or from any rank.
-    pub(super) fn first_unexpected(&self, from: Option<usize>, tag: u32) -> Option<Envelope> {
+    pub(super) fn first_unexpected(&self, from: Option<usize>, tag: u32) -> Option<Status> {
         let peers = self.peers.iter().enumerate().filter(|(rank, _)| from.is_none_or(|from| from == *rank));
         let first = peers
             .filter_map(|(_, peer)| peer.messages.unexpected(tag))
             .min_by_key(|(arrival_index, _)| *arrival_index);
-        first.map(|(_, envelope)| envelope)
+        first.map(|(_, status)| status)
     }
 
     pub(super) fn ensure_message_connections(&mut self) {

@@ -19,7 +19,7 @@ use super::teardown::Finishing;
 use super::wait_policy::{WaitAction, WaitPolicy};
 use super::{EngineFn, Operation, SubmissionQueue, Task, Transport};
 use crate::buffer::BorrowedBuffer;
-use crate::collectives::call::{Call, Envelope};
+use crate::collectives::call::{Call, Status};
 use crate::collectives::kernels::Kernel;
 use crate::collectives::plan::Plan;
 use crate::error::cause::{Cause, Report};
@@ -194,7 +194,7 @@ impl Engine {
             Operation::Recv { from: None, call, buffer } => {
                 self.ensure_message_connections();
                 match self.first_unexpected(None, call.root) {
-                    Some(Envelope { source: from, .. }) => {
+                    Some(Status { source: from, .. }) => {
                         let order = self.any_source.order();
                         self.receive(from, order, call, buffer, completion);
                     }

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use crate::{
-    Buffer, BufferMut, CommError, Group, List, Nonblocking, OperationBuffers, ReduceOp, Reduction, Work,
-};
+use crate::op::{self, Buffer, BufferMut, Operation, OperationOutput, Scope};
+use crate::{CommError, Group, ReduceOp, Reduction, Work};
 
+use super::handles::TestError;
 use super::random_program::{Collective, CollectiveKind};
 use super::values::Value;
 
@@ -23,28 +23,17 @@ pub(crate) fn blocking<T: Value>(
         CollectiveKind::Barrier => group.barrier(),
         CollectiveKind::AllReduce => group.all_reduce(recv, op),
         CollectiveKind::AllReduceInto => group.all_reduce_into(send, recv, op),
-        CollectiveKind::AllReduceList => group.all_reduce_coalesced::<T, _>(&mut recv.split_by(lens, 1), op),
         CollectiveKind::Broadcast => group.broadcast(recv, root),
-        CollectiveKind::BroadcastList => group.broadcast_coalesced::<T, _>(&mut recv.split_by(lens, 1), root),
         CollectiveKind::Reduce => group.reduce(recv, op, root),
         CollectiveKind::ReduceInto => group.reduce_into(send, recv, op, root),
-        CollectiveKind::ReduceList => group.reduce_coalesced::<T, _>(&mut recv.split_by(lens, 1), op, root),
         CollectiveKind::Scan => group.scan(recv, op),
         CollectiveKind::ExclusiveScan => group.exclusive_scan(recv, op),
         CollectiveKind::AllGather => group.all_gather(send, recv),
         CollectiveKind::AllGatherInPlace => group.all_gather_in_place(recv),
         CollectiveKind::AllGatherV => group.all_gather_v(send, recv, lens),
-        CollectiveKind::AllGatherList => {
-            group.all_gather_coalesced::<T, _, _>(&send.split_by(lens, 1), &mut recv.split_by(lens, size))
-        }
         CollectiveKind::ReduceScatter => group.reduce_scatter(send, recv, op),
         CollectiveKind::ReduceScatterInPlace => group.reduce_scatter_in_place(recv, op),
         CollectiveKind::ReduceScatterV => group.reduce_scatter_v(send, recv, lens, op),
-        CollectiveKind::ReduceScatterList => group.reduce_scatter_coalesced::<T, _, _>(
-            &send.split_by(lens, size),
-            &mut recv.split_by(lens, 1),
-            op,
-        ),
         CollectiveKind::Gather => group.gather(send, recv, root),
         CollectiveKind::GatherV => group.gather_v(send, recv, lens, root),
         CollectiveKind::Scatter => group.scatter(send, recv, root),
@@ -55,7 +44,51 @@ pub(crate) fn blocking<T: Value>(
             let (sent, filled) = lens_of_pairs(lens, me, size);
             group.all_to_all_v((send, &sent), (recv, &filled))
         }
+        CollectiveKind::AllReduceList
+        | CollectiveKind::BroadcastList
+        | CollectiveKind::ReduceList
+        | CollectiveKind::AllGatherList
+        | CollectiveKind::ReduceScatterList => run_list(group, call, send, recv).map(drop),
     }
+}
+
+/// Carries out a collective on a list of buffers: pieces of `send` and `recv`, which it returns.
+fn run_list<T, S, R>(
+    group: &Group,
+    call: &Collective,
+    send: S,
+    recv: R,
+) -> Result<(Vec<S>, Vec<R>), CommError>
+where
+    T: Value,
+    S: Buffer<Element = T> + SplitBuffer,
+    R: BufferMut<Element = T> + SplitBuffer,
+{
+    let Collective { root, lens, .. } = call;
+    let (root, size, op) = (*root, group.size(), reduction::<T>(call, group.rank()));
+    let recvs = |recv: R| recv.split_by(lens, 1).into_iter();
+    let filled = match call.kind {
+        CollectiveKind::AllReduceList => {
+            group.run(recvs(recv).map(|recv| op::all_reduce(recv, op.clone())).collect::<Vec<_>>())?
+        }
+        CollectiveKind::BroadcastList => {
+            group.run(recvs(recv).map(|recv| op::broadcast(recv, root)).collect::<Vec<_>>())?
+        }
+        CollectiveKind::ReduceList => {
+            group.run(recvs(recv).map(|recv| op::reduce(recv, op.clone(), root)).collect::<Vec<_>>())?
+        }
+        CollectiveKind::AllGatherList => {
+            let pairs = send.split_by(lens, 1).into_iter().zip(recv.split_by(lens, size));
+            let done = group.run(pairs.map(|(send, recv)| op::all_gather(send, recv)).collect::<Vec<_>>())?;
+            return Ok(done.into_iter().unzip());
+        }
+        _ => {
+            let pairs = send.split_by(lens, size).into_iter().zip(recvs(recv));
+            let one = |(send, recv)| op::reduce_scatter(send, recv, op.clone());
+            return Ok(group.run(pairs.map(one).collect::<Vec<_>>())?.into_iter().unzip());
+        }
+    };
+    Ok((Vec::new(), filled))
 }
 
 /// The reduction, with this rank's factor if it has one.
@@ -80,90 +113,125 @@ fn lens_of_pairs(lens: &[usize], me: usize, size: usize) -> (Vec<usize>, Vec<usi
 /// Checks the buffers that an operation has sent and filled.
 pub(crate) type Check<'s, T> = Box<dyn FnOnce(&[T], &[T]) -> Result<(), String> + Send + 's>;
 /// Checks the memory that a handle returns.
-pub(crate) type OutputCheck<'s, M> =
-    Box<dyn FnOnce(<M as OperationBuffers>::Output) -> Result<(), String> + Send + 's>;
+pub(crate) type OutputCheck<'s, M> = Box<dyn FnOnce(M) -> Result<(), String> + Send + 's>;
+
+/// A group, or a scope of one, in which operations begin.
+pub(crate) trait Start<'s> {
+    fn group(&self) -> &Group;
+
+    fn start<O: Operation>(&self, operation: O) -> Result<Work<O::Output>, CommError>
+    where
+        O::Output: 's;
+}
+
+impl Start<'static> for Group {
+    fn group(&self) -> &Group {
+        self
+    }
+
+    fn start<O: Operation>(&self, operation: O) -> Result<Work<O::Output>, CommError>
+    where
+        O::Output: 'static,
+    {
+        Group::start(self, operation)
+    }
+}
+
+impl<'s> Start<'s> for (&Group, &Scope<'s, '_>) {
+    fn group(&self) -> &Group {
+        self.0
+    }
+
+    fn start<O: Operation>(&self, operation: O) -> Result<Work<O::Output>, CommError>
+    where
+        O::Output: 's,
+    {
+        self.1.start(operation).map(Work::from)
+    }
+}
 
 /// A receiver of handles.
 pub(crate) trait HandleSink<'s> {
-    fn add_handle<M: OperationBuffers + Send + 's>(&mut self, work: Work<M>, check: OutputCheck<'s, M>);
+    fn add_handle<M: OperationOutput + 's>(&mut self, work: Work<M>, check: OutputCheck<'s, M>);
 }
 
 /// Begins `call`, and passes its handle to `sink`.
 pub(crate) fn begin<'s, T, S, R>(
-    from: &Nonblocking<'s, '_>,
-    (call, me, size): (&Collective, usize, usize),
+    from: &impl Start<'s>,
+    call: &Collective,
     (send, recv): (S, R),
     sink: &mut impl HandleSink<'s>,
     check: Check<'s, T>,
-) -> Result<(), CommError>
+) -> Result<(), TestError>
 where
     T: Value,
-    S: Buffer<Element = T> + SplitBuffer + Send + 's,
-    R: BufferMut<Element = T> + SplitBuffer + Send + 's,
+    S: Buffer<Element = T> + SplitBuffer + 's,
+    R: BufferMut<Element = T> + SplitBuffer + 's,
 {
     let Collective { root, lens, .. } = call;
+    let (me, size) = (from.group().rank(), from.group().size());
     let (root, op) = (*root, reduction::<T>(call, me));
     let of_one =
         |check: Check<'s, T>| -> OutputCheck<'s, R> { Box::new(move |recv: R| check(&[], recv.elements())) };
     let of_two = |check: Check<'s, T>| -> OutputCheck<'s, (S, R)> {
         Box::new(move |(send, recv): (S, R)| check(send.elements(), recv.elements()))
     };
-    let of_list = |check: Check<'s, T>| -> OutputCheck<'s, List<R>> {
-        Box::new(move |List(recvs): List<R>| check(&[], &joined(&recvs)))
-    };
-    let of_lists = |check: Check<'s, T>| -> OutputCheck<'s, (List<S>, List<R>)> {
-        Box::new(move |(List(sends), List(recvs)): (List<S>, List<R>)| {
-            check(&joined(&sends), &joined(&recvs))
-        })
-    };
     match call.kind {
-        CollectiveKind::Barrier => sink.add_handle(from.barrier()?, Box::new(move |()| check(&[], &[]))),
-        CollectiveKind::AllReduce => sink.add_handle(from.all_reduce(recv, op)?, of_one(check)),
+        CollectiveKind::Barrier => {
+            sink.add_handle(from.start(op::barrier())?, Box::new(move |()| check(&[], &[])))
+        }
+        CollectiveKind::AllReduce => sink.add_handle(from.start(op::all_reduce(recv, op))?, of_one(check)),
         CollectiveKind::AllReduceInto => {
-            sink.add_handle(from.all_reduce_into(send, recv, op)?, of_two(check))
+            sink.add_handle(from.start(op::all_reduce_into(send, recv, op))?, of_two(check))
         }
-        CollectiveKind::AllReduceList => {
-            sink.add_handle(from.all_reduce_coalesced(recv.split_by(lens, 1), op)?, of_list(check));
+        CollectiveKind::Broadcast => sink.add_handle(from.start(op::broadcast(recv, root))?, of_one(check)),
+        CollectiveKind::Reduce => sink.add_handle(from.start(op::reduce(recv, op, root))?, of_one(check)),
+        CollectiveKind::ReduceInto => {
+            sink.add_handle(from.start(op::reduce_into(send, recv, op, root))?, of_two(check))
         }
-        CollectiveKind::Broadcast => sink.add_handle(from.broadcast(recv, root)?, of_one(check)),
-        CollectiveKind::BroadcastList => {
-            sink.add_handle(from.broadcast_coalesced(recv.split_by(lens, 1), root)?, of_list(check));
+        CollectiveKind::Scan => sink.add_handle(from.start(op::scan(recv, op))?, of_one(check)),
+        CollectiveKind::ExclusiveScan => {
+            sink.add_handle(from.start(op::exclusive_scan(recv, op))?, of_one(check))
         }
-        CollectiveKind::Reduce => sink.add_handle(from.reduce(recv, op, root)?, of_one(check)),
-        CollectiveKind::ReduceInto => sink.add_handle(from.reduce_into(send, recv, op, root)?, of_two(check)),
-        CollectiveKind::ReduceList => {
-            sink.add_handle(from.reduce_coalesced(recv.split_by(lens, 1), op, root)?, of_list(check));
+        CollectiveKind::AllGather => sink.add_handle(from.start(op::all_gather(send, recv))?, of_two(check)),
+        CollectiveKind::AllGatherInPlace => {
+            sink.add_handle(from.start(op::all_gather_in_place(recv))?, of_one(check))
         }
-        CollectiveKind::Scan => sink.add_handle(from.scan(recv, op)?, of_one(check)),
-        CollectiveKind::ExclusiveScan => sink.add_handle(from.exclusive_scan(recv, op)?, of_one(check)),
-        CollectiveKind::AllGather => sink.add_handle(from.all_gather(send, recv)?, of_two(check)),
-        CollectiveKind::AllGatherInPlace => sink.add_handle(from.all_gather_in_place(recv)?, of_one(check)),
-        CollectiveKind::AllGatherV => sink.add_handle(from.all_gather_v(send, recv, lens)?, of_two(check)),
-        CollectiveKind::AllGatherList => {
-            let work = from.all_gather_coalesced(send.split_by(lens, 1), recv.split_by(lens, size))?;
-            sink.add_handle(work, of_lists(check));
+        CollectiveKind::AllGatherV => {
+            sink.add_handle(from.start(op::all_gather_v(send, recv, lens))?, of_two(check))
         }
-        CollectiveKind::ReduceScatter => sink.add_handle(from.reduce_scatter(send, recv, op)?, of_two(check)),
+        CollectiveKind::ReduceScatter => {
+            sink.add_handle(from.start(op::reduce_scatter(send, recv, op))?, of_two(check))
+        }
         CollectiveKind::ReduceScatterInPlace => {
-            sink.add_handle(from.reduce_scatter_in_place(recv, op)?, of_one(check))
+            sink.add_handle(from.start(op::reduce_scatter_in_place(recv, op))?, of_one(check))
         }
         CollectiveKind::ReduceScatterV => {
-            sink.add_handle(from.reduce_scatter_v(send, recv, lens, op)?, of_two(check))
+            sink.add_handle(from.start(op::reduce_scatter_v(send, recv, lens, op))?, of_two(check))
         }
-        CollectiveKind::ReduceScatterList => {
-            let work =
-                from.reduce_scatter_coalesced(send.split_by(lens, size), recv.split_by(lens, 1), op)?;
-            sink.add_handle(work, of_lists(check));
+        CollectiveKind::Gather => sink.add_handle(from.start(op::gather(send, recv, root))?, of_two(check)),
+        CollectiveKind::GatherV => {
+            sink.add_handle(from.start(op::gather_v(send, recv, lens, root))?, of_two(check))
         }
-        CollectiveKind::Gather => sink.add_handle(from.gather(send, recv, root)?, of_two(check)),
-        CollectiveKind::GatherV => sink.add_handle(from.gather_v(send, recv, lens, root)?, of_two(check)),
-        CollectiveKind::Scatter => sink.add_handle(from.scatter(send, recv, root)?, of_two(check)),
-        CollectiveKind::ScatterV => sink.add_handle(from.scatter_v(send, recv, lens, root)?, of_two(check)),
-        CollectiveKind::AllToAll => sink.add_handle(from.all_to_all(send, recv)?, of_two(check)),
-        CollectiveKind::AllToAllInPlace => sink.add_handle(from.all_to_all_in_place(recv)?, of_one(check)),
+        CollectiveKind::Scatter => sink.add_handle(from.start(op::scatter(send, recv, root))?, of_two(check)),
+        CollectiveKind::ScatterV => {
+            sink.add_handle(from.start(op::scatter_v(send, recv, lens, root))?, of_two(check))
+        }
+        CollectiveKind::AllToAll => sink.add_handle(from.start(op::all_to_all(send, recv))?, of_two(check)),
+        CollectiveKind::AllToAllInPlace => {
+            sink.add_handle(from.start(op::all_to_all_in_place(recv))?, of_one(check))
+        }
         CollectiveKind::AllToAllV => {
             let (sent, filled) = lens_of_pairs(lens, me, size);
-            sink.add_handle(from.all_to_all_v((send, &sent), (recv, &filled))?, of_two(check));
+            sink.add_handle(from.start(op::all_to_all_v((send, &sent), (recv, &filled)))?, of_two(check));
+        }
+        CollectiveKind::AllReduceList
+        | CollectiveKind::BroadcastList
+        | CollectiveKind::ReduceList
+        | CollectiveKind::AllGatherList
+        | CollectiveKind::ReduceScatterList => {
+            let (sends, recvs) = run_list(from.group(), call, send, recv)?;
+            check(&joined(&sends), &joined(&recvs))?;
         }
     }
     Ok(())

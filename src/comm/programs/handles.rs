@@ -4,7 +4,8 @@ use std::any::Any;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::time::Duration;
 
-use crate::{CommError, OperationBuffers, Work, wait_all, wait_any};
+use crate::op::OperationOutput;
+use crate::{CommError, Work, wait_all, wait_any};
 use nix::poll::{PollFd, PollFlags, PollTimeout};
 
 use super::calls::{HandleSink, OutputCheck};
@@ -56,20 +57,18 @@ const WAIT_METHODS: [WaitMethod; 6] = [
     WaitMethod::Callback,
 ];
 
-fn wait<M: OperationBuffers>(mut work: Work<M>, method: WaitMethod) -> Result<M::Output, TestError> {
+fn wait<M: OperationOutput>(mut work: Work<M>, method: WaitMethod) -> Result<M, TestError> {
     match method {
         WaitMethod::Wait => {}
         WaitMethod::Test => loop {
-            match work.try_wait()? {
-                Ok(output) => return Ok(output),
-                Err(same) => work = same,
+            if let Some(output) = work.try_wait()? {
+                return Ok(output);
             }
             std::thread::yield_now();
         },
         WaitMethod::Timeout => loop {
-            match work.wait_timeout(Duration::from_micros(200))? {
-                Ok(output) => return Ok(output),
-                Err(same) => work = same,
+            if let Some(output) = work.wait_for(Duration::from_micros(200))? {
+                return Ok(output);
             }
         },
         WaitMethod::Await => return Ok(pollster::block_on(work)?),
@@ -96,7 +95,7 @@ fn wait<M: OperationBuffers>(mut work: Work<M>, method: WaitMethod) -> Result<M:
 }
 
 /// Handles of one type, in the order in which they were added.
-struct HandleList<M: OperationBuffers> {
+struct HandleList<M: OperationOutput> {
     handles: Vec<Work<M>>,
     checks: Vec<OutputCheck<'static, M>>,
 }
@@ -110,7 +109,7 @@ trait AnyHandleList: Send {
     fn expect_failures(&mut self, random: &mut Random, errors: &mut Vec<CommError>) -> Result<(), TestError>;
 }
 
-impl<M: OperationBuffers + Send + 'static> AnyHandleList for HandleList<M> {
+impl<M: OperationOutput + 'static> AnyHandleList for HandleList<M> {
     fn as_any(&mut self) -> &mut dyn Any {
         self
     }
@@ -177,7 +176,7 @@ impl Callbacks {
         Self { registered: 0, sender, receiver }
     }
 
-    fn register<M: OperationBuffers>(&mut self, work: &Work<M>) {
+    fn register<M: OperationOutput>(&mut self, work: &Work<M>) {
         let sender = self.sender.clone();
         self.registered += 1;
         work.on_complete(move || {
@@ -210,11 +209,7 @@ pub(crate) struct PendingHandles {
 }
 
 impl HandleSink<'static> for PendingHandles {
-    fn add_handle<M: OperationBuffers + Send + 'static>(
-        &mut self,
-        work: Work<M>,
-        check: OutputCheck<'static, M>,
-    ) {
+    fn add_handle<M: OperationOutput + 'static>(&mut self, work: Work<M>, check: OutputCheck<'static, M>) {
         self.insert(false, work, check);
     }
 }
@@ -222,7 +217,7 @@ impl HandleSink<'static> for PendingHandles {
 impl PendingHandles {
     /// Keeps the handle of a receive, which is never dropped early: a rank that leaves would cancel it and
     /// report that to the sender.
-    pub(crate) fn add_receive<M: OperationBuffers + Send + 'static>(
+    pub(crate) fn add_receive<M: OperationOutput + 'static>(
         &mut self,
         work: Work<M>,
         check: OutputCheck<'static, M>,
@@ -230,7 +225,7 @@ impl PendingHandles {
         self.insert(true, work, check);
     }
 
-    fn insert<M: OperationBuffers + Send + 'static>(
+    fn insert<M: OperationOutput + 'static>(
         &mut self,
         receives: bool,
         work: Work<M>,
@@ -328,20 +323,20 @@ trait WaitHandle {
     fn wait_with(self: Box<Self>, method: WaitMethod) -> Result<(), TestError>;
 }
 
-impl<M: OperationBuffers> WaitHandle for Work<M> {
+impl<M: OperationOutput> WaitHandle for Work<M> {
     fn wait_with(self: Box<Self>, method: WaitMethod) -> Result<(), TestError> {
         wait(*self, method).map(drop)
     }
 }
 
 impl<'s> HandleSink<'s> for ScopeHandles<'s> {
-    fn add_handle<M: OperationBuffers + Send + 's>(&mut self, work: Work<M>, _: OutputCheck<'s, M>) {
+    fn add_handle<M: OperationOutput + 's>(&mut self, work: Work<M>, _: OutputCheck<'s, M>) {
         self.add(work);
     }
 }
 
 impl<'s> ScopeHandles<'s> {
-    pub(crate) fn add<M: OperationBuffers + 's>(&mut self, work: Work<M>) {
+    pub(crate) fn add<M: OperationOutput + 's>(&mut self, work: Work<M>) {
         self.handles.push(Box::new(work));
     }
 

@@ -82,9 +82,9 @@ fn wait<T: Value>(group: &Group, call: &Collective) -> Result<(), TestError> {
 /// Begins the nonblocking form.
 fn begin<T: Value>(group: &Group, call: &Collective, handles: &mut PendingHandles) -> Result<(), TestError> {
     let case = case::<T>(call, group.rank(), group.size());
-    let (memory, what) = ((case.send.clone(), case.recv.clone()), (call, group.rank(), group.size()));
+    let memory = (case.send.clone(), case.recv.clone());
     let check = Box::new(move |send: &[T], recv: &[T]| case.check(send, recv));
-    Ok(calls::begin::<T, _, _>(&group.nonblocking(), what, memory, handles, check)?)
+    calls::begin::<T, _, _>(group, call, memory, handles, check)
 }
 
 fn run(group: &Group, cases: &[Collective]) {

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use crate::{CommError, Group};
+use crate::{CommError, Group, Status, op};
 
 use super::calls::HandleSink;
 use super::handles::{PendingHandles, TestError};
@@ -56,7 +56,7 @@ pub(crate) fn exchange<T: Value>(
             let (to, from) = (&what.list[out], &what.list[into]);
             let mut got = arbitrary::<T>(from.len);
             let send = what.content::<T>(out);
-            group.send_recv((&send, to.to, to.tag), (&mut got, from.from, from.tag))?;
+            group.run((op::send(&send, to.to).tag(to.tag), op::recv(&mut got, from.from).tag(from.tag)))?;
             Ok(what.check(into, &got)?)
         }
         Pattern::Batch => batched::<T>(group, what),
@@ -64,7 +64,7 @@ pub(crate) fn exchange<T: Value>(
             let (senders, mut seen) = (what.list.iter().filter(|message| message.to == me), Vec::new());
             for Message { tag, len, .. } in senders {
                 let mut got = arbitrary::<T>(*len);
-                let from = group.recv_any(&mut got, *tag)?;
+                let from = group.recv_any(&mut got, *tag)?.source();
                 what.check(what.unseen_from(from, &mut seen)?, &got)?;
             }
             for (index, Message { to, tag, .. }) in what.of_rank(me).filter(|(_, message)| message.from == me)
@@ -78,17 +78,17 @@ pub(crate) fn exchange<T: Value>(
                 what.of_rank(me).find(|(_, message)| message.to == me)
             {
                 let named = Some(*from).filter(|_| random.below(2) == 0);
-                let envelope = match random.below(2) {
+                let status = match random.below(2) {
                     0 => group.probe(named, *tag)?,
                     _ => loop {
-                        if let Some(envelope) = group.try_probe(named, *tag)? {
-                            break envelope;
+                        if let Some(status) = group.try_probe(named, *tag)? {
+                            break status;
                         }
                         std::thread::yield_now();
                     },
                 };
-                if (envelope.source(), envelope.count(), envelope.dtype()) != (*from, *len, T::DTYPE) {
-                    return Err(format!("{envelope:?} for {:?}", what.list[index]).into());
+                if (status.source(), status.count(), status.dtype()) != (*from, *len, T::DTYPE) {
+                    return Err(format!("{status:?} for {:?}", what.list[index]).into());
                 }
             }
             sequential::<T>(group, what)
@@ -115,15 +115,15 @@ fn batched<T: Value>(group: &Group, what: &Messages) -> Result<(), TestError> {
         if message.from == me { what.content::<T>(index) } else { arbitrary(message.len) }
     };
     let mut memory: Vec<Vec<T>> = what.of_rank(me).map(memory).collect();
-    let mut batch = group.batch();
+    let (mut sends, mut recvs) = (Vec::new(), Vec::new());
     for ((_, Message { from, to, tag, .. }), memory) in what.of_rank(me).zip(&mut memory) {
         if *from == me {
-            batch.send(memory, *to, *tag)?;
+            sends.push(op::send(memory, *to).tag(*tag));
         } else {
-            batch.recv(memory, *from, *tag)?;
+            recvs.push(op::recv(memory, *from).tag(*tag));
         }
     }
-    batch.wait()?;
+    group.run((sends, recvs))?;
     what.of_rank(me).zip(&memory).try_for_each(|((index, _), got)| Ok(what.check(index, got)?))
 }
 
@@ -133,24 +133,25 @@ pub(crate) fn begin<T: Value>(
     what: &Arc<Messages>,
     handles: &mut PendingHandles,
 ) -> Result<(), CommError> {
-    let (me, own) = (group.rank(), group.nonblocking());
+    let me = group.rank();
     let seen = Arc::new(Mutex::new(Vec::new()));
     for (index, Message { from, to, tag, len }) in what.of_rank(me) {
         let all = Arc::clone(what);
         if *from == me {
-            let work = group.isend(what.content::<T>(index), *to, *tag)?;
+            let work = group.start(op::send(what.content::<T>(index), *to).tag(*tag))?;
             handles.add_handle(work, Box::new(move |sent| all.check(index, &sent)));
         } else if what.pattern == Pattern::AnySource {
             let seen = Arc::clone(&seen);
-            let work = own.recv_any(arbitrary::<T>(*len), *tag)?;
-            let check = move |(got, from): (Vec<T>, usize)| {
-                let index = all.unseen_from(from, &mut seen.lock().expect("nobody panics with it"))?;
+            let work = group.start(op::recv_any(arbitrary::<T>(*len)).tag(*tag))?;
+            let check = move |(got, status): (Vec<T>, Status)| {
+                let index =
+                    all.unseen_from(status.source(), &mut seen.lock().expect("nobody panics with it"))?;
                 all.check(index, &got)
             };
             handles.add_receive(work, Box::new(check));
         } else {
-            let work = group.irecv(arbitrary::<T>(*len), *from, *tag)?;
-            handles.add_receive(work, Box::new(move |got| all.check(index, &got)));
+            let work = group.start(op::recv(arbitrary::<T>(*len), *from).tag(*tag))?;
+            handles.add_receive(work, Box::new(move |(got, _)| all.check(index, &got)));
         }
     }
     Ok(())

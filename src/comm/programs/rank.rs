@@ -234,8 +234,7 @@ impl Thread {
         }
         let shared = Arc::clone(&self.shared);
         let check = Box::new(move |send: &[T], recv: &[T]| shared.check(number, &case, send, recv));
-        let (from, what) = (group.nonblocking(), (call, group.rank(), group.size()));
-        Ok(calls::begin::<T, _, _>(&from, what, (send, recv), &mut self.handles, check)?)
+        calls::begin::<T, _, _>(group, call, (send, recv), &mut self.handles, check)
     }
 
     /// Carries out the next steps of one group that can borrow their memory in one scope. Returns how many.
@@ -250,20 +249,19 @@ impl Thread {
     }
 
     fn scoped_operation(&self, number: usize, group: &Group) -> Option<Box<dyn ScopedOperation>> {
-        let place = (group.rank(), group.size());
         match &self.shared.program.steps[number].operation {
             ProgramOperation::Objects(_) | ProgramOperation::MonitoredBarrier => None,
             ProgramOperation::Collective(call) => with_type!(call.dtype, T => {
-                let case = case::<T>(call, place.0, place.1);
+                let case = case::<T>(call, group.rank(), group.size());
                 let (send, recv) = (case.send.clone(), case.recv.clone());
                 let shared = Arc::clone(&self.shared);
                 let check = Box::new(move |case: &Case<T>, send: &[T], recv: &[T]| {
                     shared.check(number, case, send, recv)
                 });
-                Some(Box::new(ScopedCollective { call: call.clone(), place, case, send, recv, check }))
+                Some(Box::new(ScopedCollective { call: call.clone(), group: group.clone(), case, send, recv, check }))
             }),
             ProgramOperation::Messages(what) => with_type!(what.dtype, T => {
-                ScopedMessages::<T>::new(what, place.0).map(|messages| Box::new(messages) as Box<dyn ScopedOperation>)
+                ScopedMessages::<T>::new(what, group.rank()).map(|messages| Box::new(messages) as Box<dyn ScopedOperation>)
             }),
         }
     }

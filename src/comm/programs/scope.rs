@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use crate::{CommError, Group, Nonblocking};
+use crate::op::{self, Scope};
+use crate::{CommError, Group};
 
 use super::calls;
 use super::handles::{ScopeHandles, TestError};
@@ -15,7 +16,7 @@ use convoke_testkit::Random;
 pub(crate) trait ScopedOperation {
     fn begin<'scope, 'env>(
         &'env mut self,
-        scope: &Nonblocking<'scope, 'env>,
+        scope: &Scope<'scope, 'env>,
         handles: &mut ScopeHandles<'scope>,
     ) -> Result<(), CommError>;
 
@@ -50,7 +51,7 @@ type Check<T> = Box<dyn Fn(&Case<T>, &[T], &[T]) -> Result<(), String>>;
 
 pub(crate) struct ScopedCollective<T> {
     pub(crate) call: Collective,
-    pub(crate) place: (usize, usize),
+    pub(crate) group: Group,
     pub(crate) case: Case<T>,
     pub(crate) send: Vec<T>,
     pub(crate) recv: Vec<T>,
@@ -61,11 +62,16 @@ pub(crate) struct ScopedCollective<T> {
 impl<T: Value> ScopedOperation for ScopedCollective<T> {
     fn begin<'scope, 'env>(
         &'env mut self,
-        scope: &Nonblocking<'scope, 'env>,
+        scope: &Scope<'scope, 'env>,
         handles: &mut ScopeHandles<'scope>,
     ) -> Result<(), CommError> {
-        let (what, memory) = ((&self.call, self.place.0, self.place.1), (&self.send[..], &mut self.recv[..]));
-        calls::begin::<T, _, _>(scope, what, memory, handles, Box::new(|_, _| Ok(())))
+        let memory = (&self.send[..], &mut self.recv[..]);
+        let from = (&self.group, scope);
+        match calls::begin::<T, _, _>(&from, &self.call, memory, handles, Box::new(|_, _| Ok(()))) {
+            Err(TestError::Failed(error)) => Err(error),
+            Ok(()) => Ok(()),
+            Err(TestError::WrongResult(_)) => unreachable!("nothing is checked here"),
+        }
     }
 
     fn check(&self) -> Result<(), String> {
@@ -94,14 +100,14 @@ impl<T: Value> ScopedMessages<T> {
 impl<T: Value> ScopedOperation for ScopedMessages<T> {
     fn begin<'scope, 'env>(
         &'env mut self,
-        scope: &Nonblocking<'scope, 'env>,
+        scope: &Scope<'scope, 'env>,
         handles: &mut ScopeHandles<'scope>,
     ) -> Result<(), CommError> {
         for ((_, Message { from, to, tag, .. }), memory) in self.what.of_rank(self.me).zip(&mut self.memory) {
             if *from == self.me {
-                handles.add(scope.send(&memory[..], *to, *tag)?);
+                handles.add(scope.start(op::send(&memory[..], *to).tag(*tag))?.into());
             } else {
-                handles.add(scope.recv(&mut memory[..], *from, *tag)?);
+                handles.add(scope.start(op::recv(&mut memory[..], *from).tag(*tag))?.into());
             }
         }
         Ok(())

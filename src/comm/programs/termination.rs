@@ -1,7 +1,7 @@
 //! The terminations of programs other than dropping all handles. In those with errors, one rank does
 //! something unexpected, and all ranks must report one cause.
 
-use crate::{CommError, Group, LossReason, ReduceOp};
+use crate::{CommError, Group, LossReason, ReduceOp, op};
 
 use super::calls::HandleSink;
 use super::handles::{MAX_WAIT, PendingHandles, TestError};
@@ -88,15 +88,16 @@ fn begin(
     waiting: &mut PendingHandles,
     random: &mut Random,
 ) -> Result<(), CommError> {
-    let (own, others) = (group.nonblocking(), (0..group.size()).filter(|&rank| rank != group.rank()));
-    for from in others {
+    for from in (0..group.size()).filter(|&rank| rank != group.rank()) {
         if from == culprit || random.below(2) == 0 {
-            waiting
-                .add_handle(own.recv(vec![0_u8; random.below(100)], from, UNUSED_TAG)?, Box::new(|_| Ok(())));
+            waiting.add_handle(
+                group.start(op::recv(vec![0_u8; random.below(100)], from).tag(UNUSED_TAG))?,
+                Box::new(|_| Ok(())),
+            );
         }
     }
     if random.below(2) == 0 {
-        waiting.add_handle(own.recv_any(vec![0_i64; 3], UNUSED_TAG)?, Box::new(|_| Ok(())));
+        waiting.add_handle(group.start(op::recv_any(vec![0_i64; 3]).tag(UNUSED_TAG))?, Box::new(|_| Ok(())));
     }
     Ok(())
 }
@@ -118,22 +119,22 @@ fn expected(group: &Group, random: &mut Random) -> Result<(), CommError> {
     let mut buf = vec![1.0_f32; 1000];
     match random.below(3) {
         0 => group.all_reduce(&mut buf, ReduceOp::Sum),
-        1 => group.nonblocking().all_reduce(buf, ReduceOp::Sum)?.wait().map(drop),
-        _ => group.scope(|scope| scope.all_reduce(&mut buf[..], ReduceOp::Sum).map(drop)),
+        1 => group.start(op::all_reduce(buf, ReduceOp::Sum))?.wait().map(drop),
+        _ => group.scope(|scope| scope.start(op::all_reduce(&mut buf[..], ReduceOp::Sum)).map(drop)),
     }
 }
 
 /// A call that the culprit makes instead.
 fn other(group: &Group, random: &mut Random) -> Result<(), CommError> {
-    let (size, own) = (group.size(), group.nonblocking());
+    let size = group.size();
     match random.below(8) {
         0 => group.barrier(),
         1 => group.all_reduce(&mut vec![1.0_f32; 1000], ReduceOp::Max),
         2 => group.all_reduce(&mut vec![1_i32; 1000], ReduceOp::Sum),
         3 => group.all_reduce(&mut vec![1.0_f32; 300_000], ReduceOp::Sum),
-        4 => own.broadcast(vec![1.0_f32; 1000], random.below(size))?.wait().map(drop),
-        5 => own.all_gather(vec![1.0_f32; 1000], vec![0.0; 1000 * size])?.wait().map(drop),
-        6 => own.scan(vec![1.0_f32; 1000], ReduceOp::Sum)?.wait().map(drop),
+        4 => group.start(op::broadcast(vec![1.0_f32; 1000], random.below(size)))?.wait().map(drop),
+        5 => group.start(op::all_gather(vec![1.0_f32; 1000], vec![0.0; 1000 * size]))?.wait().map(drop),
+        6 => group.start(op::scan(vec![1.0_f32; 1000], ReduceOp::Sum))?.wait().map(drop),
         _ => group.gather(&[1.0_f32; 1000], &mut vec![0.0; 1000 * size], random.below(size)),
     }
 }

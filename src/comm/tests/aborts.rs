@@ -7,7 +7,7 @@ mod common;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use common::{CommError, Group, ReduceOp, TimedBarrier, run_ranks};
+use common::{CommError, Group, ReduceOp, TimedBarrier, op, run_ranks};
 use convoke_testkit::Thread;
 
 /// The longest time that a blocked call may take to end; in practice it takes microseconds.
@@ -36,13 +36,13 @@ const BLOCKED: &[(&str, Call)] = &[
     ("broadcast_object", |group| group.broadcast_object::<String>(None, 2).map(drop)),
     ("subgroup", |group| group.subgroup(&[0, 1]).map(drop)),
     ("split", |group| group.split(Some(1), 0).map(drop)),
-    ("recv", |group| group.recv(&mut [0], 2, 0)),
+    ("recv", |group| group.recv(&mut [0], 2, 0).map(drop)),
     ("recv_any", |group| group.recv_any(&mut [0], 0).map(drop)),
     ("send of a large message", |group| group.send(&vec![0; 1 << 20], 2, 0)),
-    ("send_recv", |group| group.send_recv((&[0], 1 - group.rank(), 0), (&mut [0], 2, 0))),
+    ("send and recv", |group| group.run((op::send(&[0], 1 - group.rank()), op::recv(&mut [0], 2))).map(drop)),
     ("probe", |group| group.probe(Some(2), 0).map(drop)),
-    ("a nonblocking call that is waited for", |group| group.irecv(vec![0], 2, 0)?.wait().map(drop)),
-    ("a scope", |group| group.scope(|scope| scope.recv(vec![0], 2, 0)?.wait().map(drop))),
+    ("a nonblocking call that is waited for", |group| group.start(op::recv(vec![0], 2))?.wait().map(drop)),
+    ("a scope", |group| group.scope(|scope| scope.start(op::recv(vec![0], 2))?.wait().map(drop))),
 ];
 
 #[test]

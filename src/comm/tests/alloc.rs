@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{CommError, GroupOptions, ReduceOp, Sample, for_every_type};
+use common::{CommError, GroupOptions, ReduceOp, Sample, for_every_type, op};
 use convoke_comm::{Reduction, SharedBuffer, f16};
 
 /// A length that fills pages of any type, with a remainder.
@@ -120,7 +120,7 @@ fn shared_buffers_support_concurrent_operations_and_every_collective() {
             .enumerate()
             .map(|(index, mut buffer)| {
                 buffer.fill(index as f32);
-                group.nonblocking().all_reduce(buffer, ReduceOp::Sum).unwrap()
+                group.start(op::all_reduce(buffer, ReduceOp::Sum)).unwrap()
             })
             .collect();
         for (index, work) in works.into_iter().enumerate() {

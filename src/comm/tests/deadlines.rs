@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use common::{CommError, Group, LONG, ReduceOp, TimedBarrier, run_ranks, run_ranks_together};
+use common::{CommError, Group, LONG, ReduceOp, TimedBarrier, op, run_ranks, run_ranks_together};
 use convoke_comm::{GroupOptions, LossReason, Mesh};
 
 const TIMEOUT: Duration = Duration::from_millis(800);
@@ -26,23 +26,31 @@ const OPERATIONS: [(&str, Op); 38] = [
     ("all_reduce", |group| group.all_reduce(&mut [1], ReduceOp::Sum)),
     ("all_reduce, long", |group| group.all_reduce(&mut vec![1.0_f32; 300_000], ReduceOp::Sum)),
     ("all_reduce_into", |group| group.all_reduce_into(&[1], &mut [0], ReduceOp::Sum)),
-    ("all_reduce_coalesced", |group| group.all_reduce_coalesced::<i32, _>(&mut [[1], [2]], ReduceOp::Sum)),
+    ("all_reduce of a list", |group| {
+        group.run([[1], [2]].map(|x| op::all_reduce(x.to_vec(), ReduceOp::Sum))).map(drop)
+    }),
     ("broadcast", |group| group.broadcast(&mut [1], ABSENT)),
     ("broadcast, long", |group| group.broadcast(&mut vec![1_u8; 300_000], ABSENT)),
-    ("broadcast_coalesced", |group| group.broadcast_coalesced::<i32, _>(&mut [[1], [2]], ABSENT)),
+    ("broadcast of a list", |group| {
+        group.run([[1], [2]].map(|x| op::broadcast(x.to_vec(), ABSENT))).map(drop)
+    }),
     ("reduce", |group| group.reduce(&mut [1], ReduceOp::Sum, 0)),
     ("reduce_into", |group| group.reduce_into(&[1], &mut [0], ReduceOp::Sum, 0)),
-    ("reduce_coalesced", |group| group.reduce_coalesced::<i32, _>(&mut [[1], [2]], ReduceOp::Sum, 0)),
+    ("reduce of a list", |group| {
+        group.run([[1], [2]].map(|x| op::reduce(x.to_vec(), ReduceOp::Sum, 0))).map(drop)
+    }),
     ("scan", |group| group.scan(&mut [1], ReduceOp::Sum)),
     ("exclusive_scan", |group| group.exclusive_scan(&mut [1], ReduceOp::Sum)),
     ("all_gather", |group| group.all_gather(&[1], &mut [0; 3])),
     ("all_gather_in_place", |group| group.all_gather_in_place(&mut [0; 3])),
-    ("all_gather_coalesced", |group| group.all_gather_coalesced::<i32, _, _>(&[[1]], &mut [[0; 3]])),
+    ("all_gather of a list", |group| {
+        group.run([[1], [2]].map(|x| op::all_gather(x.to_vec(), vec![0; 3]))).map(drop)
+    }),
     ("all_gather_v", |group| group.all_gather_v(&[1], &mut [0; 3], &[1, 1, 1])),
     ("reduce_scatter", |group| group.reduce_scatter(&[1; 3], &mut [0], ReduceOp::Sum)),
     ("reduce_scatter_in_place", |group| group.reduce_scatter_in_place(&mut [0; 3], ReduceOp::Sum)),
-    ("reduce_scatter_coalesced", |group| {
-        group.reduce_scatter_coalesced::<i32, _, _>(&[[1; 3]], &mut [[0]], ReduceOp::Sum)
+    ("reduce_scatter of a list", |group| {
+        group.run([[1; 3], [2; 3]].map(|x| op::reduce_scatter(x.to_vec(), vec![0], ReduceOp::Sum))).map(drop)
     }),
     ("reduce_scatter_v", |group| group.reduce_scatter_v(&[1; 3], &mut [0], &[1, 1, 1], ReduceOp::Sum)),
     ("gather", |group| group.gather(&[1], &mut [0; 3], 0)),
@@ -55,10 +63,10 @@ const OPERATIONS: [(&str, Op); 38] = [
     ("all_gather_object", |group| group.all_gather_object(&"x".to_owned()).map(drop)),
     ("gather_object", |group| group.gather_object(&"x".to_owned(), 0).map(drop)),
     ("scatter_object", |group| group.scatter_object::<String>(None, ABSENT).map(drop)),
-    ("recv", |group| group.recv(&mut [0], ABSENT, 0)),
+    ("recv", |group| group.recv(&mut [0], ABSENT, 0).map(drop)),
     ("send, long", |group| group.send(&[0_u8; 100_000], ABSENT, 0)),
     ("probe", |group| group.probe(Some(ABSENT), 0).map(drop)),
-    ("send_recv", |group| group.send_recv((&[1], ABSENT, 0), (&mut [0], ABSENT, 0))),
+    ("send and recv", |group| group.run((op::send(&[1], ABSENT), op::recv(&mut [0], ABSENT))).map(drop)),
     ("subgroup", |group| group.subgroup(&[0, 1]).map(drop)),
     ("split", |group| group.split(Some(0), 0).map(drop)),
 ];
@@ -118,7 +126,7 @@ fn every_operation_times_out_and_names_missing_ranks() {
 fn timeout_of_a_nonblocking_operation_starts_at_submission() {
     run_without_rank_2(|group| {
         let (limited, start) = (group.with_timeout(TIMEOUT), Instant::now());
-        let work = limited.nonblocking().all_reduce(vec![1; 1000], ReduceOp::Sum).unwrap();
+        let work = limited.start(op::all_reduce(vec![1; 1000], ReduceOp::Sum)).unwrap();
         let (done, is_done) = channel();
         work.on_complete(move || done.send(()).unwrap());
         // No thread waits for the operation.

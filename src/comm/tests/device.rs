@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use common::{CommError, Group, LONG, ReduceOp, run_ranks, run_ranks_together};
+use common::{CommError, Group, LONG, ReduceOp, op, run_ranks, run_ranks_together};
 use convoke_comm::device::cudarc::driver::{CudaSlice, CudaStream, DeviceRepr, result};
 use convoke_comm::device::{self, DeviceError, DeviceOptions, F8E4M3};
 use convoke_comm::{LossReason, Reduction, bf16, f16, wait_any};
@@ -122,44 +122,44 @@ fn collectives(group: &Group, stream: &Arc<CudaStream>) {
     let zeros = |count: usize| buffer(stream, &vec![0.0_f32; count]);
 
     let mut buf = mine();
-    on.all_reduce(&mut buf, ReduceOp::Sum).unwrap().wait().unwrap();
+    on.enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap().wait().unwrap();
     assert_eq!(host(&buf), [3.0, 30.0]);
     let (send, mut recv) = (mine(), zeros(2));
-    drop(on.all_reduce_into(&send, &mut recv, ReduceOp::Avg).unwrap());
+    drop(on.enqueue(op::all_reduce_into(&send, &mut recv, ReduceOp::Avg)).unwrap());
     assert_eq!((host(&send)[0], host(&recv)), (rank as f32, vec![1.0, 10.0]));
-    drop(on.all_reduce_into(&send, &mut recv, Reduction::premul_sum(0.5)).unwrap());
+    drop(on.enqueue(op::all_reduce_into(&send, &mut recv, Reduction::premul_sum(0.5))).unwrap());
     assert_eq!(host(&recv), [1.5, 15.0]);
     let mut buf = mine();
-    drop(on.broadcast(&mut buf, 2).unwrap());
+    drop(on.enqueue(op::broadcast(&mut buf, 2)).unwrap());
     assert_eq!(host(&buf), [2.0, 20.0]);
     let mut buf = mine();
-    drop(on.reduce(&mut buf, ReduceOp::Max, 1).unwrap());
+    drop(on.enqueue(op::reduce(&mut buf, ReduceOp::Max, 1)).unwrap());
     if rank == 1 {
         assert_eq!(host(&buf), [2.0, 20.0]);
     }
     let mut root = zeros(if rank == 0 { 2 } else { 1 });
-    drop(on.reduce_into(&send, &mut root, ReduceOp::Sum, 0).unwrap());
+    drop(on.enqueue(op::reduce_into(&send, &mut root, ReduceOp::Sum, 0)).unwrap());
     assert_eq!(host(&root), if rank == 0 { vec![3.0, 30.0] } else { vec![0.0] });
     let mut all = zeros(6);
-    drop(on.all_gather(&send, &mut all).unwrap());
+    drop(on.enqueue(op::all_gather(&send, &mut all)).unwrap());
     assert_eq!(host(&all), [0.0, 0.0, 1.0, 10.0, 2.0, 20.0]);
     let mut block = zeros(2);
-    drop(on.reduce_scatter(&all, &mut block, ReduceOp::Sum).unwrap());
+    drop(on.enqueue(op::reduce_scatter(&all, &mut block, ReduceOp::Sum)).unwrap());
     assert_eq!(host(&block), [3.0 * rank as f32, 30.0 * rank as f32]);
     let mut gathered = zeros(if rank == 1 { 6 } else { 1 });
-    drop(on.gather(&send, &mut gathered, 1).unwrap());
+    drop(on.enqueue(op::gather(&send, &mut gathered, 1)).unwrap());
     if rank == 1 {
         assert_eq!(host(&gathered), [0.0, 0.0, 1.0, 10.0, 2.0, 20.0]);
     }
     let mut part = zeros(2);
-    drop(on.scatter(&all, &mut part, 2).unwrap());
+    drop(on.enqueue(op::scatter(&all, &mut part, 2)).unwrap());
     assert_eq!(host(&part), [rank as f32, 10.0 * rank as f32]);
     let send = buffer(stream, &[0, 1, 2].map(|to| (10 * rank + to) as f32));
     let mut recv = zeros(3);
-    drop(on.all_to_all(&send, &mut recv).unwrap());
+    drop(on.enqueue(op::all_to_all(&send, &mut recv)).unwrap());
     assert_eq!(host(&recv), [0, 1, 2].map(|from| (10 * from + rank) as f32));
     unequal(group, stream);
-    on.barrier().unwrap().wait().unwrap();
+    on.enqueue(op::barrier()).unwrap().wait().unwrap();
 }
 
 /// Collectives with blocks of rank + 1 elements.
@@ -168,27 +168,27 @@ fn unequal(group: &Group, stream: &Arc<CudaStream>) {
     let host = |buf: &CudaSlice<i32>| stream.clone_dtoh(buf).unwrap();
     let (lens, all) = ([1, 2, 3], [0, 1, 1, 2, 2, 2]);
     let (send, mut recv) = (buffer(stream, &vec![rank as i32; rank + 1]), buffer(stream, &[-1; 6]));
-    drop(on.all_gather_v(&send, &mut recv, &lens).unwrap());
+    drop(on.enqueue(op::all_gather_v(&send, &mut recv, &lens)).unwrap());
     assert_eq!(host(&recv), all);
     let mut own = buffer(stream, &vec![-1; rank + 1]);
-    drop(on.reduce_scatter_v(&recv, &mut own, &lens, ReduceOp::Sum).unwrap());
+    drop(on.enqueue(op::reduce_scatter_v(&recv, &mut own, &lens, ReduceOp::Sum)).unwrap());
     assert_eq!(host(&own), vec![3 * rank as i32; rank + 1]);
     let mut gathered = buffer(stream, &[-1; 6]);
-    drop(on.gather_v(&send, &mut gathered, &lens, 0).unwrap());
+    drop(on.enqueue(op::gather_v(&send, &mut gathered, &lens, 0)).unwrap());
     assert_eq!(host(&gathered), if rank == 0 { all } else { [-1; 6] });
     let mut own = buffer(stream, &vec![-1; rank + 1]);
-    drop(on.scatter_v(&recv, &mut own, &lens, 1).unwrap());
+    drop(on.enqueue(op::scatter_v(&recv, &mut own, &lens, 1)).unwrap());
     assert_eq!(host(&own), vec![rank as i32; rank + 1]);
     // Each rank sends r elements to rank r, so none to rank 0.
     let send = buffer(stream, &[rank as i32; 3]);
     let mut recv = buffer(stream, &vec![-1; 3 * rank.max(1)]);
     let lens = if rank == 0 { [0; 3] } else { [rank; 3] };
     if rank > 0 {
-        drop(on.all_to_all_v(&send, &[0, 1, 2], &mut recv, &lens).unwrap());
+        drop(on.enqueue(op::all_to_all_v((&send, &[0, 1, 2]), (&mut recv, &lens))).unwrap());
         assert_eq!(host(&recv), [0, 1, 2].map(|from| vec![from; rank]).concat());
     } else {
         let mut empty = recv.slice_mut(0..0);
-        drop(on.all_to_all_v(&send, &[0, 1, 2], &mut empty, &lens).unwrap());
+        drop(on.enqueue(op::all_to_all_v((&send, &[0, 1, 2]), (&mut empty, &lens))).unwrap());
     }
 }
 
@@ -204,7 +204,7 @@ fn device_types_match_host_types() {
         sum: T,
     ) {
         let mut buf = buffer(stream, &[one.clone(), one]);
-        drop(group.on(stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap());
+        drop(group.on(stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap());
         assert_eq!(stream.clone_dtoh(&buf).unwrap(), [sum.clone(), sum]);
     }
     on_devices(2, |group, stream| {
@@ -216,19 +216,20 @@ fn device_types_match_host_types() {
         let on = group.on(&stream).unwrap();
         // NCCL lacks this type, but can move it.
         let mut buf = buffer(&stream, &[group.rank() as u16 + 7]);
-        drop(on.broadcast(&mut buf, 1).unwrap());
+        drop(on.enqueue(op::broadcast(&mut buf, 1)).unwrap());
         assert_eq!(stream.clone_dtoh(&buf).unwrap(), [8]);
-        let error = on.all_reduce(&mut buf, ReduceOp::Sum).unwrap_err();
+        let error = on.enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap_err();
         assert_eq!(error.to_string(), "not supported: NCCL has no sum of u16");
         let mut buf = buffer(&stream, &[1_i32]);
-        let error = on.all_reduce(&mut buf, ReduceOp::Bxor).unwrap_err();
+        let error = on.enqueue(op::all_reduce(&mut buf, ReduceOp::Bxor)).unwrap_err();
         assert!(matches!(error, CommError::Unsupported(_)), "{error}");
-        let error = on.all_reduce(&mut buf, ReduceOp::Avg).unwrap_err();
+        let error = on.enqueue(op::all_reduce(&mut buf, ReduceOp::Avg)).unwrap_err();
         assert!(matches!(error, CommError::InvalidArgument(_)), "{error}");
-        let error = on.all_reduce(&mut buf, Reduction::new(|_: &mut [i32], _: &[i32]| {})).unwrap_err();
+        let error =
+            on.enqueue(op::all_reduce(&mut buf, Reduction::new(|_: &mut [i32], _: &[i32]| {}))).unwrap_err();
         assert!(matches!(error, CommError::Unsupported(_)), "{error}");
         let mut eight = stream.alloc_zeros::<F8E4M3>(4).unwrap();
-        drop(on.all_reduce(&mut eight, ReduceOp::Max).unwrap());
+        drop(on.enqueue(op::all_reduce(&mut eight, ReduceOp::Max)).unwrap());
         // The refused calls have done no harm.
         summed(&group, &stream, 1.0_f32, 2.0);
     });
@@ -247,15 +248,14 @@ fn batched_messages_run_concurrently() {
             let mut recv = buffer(&stream, &vec![0.0_f32; 100_000]);
             let (mut own, mut sum) = (buffer(&stream, &[0.0_f32; 2]), buffer(&stream, &[1.0_f32]));
             let two = buffer(&stream, &[5.0_f32, 6.0]);
-            let mut batch = on.batch();
-            batch.send(&send, 1 - rank).unwrap().recv(&mut recv, 1 - rank).unwrap();
-            batch.send(&two, rank).unwrap().recv(&mut own, rank).unwrap();
-            batch.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
-            batch.enqueue().unwrap().wait().unwrap();
+            let exchange = (op::send(&send, 1 - rank), op::recv(&mut recv, 1 - rank));
+            let to_self = (op::send(&two, rank), op::recv(&mut own, rank));
+            let all = (exchange, to_self, op::all_reduce(&mut sum, ReduceOp::Sum));
+            on.enqueue(all).unwrap().wait().unwrap();
             assert_eq!(stream.clone_dtoh(&recv).unwrap(), vec![2.0 - rank as f32; 100_000]);
             assert_eq!(stream.clone_dtoh(&own).unwrap(), [5.0, 6.0]);
             assert_eq!(stream.clone_dtoh(&sum).unwrap(), [2.0]);
-            assert!(on.batch().enqueue().unwrap().is_completed());
+            assert!(on.enqueue(Vec::<op::Barrier>::new()).unwrap().is_completed());
         });
     }
 }
@@ -271,7 +271,7 @@ fn result_is_usable_on_another_stream_a_thousand_times() {
         let mut copy = buffer(&stream, &[0.0_f32; 4]);
         for turn in 0..1000_u16 {
             stream.memcpy_htod(&[f32::from(turn) + group.rank() as f32; 4], &mut buf).unwrap();
-            let work = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+            let work = group.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap();
             work.wait_on(&other).unwrap();
             other.memcpy_dtod(&buf, &mut copy).unwrap();
             assert_eq!(other.clone_dtoh(&copy).unwrap(), [2.0 * f32::from(turn) + 1.0; 4]);
@@ -288,16 +288,16 @@ fn device_work_is_awaited_like_host_work() {
         let on = group.on(&stream).unwrap();
         let mut buf = buffer(&stream, &[1.0_f32]);
         let spin = Spin::on(&stream);
-        let work = on.all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+        let mut work = on.enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap();
         assert!(!work.is_completed());
-        let work = work.wait_timeout(Duration::from_millis(20)).unwrap().expect_err("a kernel is before it");
+        assert!(work.wait_for(Duration::from_millis(20)).unwrap().is_none(), "a kernel is before it");
         let (done, told) = channel();
         work.on_complete(move || done.send(()).unwrap());
         assert!(told.recv_timeout(Duration::from_millis(20)).is_err());
         drop(spin);
         told.recv_timeout(LONG).unwrap();
         pollster::block_on(work).unwrap();
-        let mut works = vec![on.barrier().unwrap(), on.barrier().unwrap()];
+        let mut works = vec![on.enqueue(op::barrier()).unwrap(), on.enqueue(op::barrier()).unwrap()];
         assert!(wait_any(&mut works).unwrap().is_some());
         drop(works);
         assert_eq!(stream.clone_dtoh(&buf).unwrap(), [2.0]);
@@ -313,14 +313,14 @@ fn abort_ends_pending_device_operations_on_all_ranks() {
         let mut buf = buffer(&stream, &[1.0_f32]);
         let _spin = (group.rank() == 0).then(|| Spin::on(&stream));
         // On rank 0 it waits behind a kernel that does not end, on the others in NCCL.
-        let work = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+        let work = group.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap();
         let begun = Instant::now();
         if group.rank() == 1 {
             group.abort("enough");
         }
         let error = work.wait().unwrap_err();
         assert!(begun.elapsed() < PROMPT_LIMIT, "{:?}", begun.elapsed());
-        let later = group.on(&stream).unwrap().barrier().unwrap_err();
+        let later = group.on(&stream).unwrap().enqueue(op::barrier()).unwrap_err();
         std::mem::forget(buf);
         [error, later].map(|error| match error {
             CommError::Aborted { by, reason, .. } => (by, reason),
@@ -340,7 +340,7 @@ fn device_operation_timeout_ends_the_group() {
         let error = if group.rank() == 0 {
             // Rank 1 does not make this call.
             let short = group.with_timeout(common::SHORT);
-            let work = short.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+            let work = short.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap();
             work.wait().unwrap_err()
         } else {
             group.recv(&mut [0], 0, 0).unwrap_err()
@@ -361,8 +361,11 @@ fn departed_rank_is_named_instead_of_awaited() {
             return;
         }
         let mut buf = buffer(&stream, &[1.0_f32]);
-        let error =
-            group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).and_then(|work| work.wait());
+        let error = group
+            .on(&stream)
+            .unwrap()
+            .enqueue(op::all_reduce(&mut buf, ReduceOp::Sum))
+            .and_then(|work| work.wait());
         let error = error.unwrap_err();
         assert!(matches!(error, CommError::PeerLost { rank: 1, how: LossReason::Left, .. }), "{error}");
         std::mem::forget(buf);
@@ -376,9 +379,9 @@ fn nccl_error_ends_the_group_on_all_ranks() {
     }
     let errors = on_devices(2, |group, stream| {
         let mut buf = buffer(&stream, &[1.0_f32]);
-        drop(group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap());
+        drop(group.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap());
         let _spin = Spin::on(&stream);
-        let work = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum);
+        let work = group.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum));
         let error = work.and_then(|work| work.wait()).unwrap_err();
         std::mem::forget(buf);
         error.to_string()
@@ -397,12 +400,12 @@ fn call_refused_by_nccl_returns_the_nccl_message() {
     }
     on_devices(1, |group, stream| {
         let mut buf = buffer(&stream, &[1.0_f32]);
-        let error = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap_err();
+        let error = group.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap_err();
         assert_eq!(
             error.to_string(),
             "ncclAllReduce: unhandled system error (ncclAllReduce was told to fail)"
         );
-        let later = group.on(&stream).unwrap().broadcast(&mut buf, 0).unwrap_err();
+        let later = group.on(&stream).unwrap().enqueue(op::broadcast(&mut buf, 0)).unwrap_err();
         assert_eq!(later.to_string(), error.to_string());
     });
 }
@@ -417,8 +420,11 @@ fn broken_device_is_an_error_instead_of_a_hang() {
     }
     on_devices(1, |group, stream| {
         let mut buf = buffer(&stream, &[1.0_f32]);
-        let error =
-            group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).and_then(|work| work.wait());
+        let error = group
+            .on(&stream)
+            .unwrap()
+            .enqueue(op::all_reduce(&mut buf, ReduceOp::Sum))
+            .and_then(|work| work.wait());
         let said = "the device failed: CUDA_ERROR_ILLEGAL_ADDRESS, an illegal memory access was encountered";
         assert_eq!(error.unwrap_err().to_string(), said);
     });
@@ -489,7 +495,7 @@ fn ranks_sharing_one_device_are_reported_and_continue_without_it() {
         // Ranks may share a device if they are staged through the host.
         let staged = group.with_device(&context, DeviceOptions::default().staged(true)).unwrap();
         let mut buf = buffer(&stream, &[1.0_f32]);
-        drop(staged.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap());
+        drop(staged.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap());
         assert_eq!(stream.clone_dtoh(&buf).unwrap(), [2.0]);
     });
 }
@@ -515,16 +521,16 @@ fn subgroups_of_a_device_group_have_devices() {
         // Another color than NCCL's, and another order of ranks.
         let half = group.split(Some(group.rank() as u32 % 2), -(group.rank() as i64)).unwrap().unwrap();
         let mut first = buffer(&stream, &[group.rank() as f32]);
-        drop(half.on(&stream).unwrap().broadcast(&mut first, 0).unwrap());
+        drop(half.on(&stream).unwrap().enqueue(op::broadcast(&mut first, 0)).unwrap());
         assert_eq!(stream.clone_dtoh(&first).unwrap(), [2.0 + (group.rank() % 2) as f32]);
         let pair = group.subgroup(&[3, 1]).unwrap();
         assert_eq!(pair.is_some(), [1, 3].contains(&group.rank()));
         if let Some(pair) = pair {
-            drop(pair.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap());
+            drop(pair.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap());
             assert_eq!(stream.clone_dtoh(&buf).unwrap(), [4.0]);
         }
         drop(half);
-        group.on(&stream).unwrap().barrier().unwrap().wait().unwrap();
+        group.on(&stream).unwrap().enqueue(op::barrier()).unwrap().wait().unwrap();
     });
 }
 
@@ -536,16 +542,17 @@ fn buffer_of_another_device_is_refused() {
     on_devices(2, |group, stream| {
         let other = device::open(2).unwrap().new_stream().unwrap();
         let mut elsewhere = buffer(&other, &[1.0_f32]);
-        let error = group.on(&stream).unwrap().all_reduce(&mut elsewhere, ReduceOp::Sum).unwrap_err();
+        let error =
+            group.on(&stream).unwrap().enqueue(op::all_reduce(&mut elsewhere, ReduceOp::Sum)).unwrap_err();
         let said =
             format!("invalid argument: a buffer is on device 2; the group is on device {}", group.rank());
         assert_eq!(error.to_string(), said);
         let error = group.on(&other).unwrap_err();
         assert!(error.to_string().contains("a stream is on device 2"), "{error}");
         let (mut short, long) = (buffer(&stream, &[0.0_f32]), buffer(&stream, &[0.0_f32; 3]));
-        let error = group.on(&stream).unwrap().all_gather(&long, &mut short).unwrap_err();
+        let error = group.on(&stream).unwrap().enqueue(op::all_gather(&long, &mut short)).unwrap_err();
         assert_eq!(error.to_string(), "invalid argument: recv has 1 elements, not 6");
-        assert!(group.on(&stream).unwrap().broadcast(&mut short, 2).is_err());
+        assert!(group.on(&stream).unwrap().enqueue(op::broadcast(&mut short, 2)).is_err());
     });
 }
 
@@ -556,7 +563,7 @@ fn differing_device_calls_are_named_when_checks_are_enabled() {
     }
     run_with_options(2, &DeviceOptions::default().checked(true), |group, stream| {
         let mut buf = buffer(&stream, &vec![1.0_f32; 4 + group.rank()]);
-        let error = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap_err();
+        let error = group.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap_err();
         assert!(matches!(error, CommError::Mismatch { .. }), "{error}");
         assert!(error.to_string().contains("all_reduce(f32, 5, sum)"), "{error}");
     });
@@ -569,10 +576,10 @@ fn registered_memory_behaves_like_any_other() {
     }
     on_devices(2, |group, stream| {
         let mut known = group.register(buffer(&stream, &[1.0_f32; 8])).unwrap();
-        drop(group.on(&stream).unwrap().all_reduce(&mut known, ReduceOp::Sum).unwrap());
+        drop(group.on(&stream).unwrap().enqueue(op::all_reduce(&mut known, ReduceOp::Sum)).unwrap());
         assert_eq!(stream.clone_dtoh(&*known).unwrap(), [2.0; 8]);
         // A registration that is dropped during an operation stays until the operation is done.
-        drop(group.on(&stream).unwrap().all_reduce(&mut known, ReduceOp::Sum).unwrap());
+        drop(group.on(&stream).unwrap().enqueue(op::all_reduce(&mut known, ReduceOp::Sum)).unwrap());
         drop(known);
     });
 }
@@ -589,7 +596,7 @@ fn failed_registration_returns_the_buffer() {
         let refused = group.register(buffer(&stream, &[5.0_f32])).unwrap_err();
         assert!(refused.to_string().contains("ncclCommRegister"), "{refused}");
         let mut buf = refused.buffer;
-        drop(group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap());
+        drop(group.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap());
         assert_eq!(stream.clone_dtoh(&buf).unwrap(), [5.0]);
     });
 }
@@ -602,13 +609,13 @@ fn destroying_a_group_completes_queued_operations() {
     on_devices(2, |group, stream| {
         let mut buf = buffer(&stream, &[1.0_f32]);
         let mut works: Vec<_> = (0..600)
-            .map(|_| group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Max).unwrap())
+            .map(|_| group.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Max)).unwrap())
             .collect();
         works.pop().unwrap().wait().unwrap();
         drop(works);
         // The kernel takes longer than two checks of the watchdog.
         let spin = Spin::on(&stream);
-        let last = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Max).unwrap();
+        let last = group.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Max)).unwrap();
         let kernel = spin.end_after(Duration::from_millis(300));
         group.destroy();
         last.wait().unwrap();

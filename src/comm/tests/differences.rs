@@ -6,6 +6,7 @@ mod common;
 
 use common::{CommError, Group, ReduceOp, run_on_hosts, run_ranks};
 use convoke_comm::Element;
+use convoke_comm::op::{self, Operation};
 use convoke_testkit::Random;
 
 /// A collective, as one rank calls it.
@@ -40,10 +41,10 @@ const CALLS: [(&str, u8); 18] = [
     ("all_gather_v", LENS),
     ("reduce_scatter_v", OP | LENS),
     ("all_to_all_v", LENS),
-    ("all_reduce_coalesced", OP | LENS),
-    ("broadcast_coalesced", LENS),
-    ("reduce_coalesced", OP | LENS),
-    ("all_gather_coalesced", LENS),
+    ("list of all_reduce", OP | LENS),
+    ("list of broadcast", LENS),
+    ("list of reduce", OP | LENS),
+    ("list of all_gather", LENS),
 ];
 
 fn random_call(random: &mut Random, world: usize) -> TestCall {
@@ -78,6 +79,11 @@ fn differing_call(made: &TestCall, random: &mut Random) -> TestCall {
     }
 }
 
+/// Carries out the operations as a list.
+fn run<O: Operation>(group: &Group, operations: impl Iterator<Item = O>) -> Result<(), CommError> {
+    group.run(operations.collect::<Vec<_>>()).map(drop)
+}
+
 fn make_call<T: Element + Default + From<u8>>(group: &Group, made: &TestCall) -> Result<(), CommError> {
     let TestCall { name, op, root, ref lens, .. } = *made;
     let (rank, size, len) = (group.rank(), group.size(), lens[0]);
@@ -103,13 +109,16 @@ fn make_call<T: Element + Default + From<u8>>(group: &Group, made: &TestCall) ->
             let lens: Vec<usize> = (0..size).map(between).collect();
             group.all_to_all_v((&buf(lens.iter().sum()), &lens), (&mut buf(lens.iter().sum()), &lens))
         }
-        "all_reduce_coalesced" => group.all_reduce_coalesced(&mut list(), op),
-        "broadcast_coalesced" => group.broadcast_coalesced(&mut list(), root),
-        "reduce_coalesced" => group.reduce_coalesced(&mut list(), op, root),
-        "all_gather_coalesced" => {
-            let mut recv: Vec<_> = lens.iter().map(|&len| buf(len * size)).collect();
-            group.all_gather_coalesced(&list(), &mut recv)
-        }
+        "list of all_reduce" => run(group, list().into_iter().map(|buf| op::all_reduce(buf, op))),
+        "list of broadcast" => run(group, list().into_iter().map(|buf| op::broadcast(buf, root))),
+        "list of reduce" => run(group, list().into_iter().map(|buf| op::reduce(buf, op, root))),
+        "list of all_gather" => run(
+            group,
+            list().into_iter().map(|send| {
+                let recv = buf(send.len() * size);
+                op::all_gather(send, recv)
+            }),
+        ),
         name => panic!("no such call: {name}"),
     }
 }

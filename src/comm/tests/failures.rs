@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use common::{
-    CommError, Group, GroupOptions, LONG, ReduceOp, SHORT, TimedBarrier, run_ranks, run_ranks_together,
+    CommError, Group, GroupOptions, LONG, ReduceOp, SHORT, TimedBarrier, op, run_ranks, run_ranks_together,
     run_with_options,
 };
 use convoke_comm::LossReason;
@@ -94,7 +94,7 @@ fn computing_rank_with_pending_messages_is_named() {
     let gate = TimedBarrier::new(3);
     let errors = run_ranks(3, |group| {
         // Rank 2 has asked for a message of rank 1 early; both compute, and only rank 2 is waited for.
-        let asked = (group.rank() == 2).then(|| group.irecv(vec![0_u8], 1, 0).unwrap());
+        let asked = (group.rank() == 2).then(|| group.start(op::recv(vec![0_u8], 1)).unwrap());
         let waited =
             (group.rank() == 0).then(|| group.with_timeout(SHORT).recv(&mut [0_u8], 2, 0).unwrap_err());
         gate.wait();
@@ -205,7 +205,7 @@ fn destroyed_group_says_goodbye_and_all_handles_refuse_calls() {
             destroyed(other.send(&[1], 0, 0));
             destroyed(other.try_probe(None, 0).map(drop));
             destroyed(other.all_gather_object(&1).map(drop));
-            destroyed(other.nonblocking().all_reduce(vec![1], ReduceOp::Sum).map(drop));
+            destroyed(other.start(op::all_reduce(vec![1], ReduceOp::Sum)).map(drop));
             destroyed(other.subgroup(&[0]).map(drop));
             destroyed(other.shrink(LONG).map(drop));
         } else {
@@ -226,10 +226,10 @@ fn group_destruction_completes_pending_operations() {
     run_ranks(2, |group| {
         let (mut message, large) = (vec![0_u8; 200_000], vec![1_u8; 200_000]);
         if group.rank() == 0 {
-            let sum = group.nonblocking().all_reduce(vec![1; 100_000], ReduceOp::Sum).unwrap();
-            let sent = group.isend(large, 1, 0).unwrap();
+            let sum = group.start(op::all_reduce(vec![1; 100_000], ReduceOp::Sum)).unwrap();
+            let sent = group.start(op::send(large, 1)).unwrap();
             // No thread waits for this send.
-            drop(group.isend(vec![2_u8; 200_000], 1, 1).unwrap());
+            drop(group.start(op::send(vec![2_u8; 200_000], 1).tag(1)).unwrap());
             group.destroy();
             assert!(sum.is_completed() && sent.is_completed());
             assert_eq!(sum.wait().unwrap(), [2; 100_000]);
@@ -247,7 +247,7 @@ fn group_destruction_completes_pending_operations() {
     // The group may also have failed; other threads that call meanwhile are refused.
     run_ranks_together(2, |group| {
         if group.rank() == 0 {
-            let work = group.irecv(vec![0_u8; 1], 1, 0).unwrap();
+            let work = group.start(op::recv(vec![0_u8; 1], 1)).unwrap();
             std::thread::scope(|scope| {
                 let called = scope.spawn(|| {
                     loop {

@@ -9,7 +9,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{Group, ReduceOp, TimedBarrier};
+use common::{Group, ReduceOp, TimedBarrier, op};
 use convoke_comm::Work;
 use convoke_store::{MemoryStore, Store};
 use convoke_testkit::skip;
@@ -46,8 +46,8 @@ fn cpu_time() -> Duration {
 fn a_long_wait_uses_no_cpu(with_pending_operation: bool) {
     common::run_ranks(3, |group| {
         let peer = (group.rank() + 1) % 3;
-        let message =
-            with_pending_operation.then(|| group.irecv(vec![0_u8], (group.rank() + 2) % 3, 0).unwrap());
+        let message = with_pending_operation
+            .then(|| group.start(op::recv(vec![0_u8], (group.rank() + 2) % 3)).unwrap());
         group.barrier().unwrap();
         let before = cpu_time();
         if group.rank() == 0 {
@@ -73,7 +73,7 @@ fn sockets() -> usize {
 fn a_destroyed_group_has_no_socket_and_no_thread() {
     let (before, threads, destroyed) = (sockets(), count("task"), TimedBarrier::new(3));
     common::run_ranks(3, |group| {
-        group.nonblocking().barrier().unwrap().wait().unwrap();
+        group.start(op::barrier()).unwrap().wait().unwrap();
         group.destroy();
         destroyed.wait();
         let deadline = Instant::now() + Duration::from_secs(10);
@@ -151,18 +151,17 @@ fn dropped_group_leaks_nothing_and_waiting_group_uses_no_cpu() {
                         )),
                         // No thread waits for these operations; some never end.
                         4 => {
-                            let own = group.nonblocking();
-                            drop(own.all_reduce(vec![1_i64; 20_000], ReduceOp::Sum));
-                            drop(own.recv(vec![0_u8; 1000], (rank + 1) % 3, 9));
-                            drop(own.barrier().map(Work::wait));
+                            drop(group.start(op::all_reduce(vec![1_i64; 20_000], ReduceOp::Sum)));
+                            drop(group.start(op::recv(vec![0_u8; 1000], (rank + 1) % 3).tag(9)));
+                            drop(group.start(op::barrier()).map(Work::wait));
                             group.abort("enough");
                         }
                         5 => {
                             let mut sum = vec![1_i64; 20_000];
                             let subgroup = group.split(Some(0), 0).unwrap().unwrap();
                             let of_scope = subgroup.scope(|scope| {
-                                drop(scope.all_reduce(&mut sum[..], ReduceOp::Sum)?);
-                                scope.barrier().map(drop)
+                                drop(scope.start(op::all_reduce(&mut sum[..], ReduceOp::Sum))?);
+                                scope.start(op::barrier()).map(drop)
                             });
                             of_scope.unwrap();
                             assert_eq!(sum[19_999], 3);

@@ -13,13 +13,12 @@ fn ring_of_large_messages_does_not_deadlock() {
         let (rank, size) = (group.rank(), group.size());
         let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
         let (mine, mut got) = (vec![rank as u64; 500_000], vec![0_u64; 500_000]);
-        group.send_recv((&mine, next, 0), (&mut got, before, 0)).unwrap();
+        group.run((op::send(&mine, next), op::recv(&mut got, before))).unwrap();
         assert_eq!(got, vec![before as u64; 500_000]);
         let (mut left, mut right) = (vec![0_u64; 500_000], vec![0_u64; 500_000]);
-        let mut batch = group.batch();
-        batch.send(&mine, next, 1).unwrap().send(&mine, before, 2).unwrap();
-        batch.recv(&mut left, before, 1).unwrap().recv(&mut right, next, 2).unwrap();
-        batch.wait().unwrap();
+        let sends = [op::send(&mine, next).tag(1), op::send(&mine, before).tag(2)];
+        let recvs = [op::recv(&mut left, before).tag(1), op::recv(&mut right, next).tag(2)];
+        group.run((sends, recvs)).unwrap();
         assert_eq!((left[0], right[499_999]), (before as u64, next as u64));
     });
 }
@@ -37,18 +36,18 @@ fn messages_are_received_in_arrival_order() {
             return group.send(&vec![rank as u64; len], 0, 3).unwrap();
         }
         for from in 1..4 {
-            let envelope = group.probe(Some(from), 3).unwrap();
+            let status = group.probe(Some(from), 3).unwrap();
             let len = if from == 2 { 50_000 } else { 1 };
-            assert_eq!((envelope.source(), envelope.count(), envelope.dtype()), (from, len, Dtype::U64));
+            assert_eq!((status.source(), status.count(), status.dtype()), (from, len, Dtype::U64));
             if from < 3 {
                 group.send(&[0_u8], from + 1, 5).unwrap();
             }
         }
         assert_eq!(group.try_probe(None, 4).unwrap(), None);
         for from in 1..4 {
-            let envelope = group.try_probe(None, 3).unwrap().unwrap();
-            let mut got = vec![0_u64; envelope.count()];
-            assert_eq!(group.recv_any(&mut got, 3).unwrap(), from);
+            let status = group.try_probe(None, 3).unwrap().unwrap();
+            let mut got = vec![0_u64; status.count()];
+            assert_eq!(group.recv_any(&mut got, 3).unwrap().source(), from);
             assert_eq!(got, vec![from as u64; got.len()]);
         }
         assert_eq!(group.try_probe(None, 3).unwrap(), None);
@@ -67,21 +66,21 @@ fn receives_match_in_call_order() {
             }
             return done.wait();
         }
-        let any = group.nonblocking().recv_any(vec![0_u64], 0).unwrap();
-        let named: Vec<_> = [1, 2, 1, 2].map(|from| group.irecv(vec![0_u64], from, 0).unwrap()).into();
+        let any = group.start(op::recv_any(vec![0_u64])).unwrap();
+        let named: Vec<_> = [1, 2, 1, 2].map(|from| group.start(op::recv(vec![0_u64], from)).unwrap()).into();
         let mut named = named.into_iter();
         let mut next = || named.next().unwrap();
         let (one, two, one_more, two_more) = (next(), next(), next(), next());
         group.barrier().unwrap();
-        let (first, from) = any.wait().unwrap();
-        let from = from as u64;
+        let (first, status) = any.wait().unwrap();
+        let from = status.source() as u64;
         assert_eq!(first, [from * 10]);
         // The sender that was matched has one message left for two receives.
         let (mine, other) =
             if from == 1 { ((one, one_more), (two, two_more)) } else { ((two, two_more), (one, one_more)) };
-        assert_eq!(mine.0.wait().unwrap(), [from * 10 + 1]);
+        assert_eq!(mine.0.wait().unwrap().0, [from * 10 + 1]);
         assert_eq!(
-            (other.0.wait().unwrap(), other.1.wait().unwrap()),
+            (other.0.wait().unwrap().0, other.1.wait().unwrap().0),
             (vec![(3 - from) * 10], vec![(3 - from) * 10 + 1])
         );
         assert!(!mine.1.is_completed());
@@ -109,13 +108,13 @@ fn recv_any_receives_many_messages_from_all_ranks() {
         for count in 0..3 * EACH {
             if is_large(&count) {
                 let mut got = vec![0_u64; 20_000];
-                let from = group.recv_any(&mut got, 1).unwrap();
+                let from = group.recv_any(&mut got, 1).unwrap().source();
                 assert_eq!(got, vec![large[from].next().unwrap(); 20_000]);
             } else {
-                let envelope = group.probe(None, 0).unwrap();
-                let mut got = vec![0_u64; envelope.count()];
-                group.recv(&mut got, envelope.source(), 0).unwrap();
-                let round = small[envelope.source()].next().unwrap();
+                let status = group.probe(None, 0).unwrap();
+                let mut got = vec![0_u64; status.count()];
+                group.recv(&mut got, status.source(), 0).unwrap();
+                let round = small[status.source()].next().unwrap();
                 assert_eq!(got, vec![round; len(round)]);
             }
         }
@@ -170,7 +169,7 @@ fn differing_type_or_length_is_a_mismatch() {
 #[test]
 fn receive_in_a_group_of_one_times_out() {
     run_ranks(1, |group| {
-        group.batch().wait().unwrap();
+        group.run(Vec::<op::Send<Vec<u8>>>::new()).unwrap();
         assert_eq!(group.try_probe(None, 0).unwrap(), None);
         let error = group.with_timeout(SHORT).recv_any(&mut [0_u8], 0).unwrap_err();
         assert!(matches!(&error, CommError::Timeout { missing, .. } if *missing == [0]), "{error}");
@@ -191,11 +190,11 @@ fn rank_sends_any_length_to_itself_before_receiving() {
                 group.send(&sent, me, 1).unwrap();
                 group.send(&[9.5_f64], me, 2).unwrap();
                 group.send(&[true, false], me, 1).unwrap();
-                let envelope = group.probe(Some(me), 1).unwrap();
-                assert_eq!((envelope.source(), envelope.count(), envelope.dtype()), (me, len, Dtype::U64));
-                assert_eq!(group.try_probe(None, 2).unwrap().map(|envelope| envelope.count()), Some(1));
+                let status = group.probe(Some(me), 1).unwrap();
+                assert_eq!((status.source(), status.count(), status.dtype()), (me, len, Dtype::U64));
+                assert_eq!(group.try_probe(None, 2).unwrap().map(|status| status.count()), Some(1));
                 let (mut a, mut b, mut c) = (vec![0_u64; len], [0.0_f64], [false; 2]);
-                assert_eq!(group.recv_any(&mut b, 2).unwrap(), me);
+                assert_eq!(group.recv_any(&mut b, 2).unwrap().source(), me);
                 group.recv(&mut a, me, 1).unwrap();
                 group.recv(&mut c, me, 1).unwrap();
                 assert!(a == sent && b == [9.5] && c == [true, false]);
@@ -210,22 +209,21 @@ fn rank_receives_from_itself_before_sending() {
     for world in [1, 2] {
         run_ranks(world, |group| {
             let me = group.rank();
-            let named = group.irecv(vec![0_i32; LARGE], me, 5).unwrap();
-            let any = group.nonblocking().recv_any(vec![0_i32; 2], 6).unwrap();
+            let named = group.start(op::recv(vec![0_i32; LARGE], me).tag(5)).unwrap();
+            let any = group.start(op::recv_any(vec![0_i32; 2]).tag(6)).unwrap();
             assert!(!named.is_completed());
-            group.isend(vec![7_i32; LARGE], me, 5).unwrap().wait().unwrap();
+            group.start(op::send(vec![7_i32; LARGE], me).tag(5)).unwrap().wait().unwrap();
             group.send(&[1_i32, 2], me, 6).unwrap();
-            assert!(named.wait().unwrap() == vec![7; LARGE]);
-            assert_eq!(any.wait().unwrap(), (vec![1, 2], me));
+            assert!(named.wait().unwrap().0 == vec![7; LARGE]);
+            let (got, status) = any.wait().unwrap();
+            assert_eq!((got, status.source(), status.tag()), (vec![1, 2], me, 6));
             let (mine, mut got) = ([me as u64; 3], [0_u64; 3]);
-            group.send_recv((&mine, me, 0), (&mut got, me, 0)).unwrap();
+            group.run((op::send(&mine, me), op::recv(&mut got, me))).unwrap();
             assert_eq!(got, mine);
-            let mut batch = group.batch();
             let (mut first, mut second) = ([0_u64; 3], vec![0_u64; LARGE]);
             let large = vec![3_u64; LARGE];
-            batch.send(&mine, me, 1).unwrap().send(&large, me, 1).unwrap();
-            batch.recv(&mut first, me, 1).unwrap().recv(&mut second, me, 1).unwrap();
-            batch.wait().unwrap();
+            let sends = (op::send(&mine, me).tag(1), op::send(&large, me).tag(1));
+            group.run((sends, op::recv(&mut first, me).tag(1), op::recv(&mut second, me).tag(1))).unwrap();
             assert!(first == mine && second == large);
         });
     }
@@ -236,8 +234,8 @@ fn thread_receives_a_message_from_a_thread_of_its_rank() {
     run_ranks(1, |group| {
         std::thread::scope(|scope| {
             let receiver = scope.spawn(|| {
-                let envelope = group.probe(None, 3).unwrap();
-                let mut got = vec![0_u8; envelope.count()];
+                let status = group.probe(None, 3).unwrap();
+                let mut got = vec![0_u8; status.count()];
                 group.recv(&mut got, 0, 3).unwrap();
                 got
             });
@@ -256,7 +254,7 @@ fn message_to_self_must_match_in_length_and_type() {
                 return group.barrier().unwrap_err();
             }
             if before {
-                let recv = group.irecv(vec![0_u32; 2], me, 0).unwrap();
+                let recv = group.start(op::recv(vec![0_u32; 2], me)).unwrap();
                 group.send(&[0_u32], me, 0).unwrap_err();
                 return recv.wait().unwrap_err();
             }
@@ -280,7 +278,9 @@ fn any_number_of_messages_is_delivered_before_the_first_receive() {
             // The timeout covers all messages together, also on a busy machine.
             let group = group.with_timeout(10 * LONG);
             if group.rank() == 0 {
-                let send = |number| group.isend(vec![number as u64; 2], 1, (number % 2) as u32).unwrap();
+                let send = |number| {
+                    group.start(op::send(vec![number as u64; 2], 1).tag((number % 2) as u32)).unwrap()
+                };
                 let works: Vec<_> = (0..MANY).map(send).collect();
                 sent.wait();
                 assert_eq!(wait_all(works).unwrap().len(), MANY);

@@ -10,7 +10,7 @@ use common::{
     CommError, Group, GroupOptions, HOSTS, ReduceOp, WITH_HIERARCHIES, run_on_hosts, run_ranks,
     run_with_options,
 };
-use convoke_comm::{Complex, Element, Reduction, bf16, f16};
+use convoke_comm::{Complex, Element, Reduction, bf16, f16, op};
 
 /// The operations of 16-bit floats that the tests need.
 trait Half: Element<Factor = f32> + PartialEq + std::fmt::Debug {
@@ -184,10 +184,10 @@ fn half_lists_and_unequal_blocks_round_once() {
         let at: usize = lens[..me].iter().sum();
         assert_eq!(own, sums(at..at + lens[me]));
 
-        let mut list = [shares::<f16>(me, 0..3), shares(me, 3..3000), Vec::new(), shares(me, 3000..3001)];
-        group.all_reduce_coalesced(&mut list, ReduceOp::Sum).unwrap();
+        let list = [shares::<f16>(me, 0..3), shares(me, 3..3000), Vec::new(), shares(me, 3000..3001)];
+        let list = group.run(list.map(|buf| op::all_reduce(buf, ReduceOp::Sum))).unwrap();
         assert_eq!(list, [sums(0..3), sums(3..3000), Vec::new(), sums(3000..3001)]);
-        group.all_reduce_coalesced(&mut list, Reduction::premul_sum(0.0)).unwrap();
+        let list = group.run(list.map(|buf| op::all_reduce(buf, Reduction::premul_sum(0.0)))).unwrap();
         assert!(list.iter().flatten().all(|&x| x == f16::ZERO));
     });
 }
@@ -266,7 +266,7 @@ fn user_functions_combine_elements() {
                 let mut recv = vec![0; count];
                 group.reduce_scatter(&mine(count * world), &mut recv, gcds()).unwrap();
                 assert!(recv.iter().enumerate().all(|(i, &x)| x == want(me * count + i)), "of {count}");
-                let work = group.nonblocking().reduce(mine(count), gcds(), 0).unwrap();
+                let work = group.start(op::reduce(mine(count), gcds(), 0)).unwrap();
                 let buf = work.wait().unwrap();
                 assert!(me > 0 || buf.iter().enumerate().all(|(i, &x)| x == want(i)), "reduce of {count}");
             }

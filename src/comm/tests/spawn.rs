@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use convoke_comm::{
-    Backend, CommError, ReduceOp, Spawn, SpawnError, World, init, is_elastic, is_initialized, spawn,
+    Backend, CommError, ReduceOp, Spawn, SpawnError, World, init, is_elastic, is_initialized, op, spawn,
 };
 use convoke_env::{ExitCause, WorkerEnv};
 use convoke_testkit::{assert_one_passed, subprocess_test, subprocess_variable};
@@ -320,8 +320,8 @@ fn messages_with_dropped_handles_are_delivered_after_the_rank_returns() {
             let world = init()?;
             if rank == 0 {
                 for to in 1..3 {
-                    drop(world.isend(vec![round; LARGE], to, 1)?);
-                    drop(world.isend(vec![round], to, 2)?);
+                    drop(world.start(op::send(vec![round; LARGE], to).tag(1))?);
+                    drop(world.start(op::send(vec![round], to).tag(2))?);
                 }
                 return Ok(());
             }

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use convoke_comm::{CommError, ReduceOp, World};
+use convoke_comm::{CommError, ReduceOp, World, op};
 use convoke_train::{Sampler, Tail, Trace, TrainError as DdpError};
 use nix::sys::signal::{Signal, raise};
 
@@ -131,8 +131,8 @@ fn start(arguments: &Arguments, world: &World) -> Result<(Network, u32), TrainEr
         };
     }
     world.broadcast(&mut done, ROOT)?;
-    world.broadcast_coalesced(&mut network.parameters, ROOT)?;
-    world.broadcast_coalesced(&mut network.velocity, ROOT)?;
+    let buffers = network.parameters.iter_mut().chain(&mut network.velocity);
+    world.run(buffers.map(|buffer| op::broadcast(buffer, ROOT)).collect::<Vec<_>>())?;
     Ok((network, done[0]))
 }
 

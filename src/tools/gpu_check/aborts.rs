@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use convoke_comm::device::{DeviceError, DeviceOptions};
 use convoke_comm::nccl::Library;
-use convoke_comm::{CommError, Group, GroupOptions, ReduceOp};
+use convoke_comm::{CommError, Group, GroupOptions, ReduceOp, op};
 use convoke_store::{MemoryStore, Store};
 use serde::{Deserialize, Serialize};
 
@@ -104,15 +104,10 @@ pub(crate) fn abort_behind_running_kernel(gpu: &Gpu) -> Result<Outcome, CheckErr
     let (group, stream) = (gpu.group()?, gpu.stream()?);
     let (send, mut recv) = (stream.alloc_zeros::<f32>(1024)?, stream.alloc_zeros::<f32>(1024)?);
     let spin = SpinKernel::start(&stream)?;
-    let work = group.on(&stream)?.all_reduce_into(&send, &mut recv, ReduceOp::Sum)?;
-    let work = match work.wait_timeout(ABORT_DELAY)? {
-        Ok(()) => {
-            return Ok(Outcome::failed(
-                "it ended before the kernel that precedes it in the stream".to_owned(),
-            ));
-        }
-        Err(work) => work,
-    };
+    let mut work = group.on(&stream)?.enqueue(op::all_reduce_into(&send, &mut recv, ReduceOp::Sum))?;
+    if work.wait_for(ABORT_DELAY)?.is_some() {
+        return Ok(Outcome::failed("it ended before the kernel that precedes it in the stream".to_owned()));
+    }
     let start = Instant::now();
     group.abort("enough");
     let got = work.wait();

@@ -1,7 +1,7 @@
 //! Checks that another stream sees the result of an operation, as in stream tutorials.
 
-use convoke_comm::ReduceOp;
 use convoke_comm::device::RawBuffer;
+use convoke_comm::{ReduceOp, op};
 use cudarc::driver::DevicePtr;
 
 use super::gpu::{CheckError, Gpu};
@@ -30,7 +30,7 @@ pub(crate) fn check(gpu: &Gpu, times: u32) -> Result<Outcome, CheckError> {
         computing.memset_zeros(&mut memory)?;
         // SAFETY: the memory holds `NUMBERS` elements.
         unsafe { add_one.run(&computing, at, NUMBERS as u64, TICKS)? };
-        let work = group.on(&computing)?.all_reduce(&mut buffer, ReduceOp::Sum)?;
+        let work = group.on(&computing)?.enqueue(op::all_reduce(&mut buffer, ReduceOp::Sum))?;
         work.wait_on(&other)?;
         // SAFETY: the memory holds `NUMBERS` elements, and `wait_on` orders the kernel behind the operation.
         unsafe { add_one.run(&other, at, NUMBERS as u64, 0)? };

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use convoke_comm::{Group, ReduceOp};
+use convoke_comm::{Group, ReduceOp, op};
 use convoke_train::{DdpOptions, DeviceDdp};
 use cudarc::driver::{CudaSlice, CudaStream};
 use cudarc::nccl::{Comm, Id, ReduceOp as RawOp, group_end, group_start};
@@ -68,7 +68,7 @@ impl SpeedCheck {
             || both.raw.all_reduce(&send[0], raw_recvs, &RawOp::Sum).map(drop).map_err(CheckError::from),
             || {
                 let on = both.group.on(&both.stream)?;
-                drop(on.all_reduce_into(&send[0], group_recvs, ReduceOp::Sum)?);
+                drop(on.enqueue(op::all_reduce_into(&send[0], &mut *group_recvs, ReduceOp::Sum))?);
                 Ok(())
             },
         )
@@ -93,11 +93,9 @@ impl SpeedCheck {
             },
             || {
                 let on = both.group.on(&both.stream)?;
-                let mut batch = on.batch();
-                for (send, recv) in sends.iter().zip(&mut group_recvs) {
-                    batch.all_reduce_into(send, recv, ReduceOp::Sum)?;
-                }
-                drop(batch.enqueue()?);
+                let pairs = sends.iter().zip(&mut group_recvs);
+                let calls = pairs.map(|(send, recv)| op::all_reduce_into(send, recv, ReduceOp::Sum));
+                drop(on.enqueue(calls.collect::<Vec<_>>())?);
                 Ok(())
             },
         )

@@ -1,6 +1,7 @@
 //! One call of a collective, in its blocking and nonblocking form.
 
-use convoke_comm::{CommError, Group, Nonblocking, ReduceOp, Reduction, SharedBuffer};
+use convoke_comm::op::{self, Scope};
+use convoke_comm::{CommError, Group, ReduceOp, Reduction, SharedBuffer};
 
 use super::collective::{Collective, Shape};
 use super::values::{TestPattern, Value};
@@ -103,7 +104,7 @@ impl<T: Value> Call<T> {
             Collective::SendRecv => match self.peer {
                 Some(peer) if self.is_first() => {
                     group.send(a, peer, 0)?;
-                    group.recv(b, peer, 0)
+                    group.recv(b, peer, 0).map(drop)
                 }
                 Some(peer) => {
                     group.recv(b, peer, 0)?;
@@ -116,7 +117,7 @@ impl<T: Value> Call<T> {
 
     fn begin<'scope, 'env: 'scope>(
         &self,
-        scope: &'scope Nonblocking<'scope, 'env>,
+        scope: &'scope Scope<'scope, 'env>,
         buffers: &'env mut BufferPair<T>,
         root: usize,
     ) -> Result<(), CommError> {
@@ -125,31 +126,31 @@ impl<T: Value> Call<T> {
         let lens = &self.lens[..];
         // The scope waits for operations whose handles were dropped.
         match self.shape.collective {
-            Collective::AllReduce => scope.all_reduce(a, op()).map(drop),
-            Collective::Broadcast => scope.broadcast(a, root).map(drop),
-            Collective::Reduce => scope.reduce(a, op(), root).map(drop),
-            Collective::AllGather => scope.all_gather(&*a, b).map(drop),
-            Collective::ReduceScatter => scope.reduce_scatter(&*a, b, op()).map(drop),
-            Collective::AllToAll => scope.all_to_all(&*a, b).map(drop),
-            Collective::Gather => scope.gather(&*a, b, root).map(drop),
-            Collective::Scatter => scope.scatter(&*a, b, root).map(drop),
-            Collective::Scan => scope.scan(a, op()).map(drop),
-            Collective::ExclusiveScan => scope.exclusive_scan(a, op()).map(drop),
-            Collective::Barrier => scope.barrier().map(drop),
-            Collective::AllGatherV => scope.all_gather_v(&*a, b, lens).map(drop),
-            Collective::ReduceScatterV => scope.reduce_scatter_v(&*a, b, lens, op()).map(drop),
-            Collective::AllToAllV => scope.all_to_all_v((&*a, lens), (b, lens)).map(drop),
-            Collective::GatherV => scope.gather_v(&*a, b, lens, root).map(drop),
-            Collective::ScatterV => scope.scatter_v(&*a, b, lens, root).map(drop),
+            Collective::AllReduce => scope.start(op::all_reduce(a, op())).map(drop),
+            Collective::Broadcast => scope.start(op::broadcast(a, root)).map(drop),
+            Collective::Reduce => scope.start(op::reduce(a, op(), root)).map(drop),
+            Collective::AllGather => scope.start(op::all_gather(&*a, b)).map(drop),
+            Collective::ReduceScatter => scope.start(op::reduce_scatter(&*a, b, op())).map(drop),
+            Collective::AllToAll => scope.start(op::all_to_all(&*a, b)).map(drop),
+            Collective::Gather => scope.start(op::gather(&*a, b, root)).map(drop),
+            Collective::Scatter => scope.start(op::scatter(&*a, b, root)).map(drop),
+            Collective::Scan => scope.start(op::scan(a, op())).map(drop),
+            Collective::ExclusiveScan => scope.start(op::exclusive_scan(a, op())).map(drop),
+            Collective::Barrier => scope.start(op::barrier()).map(drop),
+            Collective::AllGatherV => scope.start(op::all_gather_v(&*a, b, lens)).map(drop),
+            Collective::ReduceScatterV => scope.start(op::reduce_scatter_v(&*a, b, lens, op())).map(drop),
+            Collective::AllToAllV => scope.start(op::all_to_all_v((&*a, lens), (b, lens))).map(drop),
+            Collective::GatherV => scope.start(op::gather_v(&*a, b, lens, root)).map(drop),
+            Collective::ScatterV => scope.start(op::scatter_v(&*a, b, lens, root)).map(drop),
             Collective::SendRecv => match self.peer {
                 Some(peer) if self.is_first() => {
-                    drop(scope.send(&*a, peer, 0)?);
-                    scope.recv(b, peer, 0).map(drop)
+                    scope.start(op::send(&*a, peer))?;
+                    scope.start(op::recv(b, peer)).map(drop)
                 }
                 // This rank sends back data only after it has received the peer's message.
                 Some(peer) => {
-                    scope.recv(b, peer, 0)?.wait()?;
-                    scope.send(&*a, peer, 0).map(drop)
+                    scope.start(op::recv(b, peer))?.wait()?;
+                    scope.start(op::send(&*a, peer)).map(drop)
                 }
                 None => Ok(()),
             },

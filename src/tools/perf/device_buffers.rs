@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use convoke_comm::device::cudarc::driver::CudaStream;
 use convoke_comm::device::{self, DeviceBuffer, DeviceOptions};
-use convoke_comm::{CommError, Group};
+use convoke_comm::{CommError, Group, op};
 
 use super::buffers::BenchBuffers;
 use super::call::Call;
@@ -66,23 +66,25 @@ impl<T: Value> DeviceBuffers<T> {
         let (op, lens) = (call.reduction(), call.lens());
         let collective = call.shape().collective;
         match collective {
-            Collective::AllReduce => on.all_reduce(&mut a, op),
-            Collective::Broadcast => on.broadcast(&mut a, root),
-            Collective::Reduce => on.reduce(&mut a, op, root),
-            Collective::AllGather => on.all_gather(&a, &mut b),
-            Collective::ReduceScatter => on.reduce_scatter(&a, &mut b, op),
-            Collective::AllToAll => on.all_to_all(&a, &mut b),
-            Collective::Gather => on.gather(&a, &mut b, root),
-            Collective::Scatter => on.scatter(&a, &mut b, root),
-            Collective::Barrier => on.barrier(),
-            Collective::AllGatherV => on.all_gather_v(&a, &mut b, lens),
-            Collective::ReduceScatterV => on.reduce_scatter_v(&a, &mut b, lens, op),
-            Collective::AllToAllV => on.all_to_all_v(&a, lens, &mut b, lens),
-            Collective::GatherV => on.gather_v(&a, &mut b, lens, root),
-            Collective::ScatterV => on.scatter_v(&a, &mut b, lens, root),
+            Collective::AllReduce => on.enqueue(op::all_reduce(&mut a, op)),
+            Collective::Broadcast => on.enqueue(op::broadcast(&mut a, root)),
+            Collective::Reduce => on.enqueue(op::reduce(&mut a, op, root)),
+            Collective::AllGather => on.enqueue(op::all_gather(&a, &mut b)),
+            Collective::ReduceScatter => on.enqueue(op::reduce_scatter(&a, &mut b, op)),
+            Collective::AllToAll => on.enqueue(op::all_to_all(&a, &mut b)),
+            Collective::Gather => on.enqueue(op::gather(&a, &mut b, root)),
+            Collective::Scatter => on.enqueue(op::scatter(&a, &mut b, root)),
+            Collective::Barrier => on.enqueue(op::barrier()),
+            Collective::AllGatherV => on.enqueue(op::all_gather_v(&a, &mut b, lens)),
+            Collective::ReduceScatterV => on.enqueue(op::reduce_scatter_v(&a, &mut b, lens, op)),
+            Collective::AllToAllV => on.enqueue(op::all_to_all_v((&a, lens), (&mut b, lens))),
+            Collective::GatherV => on.enqueue(op::gather_v(&a, &mut b, lens, root)),
+            Collective::ScatterV => on.enqueue(op::scatter_v(&a, &mut b, lens, root)),
             Collective::SendRecv => match call.peer() {
-                Some(peer) if call.is_first() => on.send(&a, peer).and_then(|_| on.recv(&mut b, peer)),
-                Some(peer) => on.recv(&mut b, peer).and_then(|_| on.send(&a, peer)),
+                Some(peer) if call.is_first() => {
+                    on.enqueue(op::send(&a, peer)).and_then(|_| on.enqueue(op::recv(&mut b, peer)))
+                }
+                Some(peer) => on.enqueue(op::recv(&mut b, peer)).and_then(|_| on.enqueue(op::send(&a, peer))),
                 None => return Ok(()),
             },
             Collective::Scan | Collective::ExclusiveScan => {

@@ -102,7 +102,7 @@ fn time_messages(world: &Group, to: usize, buffer: &[u8], messages: usize) -> Re
 /// Receives the messages that rank `from` sends by [`send`]. Only the sender measures times.
 fn receive(world: &Group, from: usize, buffer: &mut [u8]) -> Result<Direction, CommError> {
     let mut received = |messages: usize| {
-        (0..messages).try_for_each(|_| world.recv(&mut *buffer, from, 0))?;
+        (0..messages).try_for_each(|_| world.recv(&mut *buffer, from, 0).map(drop))?;
         world.send(&[0_u8], from, 0)
     };
     received(1)?;

@@ -46,7 +46,7 @@ pub(crate) const MAX_NAMES: usize = 8;
 /// (`group.subgroup`).
 ///
 /// `Ddp` corresponds to torch's `DistributedDataParallel`, but holds gradients only. The program itself makes
-/// the initial parameters equal, with `group.broadcast_coalesced`.
+/// the initial parameters equal, with [`Group::broadcast`].
 #[derive(Debug)]
 pub struct Ddp<T: Gradient = f32> {
     group: Group,

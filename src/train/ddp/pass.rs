@@ -1,6 +1,6 @@
 //! A backward pass.
 
-use convoke_comm::ReduceOp;
+use convoke_comm::{ReduceOp, op};
 
 use super::{Ddp, Gradient, GradientState, LEAKED, MAX_NAMES, TrainError};
 use crate::bucket::Location;
@@ -158,7 +158,7 @@ impl<'a, T: Gradient> Pass<'a, T> {
             let bucket = &mut buckets[self.sent];
             let memory = bucket.memory.take().expect(LEAKED);
             let bytes = size_of_val(&memory[..]);
-            let work = match group.nonblocking().all_reduce(memory, reduction) {
+            let work = match group.start(op::all_reduce(memory, reduction)) {
                 Ok(work) => work,
                 Err(error) => {
                     // The operation has kept the bucket's memory. The program may continue with the pass, so

@@ -3,8 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use convoke_comm::ReduceOp;
 use convoke_comm::device::cudarc::driver::{CudaStream, CudaViewMut, DevicePtr, DeviceRepr, ValidAsZeroBits};
+use convoke_comm::{ReduceOp, op};
 
 use super::add::Adder;
 use super::{DeviceDdp, Gradient, GradientState, TrainError, device};
@@ -175,7 +175,7 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
             let DeviceDdp { group, layout, buckets, stream, options, .. } = &mut *self.ddp;
             let bucket = &mut buckets[self.sent];
             stream.join(self.compute).map_err(device("cannot make a CUDA stream wait"))?;
-            let work = group.on(stream)?.all_reduce(&mut bucket.memory, ReduceOp::Avg)?;
+            let work = group.on(stream)?.enqueue(op::all_reduce(&mut bucket.memory, ReduceOp::Avg))?;
             if let Some(trace) = &options.trace {
                 let names = layout.buckets()[self.sent].iter().map(|&parameter| layout.name(parameter));
                 let done = trace.bucket(self.sent, bucket.memory.num_bytes(), names);

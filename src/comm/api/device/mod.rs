@@ -8,7 +8,7 @@
 //!
 //! `driver` opens CUDA without panics. `join` sets up the devices if the capabilities that ranks exchange
 //! allow it (`capabilities`, pure). `backend` holds the communicator and the unfinished operations of a rank.
-//! `stream` and `batch` are the operations, and `enqueue` puts them on a stream. `type_mapping` (pure) maps
+//! `stream` takes operations, `batch` makes NCCL's calls of them (`memory`: their buffers), and `enqueue` puts them on a stream. `type_mapping` (pure) maps
 //! types and operations to NCCL's; `staged` does without NCCL, through host memory. `call_wait` bounds how
 //! long a call may block, and `operation` waits for operations. `watchdog` checks progress by the rules of
 //! `pending` (pure); `teardown` handles failure and shutdown, `process_exit` the end of the process.
@@ -26,6 +26,7 @@ mod element;
 mod enqueue;
 mod events;
 mod join;
+mod memory;
 mod operation;
 mod options;
 mod pending;
@@ -39,11 +40,12 @@ mod type_mapping;
 mod watchdog;
 
 pub use crate::error::DeviceError;
-pub use batch::DeviceBatch;
+pub use batch::DeviceOperation;
 pub use buffer::{DeviceBuffer, DevicePrefix};
 pub use cudarc;
 pub use driver::{count, open, open_for_rank};
 pub use element::{DeviceElement, F8E4M3, F8E5M2};
+pub use memory::{DeviceSource, DeviceTarget};
 pub use options::DeviceOptions;
 pub use raw::RawBuffer;
 pub use registered::{Registration, Unregistered};

@@ -12,6 +12,7 @@ use super::driver::bind;
 use super::element::ElementType;
 use super::type_mapping::DeviceReduction;
 use crate::api::group::Group;
+use crate::api::op;
 use crate::api::reduction::Reduction;
 use crate::collectives::dtype::sealed::Factor;
 use crate::collectives::dtype::{Dtype, Element, ReduceOp};
@@ -111,14 +112,14 @@ impl Staging {
         let me = group.rank();
         // SAFETY: the caller promises it; ranges of different steps are disjoint.
         let slice = |range: &Range<usize>| unsafe { self.slice::<u8>(range) };
-        let mut messages = group.batch();
+        let (mut sends, mut recvs) = (Vec::new(), Vec::new());
         // Sends of this rank to itself, in order; its receives from itself copy from them.
         let mut own =
             staged.iter().filter(|staged| matches!(staged.step, NcclCall::Send { to, .. } if to == me));
         for StagedCall { step, send, recv } in staged {
             match *step {
-                NcclCall::Send { to, .. } if to != me => drop(messages.send(slice(send), to, TAG)?),
-                NcclCall::Recv { from, .. } if from != me => drop(messages.recv(slice(recv), from, TAG)?),
+                NcclCall::Send { to, .. } if to != me => sends.push(op::send(slice(send), to).tag(TAG)),
+                NcclCall::Recv { from, .. } if from != me => recvs.push(op::recv(slice(recv), from).tag(TAG)),
                 NcclCall::Recv { .. } => {
                     let sent = own.next().filter(|sent| sent.send.len() == recv.len());
                     let what = || {
@@ -131,7 +132,14 @@ impl Staging {
                 _ => {}
             }
         }
-        messages.wait()?;
+        let (received, _) = group.run((recvs, sends))?;
+        if let Some((buffer, status)) =
+            received.iter().find(|(buffer, status)| buffer.len() != status.count())
+        {
+            let (from, sent, room) = (status.source(), status.count(), buffer.len());
+            let what = format!("rank {from} has sent {sent} bytes to a receive of {room} bytes");
+            return Err(CommError::InvalidArgument(what));
+        }
         for StagedCall { step, send, recv } in staged {
             match *step {
                 NcclCall::Send { .. } | NcclCall::Recv { .. } => {}

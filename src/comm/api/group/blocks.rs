@@ -21,7 +21,7 @@ impl Group {
         self.carry_out(self.prepare_all_gather(send, recv)).map(drop)
     }
 
-    pub(super) fn prepare_all_gather<'a, T: Element>(
+    pub(in crate::api) fn prepare_all_gather<'a, T: Element>(
         &self,
         send: &'a [T],
         recv: &'a mut [T],
@@ -41,7 +41,10 @@ impl Group {
         self.carry_out(self.prepare_all_gather_in_place(buf)).map(drop)
     }
 
-    pub(super) fn prepare_all_gather_in_place<'a, T: Element>(&self, buf: &'a mut [T]) -> Prepared<'a> {
+    pub(in crate::api) fn prepare_all_gather_in_place<'a, T: Element>(
+        &self,
+        buf: &'a mut [T],
+    ) -> Prepared<'a> {
         let count = self.block_len("buf", buf.len())?;
         let call = call::<T>(CallKind::AllGather, None, 0, count);
         self.planned(call, BorrowedBuffer::default().with_mut(0, buf), None)
@@ -69,7 +72,7 @@ impl Group {
         self.carry_out(self.prepare_reduce_scatter(send, recv, &op.into())).map(drop)
     }
 
-    pub(super) fn prepare_reduce_scatter<'a, T: Element>(
+    pub(in crate::api) fn prepare_reduce_scatter<'a, T: Element>(
         &self,
         send: &'a [T],
         recv: &'a mut [T],
@@ -96,7 +99,7 @@ impl Group {
         self.carry_out(self.prepare_reduce_scatter_in_place(buf, &op.into())).map(drop)
     }
 
-    pub(super) fn prepare_reduce_scatter_in_place<'a, T: Element>(
+    pub(in crate::api) fn prepare_reduce_scatter_in_place<'a, T: Element>(
         &self,
         buf: &'a mut [T],
         op: &Reduction<T>,
@@ -122,7 +125,7 @@ impl Group {
         self.carry_out(self.prepare_gather(send, recv, root)).map(drop)
     }
 
-    pub(super) fn prepare_gather<'a, T: Element>(
+    pub(in crate::api) fn prepare_gather<'a, T: Element>(
         &self,
         send: &'a [T],
         recv: &'a mut [T],
@@ -152,7 +155,7 @@ impl Group {
         self.carry_out(self.prepare_scatter(send, recv, root)).map(drop)
     }
 
-    pub(super) fn prepare_scatter<'a, T: Element>(
+    pub(in crate::api) fn prepare_scatter<'a, T: Element>(
         &self,
         send: &'a [T],
         recv: &'a mut [T],
@@ -186,7 +189,7 @@ impl Group {
         self.carry_out(self.prepare_all_to_all(send, recv)).map(drop)
     }
 
-    pub(super) fn prepare_all_to_all<'a, T: Element>(
+    pub(in crate::api) fn prepare_all_to_all<'a, T: Element>(
         &self,
         send: &'a [T],
         recv: &'a mut [T],
@@ -212,7 +215,10 @@ impl Group {
         self.carry_out(self.prepare_all_to_all_in_place(buf)).map(drop)
     }
 
-    pub(super) fn prepare_all_to_all_in_place<'a, T: Element>(&self, buf: &'a mut [T]) -> Prepared<'a> {
+    pub(in crate::api) fn prepare_all_to_all_in_place<'a, T: Element>(
+        &self,
+        buf: &'a mut [T],
+    ) -> Prepared<'a> {
         let count = self.block_len("buf", buf.len())?;
         let call = call::<T>(CallKind::AllToAll, None, 0, count);
         let buffer = BorrowedBuffer::default().with_scratch(0, buf.to_vec());

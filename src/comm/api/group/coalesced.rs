@@ -1,27 +1,10 @@
 //! Coalesced collectives: one operation on a list of buffers, as if they were one buffer.
 
-use super::{
-    BorrowedBuffer, Call, CallKind, CommError, Element, Group, Prepared, ReduceOp, Reduction, call, check_len,
-};
+use super::{BorrowedBuffer, Call, CallKind, Element, Group, Prepared, ReduceOp, Reduction, call};
 use crate::collectives::plan::fingerprint;
 
 impl Group {
-    /// Runs [`Self::all_reduce`] on each buffer of a list, at the cost of one call.
-    ///
-    /// All ranks pass the same lengths in the same order, the same type and `op`.
-    ///
-    /// # Errors
-    /// The errors of [`Self::all_reduce`].
-    pub fn all_reduce_coalesced<T: Element, B: AsMut<[T]>>(
-        &self,
-        bufs: &mut [B],
-        op: impl Into<Reduction<T>>,
-    ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_reduce_coalesced(bufs.iter_mut().map(B::as_mut), &op.into()))
-            .map(drop)
-    }
-
-    pub(super) fn prepare_all_reduce_coalesced<'a, T: Element>(
+    pub(in crate::api) fn prepare_all_reduce_list<'a, T: Element>(
         &self,
         bufs: impl Iterator<Item = &'a mut [T]>,
         op: &Reduction<T>,
@@ -31,21 +14,7 @@ impl Group {
         self.planned(list_call::<T>(CallKind::AllReduce, Some(op.op()), &lens), buffer, Some(kernel))
     }
 
-    /// Runs [`Self::broadcast`] on each buffer of a list, at the cost of one call.
-    ///
-    /// All ranks pass the same lengths in the same order, the same type and `root`.
-    ///
-    /// # Errors
-    /// The errors of [`Self::broadcast`].
-    pub fn broadcast_coalesced<T: Element, B: AsMut<[T]>>(
-        &self,
-        bufs: &mut [B],
-        root: usize,
-    ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_broadcast_coalesced(bufs.iter_mut().map(B::as_mut), root)).map(drop)
-    }
-
-    pub(super) fn prepare_broadcast_coalesced<'a, T: Element>(
+    pub(in crate::api) fn prepare_broadcast_list<'a, T: Element>(
         &self,
         bufs: impl Iterator<Item = &'a mut [T]>,
         root: usize,
@@ -55,23 +24,7 @@ impl Group {
         self.planned(rooted_list_call::<T>(CallKind::Broadcast, None, root, &lens), buffer, None)
     }
 
-    /// Runs [`Self::reduce`] on each buffer of a list, at the cost of one call.
-    ///
-    /// All ranks pass the same lengths in the same order, the same type, `op` and `root`.
-    ///
-    /// # Errors
-    /// The errors of [`Self::reduce`].
-    pub fn reduce_coalesced<T: Element, B: AsMut<[T]>>(
-        &self,
-        bufs: &mut [B],
-        op: impl Into<Reduction<T>>,
-        root: usize,
-    ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_coalesced(bufs.iter_mut().map(B::as_mut), &op.into(), root))
-            .map(drop)
-    }
-
-    pub(super) fn prepare_reduce_coalesced<'a, T: Element>(
+    pub(in crate::api) fn prepare_reduce_list<'a, T: Element>(
         &self,
         bufs: impl Iterator<Item = &'a mut [T]>,
         op: &Reduction<T>,
@@ -87,34 +40,15 @@ impl Group {
         )
     }
 
-    /// Runs [`Self::all_gather`] on each pair of buffers of two lists, at the cost of one call.
-    ///
-    /// All ranks pass the same lengths in the same order and the same type; each of `recvs` is `size` times
-    /// as long as the buffer at the same index of `sends`.
-    ///
-    /// # Errors
-    /// The errors of [`Self::all_gather`]; [`CommError::InvalidArgument`] also if the lists are not equally
-    /// long.
-    pub fn all_gather_coalesced<T: Element, S: AsRef<[T]>, R: AsMut<[T]>>(
+    pub(in crate::api) fn prepare_all_gather_list<'a, T: Element>(
         &self,
-        sends: &[S],
-        recvs: &mut [R],
-    ) -> Result<(), CommError> {
-        let sends = sends.iter().map(S::as_ref);
-        self.carry_out(self.prepare_all_gather_coalesced(sends, recvs.iter_mut().map(R::as_mut))).map(drop)
-    }
-
-    pub(super) fn prepare_all_gather_coalesced<'a, 's, T: Element>(
-        &self,
-        sends: impl Iterator<Item = &'s [T]>,
-        recvs: impl Iterator<Item = &'a mut [T]>,
+        buffers: impl Iterator<Item = (&'a [T], &'a mut [T])>,
     ) -> Prepared<'a> {
-        let (sends, recvs): (Vec<_>, Vec<_>) = (sends.collect(), recvs.collect());
-        check_len("the list of recv", recvs.len(), sends.len())?;
-        let lens: Vec<usize> = sends.iter().map(|send| send.len()).collect();
+        let buffers: Vec<_> = buffers.collect();
+        let lens: Vec<usize> = buffers.iter().map(|(send, _)| send.len()).collect();
         let count: usize = lens.iter().sum();
         let (mut buffer, mut within) = (BorrowedBuffer::default(), 0);
-        for (send, recv) in sends.into_iter().zip(recvs) {
+        for (send, recv) in buffers {
             self.check_blocks("recv", recv.len(), send.len())?;
             self.own_block_mut(recv, send.len()).copy_from_slice(send);
             for (rank, block) in recv.chunks_exact_mut(send.len().max(1)).enumerate() {
@@ -125,40 +59,20 @@ impl Group {
         self.planned(list_call::<T>(CallKind::AllGather, None, &lens), buffer, None)
     }
 
-    /// Runs [`Self::reduce_scatter`] on each pair of buffers of two lists, at the cost of one call.
-    ///
-    /// All ranks pass the same lengths in the same order, the same type and `op`; each of `sends` is `size`
-    /// times as long as the buffer at the same index of `recvs`.
-    ///
-    /// # Errors
-    /// The errors of [`Self::reduce_scatter`]; [`CommError::InvalidArgument`] also if the lists are not
-    /// equally long.
-    pub fn reduce_scatter_coalesced<T: Element, S: AsRef<[T]>, R: AsMut<[T]>>(
+    pub(in crate::api) fn prepare_reduce_scatter_list<'a, T: Element>(
         &self,
-        sends: &[S],
-        recvs: &mut [R],
-        op: impl Into<Reduction<T>>,
-    ) -> Result<(), CommError> {
-        let (sends, recvs) = (sends.iter().map(S::as_ref), recvs.iter_mut().map(R::as_mut));
-        self.carry_out(self.prepare_reduce_scatter_coalesced(sends, recvs, &op.into())).map(drop)
-    }
-
-    pub(super) fn prepare_reduce_scatter_coalesced<'a, T: Element>(
-        &self,
-        sends: impl Iterator<Item = &'a [T]>,
-        recvs: impl Iterator<Item = &'a mut [T]>,
+        buffers: impl Iterator<Item = (&'a [T], &'a mut [T])>,
         op: &Reduction<T>,
     ) -> Prepared<'a> {
         let kernel = op.kernel(self.size())?;
-        let (sends, recvs): (Vec<_>, Vec<_>) = (sends.collect(), recvs.collect());
-        check_len("the list of recv", recvs.len(), sends.len())?;
-        let lens: Vec<usize> = recvs.iter().map(|recv| recv.len()).collect();
+        let buffers: Vec<_> = buffers.collect();
+        let lens: Vec<usize> = buffers.iter().map(|(_, recv)| recv.len()).collect();
         let count: usize = lens.iter().sum();
         let call = list_call::<T>(CallKind::ReduceScatter, Some(op.op()), &lens);
         let needs_copy = self.inner.needs_scratch_copy(&call);
         let (own, mut buffer, mut within) = (self.own_range(count), BorrowedBuffer::default(), 0);
         let mut copy = vec![Vec::new(); if needs_copy { self.size() } else { 0 }];
-        for (send, recv) in sends.into_iter().zip(recvs) {
+        for (send, recv) in buffers {
             let len = recv.len();
             self.check_blocks("send", send.len(), len)?;
             recv.copy_from_slice(self.own_block(send, len));

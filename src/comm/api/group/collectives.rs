@@ -33,7 +33,7 @@ impl Group {
         self.carry_out(self.prepare_all_reduce(buf, &op.into())).map(drop)
     }
 
-    pub(super) fn prepare_all_reduce<'a, T: Element>(
+    pub(in crate::api) fn prepare_all_reduce<'a, T: Element>(
         &self,
         buf: &'a mut [T],
         op: &Reduction<T>,
@@ -59,7 +59,7 @@ impl Group {
         self.carry_out(self.prepare_all_reduce_into(send, recv, &op.into())).map(drop)
     }
 
-    pub(super) fn prepare_all_reduce_into<'a, T: Element>(
+    pub(in crate::api) fn prepare_all_reduce_into<'a, T: Element>(
         &self,
         send: &[T],
         recv: &'a mut [T],
@@ -88,7 +88,11 @@ impl Group {
         self.carry_out(self.prepare_broadcast(buf, root)).map(drop)
     }
 
-    pub(super) fn prepare_broadcast<'a, T: Element>(&self, buf: &'a mut [T], root: usize) -> Prepared<'a> {
+    pub(in crate::api) fn prepare_broadcast<'a, T: Element>(
+        &self,
+        buf: &'a mut [T],
+        root: usize,
+    ) -> Prepared<'a> {
         self.check_rank(root, "root")?;
         let call = call::<T>(CallKind::Broadcast, None, root as u32, buf.len());
         self.planned(call, BorrowedBuffer::default().with_mut(0, buf), None)
@@ -118,7 +122,7 @@ impl Group {
         self.carry_out(self.prepare_reduce(buf, &op.into(), root)).map(drop)
     }
 
-    pub(super) fn prepare_reduce<'a, T: Element>(
+    pub(in crate::api) fn prepare_reduce<'a, T: Element>(
         &self,
         buf: &'a mut [T],
         op: &Reduction<T>,
@@ -149,7 +153,7 @@ impl Group {
         self.carry_out(self.prepare_reduce_into(send, recv, &op.into(), root)).map(drop)
     }
 
-    pub(super) fn prepare_reduce_into<'a, T: Element>(
+    pub(in crate::api) fn prepare_reduce_into<'a, T: Element>(
         &self,
         send: &[T],
         recv: &'a mut [T],
@@ -203,7 +207,7 @@ impl Group {
         self.planned(call::<u8>(CallKind::MonitoredBarrier, None, 0, 0), BorrowedBuffer::default(), None)
     }
 
-    pub(super) fn prepare_barrier(&self) -> Prepared<'static> {
+    pub(in crate::api) fn prepare_barrier(&self) -> Prepared<'static> {
         let call = call::<u8>(CallKind::Barrier, None, 0, 0);
         let elements = |_| vec![0_u8; plan::barrier_elements(&self.inner.topology)];
         let memory = Some(call).filter(|call| !self.inner.runs_in_shared_memory(call)).map(elements);

@@ -1,6 +1,6 @@
 //! Point-to-point messages.
 
-use super::{BorrowedBuffer, Call, CallKind, CommError, Element, Envelope, Group, Operation, Prepared, call};
+use super::{BorrowedBuffer, Call, CallKind, CommError, Element, Group, Operation, Prepared, Status, call};
 
 impl Group {
     /// Sends `buf` to rank `to`, which must receive it with equal tag, type and length.
@@ -18,101 +18,67 @@ impl Group {
         self.carry_out(self.prepare_send(buf, to, tag)).map(drop)
     }
 
-    pub(super) fn prepare_send<'a, T: Element>(&self, buf: &'a [T], to: usize, tag: u32) -> Prepared<'a> {
+    pub(in crate::api) fn prepare_send<'a, T: Element>(
+        &self,
+        buf: &'a [T],
+        to: usize,
+        tag: u32,
+    ) -> Prepared<'a> {
         self.check_peer(to, "send to")?;
         let buffer = BorrowedBuffer::default().with_ref(0, buf);
         Ok(Some(Operation::Send { to, call: message::<T>(tag, buf.len()), buffer }))
     }
 
-    /// Fills `buf` with the next message with this `tag` from rank `from`, which may be this rank.
+    /// Fills the beginning of `buf` with the next message with this `tag` from rank `from`, which may be this
+    /// rank. The message may be shorter than `buf`; [`Status::count`] returns its length.
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`] if there is no rank `from`. [`CommError::Mismatch`] if the message
-    /// has another type or length. Otherwise the error that ended the group.
-    pub fn recv<T: Element>(&self, buf: &mut [T], from: usize, tag: u32) -> Result<(), CommError> {
-        self.carry_out(self.prepare_recv(buf, from, tag)).map(drop)
+    /// has another type. Otherwise the error that ended the group.
+    pub fn recv<T: Element>(&self, buf: &mut [T], from: usize, tag: u32) -> Result<Status, CommError> {
+        self.receive(self.prepare_recv(buf, Some(from), tag))
     }
 
-    pub(super) fn prepare_recv<'a, T: Element>(
-        &self,
-        buf: &'a mut [T],
-        from: usize,
-        tag: u32,
-    ) -> Prepared<'a> {
-        self.check_peer(from, "receive from")?;
-        let call = message::<T>(tag, buf.len());
-        Ok(Some(Operation::Recv {
-            from: Some(from),
-            call,
-            buffer: BorrowedBuffer::default().with_mut(0, buf),
-        }))
-    }
-
-    /// Fills `buf` with the next message with this `tag` from any rank, this rank included; returns the
-    /// sender.
+    /// Fills the beginning of `buf` with the next message with this `tag` from any rank, this rank included;
+    /// [`Status::source`] returns the sender.
     ///
     /// Among messages that have arrived, the earliest is received. Receives from a named rank and from any
     /// rank get messages in the order in which the receives were called.
     ///
     /// # Errors
     /// The errors of [`Self::recv`].
-    pub fn recv_any<T: Element>(&self, buf: &mut [T], tag: u32) -> Result<usize, CommError> {
-        let envelope = self.carry_out(self.prepare_recv_any(buf, tag))?;
-        Ok(envelope.expect("a successful receive has an envelope").source)
+    pub fn recv_any<T: Element>(&self, buf: &mut [T], tag: u32) -> Result<Status, CommError> {
+        self.receive(self.prepare_recv(buf, None, tag))
     }
 
-    pub(super) fn prepare_recv_any<'a, T: Element>(&self, buf: &'a mut [T], tag: u32) -> Prepared<'a> {
-        self.check_message()?;
-        let call = message::<T>(tag, buf.len());
-        Ok(Some(Operation::Recv { from: None, call, buffer: BorrowedBuffer::default().with_mut(0, buf) }))
+    fn receive(&self, prepared: Prepared<'_>) -> Result<Status, CommError> {
+        Ok(self.carry_out(prepared)?.expect("a successful receive has a status"))
     }
 
-    /// Sends `send` to rank `to` and receives `recv` from rank `from` concurrently, like `MPI_Sendrecv`. A
-    /// ring of ranks that all call it does not deadlock, whatever the lengths.
-    ///
-    /// # Errors
-    /// The errors of [`Self::send`] and [`Self::recv`].
-    pub fn send_recv<T: Element, U: Element>(
+    pub(in crate::api) fn prepare_recv<'a, T: Element>(
         &self,
-        (send, to, send_tag): (&[T], usize, u32),
-        (recv, from, recv_tag): (&mut [U], usize, u32),
-    ) -> Result<(), CommError> {
-        let mut batch = self.batch();
-        batch.recv(recv, from, recv_tag)?.send(send, to, send_tag)?;
-        batch.wait()
-    }
-
-    /// Returns an empty batch of messages, which are sent and received concurrently.
-    ///
-    /// ```
-    /// # fn main() -> Result<(), convoke_comm::CommError> {
-    /// # let world = convoke_comm::init()?;
-    /// let (rank, size) = (world.rank(), world.size());
-    /// let (mine, mut left, mut right) = ([rank as u64], [0], [0]);
-    /// let mut batch = world.batch();
-    /// if size > 1 {
-    ///     let (before, after) = ((rank + size - 1) % size, (rank + 1) % size);
-    ///     batch.send(&mine, before, 0)?.send(&mine, after, 1)?;
-    ///     batch.recv(&mut right, after, 0)?.recv(&mut left, before, 1)?;
-    /// }
-    /// batch.wait()?;
-    /// # Ok(())
-    /// # }
-    /// ```
-    pub fn batch(&self) -> Batch<'_> {
-        Batch { group: self, operations: Vec::new() }
+        buf: &'a mut [T],
+        from: Option<usize>,
+        tag: u32,
+    ) -> Prepared<'a> {
+        match from {
+            Some(from) => self.check_peer(from, "receive from")?,
+            None => self.check_message()?,
+        }
+        let call = message::<T>(tag, buf.len());
+        Ok(Some(Operation::Recv { from, call, buffer: BorrowedBuffer::default().with_mut(0, buf) }))
     }
 
     /// Waits until a message with this `tag` from rank `from`, or from any rank if `None`, can be received.
-    /// Returns its envelope without receiving it, like `MPI_Probe`.
+    /// Returns its status without receiving it, like `MPI_Probe`.
     ///
     /// # Errors
     /// The errors of [`Self::recv`] and [`Self::recv_any`].
-    pub fn probe(&self, from: Option<usize>, tag: u32) -> Result<Envelope, CommError> {
+    pub fn probe(&self, from: Option<usize>, tag: u32) -> Result<Status, CommError> {
         loop {
-            // A waiting probe that succeeds always returns an envelope.
-            if let Some(envelope) = self.probe_message(from, tag, true)? {
-                return Ok(envelope);
+            // A waiting probe that succeeds always returns an status.
+            if let Some(status) = self.probe_message(from, tag, true)? {
+                return Ok(status);
             }
         }
     }
@@ -121,16 +87,11 @@ impl Group {
     ///
     /// # Errors
     /// The errors of [`Self::probe`].
-    pub fn try_probe(&self, from: Option<usize>, tag: u32) -> Result<Option<Envelope>, CommError> {
+    pub fn try_probe(&self, from: Option<usize>, tag: u32) -> Result<Option<Status>, CommError> {
         self.probe_message(from, tag, false)
     }
 
-    fn probe_message(
-        &self,
-        from: Option<usize>,
-        tag: u32,
-        wait: bool,
-    ) -> Result<Option<Envelope>, CommError> {
+    fn probe_message(&self, from: Option<usize>, tag: u32, wait: bool) -> Result<Option<Status>, CommError> {
         match from {
             Some(from) => self.check_peer(from, "receive from")?,
             None => self.check_message()?,
@@ -151,49 +112,4 @@ impl Group {
 
 fn message<T: Element>(tag: u32, count: usize) -> Call {
     call::<T>(CallKind::PointToPoint, None, tag, count)
-}
-
-/// A batch of messages that are sent and received concurrently, from [`Group::batch`]. [`Self::wait`]
-/// starts them.
-#[derive(Debug)]
-#[must_use = "without `wait` nothing is sent"]
-pub struct Batch<'a> {
-    group: &'a Group,
-    operations: Vec<Operation<'a>>,
-}
-
-impl<'a> Batch<'a> {
-    /// Adds a [`Group::send`].
-    ///
-    /// # Errors
-    /// [`CommError::InvalidArgument`] if there is no rank `to`.
-    pub fn send<T: Element>(&mut self, buf: &'a [T], to: usize, tag: u32) -> Result<&mut Self, CommError> {
-        self.operations.extend(self.group.prepare_send(buf, to, tag)?);
-        Ok(self)
-    }
-
-    /// Adds a [`Group::recv`].
-    ///
-    /// # Errors
-    /// [`CommError::InvalidArgument`] if there is no rank `from`.
-    pub fn recv<T: Element>(
-        &mut self,
-        buf: &'a mut [T],
-        from: usize,
-        tag: u32,
-    ) -> Result<&mut Self, CommError> {
-        self.operations.extend(self.group.prepare_recv(buf, from, tag)?);
-        Ok(self)
-    }
-
-    /// Runs all operations of the batch and waits for them.
-    ///
-    /// # Errors
-    /// The first error, from those of [`Group::send`] and [`Group::recv`].
-    pub fn wait(self) -> Result<(), CommError> {
-        match self.group.inner.shared() {
-            Some(shared) => shared.call_all(self.operations, self.group.limit()),
-            None => Ok(()),
-        }
-    }
 }

@@ -2,13 +2,11 @@
 
 pub(crate) mod alloc;
 mod blocks;
-pub(crate) mod buffers;
 mod coalesced;
 mod collectives;
 #[cfg(feature = "nccl")]
 pub(crate) mod device;
 pub(crate) mod messages;
-pub(crate) mod nonblocking;
 mod objects;
 mod scan;
 mod shrink;
@@ -31,7 +29,7 @@ use crate::api::reduction::Reduction;
 use crate::bootstrap::options::GroupOptions;
 use crate::bootstrap::{self, BootstrapConfig, ConnectedGroup};
 use crate::buffer::BorrowedBuffer;
-use crate::collectives::call::{Call, CallKind, Envelope};
+use crate::collectives::call::{Call, CallKind, Status};
 use crate::collectives::dtype::{Dtype, Element, ReduceOp};
 use crate::collectives::kernels::{self, Kernel};
 use crate::collectives::plan::{self, Algorithm, Blocks, Plan, Rounding, Topology, Tuning};
@@ -51,7 +49,7 @@ const PLANS: usize = 16;
 ///
 /// Each operation has a `prepare_*` function. The blocking form runs the prepared operation; the nonblocking
 /// form starts it.
-type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
+pub(in crate::api) type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
 
 /// A process group: ranks that communicate, like an MPI communicator.
 ///
@@ -317,7 +315,7 @@ impl Group {
 
     /// Runs an operation and waits for it.
     #[inline]
-    fn carry_out(&self, mut prepared: Prepared<'_>) -> Result<Option<Envelope>, CommError> {
+    fn carry_out(&self, mut prepared: Prepared<'_>) -> Result<Option<Status>, CommError> {
         // Operations are large, so the engine takes this one by reference instead of moving it.
         if let (Ok(operation @ Some(_)), Some(shared)) = (&mut prepared, self.inner.shared()) {
             return shared.call(operation, self.limit());
@@ -336,10 +334,15 @@ impl Group {
     }
 
     /// Drives the engine until one of `completions` is done, at most until `until`.
-    fn wait_for(&self, completions: &[Arc<Completion>], until: Option<Instant>) {
+    pub(in crate::api) fn wait_for(&self, completions: &[Arc<Completion>], until: Option<Instant>) {
         if let Some(shared) = self.inner.shared() {
             shared.wait(completions, until);
         }
+    }
+
+    /// Returns the engine; `None` in a group of one that has not needed an engine yet.
+    pub(in crate::api) fn shared(&self) -> Option<&Shared> {
+        self.inner.shared()
     }
 
     fn wake_engine(&self) {

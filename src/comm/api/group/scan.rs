@@ -18,7 +18,11 @@ impl Group {
         self.carry_out(self.prepare_scan(buf, &op.into())).map(drop)
     }
 
-    pub(super) fn prepare_scan<'a, T: Element>(&self, buf: &'a mut [T], op: &Reduction<T>) -> Prepared<'a> {
+    pub(in crate::api) fn prepare_scan<'a, T: Element>(
+        &self,
+        buf: &'a mut [T],
+        op: &Reduction<T>,
+    ) -> Prepared<'a> {
         let kernel = scan_kernel(op)?;
         let call = call::<T>(CallKind::Scan, Some(op.op()), 0, buf.len());
         self.planned(call, BorrowedBuffer::default().with_mut(0, buf), Some(kernel))
@@ -43,7 +47,7 @@ impl Group {
         self.carry_out(self.prepare_exclusive_scan(buf, &op.into())).map(drop)
     }
 
-    pub(super) fn prepare_exclusive_scan<'a, T: Element>(
+    pub(in crate::api) fn prepare_exclusive_scan<'a, T: Element>(
         &self,
         buf: &'a mut [T],
         op: &Reduction<T>,

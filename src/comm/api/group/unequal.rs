@@ -29,7 +29,7 @@ impl Group {
         self.carry_out(self.prepare_all_gather_v(send, recv, lens)).map(drop)
     }
 
-    pub(super) fn prepare_all_gather_v<'a, T: Element>(
+    pub(in crate::api) fn prepare_all_gather_v<'a, T: Element>(
         &self,
         send: &'a [T],
         recv: &'a mut [T],
@@ -68,7 +68,7 @@ impl Group {
         self.carry_out(self.prepare_reduce_scatter_v(send, recv, lens, &op.into())).map(drop)
     }
 
-    pub(super) fn prepare_reduce_scatter_v<'a, T: Element>(
+    pub(in crate::api) fn prepare_reduce_scatter_v<'a, T: Element>(
         &self,
         send: &'a [T],
         recv: &'a mut [T],
@@ -115,7 +115,7 @@ impl Group {
         self.carry_out(self.prepare_gather_v(send, recv, lens, root)).map(drop)
     }
 
-    pub(super) fn prepare_gather_v<'a, T: Element>(
+    pub(in crate::api) fn prepare_gather_v<'a, T: Element>(
         &self,
         send: &'a [T],
         recv: &'a mut [T],
@@ -157,7 +157,7 @@ impl Group {
         self.carry_out(self.prepare_scatter_v(send, recv, lens, root)).map(drop)
     }
 
-    pub(super) fn prepare_scatter_v<'a, T: Element>(
+    pub(in crate::api) fn prepare_scatter_v<'a, T: Element>(
         &self,
         send: &'a [T],
         recv: &'a mut [T],
@@ -198,7 +198,7 @@ impl Group {
         self.carry_out(self.prepare_all_to_all_v(send, recv)).map(drop)
     }
 
-    pub(super) fn prepare_all_to_all_v<'a, T: Element>(
+    pub(in crate::api) fn prepare_all_to_all_v<'a, T: Element>(
         &self,
         (send, send_lens): (&'a [T], &[usize]),
         (recv, recv_lens): (&'a mut [T], &[usize]),

@@ -10,13 +10,14 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-use super::buffers::OperationBuffers;
 #[cfg(feature = "nccl")]
 use super::device::DeviceWork;
 use super::{CommError, Group};
+use crate::api::op::OperationOutput;
 use crate::engine::{Completion, Outcome};
 
-/// An operation in progress, and its buffers; a request in the terms of MPI.
+/// An operation in progress, and the value `T` that it returns: its buffers, with the
+/// [`Status`](crate::Status) of a received message. A request in the terms of MPI.
 ///
 /// [`wait`](Self::wait), or `.await` under any async runtime, returns the buffers with the result. The
 /// operation progresses whether or not a thread waits; a waiting thread carries out transfers itself. A
@@ -26,16 +27,16 @@ use crate::engine::{Completion, Outcome};
 /// After an error the buffers are not returned, since their contents are unspecified; no rank accesses them
 /// any more.
 #[must_use = "the result is known only to who waits for it"]
-pub struct Work<M: OperationBuffers> {
-    state: Option<State<M>>,
+pub struct Work<T: OperationOutput> {
+    state: Option<State<T>>,
 }
 
-struct State<M> {
+struct State<T> {
     operation: Operation,
     group: Group,
-    /// The buffers, always initialised. They are not a plain `M`: the engine writes through pointers into
+    /// The buffers, always initialised. They are not a plain `T`: the engine writes through pointers into
     /// them, and moving a `Box` or `&mut` would assert exclusive access.
-    memory: MaybeUninit<M>,
+    memory: MaybeUninit<T>,
 }
 
 /// The operation that a handle waits for.
@@ -58,8 +59,12 @@ impl Operation {
     }
 }
 
-impl<M: OperationBuffers> Work<M> {
-    pub(super) fn new(group: Group, completion: Option<Arc<Completion>>, memory: MaybeUninit<M>) -> Self {
+impl<T: OperationOutput> Work<T> {
+    pub(in crate::api) fn new(
+        group: Group,
+        completion: Option<Arc<Completion>>,
+        memory: MaybeUninit<T>,
+    ) -> Self {
         let operation = completion.map_or(Operation::Nothing, Operation::OnHost);
         Self { state: Some(State { operation, group, memory }) }
     }
@@ -67,41 +72,38 @@ impl<M: OperationBuffers> Work<M> {
     /// Waits until the operation is done.
     ///
     /// # Errors
-    /// The errors of the blocking call.
-    pub fn wait(mut self) -> Result<M::Output, CommError> {
+    /// The errors of the blocking call. [`CommError::InvalidArgument`] if [`Self::try_wait`] or
+    /// [`Self::wait_for`] has returned the result before.
+    pub fn wait(mut self) -> Result<T, CommError> {
         loop {
             self.drive(None);
-            if let Some(result) = self.result() {
-                return result;
+            if let Some(output) = self.result()? {
+                return Ok(output);
             }
         }
     }
 
-    /// Waits at most `time`; returns the handle if the operation is not done by then. `time` does not change
-    /// the time limit of the operation, whose expiry ends the group.
+    /// Waits at most `time`. Returns `None` if the operation is not done by then. `time` does not change the
+    /// time limit of the operation, whose expiry ends the group.
     ///
     /// # Errors
-    /// The errors of the blocking call.
-    pub fn wait_timeout(mut self, time: Duration) -> Result<Result<M::Output, Self>, CommError> {
-        let until = Instant::now().checked_add(time);
-        self.drive(until);
-        match self.result() {
-            Some(result) => result.map(Ok),
-            None => Ok(Err(self)),
-        }
+    /// The errors of [`Self::wait`].
+    pub fn wait_for(&mut self, time: Duration) -> Result<Option<T>, CommError> {
+        self.drive(Instant::now().checked_add(time));
+        self.result()
     }
 
-    /// Returns the result if the operation is done now, else the handle, like `MPI_Test`.
+    /// Returns the result if the operation is done now, else `None`, like `MPI_Test`.
     ///
     /// # Errors
-    /// The errors of the blocking call.
-    pub fn try_wait(self) -> Result<Result<M::Output, Self>, CommError> {
+    /// The errors of [`Self::wait`].
+    pub fn try_wait(&mut self) -> Result<Option<T>, CommError> {
         if let Some(State { operation: Operation::OnHost(completion), group, .. }) = &self.state
             && !completion.is_done()
         {
             group.wake_engine();
         }
-        self.wait_timeout(Duration::ZERO)
+        self.wait_for(Duration::ZERO)
     }
 
     /// Returns true if the operation is done, successfully or not.
@@ -172,23 +174,28 @@ impl<M: OperationBuffers> Work<M> {
         }
     }
 
-    /// Returns the result once the operation is done.
-    fn result(&mut self) -> Option<Result<M::Output, CommError>> {
+    /// Takes the result if the operation is done.
+    fn result(&mut self) -> Result<Option<T>, CommError> {
         if !self.is_completed() {
-            return None;
+            return Ok(None);
         }
-        let State { operation, memory, .. } = self.state.take()?;
+        let taken =
+            || CommError::InvalidArgument("the result of this operation was returned before".to_owned());
+        let State { operation, memory, .. } = self.state.take().ok_or_else(taken)?;
         // SAFETY: initialised from the start, and read once: `state` has been taken. The operation is done,
         // so the engine writes no more through pointers into it.
         #[allow(unsafe_code)]
-        let memory = unsafe { memory.assume_init() };
+        let mut output = unsafe { memory.assume_init() };
         let outcome: Outcome = match operation.completion() {
             Some(completion) => {
                 completion.take().expect("while the handle exists, only it takes the outcome")
             }
             None => Ok(None),
         };
-        Some(outcome.map(|envelope| memory.into_output(envelope)))
+        if let Some(status) = outcome? {
+            output.set_status(status);
+        }
+        Ok(Some(output))
     }
 }
 
@@ -212,12 +219,9 @@ impl Work<()> {
     }
 }
 
-impl<M: OperationBuffers> Future for Work<M> {
-    type Output = Result<M::Output, CommError>;
+impl<T: OperationOutput> Future for Work<T> {
+    type Output = Result<T, CommError>;
 
-    /// # Panics
-    /// If it is polled again after it was ready.
-    #[allow(clippy::panic)]
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let work = self.get_mut();
         work.request_fast_poll();
@@ -227,16 +231,17 @@ impl<M: OperationBuffers> Future for Work<M> {
             return Poll::Pending;
         }
         match work.result() {
-            Some(result) => Poll::Ready(result),
-            None => panic!("a Work was polled after it was ready"),
+            Ok(Some(output)) => Poll::Ready(Ok(output)),
+            Ok(None) => Poll::Pending,
+            Err(error) => Poll::Ready(Err(error)),
         }
     }
 }
 
 /// No field is pinned: the handle does not store the elements themselves.
-impl<M: OperationBuffers> Unpin for Work<M> {}
+impl<T: OperationOutput> Unpin for Work<T> {}
 
-impl<M: OperationBuffers> Drop for Work<M> {
+impl<T: OperationOutput> Drop for Work<T> {
     fn drop(&mut self) {
         let Some(state) = self.state.take() else { return };
         let buffers = KeptBuffers(state.memory);
@@ -251,9 +256,9 @@ impl<M: OperationBuffers> Drop for Work<M> {
         completion.detach();
         // The group is not kept: dropping its last handle waits for this operation.
         let kept: Box<dyn Send + '_> = Box::new(buffers);
-        // SAFETY: types that differ only in a lifetime have one layout. `kept` may outlive what `M` borrows,
+        // SAFETY: types that differ only in a lifetime have one layout. `kept` may outlive what `T` borrows,
         // but until then nothing except its drop uses it, and that touches no borrowed elements: see
-        // `OperationBuffers`.
+        // `OperationOutput`.
         #[allow(unsafe_code)]
         let kept = unsafe { std::mem::transmute::<Box<dyn Send + '_>, Box<dyn Send>>(kept) };
         // If the operation is done already, the buffers come back and are dropped here.
@@ -262,10 +267,10 @@ impl<M: OperationBuffers> Drop for Work<M> {
 }
 
 /// The buffers of an operation whose handle was dropped. This value and its buffers are dropped when the
-/// operation is done. Until then they are only moved as bytes, never as an `M`.
-struct KeptBuffers<M: OperationBuffers>(MaybeUninit<M>);
+/// operation is done. Until then they are only moved as bytes, never as a `T`.
+struct KeptBuffers<T: OperationOutput>(MaybeUninit<T>);
 
-impl<M: OperationBuffers> Drop for KeptBuffers<M> {
+impl<T: OperationOutput> Drop for KeptBuffers<T> {
     fn drop(&mut self) {
         // SAFETY: initialised from the start, and `State` handed it over only to this value. The engine uses
         // the elements no more: the operation is done, or there was none.
@@ -276,7 +281,7 @@ impl<M: OperationBuffers> Drop for KeptBuffers<M> {
     }
 }
 
-impl<M: OperationBuffers> fmt::Debug for Work<M> {
+impl<T: OperationOutput> fmt::Debug for Work<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Work").field("is_completed", &self.is_completed()).finish_non_exhaustive()
     }
@@ -286,9 +291,7 @@ impl<M: OperationBuffers> fmt::Debug for Work<M> {
 ///
 /// # Errors
 /// The first error in that order, after all are done.
-pub fn wait_all<M: OperationBuffers>(
-    works: impl IntoIterator<Item = Work<M>>,
-) -> Result<Vec<M::Output>, CommError> {
+pub fn wait_all<T: OperationOutput>(works: impl IntoIterator<Item = Work<T>>) -> Result<Vec<T>, CommError> {
     let results: Vec<_> = works.into_iter().map(Work::wait).collect();
     results.into_iter().collect()
 }
@@ -298,9 +301,7 @@ pub fn wait_all<M: OperationBuffers>(
 ///
 /// # Errors
 /// The error of the operation that is done.
-pub fn wait_any<M: OperationBuffers>(
-    works: &mut Vec<Work<M>>,
-) -> Result<Option<(usize, M::Output)>, CommError> {
+pub fn wait_any<T: OperationOutput>(works: &mut Vec<Work<T>>) -> Result<Option<(usize, T)>, CommError> {
     let Some(first) = works.first().and_then(|work| work.state.as_ref()).map(|state| state.group.clone())
     else {
         return Ok(None);
@@ -309,7 +310,7 @@ pub fn wait_any<M: OperationBuffers>(
         if let Some(index) = works.iter().position(Work::is_completed) {
             return works.remove(index).wait().map(|output| Some((index, output)));
         }
-        let of_first = |work: &Work<M>| match work.state.as_ref()? {
+        let of_first = |work: &Work<T>| match work.state.as_ref()? {
             State { operation: Operation::OnHost(completion), group, .. } if group.is_same(&first) => {
                 Some(Arc::clone(completion))
             }

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::buffer::BorrowedBuffer;
-use crate::collectives::call::{Call, CallError, Envelope};
+use crate::collectives::call::{Call, CallError, Status};
 use crate::collectives::kernels::SourceBytes;
 use crate::engine::completion::Completion;
 use crate::engine::control::query_at;
@@ -331,10 +331,10 @@ impl PeerMessages {
     }
 
     /// Returns the first unexpected message with this tag that no receive has claimed: its index among all
-    /// unexpected messages of the group, and its envelope.
-    pub(crate) fn unexpected(&self, tag: u32) -> Option<(u64, Envelope)> {
+    /// unexpected messages of the group, and its status.
+    pub(crate) fn unexpected(&self, tag: u32) -> Option<(u64, Status)> {
         let unexpected = &self.unexpected[self.unexpected_index(tag)?];
-        Some((unexpected.arrival_index, Envelope { source: self.peer, call: unexpected.call }))
+        Some((unexpected.arrival_index, Status { source: self.peer, call: unexpected.call }))
     }
 
     fn unexpected_index(&self, tag: u32) -> Option<usize> {
@@ -378,7 +378,7 @@ impl PeerMessages {
                     if self.conn.is_some() {
                         self.return_credit(ours, bytes.len());
                     }
-                    recv.completion.complete(Ok(Some(self.envelope_of(call))));
+                    recv.completion.complete(Ok(Some(self.status_of(call))));
                     return Ok(());
                 }
                 UnexpectedContent::Partial(_) => {
@@ -426,8 +426,8 @@ impl PeerMessages {
         self.sends.iter().any(comes)
     }
 
-    fn envelope_of(&self, call: Call) -> Envelope {
-        Envelope { source: self.peer, call }
+    fn status_of(&self, call: Call) -> Status {
+        Status { source: self.peer, call }
     }
 
     /// Writes queued frames and reads frames that have arrived. Returns whether anything moved.

@@ -110,7 +110,7 @@ impl PeerMessages {
                 if eager {
                     self.return_credit(ours, recv.buffer.len());
                 }
-                recv.completion.complete(Ok(Some(self.envelope_of(recv.call))));
+                recv.completion.complete(Ok(Some(self.status_of(recv.call))));
                 Ok(true)
             }
         }
@@ -126,7 +126,7 @@ impl PeerMessages {
         self.unexpected_bytes -= bytes.len() + HEADER_BYTES;
         SourceBytes::from(bytes).copy_to(&mut recv.buffer.bytes_mut(0..bytes.len()));
         self.return_credit(ours, bytes.len());
-        recv.completion.complete(Ok(Some(self.envelope_of(recv.call))));
+        recv.completion.complete(Ok(Some(self.status_of(recv.call))));
     }
 
     fn handle_header(

@@ -37,7 +37,7 @@ impl PeerMessages {
         }
         let mut recv = self.recvs.remove(index).expect("`match_recv` has found it there");
         SourceBytes::from(buffer.bytes(0..buffer.len())).copy_to(&mut recv.buffer.bytes_mut(0..buffer.len()));
-        recv.completion.complete(Ok(Some(self.envelope_of(call))));
+        recv.completion.complete(Ok(Some(self.status_of(call))));
         completion.complete(Ok(None));
         Ok(())
     }

@@ -7,6 +7,7 @@ use convoke_store::{MemoryStore, Store};
 use super::LONG;
 use crate::api::backend::Backend;
 use crate::api::group::Group;
+use crate::api::op;
 use crate::bootstrap::options::GroupOptions;
 use crate::collectives::dtype::ReduceOp;
 use crate::error::CommError;
@@ -26,7 +27,7 @@ fn with_failing_rank(who: usize, failing: InjectedFault) -> Vec<(Backend, i32)> 
                     let group = Group::new(store, rank, 3, options).unwrap();
                     let mut sum = [rank as i32];
                     group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
-                    group.send_recv((&sum, (rank + 1) % 3, 0), (&mut [0], (rank + 2) % 3, 0)).unwrap();
+                    group.run((op::send(&sum, (rank + 1) % 3), op::recv(&mut [0], (rank + 2) % 3))).unwrap();
                     (group.backend(), sum[0])
                 })
             })

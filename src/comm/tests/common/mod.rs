@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-pub(crate) use convoke_comm::{CommError, Group, GroupOptions, ReduceOp};
+pub(crate) use convoke_comm::{CommError, Group, GroupOptions, ReduceOp, op};
 use convoke_comm::{Complex, Element, bf16, f16};
 use convoke_store::{MemoryStore, Store};
 

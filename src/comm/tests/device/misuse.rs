@@ -20,7 +20,7 @@ fn streams_and_buffers_of_other_contexts_are_refused() {
         refused(group.on(&again), "another CudaContext of device 0");
         let mut foreign = buffer(&again, &[1.0_f32]);
         let on = group.on(&stream).unwrap();
-        refused(on.all_reduce(&mut foreign, ReduceOp::Sum), "another CudaContext of device 0");
+        refused(on.enqueue(op::all_reduce(&mut foreign, ReduceOp::Sum)), "another CudaContext of device 0");
         let elsewhere = device::open(1).unwrap().new_stream().unwrap();
         refused(group.on(&elsewhere), "on device 1; the group is on device 0");
         // In NCCL's threads this handle means another stream.
@@ -37,10 +37,13 @@ fn overflowing_total_lengths_are_refused() {
         let (send, mut recv) = (buffer(&stream, &[1.0_f32]), buffer(&stream, &[1.0_f32]));
         let on = group.on(&stream).unwrap();
         let lens = [usize::MAX, 2];
-        refused(on.all_to_all_v(&send, &lens, &mut recv, &lens), "the sum of the lengths is too large");
+        refused(
+            on.enqueue(op::all_to_all_v((&send, &lens), (&mut recv, &lens))),
+            "the sum of the lengths is too large",
+        );
         if group.rank() == 0 {
             refused(
-                on.scatter_v(&send, &mut recv, &[1, usize::MAX], 0),
+                on.enqueue(op::scatter_v(&send, &mut recv, &[1, usize::MAX], 0)),
                 "the sum of the lengths is too large",
             );
         }
@@ -77,7 +80,7 @@ fn split_waits_for_pending_device_operations() {
     on_devices(2, |group, stream| {
         let mut buf = buffer(&stream, &[1.0_f32]);
         let spin = Spin::on(&stream);
-        let work = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+        let work = group.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap();
         let kernel = spin.end_after(Duration::from_millis(200));
         let part = group.split(Some(0), 0).unwrap().unwrap();
         work.wait().unwrap();
@@ -95,7 +98,7 @@ fn operations_completed_before_an_abort_stay_successful() {
         let mut buf = buffer(&stream, &[1.0_f32]);
         for _ in 0..20 {
             let part = group.split(Some(0), 0).unwrap().unwrap();
-            let work = part.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+            let work = part.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap();
             stream.synchronize().unwrap();
             part.abort("enough");
             work.wait().unwrap();
@@ -114,7 +117,7 @@ fn destroying_the_host_group_destroys_its_device_groups() {
         let stream = context.new_stream().unwrap();
         let mut buf = buffer(&stream, &[1.0_f32]);
         let spin = Spin::on(&stream);
-        let work = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+        let work = group.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap();
         let kernel = spin.end_after(Duration::from_millis(300));
         host.destroy();
         work.wait().unwrap();
@@ -129,7 +132,7 @@ fn any_thread_may_query_work_completion() {
     }
     on_devices(2, |group, stream| {
         let mut buf = buffer(&stream, &[1.0_f32]);
-        let work = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+        let work = group.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap();
         // A thread that has not used a device before.
         std::thread::scope(|scope| scope.spawn(|| work.wait()).join().unwrap()).unwrap();
         group.barrier().unwrap();
@@ -145,15 +148,12 @@ fn checked_batches_may_start_with_different_messages() {
         let (mut sum, mut buf) =
             (buffer(&stream, &[1.0_f32]), buffer(&stream, &[4.0_f32 + group.rank() as f32]));
         let on = group.on(&stream).unwrap();
-        let mut batch = on.batch();
-        if group.rank() == 0 {
-            batch.send(&buf, 1).unwrap();
-            batch.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
-        } else {
-            batch.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
-            batch.recv(&mut buf, 0).unwrap();
-        }
-        batch.enqueue().unwrap().wait().unwrap();
+        let sum_up = op::all_reduce(&mut sum, ReduceOp::Sum);
+        let work = match group.rank() {
+            0 => on.enqueue((op::send(&buf, 1), sum_up)),
+            _ => on.enqueue((sum_up, op::recv(&mut buf, 0))),
+        };
+        work.unwrap().wait().unwrap();
         assert_eq!(
             (stream.clone_dtoh(&sum).unwrap(), stream.clone_dtoh(&buf).unwrap()),
             (vec![2.0], vec![4.0])
@@ -171,7 +171,7 @@ fn abort_releases_a_staged_call_that_waits_for_a_kernel() {
         let spin = Spin::on(&stream);
         let abort = abort_when_asleep(&group);
         let begun = Instant::now();
-        let error = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap_err();
+        let error = group.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap_err();
         assert!(matches!(error, CommError::Aborted { .. }), "{error}");
         assert!(begun.elapsed() < PROMPT_LIMIT, "{:?}", begun.elapsed());
         abort.join().unwrap();

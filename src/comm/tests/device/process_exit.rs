@@ -20,7 +20,7 @@ fn process_may_exit_while_nccl_frees_a_communicator() {
     let Some(output) = output_with_simulated_gpus(test, &[("SIMULATED_NCCL_DESTROY_MS", "1500")]) else {
         on_devices(1, |group, stream| {
             let mut buf = buffer(&stream, &[1.0_f32]);
-            drop(group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap());
+            drop(group.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap());
             stream.synchronize().unwrap();
             // Returns after a second, before the communicator is freed.
             drop(group);

@@ -17,7 +17,7 @@ fn group_can_be_split_while_another_thread_calls() {
         });
         let mut buf = buffer(&stream, &[3.0_f32]);
         while !cuts.is_finished() {
-            drop(group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap());
+            drop(group.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap());
         }
         cuts.join().unwrap();
         assert_eq!(stream.clone_dtoh(&buf).unwrap(), [3.0]);
@@ -41,16 +41,14 @@ fn messages_continue_after_a_rank_departs() {
         let mut buf = buffer(&stream, &[rank as f32]);
         if rank == 0 {
             // The delay exceeds the grace period for operations with a rank that has left.
-            let message = group.on(&stream).unwrap().recv(&mut buf, 1).unwrap();
+            let message = group.on(&stream).unwrap().enqueue(op::recv(&mut buf, 1)).unwrap();
             message.wait().unwrap();
             assert_eq!(stream.clone_dtoh(&buf).unwrap(), [1.0]);
         } else {
             let spin = Spin::on(&stream);
-            let message = group.on(&stream).unwrap().send(&buf, 0).unwrap();
-            let message = message
-                .wait_timeout(Duration::from_millis(1500))
-                .unwrap()
-                .expect_err("a kernel is before it");
+            let mut message = group.on(&stream).unwrap().enqueue(op::send(&buf, 0)).unwrap();
+            let early = message.wait_for(Duration::from_millis(1500)).unwrap();
+            assert!(early.is_none(), "a kernel is before it");
             drop(spin);
             message.wait().unwrap();
         }
@@ -68,7 +66,7 @@ fn caller_waits_while_the_device_queue_is_full() {
         let (called, calls) = channel();
         let caller = std::thread::spawn(move || {
             for _ in 0..1000 {
-                drop(group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap());
+                drop(group.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap());
                 called.send(()).unwrap();
             }
             assert_eq!(stream.clone_dtoh(&buf).unwrap(), [1.0]);
@@ -94,7 +92,8 @@ fn abort_releases_threads_that_wait_to_call() {
         let _spin = Spin::on(&stream);
         let begun = Instant::now();
         let abort = abort_when_asleep(&group);
-        let mut call = || group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).map(drop);
+        let mut call =
+            || group.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).map(drop);
         let error = (0..1000).find_map(|_| call().err()).unwrap();
         assert!(matches!(error, CommError::Aborted { .. }), "{error}");
         assert!(begun.elapsed() < PROMPT_LIMIT, "{:?}", begun.elapsed());
@@ -113,7 +112,7 @@ fn forked_child_does_not_affect_pending_operations() {
         let mut buf = buffer(&stream, &[1.0_f32]);
         let known = group.register(buffer(&stream, &[1.0_f32])).unwrap();
         let spin = Spin::on(&stream);
-        let work = group.on(&stream).unwrap().all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+        let work = group.on(&stream).unwrap().enqueue(op::all_reduce(&mut buf, ReduceOp::Sum)).unwrap();
         // SAFETY: the child uses only data of this thread, and ends with _exit.
         match unsafe { nix::unistd::fork() }.unwrap() {
             nix::unistd::ForkResult::Child => {

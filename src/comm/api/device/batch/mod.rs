@@ -1,38 +1,73 @@
-//! Operations on buffers of a device that are enqueued as one.
-
-mod blocks;
+//! Operations on device buffers that are enqueued as one.
 
 use std::fmt;
 use std::sync::Arc;
 
-use cudarc::driver::{CudaContext, CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop};
+use cudarc::driver::{CudaContext, CudaSlice, CudaStream, SyncOnDrop};
 use smallvec::SmallVec;
 
 use super::backend::Core;
+use super::element::sealed::Sealed as _;
 use super::element::{DeviceElement, ElementType};
+use super::memory::{DeviceSource, DeviceTarget};
 use super::type_mapping::DeviceReduction;
 use crate::api::group::Group;
 use crate::api::group::work::Work;
+use crate::api::op::{
+    self, AllGather, AllReduce, AllReduceInto, Barrier, Broadcast, Recv, Reduce, ReduceInto, ReduceScatter,
+    Send,
+};
 use crate::api::reduction::Reduction;
 use crate::collectives::call::{Call, CallKind};
 use crate::collectives::dtype::ReduceOp;
 use crate::error::CommError;
 use crate::nccl::{Address, NcclCall};
 
-/// Operations that a stream carries out as one, from [`OnStream::batch`](super::OnStream::batch). NCCL gets
-/// them as one group call, so sends and receives run concurrently. Without [`Self::enqueue`] nothing happens.
+/// Implements [`DeviceOperation`] for an operation: adds it, as `$operation`, to a batch.
+macro_rules! device_operations {
+    ($([$($generics:tt)*] $Type:ty, |$operation:ident, $batch:ident| $add:block)*) => {$(
+        impl<$($generics)*> sealed::Enqueue for $Type {
+            fn add<'a>(self, $batch: &mut DeviceBatch<'a>) -> Result<(), CommError>
+            where
+                Self: 'a,
+            {
+                let $operation = self;
+                $add
+                Ok(())
+            }
+        }
+    )*};
+}
+
+mod blocks;
+mod lists;
+
+pub(in crate::api::device) mod sealed {
+    use super::{CommError, DeviceBatch};
+
+    pub trait Enqueue {
+        /// The operation may be a barrier, or contain one.
+        const HAS_BARRIER: bool = false;
+
+        /// Adds the operation to a batch.
+        fn add<'a>(self, batch: &mut DeviceBatch<'a>) -> Result<(), CommError>
+        where
+            Self: 'a;
+    }
+}
+
+/// An operation of the module [`op`](crate::op) on device buffers, or a tuple, array or vector of such
+/// operations or of lists of them.
 ///
-/// Each method has the meaning and arguments of the method of that name of [`Group`]; buffers are on the
-/// group's device. A buffer that the operation ignores on this rank, such as `recv` of a gather on other
-/// ranks than the root, may have any length.
-///
-/// A program that implements cudarc's `DevicePtr` or `DevicePtrMut` for its own type must return the address
-/// of `len` elements that live until the stream has executed the batch. The compiler does not check this.
-/// [`RawBuffer`](super::RawBuffer) states the same in its `unsafe` constructor; prefer it.
-#[must_use = "without `enqueue` nothing happens"]
+/// The trait is sealed.
+pub trait DeviceOperation: sealed::Enqueue {}
+
+impl<O: sealed::Enqueue> DeviceOperation for O {}
+
+/// Operations that a stream carries out as one. NCCL gets them as one group call.
 pub struct DeviceBatch<'a> {
     group: &'a Group,
-    core: Arc<Core>,
+    core: &'a Arc<Core>,
     stream: &'a CudaStream,
     steps: SmallVec<[NcclCall<ElementType, DeviceReduction>; 2]>,
     /// Guards of cudarc's buffers. Dropping them after the batch is enqueued makes other streams wait for it.
@@ -40,186 +75,23 @@ pub struct DeviceBatch<'a> {
     call: Option<Call>,
     /// Set if there are messages: then the batches of ranks may differ, so their calls are not compared.
     messages: bool,
+    /// The byte that a barrier reduces, until one is added.
+    barrier_buffer: Option<&'a mut CudaSlice<u8>>,
 }
 
 impl<'a> DeviceBatch<'a> {
-    pub(super) fn new(group: &'a Group, core: Arc<Core>, stream: &'a CudaStream) -> Self {
-        Self {
-            group,
-            core,
-            stream,
-            steps: SmallVec::new(),
-            guards: SmallVec::new(),
-            call: None,
-            messages: false,
-        }
+    pub(super) fn new(
+        group: &'a Group,
+        core: &'a Arc<Core>,
+        stream: &'a CudaStream,
+        barrier_buffer: Option<&'a mut CudaSlice<u8>>,
+    ) -> Self {
+        let (steps, guards) = (SmallVec::new(), SmallVec::new());
+        Self { group, core, stream, steps, guards, call: None, messages: false, barrier_buffer }
     }
 
-    /// As [`Group::all_reduce`].
-    ///
-    /// # Errors
-    /// [`CommError::InvalidArgument`] if the buffer is on another device or the reduction is not defined for
-    /// the type.
-    pub fn all_reduce<T: DeviceElement>(
-        &mut self,
-        buf: &'a mut impl DevicePtrMut<T>,
-        op: impl Into<Reduction<T>>,
-    ) -> Result<&mut Self, CommError> {
-        let (count, op) = (buf.len(), device_reduction(&op.into())?);
-        let at = self.output(buf)?;
-        let step = NcclCall::AllReduce { send: at, recv: at, count, datatype: T::ELEMENT_TYPE, op };
-        Ok(self.add::<T>(CallKind::AllReduce, Some(op.op), 0, count, [step]))
-    }
-
-    /// As [`Group::all_reduce_into`].
-    ///
-    /// # Errors
-    /// As [`Self::all_reduce`]; also if `send` and `recv` are not equally long.
-    pub fn all_reduce_into<T: DeviceElement>(
-        &mut self,
-        send: &'a impl DevicePtr<T>,
-        recv: &'a mut impl DevicePtrMut<T>,
-        op: impl Into<Reduction<T>>,
-    ) -> Result<&mut Self, CommError> {
-        let (count, op) = (send.len(), device_reduction(&op.into())?);
-        check("recv", recv.len(), count)?;
-        let (send, recv) = (self.input(send)?, self.output(recv)?);
-        let step = NcclCall::AllReduce { send, recv, count, datatype: T::ELEMENT_TYPE, op };
-        Ok(self.add::<T>(CallKind::AllReduce, Some(op.op), 0, count, [step]))
-    }
-
-    /// As [`Group::broadcast`].
-    ///
-    /// # Errors
-    /// As [`Self::all_reduce`]; also if there is no rank `root`, `to` or `from`.
-    pub fn broadcast<T: DeviceElement>(
-        &mut self,
-        buf: &'a mut impl DevicePtrMut<T>,
-        root: usize,
-    ) -> Result<&mut Self, CommError> {
-        self.check_rank(root, "root")?;
-        let count = buf.len();
-        let at = self.output(buf)?;
-        let step = NcclCall::Broadcast { send: at, recv: at, count, datatype: T::ELEMENT_TYPE, root };
-        Ok(self.add::<T>(CallKind::Broadcast, None, root, count, [step]))
-    }
-
-    /// As [`Group::reduce`].
-    ///
-    /// # Errors
-    /// As [`Self::broadcast`].
-    pub fn reduce<T: DeviceElement>(
-        &mut self,
-        buf: &'a mut impl DevicePtrMut<T>,
-        op: impl Into<Reduction<T>>,
-        root: usize,
-    ) -> Result<&mut Self, CommError> {
-        self.check_rank(root, "root")?;
-        let (count, op) = (buf.len(), device_reduction(&op.into())?);
-        let at = self.output(buf)?;
-        let step = NcclCall::Reduce { send: at, recv: at, count, datatype: T::ELEMENT_TYPE, op, root };
-        Ok(self.add::<T>(CallKind::Reduce, Some(op.op), root, count, [step]))
-    }
-
-    /// As [`Group::reduce_into`].
-    ///
-    /// # Errors
-    /// As [`Self::broadcast`]; also if on the root `send` and `recv` are not equally long.
-    pub fn reduce_into<T: DeviceElement>(
-        &mut self,
-        send: &'a impl DevicePtr<T>,
-        recv: &'a mut impl DevicePtrMut<T>,
-        op: impl Into<Reduction<T>>,
-        root: usize,
-    ) -> Result<&mut Self, CommError> {
-        self.check_rank(root, "root")?;
-        let (count, op, datatype) = (send.len(), device_reduction(&op.into())?, T::ELEMENT_TYPE);
-        let is_root = self.group.rank() == root;
-        check("recv", if is_root { recv.len() } else { count }, count)?;
-        let send = self.input(send)?;
-        let recv = if is_root { self.output(recv)? } else { send };
-        Ok(self.add::<T>(
-            CallKind::Reduce,
-            Some(op.op),
-            root,
-            count,
-            [NcclCall::Reduce { send, recv, count, datatype, op, root }],
-        ))
-    }
-
-    /// As [`Group::all_gather`].
-    ///
-    /// # Errors
-    /// As [`Self::all_reduce`]; also if `recv` is not as long as all blocks together.
-    pub fn all_gather<T: DeviceElement>(
-        &mut self,
-        send: &'a impl DevicePtr<T>,
-        recv: &'a mut impl DevicePtrMut<T>,
-    ) -> Result<&mut Self, CommError> {
-        let count = send.len();
-        check("recv", recv.len(), count.saturating_mul(self.group.size()))?;
-        let (send, recv) = (self.input(send)?, self.output(recv)?);
-        let step = NcclCall::AllGather { send, recv, count, datatype: T::ELEMENT_TYPE };
-        Ok(self.add::<T>(CallKind::AllGather, None, 0, count, [step]))
-    }
-
-    /// As [`Group::reduce_scatter`].
-    ///
-    /// # Errors
-    /// As [`Self::all_reduce`]; also if `send` is not as long as all blocks together.
-    pub fn reduce_scatter<T: DeviceElement>(
-        &mut self,
-        send: &'a impl DevicePtr<T>,
-        recv: &'a mut impl DevicePtrMut<T>,
-        op: impl Into<Reduction<T>>,
-    ) -> Result<&mut Self, CommError> {
-        let (count, op) = (recv.len(), device_reduction(&op.into())?);
-        check("send", send.len(), count.saturating_mul(self.group.size()))?;
-        let (send, recv) = (self.input(send)?, self.output(recv)?);
-        let step = NcclCall::ReduceScatter { send, recv, count, datatype: T::ELEMENT_TYPE, op };
-        Ok(self.add::<T>(CallKind::ReduceScatter, Some(op.op), 0, count, [step]))
-    }
-
-    /// Sends `buf` to rank `to`, which must receive as many elements on its device. There are no tags:
-    /// messages between two ranks arrive in the order in which they were enqueued. Two ranks that send to
-    /// each other must each put their send and receive into one batch.
-    ///
-    /// # Errors
-    /// As [`Self::broadcast`].
-    pub fn send<T: DeviceElement>(
-        &mut self,
-        buf: &'a impl DevicePtr<T>,
-        to: usize,
-    ) -> Result<&mut Self, CommError> {
-        self.check_rank(to, "send to")?;
-        let count = buf.len();
-        let step = NcclCall::Send { send: self.input(buf)?, count, datatype: T::ELEMENT_TYPE, to };
-        Ok(self.add::<T>(CallKind::PointToPoint, None, 0, count, [step]))
-    }
-
-    /// Receives from rank `from` as many elements as `buf` has.
-    ///
-    /// # Errors
-    /// As [`Self::broadcast`].
-    pub fn recv<T: DeviceElement>(
-        &mut self,
-        buf: &'a mut impl DevicePtrMut<T>,
-        from: usize,
-    ) -> Result<&mut Self, CommError> {
-        self.check_rank(from, "receive from")?;
-        let count = buf.len();
-        let step = NcclCall::Recv { recv: self.output(buf)?, count, datatype: T::ELEMENT_TYPE, from };
-        Ok(self.add::<T>(CallKind::PointToPoint, None, 0, count, [step]))
-    }
-
-    /// Enqueues the batch after the earlier work of the stream. The [`Work`] is done when the stream has
-    /// executed the batch; later work on this stream need not wait for the `Work`.
-    ///
-    /// # Errors
-    ///
-    /// [`CommError::Unsupported`] if NCCL lacks an operation for its element type; nothing is enqueued.
-    /// [`CommError::Device`] if the device or NCCL failed. Otherwise the error that ended the group.
-    pub fn enqueue(self) -> Result<Work<()>, CommError> {
+    /// Enqueues the batch after the earlier work of the stream.
+    pub(super) fn enqueue(self) -> Result<Work<()>, CommError> {
         let Some(call) = self.call else { return Ok(Work::on_device(self.group.clone(), None)) };
         if self.core.options.checked && !self.messages {
             self.group.compare_on_host(call, self.core.calls())?;
@@ -227,8 +99,7 @@ impl<'a> DeviceBatch<'a> {
         // SAFETY: the stream is of this device (`OnStream`), and so is the memory (`input`, `output`). For
         // cudarc's buffers and `RawBuffer` the memory is as long as its count. cudarc's buffers live long
         // enough: they are freed behind the events that their guards, dropped below, record. The maker of a
-        // `RawBuffer` promises it. `DevicePtr` is a safe trait of cudarc, so another implementation can give
-        // any address; then it breaks this proof as it breaks cudarc's own (see `DeviceBatch`).
+        // `RawBuffer` promises it. Other types do not implement `Source` and `Target`.
         #[allow(unsafe_code)]
         let operation = unsafe {
             self.core.enqueue(call, (&self.steps, self.guards.len()), self.stream, self.group.limit())
@@ -237,37 +108,24 @@ impl<'a> DeviceBatch<'a> {
         Ok(Work::on_device(self.group.clone(), operation.map(|operation| operation as _)))
     }
 
-    pub(super) fn add<T: DeviceElement>(
-        &mut self,
-        kind: CallKind,
-        op: Option<ReduceOp>,
-        root: usize,
-        count: usize,
-        steps: impl IntoIterator<Item = NcclCall<ElementType, DeviceReduction>>,
-    ) -> &mut Self {
-        let call = Call::new(kind, T::ELEMENT_TYPE.dtype, op, root as u32, count as u64);
+    fn add(&mut self, call: Call, steps: impl IntoIterator<Item = NcclCall<ElementType, DeviceReduction>>) {
         self.call.get_or_insert(call);
-        self.messages |= kind == CallKind::PointToPoint;
+        self.messages |= call.kind == CallKind::PointToPoint;
         self.steps.extend(steps);
-        self
     }
 
-    fn input<T>(&mut self, buf: &'a impl DevicePtr<T>) -> Result<Address, CommError> {
-        self.check_device(buf)?;
-        let (at, guard) = buf.device_ptr(self.stream);
+    fn input(&mut self, buf: impl DeviceSource + 'a) -> Result<Address, CommError> {
+        check_context("a buffer", buf.context(), &self.core.context)?;
+        let (at, guard) = buf.read(self.stream);
         self.guards.push(guard);
         Ok(at)
     }
 
-    fn output<T>(&mut self, buf: &'a mut impl DevicePtrMut<T>) -> Result<Address, CommError> {
-        self.check_device(buf)?;
-        let (at, guard) = buf.device_ptr_mut(self.stream);
+    fn output(&mut self, buf: impl DeviceTarget + 'a) -> Result<Address, CommError> {
+        check_context("a buffer", buf.context(), &self.core.context)?;
+        let (at, guard) = buf.write(self.stream);
         self.guards.push(guard);
         Ok(at)
-    }
-
-    fn check_device<T>(&self, buf: &impl DeviceSlice<T>) -> Result<(), CommError> {
-        check_context("a buffer", buf.stream().context(), &self.core.context)
     }
 
     fn check_rank(&self, rank: usize, what: &str) -> Result<(), CommError> {
@@ -279,6 +137,125 @@ impl fmt::Debug for DeviceBatch<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("DeviceBatch").field("steps", &self.steps).finish_non_exhaustive()
     }
+}
+
+device_operations! {
+    [B: DeviceTarget] AllReduce<B>, |operation, batch| {
+        let (buf, op) = (operation.buffers, device_reduction(&operation.op)?);
+        let (count, datatype) = (buf.count(), datatype::<B>());
+        let at = batch.output(buf)?;
+        let call = call::<B>(CallKind::AllReduce, Some(op.op), 0, count);
+        batch.add(call, [NcclCall::AllReduce { send: at, recv: at, count, datatype, op }]);
+    }
+
+    [S: DeviceSource, R: DeviceTarget<Element = S::Element>] AllReduceInto<S, R>, |operation, batch| {
+        let ((send, recv), op) = (operation.buffers, device_reduction(&operation.op)?);
+        let (count, datatype) = (send.count(), datatype::<S>());
+        check("recv", recv.count(), count)?;
+        let (send, recv) = (batch.input(send)?, batch.output(recv)?);
+        let call = call::<S>(CallKind::AllReduce, Some(op.op), 0, count);
+        batch.add(call, [NcclCall::AllReduce { send, recv, count, datatype, op }]);
+    }
+
+    [B: DeviceTarget] Broadcast<B>, |operation, batch| {
+        let (buf, root) = (operation.buffers, operation.root);
+        batch.check_rank(root, "root")?;
+        let (count, datatype) = (buf.count(), datatype::<B>());
+        let at = batch.output(buf)?;
+        let call = call::<B>(CallKind::Broadcast, None, root, count);
+        batch.add(call, [NcclCall::Broadcast { send: at, recv: at, count, datatype, root }]);
+    }
+
+    [B: DeviceTarget] Reduce<B>, |operation, batch| {
+        let (buf, root) = (operation.buffers, operation.root);
+        batch.check_rank(root, "root")?;
+        let (count, datatype, op) = (buf.count(), datatype::<B>(), device_reduction(&operation.op)?);
+        let at = batch.output(buf)?;
+        let call = call::<B>(CallKind::Reduce, Some(op.op), root, count);
+        batch.add(call, [NcclCall::Reduce { send: at, recv: at, count, datatype, op, root }]);
+    }
+
+    [S: DeviceSource, R: DeviceTarget<Element = S::Element>] ReduceInto<S, R>, |operation, batch| {
+        let ((send, recv), root) = (operation.buffers, operation.root);
+        batch.check_rank(root, "root")?;
+        let (count, datatype, op) = (send.count(), datatype::<S>(), device_reduction(&operation.op)?);
+        let is_root = batch.group.rank() == root;
+        check("recv", if is_root { recv.count() } else { count }, count)?;
+        let send = batch.input(send)?;
+        let recv = if is_root { batch.output(recv)? } else { send };
+        let call = call::<S>(CallKind::Reduce, Some(op.op), root, count);
+        batch.add(call, [NcclCall::Reduce { send, recv, count, datatype, op, root }]);
+    }
+
+    [S: DeviceSource, R: DeviceTarget<Element = S::Element>] AllGather<S, R>, |operation, batch| {
+        let (send, recv) = operation.buffers;
+        let (count, datatype) = (send.count(), datatype::<S>());
+        check("recv", recv.count(), count.saturating_mul(batch.group.size()))?;
+        let (send, recv) = (batch.input(send)?, batch.output(recv)?);
+        let call = call::<S>(CallKind::AllGather, None, 0, count);
+        batch.add(call, [NcclCall::AllGather { send, recv, count, datatype }]);
+    }
+
+    [S: DeviceSource, R: DeviceTarget<Element = S::Element>] ReduceScatter<S, R>, |operation, batch| {
+        let ((send, recv), op) = (operation.buffers, device_reduction(&operation.op)?);
+        let (count, datatype) = (recv.count(), datatype::<S>());
+        check("send", send.count(), count.saturating_mul(batch.group.size()))?;
+        let (send, recv) = (batch.input(send)?, batch.output(recv)?);
+        let call = call::<S>(CallKind::ReduceScatter, Some(op.op), 0, count);
+        batch.add(call, [NcclCall::ReduceScatter { send, recv, count, datatype, op }]);
+    }
+
+    [B: DeviceSource] Send<B>, |operation, batch| {
+        let Send { buffer, to, tag } = operation;
+        batch.check_rank(to, "send to")?;
+        check_tag(tag)?;
+        let (count, datatype) = (buffer.count(), datatype::<B>());
+        let step = NcclCall::Send { send: batch.input(buffer)?, count, datatype, to };
+        batch.add(call::<B>(CallKind::PointToPoint, None, 0, count), [step]);
+    }
+
+    [B: DeviceTarget] Recv<B>, |operation, batch| {
+        let Recv { buffer, from, tag } = operation;
+        let from = from.ok_or_else(|| {
+            CommError::Unsupported("a receive from any rank on a device: NCCL receives from a named rank".to_owned())
+        })?;
+        batch.check_rank(from, "receive from")?;
+        check_tag(tag)?;
+        let (count, datatype) = (buffer.count(), datatype::<B>());
+        let step = NcclCall::Recv { recv: batch.output(buffer)?, count, datatype, from };
+        batch.add(call::<B>(CallKind::PointToPoint, None, 0, count), [step]);
+    }
+}
+
+impl sealed::Enqueue for Barrier {
+    const HAS_BARRIER: bool = true;
+
+    fn add<'a>(self, batch: &mut DeviceBatch<'a>) -> Result<(), CommError>
+    where
+        Self: 'a,
+    {
+        // A second barrier of a batch would wait for nothing more.
+        match batch.barrier_buffer.take() {
+            Some(buffer) => op::all_reduce(buffer, ReduceOp::Max).add(batch),
+            None => Ok(()),
+        }
+    }
+}
+
+fn datatype<B: DeviceSource>() -> ElementType {
+    B::Element::ELEMENT_TYPE
+}
+
+/// Returns the descriptor of a call on buffers like `B`.
+fn call<B: DeviceSource>(kind: CallKind, op: Option<ReduceOp>, root: usize, count: usize) -> Call {
+    Call::new(kind, datatype::<B>().dtype, op, root as u32, count as u64)
+}
+
+fn check_tag(tag: u32) -> Result<(), CommError> {
+    if tag == 0 {
+        return Ok(());
+    }
+    Err(CommError::InvalidArgument(format!("a message on a device with tag {tag}: NCCL has no tags")))
 }
 
 /// Converts a reduction for a device; the error says why a device cannot carry it out.
