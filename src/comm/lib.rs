@@ -18,10 +18,27 @@
 //! - [`spawn()`] starts ranks without a launcher, as processes of this program.
 //! - [`Group`] has the collectives and messages; [`Group::new`] needs a store and no environment.
 //! - [`Mesh`] arranges a group's ranks along named axes, to combine tensor, data and other parallelism.
-//! - [`Element`], [`ReduceOp`] and [`Reduction`] define element types and reductions.
+//! - [`Transfer`] and [`Element`] are the types that can be moved and reduced, [`ReduceOp`] and [`Reduction`]
+//!   the reductions.
 //! - [`CommError`] names the rank, the cause, and how far the call came; all ranks get the same cause.
 //!
 //! - [`op`] has the operations as values: begun, in scopes, several at once, on GPUs. [`Work`] waits for one.
+//!
+//! # Types of other crates
+//!
+//! A type of another crate in a public signature ties this crate's version to that crate's. So only these may
+//! occur. This crate re-exports those that a program names, so that it uses the right version:
+//!
+//! - [`struct@f16`] and [`bf16`] of `half`, [`Complex`] of `num-complex`: element types, which programs have
+//!   as these types already.
+//! - [`bytemuck::Pod`], in the bound of [`TransferType::plain`]: the proof that a type is plain data.
+//! - The traits `Serialize` and `DeserializeOwned` of `serde`, in the bounds of operations on objects.
+//! - [`Store`], [`Generation`], [`Token`] and errors in [`CommError`], of crates of this project with equal
+//!   versions.
+//! - With the feature `nccl` only: streams, contexts and buffers of `cudarc` (`device::cudarc`), and 8-bit
+//!   floats of `float8`. A new version of these crates may change the interface of this feature.
+//!
+//! # How it works
 //!
 //! A thread that waits for an operation carries out its transfers. The first nonblocking operation starts a
 //! background thread; nothing runs while no operation is in progress. `docs/internals/collectives.md`
@@ -66,12 +83,19 @@ pub use api::group::alloc::SharedBuffer;
 pub use api::group::work::{Work, wait_all, wait_any};
 pub use api::mesh::Mesh;
 pub use api::op;
+pub mod algorithms {
+    //! The algorithms of collectives, to measure one against another.
+    pub use crate::collectives::plan::tuning::{
+        Algorithms, AllGather, AllReduce, ParseAlgorithmsError, ReduceScatter, Rooted,
+    };
+}
 pub use api::reduction::Reduction;
 pub use api::session::{Session, World, init, is_elastic, is_initialized};
 pub use api::spawn::{Spawn, SpawnError, spawn};
 pub use bootstrap::options::{GroupOptions, Listen, ThreadMigration};
+pub use bytemuck;
 pub use collectives::call::{Call, CallKind, Status};
-pub use collectives::dtype::{Dtype, Element, ReduceOp};
+pub use collectives::dtype::{Dtype, Element, ReduceOp, Transfer, TransferType};
 pub use convoke_env::{Generation, Token};
 pub use convoke_store::Store;
 pub use error::{CallContext, CommError, LossReason};

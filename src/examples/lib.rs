@@ -6,6 +6,9 @@ pub mod joining {}
 #[doc = include_str!("../../docs/guides/first-job.md")]
 pub mod first_job {}
 
+#[doc = include_str!("../../docs/guides/coming-from.md")]
+pub mod coming_from {}
+
 #[doc = include_str!("../comm/README.md")]
 pub mod comm {}
 

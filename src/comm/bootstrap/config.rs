@@ -10,7 +10,7 @@ use convoke_store::{Store, StoreError};
 use super::options::GroupOptions;
 use super::record::{self, Record};
 use super::{RANK_0, WorldEntryGuard};
-use crate::collectives::plan::Tuning;
+use crate::collectives::plan::Algorithms;
 use crate::engine::CoreSharing;
 use crate::error::CommError;
 use crate::flight::{FlightRecorder, GroupRecorder};
@@ -36,7 +36,7 @@ pub(crate) struct BootstrapConfig {
     /// True if the ranks are already connected in an ancestor group and exchange their records through it.
     pub(crate) is_successor: bool,
     pub(crate) options: GroupOptions,
-    pub(crate) tuning: Tuning,
+    pub(crate) tuning: Algorithms,
     pub(crate) agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
     /// How ranks share CPU cores, inherited from an ancestor group. It is set if ranks outside this group
     /// also run on the cores of this group's ranks.
@@ -94,9 +94,9 @@ impl StoreLocation {
 
 impl BootstrapConfig {
     /// Returns a bootstrap configuration for a group of one rank, which needs no shared store.
-    pub(crate) fn single_rank(options: GroupOptions, tuning: Tuning) -> Self {
+    pub(crate) fn single_rank(options: GroupOptions) -> Self {
         let store = Arc::new(convoke_store::MemoryStore::new());
-        Self::new(store, "no rendezvous address".to_owned(), (0, 1), options, tuning)
+        Self::new(store, "no rendezvous address".to_owned(), (0, 1), options)
     }
 
     /// Returns the configuration of one rank for a group without a parent group. Of the store, only the
@@ -106,7 +106,6 @@ impl BootstrapConfig {
         store_id: String,
         (rank, size): (usize, usize),
         options: GroupOptions,
-        tuning: Tuning,
     ) -> Self {
         Self {
             store,
@@ -118,8 +117,8 @@ impl BootstrapConfig {
             size,
             origin: (0..size).collect(),
             is_successor: false,
+            tuning: options.algorithms,
             options,
-            tuning,
             agent: None,
             sharing: None,
         }

@@ -6,6 +6,8 @@ use std::time::Duration;
 
 use convoke_env::{Generation, Token};
 
+use crate::collectives::plan::Algorithms;
+
 /// The options of a group. All ranks pass equal options, except for `listen`, `locality_domain` and
 /// `thread_migration`.
 #[derive(Debug, Clone)]
@@ -17,7 +19,7 @@ pub struct GroupOptions {
     pub(crate) generation: Option<Generation>,
     pub(crate) token: Option<Token>,
     pub(crate) listen: Listen,
-    pub(crate) algorithms: String,
+    pub(crate) algorithms: Algorithms,
     pub(crate) locality_domain: String,
     pub(crate) shared_memory: bool,
     pub(crate) thread_migration: ThreadMigration,
@@ -88,7 +90,7 @@ impl Default for GroupOptions {
             generation: None,
             token: None,
             listen: Listen::default(),
-            algorithms: String::new(),
+            algorithms: Algorithms::new(),
             locality_domain: String::new(),
             shared_memory: true,
             thread_migration: ThreadMigration::default(),
@@ -152,14 +154,10 @@ impl GroupOptions {
         self
     }
 
-    /// Overrides the choice of algorithms, for measurements. Entries are separated by commas.
-    ///
-    /// - `all_reduce:` with `ring`, `direct`, `doubling` or `hierarchy`
-    /// - `all_gather:` and `reduce_scatter:` with `direct`, `ring` or `hierarchy`
-    /// - `broadcast:` and `reduce:` with `binomial` or `chain`
+    /// Overrides the choice of algorithms, for measurements. All ranks must pass equal algorithms.
     #[must_use]
-    pub fn algorithms(mut self, algorithms: impl Into<String>) -> Self {
-        self.algorithms = algorithms.into();
+    pub fn algorithms(mut self, algorithms: Algorithms) -> Self {
+        self.algorithms = algorithms;
         self
     }
 

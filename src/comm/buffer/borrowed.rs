@@ -6,7 +6,7 @@ use std::ops::{Deref, DerefMut, Range};
 
 use smallvec::SmallVec;
 
-use crate::collectives::dtype::{Dtype, Element};
+use crate::collectives::dtype::{Dtype, Transfer};
 use crate::collectives::kernels::copy;
 
 /// Memory that a caller lends to an operation, seen as one range of bytes.
@@ -63,24 +63,24 @@ unsafe impl Send for BorrowedBuffer<'_> {}
 
 impl<'a> BorrowedBuffer<'a> {
     /// Adds memory that is filled or changed, beginning at element `at` of the buffer.
-    pub(crate) fn with_mut<T: Element>(self, at: usize, buf: &'a mut [T]) -> Self {
+    pub(crate) fn with_mut<T: Transfer>(self, at: usize, buf: &'a mut [T]) -> Self {
         self.part(at, buf.as_mut_ptr().cast(), buf, true)
     }
 
     /// Adds memory that is only read, beginning at element `at` of the buffer.
-    pub(crate) fn with_ref<T: Element>(self, at: usize, buf: &'a [T]) -> Self {
+    pub(crate) fn with_ref<T: Transfer>(self, at: usize, buf: &'a [T]) -> Self {
         self.part(at, buf.as_ptr().cast_mut().cast(), buf, false)
     }
 
     /// Adds owned memory, beginning at element `at` of the buffer.
-    pub(crate) fn with_scratch<T: Element>(self, at: usize, mut buf: Vec<T>) -> Self {
+    pub(crate) fn with_scratch<T: Transfer>(self, at: usize, mut buf: Vec<T>) -> Self {
         let mut buffer = self.part(at, buf.as_mut_ptr().cast(), &buf, true);
         buffer.scratch = Some(Box::new(buf));
         buffer
     }
 
     /// Adds owned memory for all elements except `hole`. The part of `memory` inside `hole` is not used.
-    pub(crate) fn with_scratch_around<T: Element>(self, hole: Range<usize>, mut memory: Vec<T>) -> Self {
+    pub(crate) fn with_scratch_around<T: Transfer>(self, hole: Range<usize>, mut memory: Vec<T>) -> Self {
         let start = memory.as_mut_ptr();
         let (before, behind) = (&memory[..hole.start], &memory[hole.end..]);
         let mut buffer = self.part(0, start.cast(), before, true);
@@ -91,7 +91,7 @@ impl<'a> BorrowedBuffer<'a> {
 
     /// Requests that the operation copies `from` into `into`, which has the same length and is outside the
     /// buffer.
-    pub(crate) fn with_copy<T: Element>(mut self, from: &'a [T], into: &'a mut [T]) -> Self {
+    pub(crate) fn with_copy<T: Transfer>(mut self, from: &'a [T], into: &'a mut [T]) -> Self {
         debug_assert_eq!(from.len(), into.len());
         let len = size_of_val(from).min(size_of_val(into));
         if len > 0 {
@@ -100,8 +100,8 @@ impl<'a> BorrowedBuffer<'a> {
         self
     }
 
-    fn part<T: Element>(mut self, at: usize, start: *mut u8, buf: &[T], writable: bool) -> Self {
-        self.bools |= T::DTYPE == Dtype::Bool;
+    fn part<T: Transfer>(mut self, at: usize, start: *mut u8, buf: &[T], writable: bool) -> Self {
+        self.bools |= T::TYPE.dtype() == Dtype::Bool;
         let (at, len) = (at.saturating_mul(size_of::<T>()), size_of_val(buf));
         if len > 0 {
             let index = self.parts.partition_point(|part| part.at < at);

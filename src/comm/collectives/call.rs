@@ -6,7 +6,7 @@ use std::fmt;
 use convoke_recorder::names;
 use serde::{Deserialize, Serialize};
 
-use crate::collectives::dtype::{Dtype, ReduceOp};
+use crate::collectives::dtype::{Dtype, ReduceOp, Transfer};
 
 /// The kind of a collective or message call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -166,7 +166,6 @@ impl Call {
     }
 
     /// Returns this call with another number of elements.
-    #[cfg(test)]
     pub(crate) const fn with_count(self, count: u64) -> Self {
         Self { count_and_lens: count, ..self }.with_lens(self.lens())
     }
@@ -283,6 +282,14 @@ impl Status {
     pub(crate) const PENDING: Self =
         Self { source: 0, call: Call::new(CallKind::PointToPoint, Dtype::U8, None, 0, 0) };
 
+    /// Returns the status with the length in values of `T`.
+    pub(crate) fn of<T: Transfer>(self) -> Self {
+        match T::TYPE.units() as u64 {
+            1 => self,
+            units => Self { call: self.call.with_count(self.call.count() / units), ..self },
+        }
+    }
+
     /// Returns the rank that sent the message.
     #[must_use]
     pub const fn source(&self) -> usize {
@@ -295,7 +302,8 @@ impl Status {
         self.call.root
     }
 
-    /// Returns the number of elements of the message.
+    /// Returns the number of elements of the message. For [plain data](crate::Transfer), a receive returns the
+    /// number of whole values, and a probe the number of bytes.
     #[must_use]
     pub const fn count(&self) -> usize {
         self.call.count() as usize

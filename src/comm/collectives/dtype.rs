@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::fmt;
+use std::marker::PhantomData;
 
 use half::{bf16, f16};
 use num_complex::Complex;
@@ -252,9 +253,85 @@ pub(crate) mod sealed {
     }
 }
 
-/// A type whose values can be sent and reduced. These are `f32`, `f64`, [`struct@f16`], [`bf16`],
+/// A type whose values can be moved between ranks, for operations that do not reduce.
+///
+/// Every [`Element`] is one. Implement it for a type of plain data, so [`bytemuck::Pod`]: its values are the
+/// bytes in memory, without padding or pointers. Ranks must run on processors of one byte order.
+///
+/// ```
+/// use convoke_comm::{Transfer, TransferType};
+///
+/// #[derive(Clone, Copy)] // and bytemuck::{Pod, Zeroable}, with bytemuck's feature `derive`
+/// #[repr(C)]
+/// struct Particle {
+///     position: [f32; 3],
+///     charge: f32,
+/// }
+/// # // SAFETY: numbers without padding.
+/// # unsafe impl bytemuck::Zeroable for Particle {}
+/// # unsafe impl bytemuck::Pod for Particle {}
+///
+/// impl Transfer for Particle {
+///     const TYPE: TransferType<Self> = TransferType::plain();
+/// }
+///
+/// # fn main() -> Result<(), convoke_comm::CommError> {
+/// # let world = convoke_comm::init()?;
+/// let mut particles = [Particle { position: [1.0, 2.0, 3.0], charge: -1.0 }; 100];
+/// world.broadcast(&mut particles, 0)?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Ranks compare such a buffer as the bytes (`u8`) that it has. So a rank may receive the values as `u8`.
+///
+/// A type with padding or pointers is refused:
+///
+/// ```compile_fail,E0277
+/// # use convoke_comm::{Transfer, TransferType};
+/// #[derive(Clone, Copy)]
+/// struct Name(&'static str);
+///
+/// impl Transfer for Name {
+///     const TYPE: TransferType<Self> = TransferType::plain();
+/// }
+/// ```
+pub trait Transfer: Copy + Send + Sync + 'static {
+    /// The form in which values are sent: [`TransferType::plain`] for types of the program.
+    const TYPE: TransferType<Self>;
+}
+
+/// The form in which values of `T` are sent. A `T` has one only if any received bytes are a valid `T`, or are
+/// made one.
+#[derive(Debug, Clone, Copy)]
+pub struct TransferType<T> {
+    dtype: Dtype,
+    of: PhantomData<fn() -> T>,
+}
+
+impl<T: bytemuck::Pod> TransferType<T> {
+    /// Plain data, sent as the bytes in memory. Types of no bytes are refused when the program is compiled.
+    #[must_use]
+    pub const fn plain() -> Self {
+        const { assert!(size_of::<T>() > 0, "a type of no bytes cannot be sent") };
+        Self { dtype: Dtype::U8, of: PhantomData }
+    }
+}
+
+impl<T> TransferType<T> {
+    pub(crate) const fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// Returns how many elements of [`Self::dtype`] one `T` has.
+    pub(crate) const fn units(&self) -> usize {
+        size_of::<T>() / self.dtype.size_bytes()
+    }
+}
+
+/// A type whose values can be moved and reduced. These are `f32`, `f64`, [`struct@f16`], [`bf16`],
 /// [`Complex`] of `f32` and `f64`, the integers of 8 to 64 bits, and `bool`.
-pub trait Element: sealed::Sealed + Send + Sync + 'static {
+pub trait Element: Transfer + sealed::Sealed {
     /// The element type as a [`Dtype`].
     const DTYPE: Dtype;
 
@@ -286,6 +363,10 @@ macro_rules! elements {
                     *bytes = <Self as NativeBytes<_>>::write(*value);
                 }
             }
+        }
+
+        impl Transfer for $rust {
+            const TYPE: TransferType<Self> = TransferType { dtype: Dtype::$dtype, of: PhantomData };
         }
 
         impl Element for $rust {

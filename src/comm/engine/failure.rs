@@ -160,7 +160,8 @@ impl Engine {
                 ended.push((send.call, send.seq, (0, 0), send.completion));
             }
             for recv in peer.messages.recvs.drain(..) {
-                ended.push((recv.call, 0, (recv.done as u64, recv.call.bytes()), recv.completion));
+                let received = (recv.done as u64).min(recv.call.bytes());
+                ended.push((recv.call, 0, (received, recv.call.bytes()), recv.completion));
             }
             peer.messages.stop();
         }

@@ -22,15 +22,17 @@ pub(crate) use peer_misbehaved::{PeerMisbehaved, ReportError};
 
 /// The reason why a call failed.
 ///
-/// These variants end the group: [`PeerLost`](Self::PeerLost), [`Timeout`](Self::Timeout),
-/// [`Mismatch`](Self::Mismatch), [`Aborted`](Self::Aborted), [`Exhausted`](Self::Exhausted) and
-/// [`Protocol`](Self::Protocol). Every pending or later call, on every rank, then returns one common cause.
-/// The buffers of failed calls have unspecified contents. The other variants concern one call only.
+/// Some errors [end the group](Self::ends_group): every pending or later call, on every rank, then returns one
+/// common cause. The buffers of failed calls have unspecified contents. The other errors concern one call
+/// only.
+///
+/// Variants, and their fields, may be added in later versions: match with `_` and `..`.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum CommError {
     /// A rank was lost: its process died or panicked, it left the group, or it cannot be reached.
     #[error("rank {rank} at {address} {how}; {context}")]
+    #[non_exhaustive]
     PeerLost {
         /// The lost rank.
         rank: usize,
@@ -43,6 +45,7 @@ pub enum CommError {
     },
     /// A call did not end within its timeout.
     #[error("timed out after {} ms waiting for rank(s) {}; {context}", after.as_millis(), Ranks(missing))]
+    #[non_exhaustive]
     Timeout {
         /// The ranks that the call waited for; at most 64 of them.
         missing: Vec<usize>,
@@ -55,6 +58,7 @@ pub enum CommError {
     #[error(
         "rank {rank} called {theirs} as call {theirs_seq} of the group, rank {by} called {ours} as call {ours_seq}; {context}"
     )]
+    #[non_exhaustive]
     Mismatch {
         /// The rank whose call differs from that of `by`.
         rank: usize,
@@ -73,6 +77,7 @@ pub enum CommError {
     },
     /// The program ended the group.
     #[error("aborted by rank {by}: {reason}; {context}")]
+    #[non_exhaustive]
     Aborted {
         /// The rank that called `abort`.
         by: usize,
@@ -83,6 +88,7 @@ pub enum CommError {
     },
     /// A rank has no file descriptor left for the connections of the group.
     #[error("rank {rank} has no file descriptor left: {what}; {context}")]
+    #[non_exhaustive]
     Exhausted {
         /// The rank without a descriptor.
         rank: usize,
@@ -93,6 +99,7 @@ pub enum CommError {
     },
     /// A connected rank sent an invalid frame.
     #[error("rank {peer} broke the protocol: {what}; {context}")]
+    #[non_exhaustive]
     Protocol {
         /// The rank that sent the invalid frame.
         peer: usize,
@@ -101,8 +108,23 @@ pub enum CommError {
         /// The call that failed on this rank, and its progress.
         context: Box<CallContext>,
     },
+    /// A message was longer than the buffer of its receive. The buffer has its beginning, the rest is lost,
+    /// and the group continues.
+    #[error("the message of rank {from} with tag {tag} has {count} elements, and the buffer room for {room}")]
+    #[non_exhaustive]
+    Truncated {
+        /// The rank that sent the message.
+        from: usize,
+        /// The tag of the message.
+        tag: u32,
+        /// Number of elements of the message.
+        count: u64,
+        /// Number of elements of the buffer.
+        room: u64,
+    },
     /// A connection could not prove that it belongs to this job.
     #[error("{from} does not belong to this job: {what}")]
+    #[non_exhaustive]
     Unauthorized {
         /// The address or rank at the other end of the connection.
         from: String,
@@ -111,6 +133,7 @@ pub enum CommError {
     },
     /// The group did not form.
     #[error("group {group} could not form: {what}")]
+    #[non_exhaustive]
     Bootstrap {
         /// Name of the group.
         group: String,
@@ -125,6 +148,7 @@ pub enum CommError {
     InvalidArgument(String),
     /// The URL for joining a world does not name a meeting place of the ranks (an address or path) or a rank.
     #[error("cannot join at {url:?}: {what}")]
+    #[non_exhaustive]
     Url {
         /// The URL.
         url: String,
@@ -133,6 +157,7 @@ pub enum CommError {
     },
     /// Another thread of this process is joining the group as this rank at this moment.
     #[error("another thread of this process is already joining as {what}")]
+    #[non_exhaustive]
     Concurrent {
         /// Rank, group, and the address or path at which the ranks meet.
         what: String,
@@ -143,12 +168,14 @@ pub enum CommError {
         "this process has already joined a world, as {what}: use that world, or drop it and all groups that \
          come from it before joining again"
     )]
+    #[non_exhaustive]
     AlreadyJoined {
         /// Rank, and the address or path at which the ranks met.
         what: String,
     },
     /// This rank has destroyed its handle of the group; the other ranks are not affected by this call.
     #[error("group {group} was destroyed on this rank")]
+    #[non_exhaustive]
     Destroyed {
         /// Name of the group.
         group: String,
@@ -159,6 +186,7 @@ pub enum CommError {
          they had lost it",
         Ranks(survivors)
     )]
+    #[non_exhaustive]
     Excluded {
         /// Name of the group that failed.
         group: String,
@@ -167,6 +195,7 @@ pub enum CommError {
     },
     /// An object of a call that sends objects could not be serialized or deserialized; the group continues.
     #[error("the object of rank {rank} {what}")]
+    #[non_exhaustive]
     Object {
         /// The rank that sent the object.
         rank: usize,
@@ -182,6 +211,7 @@ pub enum CommError {
     Device(#[from] DeviceError),
     /// The operating system refused an operation.
     #[error("{what}: {source}")]
+    #[non_exhaustive]
     System {
         /// The operation that failed.
         what: String,
@@ -221,6 +251,7 @@ impl CommError {
             Self::Protocol { peer: rank, .. } | Self::Exhausted { rank, .. } | Self::Object { rank, .. } => {
                 Some(*rank)
             }
+            Self::Truncated { from, .. } => Some(*from),
             #[cfg(feature = "nccl")]
             Self::Device(error) => error.suspect_rank(),
             Self::Unauthorized { .. }
@@ -252,6 +283,7 @@ impl CommError {
             #[cfg(feature = "nccl")]
             Self::Device(_) => None,
             Self::Object { .. }
+            | Self::Truncated { .. }
             | Self::Unauthorized { .. }
             | Self::Bootstrap { .. }
             | Self::InvalidArgument(_)
@@ -267,6 +299,14 @@ impl CommError {
             | Self::Token(_)
             | Self::Store(_) => None,
         }
+    }
+
+    /// Returns whether the error ended the group on all ranks. Then [`Group::shrink`](crate::Group::shrink)
+    /// makes a group of the ranks that are left. `false` for an error that concerns this call only, and for
+    /// [`Self::Device`], after which a later call returns the cause if the group has ended.
+    #[must_use]
+    pub fn ends_group(&self) -> bool {
+        self.context().is_some()
     }
 
     pub(crate) fn system(what: &str, source: impl Into<io::Error>) -> Self {

@@ -108,11 +108,15 @@ fn every_algorithm_is_correct_for_few_and_many_bytes() {
         "reduce:binomial,all_gather:direct,reduce_scatter:direct",
     ] {
         for world in [2, 3, 5] {
-            run_with_options(world, GroupOptions::default().algorithms(algorithms), |group| {
-                for count in [0, 1, 2, 4097, 300_001] {
-                    check::<f32>(&group, count);
-                }
-            });
+            run_with_options(
+                world,
+                GroupOptions::default().algorithms(algorithms.parse().unwrap()),
+                |group| {
+                    for count in [0, 1, 2, 4097, 300_001] {
+                        check::<f32>(&group, count);
+                    }
+                },
+            );
         }
     }
 }
@@ -121,7 +125,7 @@ fn every_algorithm_is_correct_for_few_and_many_bytes() {
 fn averages_divide_once_and_inexact_sums_repeat_exactly() {
     for algorithms in ["", "reduce:chain,reduce_scatter:ring", "reduce:binomial,reduce_scatter:direct"] {
         let run = || {
-            run_with_options(3, GroupOptions::default().algorithms(algorithms), |group| {
+            run_with_options(3, GroupOptions::default().algorithms(algorithms.parse().unwrap()), |group| {
                 let me = group.rank();
                 let send: Vec<f32> = (0..3 * 5001).map(|i| ((i * 31 + me * 17) as f32).sin()).collect();
                 let mut own = vec![0.0_f32; 5001];

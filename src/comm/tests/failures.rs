@@ -197,7 +197,7 @@ fn destroyed_group_says_goodbye_and_all_handles_refuse_calls() {
             let destroyed = |result: Result<(), CommError>| {
                 let error = result.unwrap_err();
                 assert!(
-                    matches!(&error, CommError::Destroyed { group } if *group == other.name()),
+                    matches!(&error, CommError::Destroyed { group, .. } if *group == other.name()),
                     "{error}"
                 );
             };
@@ -274,7 +274,8 @@ fn different_settings_are_refused_and_named_by_all_ranks() {
         for rank in 0..3 {
             let store = Arc::clone(&store);
             scope.spawn(move || {
-                let options = common::options().algorithms(if rank == 1 { "all_reduce:ring" } else { "" });
+                let algorithms = if rank == 1 { "all_reduce:ring" } else { "" };
+                let options = common::options().algorithms(algorithms.parse().unwrap());
                 let error = Group::new(store, rank, 3, options).unwrap_err();
                 let text = error.to_string();
                 assert!(matches!(&error, CommError::Bootstrap { ranks, .. } if *ranks == [1]), "{text}");

@@ -5,7 +5,7 @@
 mod common;
 
 use common::*;
-use convoke_comm::{Dtype, LossReason, wait_all};
+use convoke_comm::{Dtype, LossReason, Transfer, TransferType, bytemuck, wait_all};
 
 #[test]
 fn ring_of_large_messages_does_not_deadlock() {
@@ -153,8 +153,196 @@ fn receiving_fails_when_all_senders_have_departed() {
     });
 }
 
+/// Elements of messages and buffers: empty, small, small in parts, and large enough to be announced first.
+const COUNTS: [usize; 6] = [0, 1, 100, 15_000, 17_000, 300_000];
+
+/// How a receive meets its message.
+#[derive(Debug, Clone, Copy)]
+enum Meeting {
+    /// The receive is posted first.
+    ReceiveFirst,
+    /// The message, or its announcement, arrives first.
+    MessageFirst,
+    /// The receive is a blocking call.
+    Blocking,
+}
+
+/// Sends a message of `count` elements from rank 0 to the last rank, which has a buffer of `room` elements. Then
+/// sends another with the same tag.
+fn send_into(group: &Group, meeting: Meeting, count: usize, room: usize) {
+    let (me, last) = (group.rank(), group.size() - 1);
+    let case = format!("{count} elements into {room}, {meeting:?}, {last}");
+    let content = |index: usize| index as u32 + 1;
+    let begin = || {
+        let long: Vec<u32> = (0..count).map(content).collect();
+        [op::send(long, last).tag(1), op::send(vec![7], last).tag(1)].map(|send| group.start(send).unwrap())
+    };
+    let check = |result: Result<(Option<Vec<u32>>, convoke_comm::Status), CommError>| match result {
+        Ok((buf, status)) => {
+            assert_eq!((status.source(), status.tag(), status.count()), (0, 1, count), "{case}");
+            let right = |(index, &x): (usize, &u32)| x == if index < count { content(index) } else { 9 };
+            assert!(count <= room && buf.unwrap().iter().enumerate().all(right), "{case}");
+        }
+        Err(error) => {
+            let told = matches!(&error, CommError::Truncated { from: 0, tag: 1, count: c, room: r, .. }
+                if (*c, *r) == (count as u64, room as u64));
+            assert!(told && count > room && !error.ends_group(), "{case}: {error}");
+            assert_eq!(error.suspect_rank(), Some(0));
+        }
+    };
+    let mut sends = (me == 0 && !matches!(meeting, Meeting::ReceiveFirst)).then(begin);
+    if me == last {
+        let mut buf = vec![9; room];
+        match meeting {
+            Meeting::Blocking => {
+                let result = group.recv(&mut buf, 0, 1);
+                let start = count.min(room);
+                assert!(buf[..start].iter().enumerate().all(|(index, &x)| x == content(index)), "{case}");
+                check(result.map(|status| (Some(buf), status)));
+            }
+            Meeting::MessageFirst => {
+                assert_eq!(group.probe(Some(0), 1).unwrap().count(), count);
+                check(group.run(op::recv(buf, 0).tag(1)).map(|(buf, status)| (Some(buf), status)));
+            }
+            Meeting::ReceiveFirst => {
+                let work = group.start(op::recv(buf, 0).tag(1)).unwrap();
+                group.barrier().unwrap();
+                sends = (me == 0).then(begin);
+                check(work.wait().map(|(buf, status)| (Some(buf), status)));
+            }
+        }
+        let mut next = [0_u32];
+        group.recv(&mut next, 0, 1).unwrap();
+        assert_eq!(next, [7], "{case}");
+    } else if matches!(meeting, Meeting::ReceiveFirst) {
+        group.barrier().unwrap();
+        sends = (me == 0).then(begin);
+    }
+    for send in sends.into_iter().flatten() {
+        send.wait().unwrap();
+    }
+}
+
 #[test]
-fn differing_type_or_length_is_a_mismatch() {
+fn message_may_be_shorter_than_its_buffer_and_a_longer_one_fails_only_its_receive() {
+    let body = |group: Group| {
+        for meeting in [Meeting::ReceiveFirst, Meeting::MessageFirst, Meeting::Blocking] {
+            for (count, room) in COUNTS.iter().flat_map(|&count| COUNTS.map(|room| (count, room))) {
+                send_into(&group, meeting, count, room);
+            }
+        }
+        group.barrier().unwrap();
+    };
+    // A rank with itself, two ranks in shared memory, and two ranks over TCP.
+    run_ranks(1, body);
+    run_ranks(2, body);
+    run_on_hosts(&[0, 1], "", body);
+}
+
+#[test]
+fn receive_from_any_rank_returns_the_length_and_may_be_truncated() {
+    run_ranks(3, |group| {
+        if group.rank() > 0 {
+            return group.send(&vec![group.rank() as u16; 10 * group.rank()], 0, 2).unwrap();
+        }
+        let results = [(); 2].map(|()| group.recv_any(&mut [0_u16; 15], 2));
+        for result in results {
+            match result {
+                Ok(status) => assert_eq!((status.source(), status.count()), (1, 10)),
+                Err(error) => {
+                    let told =
+                        matches!(error, CommError::Truncated { from: 2, tag: 2, count: 20, room: 15, .. });
+                    assert!(told, "{error}");
+                }
+            }
+        }
+    });
+}
+
+/// Plain data of a program.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+#[repr(C)]
+struct Particle {
+    position: [f32; 3],
+    charge: i16,
+    id: u16,
+}
+
+// SAFETY: numbers without padding.
+#[allow(unsafe_code)]
+unsafe impl bytemuck::Zeroable for Particle {}
+// SAFETY: numbers without padding.
+#[allow(unsafe_code)]
+unsafe impl bytemuck::Pod for Particle {}
+
+impl Transfer for Particle {
+    const TYPE: TransferType<Self> = TransferType::plain();
+}
+
+#[test]
+fn plain_data_is_moved_by_all_operations_that_do_not_reduce() {
+    let body = |group: Group| {
+        let (me, size) = (group.rank(), group.size());
+        let particle = |rank: usize, id: usize| Particle {
+            position: [rank as f32, 0.5, -1.0],
+            charge: -(rank as i16),
+            id: id as u16,
+        };
+        for len in [3, 9_000] {
+            let own = |rank: usize| (0..len).map(|id| particle(rank, id)).collect::<Vec<_>>();
+            let all: Vec<Particle> = (0..size).flat_map(own).collect();
+            let none = |len: usize| vec![Particle::default(); len];
+
+            let mut buf = own(me);
+            group.broadcast(&mut buf, size - 1).unwrap();
+            assert_eq!(buf, own(size - 1));
+            let mut buf = none(len * size);
+            group.all_gather(&own(me), &mut buf).unwrap();
+            assert_eq!(buf, all);
+            let mut buf = none(len * size);
+            group.gather(&own(me), &mut buf, 0).unwrap();
+            assert!(me > 0 || buf == all);
+            let mut buf = none(len);
+            group.scatter(&all, &mut buf, 0).unwrap();
+            assert_eq!(buf, own(me));
+            let mut buf = none(len * size);
+            group.all_to_all(&vec![particle(me, 1); len * size], &mut buf).unwrap();
+            assert!(buf.chunks(len).enumerate().all(|(rank, block)| block == vec![particle(rank, 1); len]));
+
+            // Rank r has r more.
+            let lens: Vec<usize> = (0..size).map(|rank| len + rank).collect();
+            let own = |rank: usize| vec![particle(rank, 5); lens[rank]];
+            let all: Vec<Particle> = (0..size).flat_map(own).collect();
+            let mut buf = none(all.len());
+            group.all_gather_v(&own(me), &mut buf, &lens).unwrap();
+            assert_eq!(buf, all);
+            let mut buf = none(all.len());
+            group.gather_v(&own(me), &mut buf, &lens, 0).unwrap();
+            assert!(me > 0 || buf == all);
+            let mut buf = none(lens[me]);
+            group.scatter_v(&all, &mut buf, &lens, size - 1).unwrap();
+            assert_eq!(buf, own(me));
+            let mut buf = none(lens[me] * size);
+            let (to, from) = (lens.clone(), vec![lens[me]; size]);
+            group.all_to_all_v((&vec![particle(me, 6); all.len()], &to), (&mut buf, &from)).unwrap();
+            assert!(buf.chunks(lens[me]).enumerate().all(|(rank, block)| block[0] == particle(rank, 6)));
+
+            let (next, before) = ((me + 1) % size, (me + size - 1) % size);
+            let (send, mut buf) = (own(me), none(lens[before] + 4));
+            let (_, (buf, status)) =
+                group.run((op::send(&send, next), op::recv(&mut buf[..], before))).unwrap();
+            assert_eq!((status.count(), &buf[..lens[before]]), (lens[before], &own(before)[..]));
+            let list = [2, 3].map(|id| op::broadcast(vec![particle(me, id); id], 0));
+            assert_eq!(group.run(list).unwrap()[1], vec![particle(0, 3); 3]);
+        }
+    };
+    run_ranks(1, body);
+    run_ranks(3, body);
+    run_on_hosts(&[0, 1, 2], "", body);
+}
+
+#[test]
+fn differing_type_is_a_mismatch() {
     let errors = run_ranks(2, |group| {
         if group.rank() == 0 {
             group.recv_any(&mut [0_u8; 4], 0).unwrap_err()
@@ -246,7 +434,7 @@ fn thread_receives_a_message_from_a_thread_of_its_rank() {
 }
 
 #[test]
-fn message_to_self_must_match_in_length_and_type() {
+fn message_to_self_must_match_in_type() {
     for (world, before) in [(1, true), (1, false), (2, true), (2, false)] {
         let errors = run_ranks_together(world, |group| {
             let me = group.rank();
@@ -254,7 +442,7 @@ fn message_to_self_must_match_in_length_and_type() {
                 return group.barrier().unwrap_err();
             }
             if before {
-                let recv = group.start(op::recv(vec![0_u32; 2], me)).unwrap();
+                let recv = group.start(op::recv(vec![0_i32; 2], me)).unwrap();
                 group.send(&[0_u32], me, 0).unwrap_err();
                 return recv.wait().unwrap_err();
             }

@@ -8,7 +8,7 @@ use std::sync::Mutex;
 use std::sync::mpsc::channel;
 use std::time::Instant;
 
-use common::{CommError, Group, LONG, ReduceOp, SHORT, TimedBarrier, run_ranks};
+use common::{CommError, Group, LONG, ReduceOp, SHORT, TimedBarrier, op, run_ranks};
 use convoke_comm::{CallKind, Dtype, Element, LossReason};
 use convoke_testkit::Thread;
 
@@ -244,7 +244,7 @@ fn warm_up(group: &Group) {
 }
 
 #[test]
-fn messages_of_differing_length_or_type_are_a_mismatch() {
+fn messages_of_differing_type_are_a_mismatch() {
     for when in [MessageState::No, MessageState::SenderBlocked, MessageState::Known] {
         for large in [false, true] {
             let count = if large { 100_000 } else { 100 };
@@ -265,12 +265,61 @@ fn messages_of_differing_length_or_type_are_a_mismatch() {
                         }
                         MessageState::Known => drop(group.probe(Some(0), 5).unwrap()),
                     }
-                    group.recv(&mut vec![0.0_f32; count + 1], 0, 5).unwrap_err()
+                    group.recv(&mut vec![0.0_f64; count], 0, 5).unwrap_err()
                 }
             });
             assert!(errors.iter().all(|error| matches!(error, CommError::Mismatch { .. })), "{errors:?}");
         }
     }
+}
+
+#[test]
+fn threads_that_begin_collectives_in_different_orders_learn_of_both_calls() {
+    let errors = run_ranks(2, |group| {
+        let reduce = || group.start(op::all_reduce(vec![1.0_f32; 1000], ReduceOp::Sum)).unwrap();
+        let broadcast = || group.start(op::broadcast(vec![1_u8; 1000], 0)).unwrap();
+        std::thread::scope(|scope| {
+            let (reduced, sent);
+            if group.rank() == 0 {
+                reduced = scope.spawn(reduce).join().unwrap();
+                sent = scope.spawn(broadcast).join().unwrap();
+            } else {
+                sent = scope.spawn(broadcast).join().unwrap();
+                reduced = scope.spawn(reduce).join().unwrap();
+            }
+            [reduced.wait().unwrap_err(), sent.wait().unwrap_err()]
+        })
+    });
+    for error in errors.iter().flatten() {
+        assert!(matches!(error, CommError::Mismatch { .. }) && error.ends_group(), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("all_reduce(f32") && text.contains("broadcast(u8"), "{text}");
+    }
+}
+
+#[test]
+fn threads_may_use_a_group_each_in_any_order() {
+    run_ranks(2, |group| {
+        let own = [(); 3].map(|()| group.subgroup(&[0, 1]).unwrap().unwrap());
+        std::thread::scope(|scope| {
+            for (number, group) in own.iter().enumerate() {
+                scope.spawn(move || {
+                    for round in 0..50 {
+                        let mut buf = [number as u64 * 100 + round];
+                        group.all_reduce(&mut buf, ReduceOp::Sum).unwrap();
+                        assert_eq!(buf[0], 2 * (number as u64 * 100 + round));
+                    }
+                });
+            }
+        });
+        // Operations that were begun on two groups in opposite orders do not wait for each other.
+        let mut works = [0, 1].map(|index: usize| {
+            own[index ^ group.rank()].start(op::all_reduce(vec![1_u32; 50_000], ReduceOp::Sum)).unwrap()
+        });
+        for work in &mut works {
+            assert_eq!(work.wait_for(LONG).unwrap().unwrap()[49_999], 2);
+        }
+    });
 }
 
 #[test]

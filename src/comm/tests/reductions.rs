@@ -164,7 +164,7 @@ fn half_partial_sums_are_not_rounded() {
     for algorithms in
         ["all_reduce:ring,reduce:chain,reduce_scatter:ring", "all_reduce:doubling,reduce:binomial"]
     {
-        run_with_options(3, GroupOptions::default().algorithms(algorithms), check);
+        run_with_options(3, GroupOptions::default().algorithms(algorithms.parse().unwrap()), check);
     }
     run_ranks(17, check);
     for hosts in HOSTS {

@@ -66,11 +66,15 @@ fn check(group: &Group, scale: usize) {
 fn unequal_blocks_work_for_every_size_and_world_size() {
     for algorithms in ["", "all_gather:ring,reduce_scatter:ring", "all_gather:direct,reduce_scatter:direct"] {
         for world in 1..=5 {
-            run_with_options(world, GroupOptions::default().algorithms(algorithms), |group| {
-                for scale in [0, 1, 2, 3, 1000, 50_001] {
-                    check(&group, scale);
-                }
-            });
+            run_with_options(
+                world,
+                GroupOptions::default().algorithms(algorithms.parse().unwrap()),
+                |group| {
+                    for scale in [0, 1, 2, 3, 1000, 50_001] {
+                        check(&group, scale);
+                    }
+                },
+            );
         }
     }
 }

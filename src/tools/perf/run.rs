@@ -208,8 +208,8 @@ fn algorithm_groups(
             _ => format!("{}:{name}", collective.tuned_as()),
         };
         // An error means that the collective has no such algorithm.
-        let Ok(handle) = world.with_algorithms(&overrides) else { continue };
-        if let Some(group) = handle.subgroup(&everybody)? {
+        let Ok(algorithms) = overrides.parse() else { continue };
+        if let Some(group) = world.with_algorithms(algorithms).subgroup(&everybody)? {
             algorithm_groups.push((Some((*name).to_owned()), group));
         }
     }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::{BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, call};
+use super::{BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, Transfer, call};
 
 impl Group {
     /// Fills `recv` with the `send` of all ranks, in rank order, on every rank.
@@ -17,11 +17,11 @@ impl Group {
     /// # Cost
     /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes: small blocks in one round of
     /// messages, large blocks around a ring. If every host has L ranks, S·(P−L) bytes leave each host.
-    pub fn all_gather<T: Element>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
+    pub fn all_gather<T: Transfer>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
         self.carry_out(self.prepare_all_gather(send, recv)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_all_gather<'a, T: Element>(
+    pub(in crate::api) fn prepare_all_gather<'a, T: Transfer>(
         &self,
         send: &'a [T],
         recv: &'a mut [T],
@@ -37,11 +37,11 @@ impl Group {
     /// # Errors
     /// The errors of [`Self::all_gather`]; [`CommError::InvalidArgument`] also if `buf` is not `size` equal
     /// blocks.
-    pub fn all_gather_in_place<T: Element>(&self, buf: &mut [T]) -> Result<(), CommError> {
+    pub fn all_gather_in_place<T: Transfer>(&self, buf: &mut [T]) -> Result<(), CommError> {
         self.carry_out(self.prepare_all_gather_in_place(buf)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_all_gather_in_place<'a, T: Element>(
+    pub(in crate::api) fn prepare_all_gather_in_place<'a, T: Transfer>(
         &self,
         buf: &'a mut [T],
     ) -> Prepared<'a> {
@@ -121,11 +121,11 @@ impl Group {
     ///
     /// # Cost
     /// Each rank sends its block to the root, which receives all blocks concurrently.
-    pub fn gather<T: Element>(&self, send: &[T], recv: &mut [T], root: usize) -> Result<(), CommError> {
+    pub fn gather<T: Transfer>(&self, send: &[T], recv: &mut [T], root: usize) -> Result<(), CommError> {
         self.carry_out(self.prepare_gather(send, recv, root)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_gather<'a, T: Element>(
+    pub(in crate::api) fn prepare_gather<'a, T: Transfer>(
         &self,
         send: &'a [T],
         recv: &'a mut [T],
@@ -151,11 +151,11 @@ impl Group {
     ///
     /// # Cost
     /// The root sends each rank its block, concurrently.
-    pub fn scatter<T: Element>(&self, send: &[T], recv: &mut [T], root: usize) -> Result<(), CommError> {
+    pub fn scatter<T: Transfer>(&self, send: &[T], recv: &mut [T], root: usize) -> Result<(), CommError> {
         self.carry_out(self.prepare_scatter(send, recv, root)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_scatter<'a, T: Element>(
+    pub(in crate::api) fn prepare_scatter<'a, T: Transfer>(
         &self,
         send: &'a [T],
         recv: &'a mut [T],
@@ -185,11 +185,11 @@ impl Group {
     ///
     /// # Cost
     /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes, to all others concurrently.
-    pub fn all_to_all<T: Element>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
+    pub fn all_to_all<T: Transfer>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
         self.carry_out(self.prepare_all_to_all(send, recv)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_all_to_all<'a, T: Element>(
+    pub(in crate::api) fn prepare_all_to_all<'a, T: Transfer>(
         &self,
         send: &'a [T],
         recv: &'a mut [T],
@@ -211,11 +211,11 @@ impl Group {
     ///
     /// # Cost
     /// The cost of [`Self::all_to_all`], and a copy of `buf`.
-    pub fn all_to_all_in_place<T: Element>(&self, buf: &mut [T]) -> Result<(), CommError> {
+    pub fn all_to_all_in_place<T: Transfer>(&self, buf: &mut [T]) -> Result<(), CommError> {
         self.carry_out(self.prepare_all_to_all_in_place(buf)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_all_to_all_in_place<'a, T: Element>(
+    pub(in crate::api) fn prepare_all_to_all_in_place<'a, T: Transfer>(
         &self,
         buf: &'a mut [T],
     ) -> Prepared<'a> {
@@ -269,7 +269,7 @@ pub(super) fn split_around<T>(buf: &mut [T], own: Range<usize>) -> (&mut [T], &m
 
 /// Describes the buffers of a gathering collective: `send` is copied to the range `own` of `recv`, and data
 /// of other ranks fill the rest.
-pub(super) fn recv_around_own<'a, T: Element>(
+pub(super) fn recv_around_own<'a, T: Transfer>(
     send: &'a [T],
     recv: &'a mut [T],
     own: Range<usize>,
@@ -280,7 +280,7 @@ pub(super) fn recv_around_own<'a, T: Element>(
 
 /// Describes the buffers of a reduce-scatter. `recv` starts as this rank's input to its own block. The blocks
 /// of other ranks are a copy of `send` if `copied`; otherwise they are `send` itself, which is only read.
-pub(super) fn reduce_scatter_buffers<'a, T: Element>(
+pub(super) fn reduce_scatter_buffers<'a, T: Transfer>(
     copied: bool,
     send: &'a [T],
     recv: &'a mut [T],

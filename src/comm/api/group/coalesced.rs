@@ -1,6 +1,6 @@
 //! Coalesced collectives: one operation on a list of buffers, as if they were one buffer.
 
-use super::{BorrowedBuffer, Call, CallKind, Element, Group, Prepared, ReduceOp, Reduction, call};
+use super::{BorrowedBuffer, Call, CallKind, Element, Group, Prepared, ReduceOp, Reduction, Transfer, call};
 use crate::collectives::plan::fingerprint;
 
 impl Group {
@@ -14,7 +14,7 @@ impl Group {
         self.planned(list_call::<T>(CallKind::AllReduce, Some(op.op()), &lens), buffer, Some(kernel))
     }
 
-    pub(in crate::api) fn prepare_broadcast_list<'a, T: Element>(
+    pub(in crate::api) fn prepare_broadcast_list<'a, T: Transfer>(
         &self,
         bufs: impl Iterator<Item = &'a mut [T]>,
         root: usize,
@@ -40,7 +40,7 @@ impl Group {
         )
     }
 
-    pub(in crate::api) fn prepare_all_gather_list<'a, T: Element>(
+    pub(in crate::api) fn prepare_all_gather_list<'a, T: Transfer>(
         &self,
         buffers: impl Iterator<Item = (&'a [T], &'a mut [T])>,
     ) -> Prepared<'a> {
@@ -94,7 +94,9 @@ impl Group {
 }
 
 /// Concatenates the buffers; returns their lengths too.
-fn concatenated<'a, T: Element>(bufs: impl Iterator<Item = &'a mut [T]>) -> (BorrowedBuffer<'a>, Vec<usize>) {
+fn concatenated<'a, T: Transfer>(
+    bufs: impl Iterator<Item = &'a mut [T]>,
+) -> (BorrowedBuffer<'a>, Vec<usize>) {
     let (mut buffer, mut lens, mut at) = (BorrowedBuffer::default(), Vec::new(), 0);
     for buf in bufs {
         let len = buf.len();
@@ -106,14 +108,14 @@ fn concatenated<'a, T: Element>(bufs: impl Iterator<Item = &'a mut [T]>) -> (Bor
 }
 
 /// Returns the descriptor of a collective call on buffers of lengths `lens`; it must be equal on all ranks.
-fn list_call<T: Element>(kind: CallKind, op: Option<ReduceOp>, lens: &[usize]) -> Call {
+fn list_call<T: Transfer>(kind: CallKind, op: Option<ReduceOp>, lens: &[usize]) -> Call {
     let hash = fingerprint(lens);
     // 0 stands for a call without a list, so the fingerprint is never 0.
     call::<T>(kind, op, (hash ^ hash >> 32) as u32 | 1, lens.iter().sum())
 }
 
 /// Returns the descriptor of [`list_call`] with the rank `root`.
-fn rooted_list_call<T: Element>(kind: CallKind, op: Option<ReduceOp>, root: usize, lens: &[usize]) -> Call {
+fn rooted_list_call<T: Transfer>(kind: CallKind, op: Option<ReduceOp>, root: usize, lens: &[usize]) -> Call {
     let list = list_call::<T>(kind, op, lens);
     Call { root: root as u32, ..list }.with_lens((list.root ^ list.root >> 24) & 0x00FF_FFFF | 1)
 }

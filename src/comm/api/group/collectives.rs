@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, call};
+use super::{BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, Transfer, call};
 use crate::collectives::plan;
 
 impl Group {
@@ -84,11 +84,11 @@ impl Group {
     /// # Cost
     /// With P ranks and S bytes, small buffers take a tree of log2(P) steps. Large ones take a chain in which
     /// every rank sends S bytes at most. S bytes go to each other host.
-    pub fn broadcast<T: Element>(&self, buf: &mut [T], root: usize) -> Result<(), CommError> {
+    pub fn broadcast<T: Transfer>(&self, buf: &mut [T], root: usize) -> Result<(), CommError> {
         self.carry_out(self.prepare_broadcast(buf, root)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_broadcast<'a, T: Element>(
+    pub(in crate::api) fn prepare_broadcast<'a, T: Transfer>(
         &self,
         buf: &'a mut [T],
         root: usize,

@@ -1,9 +1,10 @@
 //! Point-to-point messages.
 
-use super::{BorrowedBuffer, Call, CallKind, CommError, Element, Group, Operation, Prepared, Status, call};
+use super::{BorrowedBuffer, Call, CallKind, CommError, Group, Operation, Prepared, Status, Transfer, call};
 
 impl Group {
-    /// Sends `buf` to rank `to`, which must receive it with equal tag, type and length.
+    /// Sends `buf` to rank `to`, which must receive it with equal tag and type, in a buffer that is not
+    /// shorter.
     ///
     /// Returns when `buf` may be reused. Up to 64 KiB that is usually before the receiver has posted its
     /// receive (eager), so two ranks may both send before they receive. Larger messages wait for the receiver
@@ -14,11 +15,11 @@ impl Group {
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`] if there is no rank `to`. Otherwise the error that ended the group.
-    pub fn send<T: Element>(&self, buf: &[T], to: usize, tag: u32) -> Result<(), CommError> {
+    pub fn send<T: Transfer>(&self, buf: &[T], to: usize, tag: u32) -> Result<(), CommError> {
         self.carry_out(self.prepare_send(buf, to, tag)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_send<'a, T: Element>(
+    pub(in crate::api) fn prepare_send<'a, T: Transfer>(
         &self,
         buf: &'a [T],
         to: usize,
@@ -33,10 +34,11 @@ impl Group {
     /// rank. The message may be shorter than `buf`; [`Status::count`] returns its length.
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if there is no rank `from`. [`CommError::Mismatch`] if the message
-    /// has another type. Otherwise the error that ended the group.
-    pub fn recv<T: Element>(&self, buf: &mut [T], from: usize, tag: u32) -> Result<Status, CommError> {
-        self.receive(self.prepare_recv(buf, Some(from), tag))
+    /// [`CommError::InvalidArgument`] if there is no rank `from`. [`CommError::Truncated`] if the message is
+    /// longer than `buf`; it is received nevertheless, and the group continues. [`CommError::Mismatch`] if the
+    /// message has another type. Otherwise the error that ended the group.
+    pub fn recv<T: Transfer>(&self, buf: &mut [T], from: usize, tag: u32) -> Result<Status, CommError> {
+        self.receive::<T>(self.prepare_recv(buf, Some(from), tag))
     }
 
     /// Fills the beginning of `buf` with the next message with this `tag` from any rank, this rank included;
@@ -47,15 +49,15 @@ impl Group {
     ///
     /// # Errors
     /// The errors of [`Self::recv`].
-    pub fn recv_any<T: Element>(&self, buf: &mut [T], tag: u32) -> Result<Status, CommError> {
-        self.receive(self.prepare_recv(buf, None, tag))
+    pub fn recv_any<T: Transfer>(&self, buf: &mut [T], tag: u32) -> Result<Status, CommError> {
+        self.receive::<T>(self.prepare_recv(buf, None, tag))
     }
 
-    fn receive(&self, prepared: Prepared<'_>) -> Result<Status, CommError> {
-        Ok(self.carry_out(prepared)?.expect("a successful receive has a status"))
+    fn receive<T: Transfer>(&self, prepared: Prepared<'_>) -> Result<Status, CommError> {
+        Ok(self.carry_out(prepared)?.expect("a successful receive has a status").of::<T>())
     }
 
-    pub(in crate::api) fn prepare_recv<'a, T: Element>(
+    pub(in crate::api) fn prepare_recv<'a, T: Transfer>(
         &self,
         buf: &'a mut [T],
         from: Option<usize>,
@@ -110,6 +112,6 @@ impl Group {
     }
 }
 
-fn message<T: Element>(tag: u32, count: usize) -> Call {
+fn message<T: Transfer>(tag: u32, count: usize) -> Call {
     call::<T>(CallKind::PointToPoint, None, tag, count)
 }

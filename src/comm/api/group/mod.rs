@@ -30,9 +30,9 @@ use crate::bootstrap::options::GroupOptions;
 use crate::bootstrap::{self, BootstrapConfig, ConnectedGroup};
 use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::{Call, CallKind, Status};
-use crate::collectives::dtype::{Dtype, Element, ReduceOp};
+use crate::collectives::dtype::{Element, ReduceOp, Transfer};
 use crate::collectives::kernels::{self, Kernel};
-use crate::collectives::plan::{self, Algorithm, Blocks, Plan, Rounding, Topology, Tuning};
+use crate::collectives::plan::{self, Algorithm, Algorithms, Blocks, Plan, Rounding, Topology};
 use crate::engine::{self, Completion, CoreSharing, Engine, Operation, Shared, TimeLimit, Transport};
 use crate::error::CommError;
 use crate::shm;
@@ -53,8 +53,7 @@ pub(in crate::api) type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
 
 /// A process group: ranks that communicate, like an MPI communicator.
 ///
-/// All ranks call the same collectives in the same order. If several threads use one group, the program must
-/// order their calls.
+/// All ranks call the same collectives in the same order.
 ///
 /// Results are equal to the last bit on all ranks. They are also equal between runs with an equal number of
 /// ranks and an equal distribution over hosts. Payloads of NaN are excepted.
@@ -64,10 +63,26 @@ pub(in crate::api) type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
 /// that it leaves, and frees all threads, sockets and files of the group.
 ///
 /// An operation that was started, and whose [`Work`](crate::Work) was dropped, completes before this rank
-/// leaves, within the operation's timeout. So a message of [`Self::isend`] arrives although `main` returns.
+/// leaves, within the operation's timeout. So a message that was started arrives although `main` returns.
 /// Pending receives are cancelled. This rank leaves at once after a panic, and soon if another rank waits for
 /// a call that this rank has not started. `std::process::exit` drops nothing: call
 /// [`Work::wait`](crate::Work::wait) before it.
+///
+/// # Several threads and groups
+///
+/// - **Handles** may be used by any number of threads. A group carries out one collective at a time, in the
+///   order in which the threads of this rank began them. Messages progress beside collectives.
+/// - **One group:** all ranks must begin its collectives in one order, whichever threads do. If the order of
+///   two ranks differs, all ranks get [`CommError::Mismatch`], which names both calls. Only calls of equal
+///   kind, type, length, reduction and root cannot be told apart: then each gets the data of the other. Give
+///   each thread its own group ([`Self::subgroup`] of all ranks).
+/// - **Several groups** are independent: no order is needed between them. But two ranks whose blocking calls
+///   on two groups have opposite orders wait for each other, until [`CommError::Timeout`] names the other
+///   rank. [`Self::start`] does not block.
+/// - **Messages** are matched by source and tag, in the order in which they were sent. Threads that receive
+///   from one rank use different tags.
+/// - **Refused** with [`CommError::InvalidArgument`]: calls in a reduction function, and in a forked child. A
+///   callback ([`Work::on_complete`](crate::Work::on_complete)) may start operations, but must not wait.
 #[derive(Clone)]
 pub struct Group {
     inner: Arc<Inner>,
@@ -77,7 +92,7 @@ pub struct Group {
     /// Text that this handle adds to the names of subgroups made through it.
     subgroup_name: Option<Arc<str>>,
     /// Choice of algorithms for groups made through this handle, if it differs from this group's choice.
-    tuning: Option<Arc<Tuning>>,
+    tuning: Option<Algorithms>,
     /// The device backend of this handle; other handles of the group have their own.
     #[cfg(feature = "nccl")]
     device: Option<Arc<dyn GroupDevice>>,
@@ -91,7 +106,7 @@ struct Inner {
     rank: usize,
     size: usize,
     generation: Generation,
-    tuning: Tuning,
+    tuning: Algorithms,
     topology: Topology,
     /// The shared-memory allocations of [`Group::alloc`]; `None` unless all ranks share memory.
     memory: Option<Arc<Allocations>>,
@@ -144,8 +159,7 @@ impl Group {
         // The pointer identifies the store, so two handles of one store give one store id.
         let store_id = format!("the store {:p}", Arc::as_ptr(&store).cast::<()>());
         let store = Arc::new(PrefixStore::new("convoke", store));
-        let tuning = Tuning::parse(&options.algorithms).map_err(CommError::InvalidArgument)?;
-        let config = BootstrapConfig::new(store, store_id, (rank, size), options, tuning);
+        let config = BootstrapConfig::new(store, store_id, (rank, size), options);
         Self::join(config, None)
     }
 
@@ -181,12 +195,17 @@ impl Group {
         shared: Option<Shared>,
         keep: Option<KeepAlive>,
     ) -> Self {
+        if config.rank == 0 {
+            for what in config.tuning.unusable(&topology) {
+                log::warn!("{}: {what}", config.options.name);
+            }
+        }
         let inner = Inner {
             name: config.options.name.clone(),
             rank: config.rank,
             size: config.size,
             generation,
-            tuning: config.tuning.clone(),
+            tuning: config.tuning,
             topology,
             memory,
             shared,
@@ -414,7 +433,8 @@ impl Inner {
             store: Arc::clone(&self.store),
             store_rank: self.store_rank,
             origin: self.origin.clone(),
-            ..BootstrapConfig::single_rank(self.options.clone(), self.tuning.clone())
+            tuning: self.tuning,
+            ..BootstrapConfig::single_rank(self.options.clone())
         };
         let shared = Shared::new(bootstrap::single_rank_engine(&config, self.generation)?);
         // If another thread has set the engine first, this second engine is dropped unused.
@@ -453,7 +473,7 @@ impl Inner {
     fn needs_scratch_copy(&self, call: &Call) -> bool {
         let (bytes, rounding) = (call.bytes() as usize, Rounding::of(call));
         !self.runs_in_shared_memory(call)
-            && self.tuning.reduce_scatter(bytes, &self.topology, rounding) != Algorithm::Direct
+            && self.tuning.for_reduce_scatter(bytes, &self.topology, rounding) != Algorithm::Direct
     }
 
     fn plan(&self, call: Call) -> Arc<Plan> {
@@ -468,20 +488,20 @@ impl Inner {
         let blocks = || Blocks::uniform(world, count);
         let plan = Arc::new(match call.kind {
             CallKind::AllReduce => {
-                let algorithm = tuning.all_reduce(bytes, topology, rounding);
+                let algorithm = tuning.for_all_reduce(bytes, topology, rounding);
                 plan::all_reduce(algorithm, rounding, rank, topology, count, element_bytes)
             }
-            CallKind::Broadcast => plan::broadcast(tuning.broadcast(bytes), rank, topology, count, root),
+            CallKind::Broadcast => plan::broadcast(tuning.for_broadcast(bytes), rank, topology, count, root),
             CallKind::Reduce => {
-                let algorithm = tuning.reduce(bytes, topology, rounding);
+                let algorithm = tuning.for_reduce(bytes, topology, rounding);
                 plan::reduce(algorithm, rounding, rank, topology, count, root)
             }
             CallKind::AllGather | CallKind::Subgroup => {
-                let algorithm = tuning.all_gather(bytes, topology);
+                let algorithm = tuning.for_all_gather(bytes, topology);
                 plan::all_gather(algorithm, rank, topology, &blocks(), element_bytes)
             }
             CallKind::ReduceScatter => {
-                let algorithm = tuning.reduce_scatter(bytes, topology, rounding);
+                let algorithm = tuning.for_reduce_scatter(bytes, topology, rounding);
                 plan::reduce_scatter(algorithm, rounding, rank, topology, &blocks(), element_bytes)
             }
             CallKind::Gather => plan::gather(rank, &blocks(), root),
@@ -537,9 +557,9 @@ impl fmt::Debug for Group {
     }
 }
 
-fn call<T: Element>(kind: CallKind, op: Option<ReduceOp>, root: u32, count: usize) -> Call {
-    let dtype: Dtype = T::DTYPE;
-    Call::new(kind, dtype, op, root, count as u64)
+/// Returns the descriptor of a call on `count` values. Plain data are described as bytes.
+fn call<T: Transfer>(kind: CallKind, op: Option<ReduceOp>, root: u32, count: usize) -> Call {
+    Call::new(kind, T::TYPE.dtype(), op, root, (count * T::TYPE.units()) as u64)
 }
 
 fn check_len(what: &str, len: usize, expected: usize) -> Result<(), CommError> {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use crate::bootstrap::{self, ListeningRank, StoreLocation};
 
 use super::{BootstrapConfig, BorrowedBuffer, CallKind, CommError, Group, GroupOptions, call};
-use crate::collectives::plan::{Tuning, fingerprint};
+use crate::collectives::plan::{Algorithms, fingerprint};
 
 /// Color of a rank that joins no group.
 const NO_COLOR: i64 = -1;
@@ -94,18 +94,14 @@ impl Group {
         Self { subgroup_name: Some(name.into()), ..self.clone() }
     }
 
-    /// Returns a handle whose subgroups use these overrides of algorithms instead of this group's, to measure
-    /// several algorithms in one job. For the syntax see [`GroupOptions::algorithms`]; an empty text
-    /// overrides nothing.
+    /// Returns a handle whose subgroups use these algorithms instead of this group's, to measure several
+    /// algorithms in one job.
     ///
-    /// All ranks pass an equal text: they compare the texts when a subgroup forms, and a difference is
+    /// All ranks pass equal algorithms: they compare them when a subgroup forms, and a difference is
     /// [`CommError::Bootstrap`].
-    ///
-    /// # Errors
-    /// [`CommError::InvalidArgument`] describes the fault in the text, and lists the valid entries.
-    pub fn with_algorithms(&self, overrides: &str) -> Result<Self, CommError> {
-        let tuning = Tuning::parse(overrides).map_err(CommError::InvalidArgument)?;
-        Ok(Self { tuning: Some(Arc::new(tuning)), ..self.clone() })
+    #[must_use]
+    pub fn with_algorithms(&self, algorithms: Algorithms) -> Self {
+        Self { tuning: Some(algorithms), ..self.clone() }
     }
 
     /// Returns, for each rank of this group, its rank in the group's first ancestor. For subgroups of the
@@ -258,7 +254,7 @@ impl Group {
             origin: ranks.iter().map(|&rank| self.inner.origin[rank]).collect(),
             is_successor: false,
             options: options.timeout(self.timeout),
-            tuning: self.tuning.as_deref().unwrap_or(&self.inner.tuning).clone(),
+            tuning: self.tuning.unwrap_or(self.inner.tuning),
             // Only the group that a session makes receives the launcher's notices of dead peers.
             agent: None,
             sharing: self.inner.sharing,

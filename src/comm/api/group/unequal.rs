@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use super::blocks::{recv_around_own, reduce_scatter_buffers, split_around};
-use super::{BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, call, check_len};
+use super::{
+    BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, Transfer, call, check_len,
+};
 use crate::collectives::plan::{self, Algorithm, Blocks, Rounding};
 
 impl Group {
@@ -20,7 +22,7 @@ impl Group {
     /// # Cost
     /// Each rank sends fewer bytes than `recv` holds: small blocks in one round of messages, large ones
     /// around a ring.
-    pub fn all_gather_v<T: Element>(
+    pub fn all_gather_v<T: Transfer>(
         &self,
         send: &[T],
         recv: &mut [T],
@@ -29,7 +31,7 @@ impl Group {
         self.carry_out(self.prepare_all_gather_v(send, recv, lens)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_all_gather_v<'a, T: Element>(
+    pub(in crate::api) fn prepare_all_gather_v<'a, T: Transfer>(
         &self,
         send: &'a [T],
         recv: &'a mut [T],
@@ -41,8 +43,10 @@ impl Group {
         check_len("recv", recv.len(), blocks.end())?;
         let call = call::<T>(CallKind::AllGatherV, None, blocks.fingerprint(), blocks.end());
         let topology = &self.inner.topology;
-        let algorithm = self.inner.tuning.all_gather(size_of_val(recv) / self.size(), topology);
-        let plan = || Arc::new(plan::all_gather(algorithm, self.rank(), topology, &blocks, size_of::<T>()));
+        let algorithm = self.inner.tuning.for_all_gather(size_of_val(recv) / self.size(), topology);
+        let bytes = T::TYPE.dtype().size_bytes();
+        let plan =
+            || Arc::new(plan::all_gather(algorithm, self.rank(), topology, &units::<T>(blocks), bytes));
         self.collective(call, plan, recv_around_own(send, recv, own.clone()).with_ref(own.start, send), None)
     }
 
@@ -82,7 +86,8 @@ impl Group {
         let kernel = op.kernel(self.size())?;
         let call = call::<T>(CallKind::ReduceScatterV, Some(op.op()), blocks.fingerprint(), blocks.end());
         let (rank, rounding, topology) = (self.rank(), Rounding::of(&call), &self.inner.topology);
-        let algorithm = self.inner.tuning.reduce_scatter(size_of_val(send) / self.size(), topology, rounding);
+        let algorithm =
+            self.inner.tuning.for_reduce_scatter(size_of_val(send) / self.size(), topology, rounding);
         let bytes = size_of::<T>();
         let plan = || Arc::new(plan::reduce_scatter(algorithm, rounding, rank, topology, &blocks, bytes));
         self.collective(
@@ -105,7 +110,7 @@ impl Group {
     ///
     /// # Cost
     /// Each rank sends its block to the root, which receives all blocks concurrently.
-    pub fn gather_v<T: Element>(
+    pub fn gather_v<T: Transfer>(
         &self,
         send: &[T],
         recv: &mut [T],
@@ -115,7 +120,7 @@ impl Group {
         self.carry_out(self.prepare_gather_v(send, recv, lens, root)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_gather_v<'a, T: Element>(
+    pub(in crate::api) fn prepare_gather_v<'a, T: Transfer>(
         &self,
         send: &'a [T],
         recv: &'a mut [T],
@@ -132,7 +137,7 @@ impl Group {
         } else {
             (self.own_block_only(send.len()), BorrowedBuffer::default().with_ref(0, send))
         };
-        let plan = || Arc::new(plan::gather(self.rank(), &blocks, root));
+        let plan = || Arc::new(plan::gather(self.rank(), &units::<T>(blocks), root));
         self.collective(call::<T>(CallKind::GatherV, None, root as u32, 0), plan, buffer, None)
     }
 
@@ -147,7 +152,7 @@ impl Group {
     ///
     /// # Cost
     /// The root sends each rank its block, concurrently.
-    pub fn scatter_v<T: Element>(
+    pub fn scatter_v<T: Transfer>(
         &self,
         send: &[T],
         recv: &mut [T],
@@ -157,7 +162,7 @@ impl Group {
         self.carry_out(self.prepare_scatter_v(send, recv, lens, root)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_scatter_v<'a, T: Element>(
+    pub(in crate::api) fn prepare_scatter_v<'a, T: Transfer>(
         &self,
         send: &'a [T],
         recv: &'a mut [T],
@@ -175,7 +180,7 @@ impl Group {
         } else {
             (self.own_block_only(recv.len()), BorrowedBuffer::default().with_mut(0, recv))
         };
-        let plan = || Arc::new(plan::scatter(self.rank(), &blocks, root));
+        let plan = || Arc::new(plan::scatter(self.rank(), &units::<T>(blocks), root));
         self.collective(call::<T>(CallKind::ScatterV, None, root as u32, 0), plan, buffer, None)
     }
 
@@ -190,7 +195,7 @@ impl Group {
     ///
     /// # Cost
     /// Each rank sends to all others concurrently.
-    pub fn all_to_all_v<T: Element>(
+    pub fn all_to_all_v<T: Transfer>(
         &self,
         send: (&[T], &[usize]),
         recv: (&mut [T], &[usize]),
@@ -198,7 +203,7 @@ impl Group {
         self.carry_out(self.prepare_all_to_all_v(send, recv)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_all_to_all_v<'a, T: Element>(
+    pub(in crate::api) fn prepare_all_to_all_v<'a, T: Transfer>(
         &self,
         (send, send_lens): (&'a [T], &[usize]),
         (recv, recv_lens): (&'a mut [T], &[usize]),
@@ -208,11 +213,11 @@ impl Group {
         check_len("send", send.len(), sent.end())?;
         check_len("recv", recv.len(), filled.end())?;
         check_len("this rank's own block of recv", filled.range(rank).len(), sent.range(rank).len())?;
-        let plan = || Arc::new(plan::all_to_all(rank, &sent, &filled));
         let own = filled.range(rank);
         let (before, into, behind) = split_around(recv, own.clone());
         let buffer = BorrowedBuffer::default().with_ref(0, send).with_copy(&send[sent.range(rank)], into);
         let buffer = buffer.with_mut(sent.end(), before).with_mut(sent.end() + own.end, behind);
+        let plan = || Arc::new(plan::all_to_all(rank, &units::<T>(sent), &units::<T>(filled)));
         self.collective(call::<T>(CallKind::AllToAllV, None, 0, 0), plan, buffer, None)
     }
 
@@ -228,4 +233,9 @@ impl Group {
         lens[self.rank()] = len;
         Blocks::new(&lens).expect("the sum of one length is that length")
     }
+}
+
+/// Returns the blocks of values as blocks of the elements that are sent; plain data are sent as bytes.
+fn units<T: Transfer>(blocks: Blocks) -> Blocks {
+    if T::TYPE.units() == 1 { blocks } else { blocks.scaled(T::TYPE.units()) }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::api::group::alloc::SharedBuffer;
 use crate::collectives::call::Status;
-use crate::collectives::dtype::Element;
+use crate::collectives::dtype::{Element, Transfer};
 
 pub(crate) mod sealed {
     pub trait Sealed {}
@@ -24,7 +24,7 @@ pub trait Elements: sealed::Sealed {
 ///
 /// The trait is sealed: moving the owner must not move the elements, and dropping it must not access borrowed
 /// elements. Both hold for these types.
-pub trait Buffer: Elements<Element: Element> + Send {
+pub trait Buffer: Elements<Element: Transfer> + Send {
     /// The elements.
     fn elements(&self) -> &[Self::Element];
 }
@@ -37,14 +37,14 @@ pub trait BufferMut: Buffer {
 }
 
 macro_rules! buffers {
-    ($(<$(const $N:ident)?> $buffer:ty;)*) => {$(
-        impl<T: Element, $(const $N: usize)?> sealed::Sealed for $buffer {}
+    ($(<$Bound:ident $(, const $N:ident)?> $buffer:ty;)*) => {$(
+        impl<T: $Bound, $(const $N: usize)?> sealed::Sealed for $buffer {}
 
-        impl<T: Element, $(const $N: usize)?> Elements for $buffer {
+        impl<T: $Bound, $(const $N: usize)?> Elements for $buffer {
             type Element = T;
         }
 
-        impl<T: Element, $(const $N: usize)?> Buffer for $buffer {
+        impl<T: $Bound, $(const $N: usize)?> Buffer for $buffer {
             fn elements(&self) -> &[T] {
                 &self[..]
             }
@@ -53,8 +53,8 @@ macro_rules! buffers {
 }
 
 macro_rules! mutable {
-    ($(<$(const $N:ident)?> $buffer:ty;)*) => {$(
-        impl<T: Element, $(const $N: usize)?> BufferMut for $buffer {
+    ($(<$Bound:ident $(, const $N:ident)?> $buffer:ty;)*) => {$(
+        impl<T: $Bound, $(const $N: usize)?> BufferMut for $buffer {
             fn elements_mut(&mut self) -> &mut [T] {
                 &mut self[..]
             }
@@ -63,11 +63,13 @@ macro_rules! mutable {
 }
 
 buffers! {
-    <> Vec<T>; <> Box<[T]>; <> Arc<[T]>; <> Arc<Vec<T>>; <> SharedBuffer<T>;
-    <> &[T]; <> &Vec<T>; <const N> &[T; N]; <> &mut [T]; <> &mut Vec<T>; <const N> &mut [T; N];
+    <Transfer> Vec<T>; <Transfer> Box<[T]>; <Transfer> Arc<[T]>; <Transfer> Arc<Vec<T>>; <Element> SharedBuffer<T>;
+    <Transfer> &[T]; <Transfer> &Vec<T>; <Transfer, const N> &[T; N];
+    <Transfer> &mut [T]; <Transfer> &mut Vec<T>; <Transfer, const N> &mut [T; N];
 }
 mutable! {
-    <> Vec<T>; <> Box<[T]>; <> SharedBuffer<T>; <> &mut [T]; <> &mut Vec<T>; <const N> &mut [T; N];
+    <Transfer> Vec<T>; <Transfer> Box<[T]>; <Element> SharedBuffer<T>;
+    <Transfer> &mut [T]; <Transfer> &mut Vec<T>; <Transfer, const N> &mut [T; N];
 }
 
 /// The value that an operation returns when it is done: its buffers, and the [`Status`] of a received
@@ -95,6 +97,6 @@ impl<B: Buffer> sealed::Sealed for (B, Status) {}
 
 impl<B: Buffer> OperationOutput for (B, Status) {
     fn set_status(&mut self, status: Status) {
-        self.1 = status;
+        self.1 = status.of::<B::Element>();
     }
 }

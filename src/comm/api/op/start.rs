@@ -65,7 +65,7 @@ impl Group {
     /// # let world = convoke_comm::init()?;
     /// // Passes a number around a ring, like `MPI_Sendrecv`.
     /// let (rank, size) = (world.rank(), world.size());
-    /// let (mine, mut left) = ([rank as u64], [0]);
+    /// let (mine, mut left) = ([rank as u64], [0_u64]);
     /// world.run((op::send(&mine, (rank + 1) % size), op::recv(&mut left, (rank + size - 1) % size)))?;
     /// assert_eq!(left[0] as usize, (rank + size - 1) % size);
     /// # Ok(())

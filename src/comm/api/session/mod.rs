@@ -16,7 +16,7 @@ use crate::api::group::Group;
 use crate::api::logger;
 use crate::bootstrap::options::{GroupOptions, Listen, ThreadMigration};
 use crate::bootstrap::{BootstrapConfig, WorldEntryGuard};
-use crate::collectives::plan::Tuning;
+use crate::collectives::plan::tuning::ParseAlgorithmsError;
 use crate::error::CommError;
 use agent::AgentHello;
 pub use live_worlds::is_initialized;
@@ -166,10 +166,12 @@ impl Session {
             let what = format!("rank {rank} of {size}: ranks are 0 to {}", size.saturating_sub(1));
             return Err(CommError::InvalidArgument(what));
         }
+        let algorithms = std::env::var("CONVOKE_ALGO").unwrap_or_default().parse();
+        let wrong = |error| CommError::InvalidArgument(format!("CONVOKE_ALGO: {error}"));
         let mut options = GroupOptions::default()
             .name("world")
             .listen(interface()?.unwrap_or_else(|| rendezvous.listen()))
-            .algorithms(std::env::var("CONVOKE_ALGO").unwrap_or_default())
+            .algorithms(algorithms.map_err(|error: ParseAlgorithmsError| wrong(error))?)
             .shared_memory(shared_memory_enabled()?)
             .thread_migration(thread_migration()?);
         options.token = Token::from_process()?;
@@ -207,12 +209,9 @@ impl Session {
     /// The errors of [`Group::new`]; [`CommError::Store`] if no store answers at the rendezvous.
     pub fn world(&mut self) -> Result<World, CommError> {
         let options = self.options.clone();
-        let tuning = Tuning::parse(&options.algorithms)
-            .map_err(|what| CommError::InvalidArgument(format!("CONVOKE_ALGO: {what}")))?;
         let (rank, size, round) = (self.rank, self.size, self.round);
         if size == 1 {
-            let group =
-                Group::join(BootstrapConfig::single_rank(options, tuning), Some(Arc::new(LiveWorld::new())))?;
+            let group = Group::join(BootstrapConfig::single_rank(options), Some(Arc::new(LiveWorld::new())))?;
             return Ok(self.make_world(group));
         }
         log::info!("{}: rank {rank} of {size} joins the other ranks at {}", options.name, self.rendezvous);
@@ -237,8 +236,8 @@ impl Session {
             origin: (0..size).collect(),
             is_successor: false,
             // The launcher's generation identifies the first round only; later rounds draw their own.
+            tuning: options.algorithms,
             options: GroupOptions { generation: options.generation.filter(|_| round == 0), ..options },
-            tuning,
             agent: self.agent.clone(),
             sharing: None,
         };

@@ -26,6 +26,12 @@ impl Blocks {
         Some(Self { bounds, equal })
     }
 
+    /// Returns these blocks with `times` elements in place of each.
+    pub(crate) fn scaled(self, times: usize) -> Self {
+        let bounds = self.bounds.into_iter().map(|bound| bound * times).collect();
+        Self { bounds, equal: self.equal.map(|len| len * times) }
+    }
+
     pub(crate) fn world(&self) -> usize {
         self.bounds.len() - 1
     }

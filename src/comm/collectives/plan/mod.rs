@@ -33,7 +33,7 @@ use crate::collectives::dtype::ReduceOp;
 use crate::collectives::kernels::OrderedReduceStep;
 pub(crate) use blocks::{Blocks, fingerprint};
 pub(crate) use topology::Topology;
-pub(crate) use tuning::{Algorithm, Tuning};
+pub(crate) use tuning::{Algorithm, Algorithms};
 
 /// The size of a wide element (`f32`) divided by the size of the half-precision element that it is rounded
 /// to.

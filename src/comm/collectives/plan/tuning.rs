@@ -4,6 +4,7 @@
 //! ranks share a host, and the overrides, whose text is compared during the bootstrap.
 
 use std::fmt;
+use std::str::FromStr;
 
 use super::{Rounding, Topology, WIDE_FACTOR};
 use crate::collectives::call::CallKind;
@@ -82,16 +83,82 @@ impl Algorithm {
     }
 }
 
-const ALL_REDUCE: [Algorithm; 4] =
-    [Algorithm::Ring, Algorithm::Direct, Algorithm::Doubling, Algorithm::Hierarchy];
-const BROADCAST: [Algorithm; 2] = [Algorithm::Binomial, Algorithm::Chain];
-const REDUCE_SCATTER: [Algorithm; 3] = [Algorithm::Direct, Algorithm::Ring, Algorithm::Hierarchy];
-const ALL_GATHER: [Algorithm; 4] =
-    [Algorithm::Direct, Algorithm::Ring, Algorithm::Hierarchy, Algorithm::Doubling];
+/// Defines the algorithms that one collective can use.
+macro_rules! choices {
+    ($($(#[$doc:meta])* $Choice:ident { $($(#[$what:meta])* $Variant:ident,)* })*) => {$(
+        $(#[$doc])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        #[non_exhaustive]
+        pub enum $Choice {
+            $($(#[$what])* $Variant,)*
+        }
 
-/// The choice of algorithms: the table and its overrides.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub(crate) struct Tuning {
+        impl $Choice {
+            const ALL: &[Algorithm] = &[$(Algorithm::$Variant),*];
+
+            const fn algorithm(self) -> Algorithm {
+                match self {
+                    $(Self::$Variant => Algorithm::$Variant,)*
+                }
+            }
+        }
+    )*};
+}
+
+choices! {
+    /// The algorithms of `all_reduce`.
+    AllReduce {
+        /// `ring`: around a ring, in blocks.
+        Ring,
+        /// `direct`: every rank exchanges blocks with every other.
+        Direct,
+        /// `doubling`: recursive doubling, of whole buffers.
+        Doubling,
+        /// `hierarchy`: inside the hosts first, then between them.
+        Hierarchy,
+    }
+    /// The algorithms of `broadcast` and `reduce`.
+    Rooted {
+        /// `binomial`: a binomial tree.
+        Binomial,
+        /// `chain`: a pipelined chain.
+        Chain,
+    }
+    /// The algorithms of `all_gather`.
+    AllGather {
+        /// `direct`: every rank exchanges blocks with every other.
+        Direct,
+        /// `ring`: around a ring.
+        Ring,
+        /// `hierarchy`: inside the hosts first, then between them; on hosts with equally many ranks.
+        Hierarchy,
+        /// `doubling`: recursive doubling; of 4, 8, 16, ... ranks.
+        Doubling,
+    }
+    /// The algorithms of `reduce_scatter`.
+    ReduceScatter {
+        /// `direct`: every rank exchanges blocks with every other.
+        Direct,
+        /// `ring`: around a ring.
+        Ring,
+        /// `hierarchy`: inside the hosts first, then between them; on hosts with equally many ranks.
+        Hierarchy,
+    }
+}
+
+/// The choice of algorithms: a table, which chooses by size, type and hosts, and overrides for measurements.
+///
+/// ```
+/// use convoke_comm::algorithms::{Algorithms, AllReduce, Rooted};
+///
+/// let overrides = Algorithms::new().all_reduce(AllReduce::Ring).broadcast(Rooted::Chain);
+/// assert_eq!("all_reduce:ring,broadcast:chain".parse(), Ok(overrides));
+/// ```
+///
+/// A group logs a warning when it forms if its ranks cannot use an algorithm that was chosen; the group then
+/// uses another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Algorithms {
     all_reduce: Option<Algorithm>,
     broadcast: Option<Algorithm>,
     reduce: Option<Algorithm>,
@@ -99,35 +166,66 @@ pub(crate) struct Tuning {
     reduce_scatter: Option<Algorithm>,
 }
 
-impl Tuning {
-    /// Reads overrides such as `all_reduce:ring,broadcast:chain`; the empty text overrides nothing.
-    ///
-    /// The error says what is wrong with the text.
-    pub(crate) fn parse(text: &str) -> Result<Self, String> {
-        let mut tuning = Self::default();
-        for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
-            let (collective, algorithm) =
-                entry.split_once(':').ok_or_else(|| format!("{entry:?} is not COLLECTIVE:ALGORITHM"))?;
-            let (slot, known): (_, &[Algorithm]) = match collective.trim() {
-                "all_reduce" => (&mut tuning.all_reduce, &ALL_REDUCE),
-                "broadcast" => (&mut tuning.broadcast, &BROADCAST),
-                "reduce" => (&mut tuning.reduce, &BROADCAST),
-                "all_gather" => (&mut tuning.all_gather, &ALL_GATHER),
-                "reduce_scatter" => (&mut tuning.reduce_scatter, &REDUCE_SCATTER),
-                other => {
-                    return Err(format!(
-                        "{other:?} has no choice of algorithms: all_reduce, broadcast, reduce, all_gather, \
-                         reduce_scatter have"
-                    ));
-                }
-            };
-            let found = known.iter().find(|known| known.name() == algorithm.trim());
-            *slot = Some(*found.ok_or_else(|| {
-                let names: Vec<_> = known.iter().map(|algorithm| algorithm.name()).collect();
-                format!("{collective} has no algorithm {algorithm:?}: {}", names.join(", "))
-            })?);
-        }
-        Ok(tuning)
+/// A text that chooses no algorithms; the error of [`Algorithms::from_str`].
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct ParseAlgorithmsError(String);
+
+impl Algorithms {
+    /// Returns the choice of the table for all collectives.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Chooses the algorithm of `all_reduce`.
+    #[must_use]
+    pub fn all_reduce(self, choice: AllReduce) -> Self {
+        Self { all_reduce: Some(choice.algorithm()), ..self }
+    }
+
+    /// Chooses the algorithm of `broadcast`.
+    #[must_use]
+    pub fn broadcast(self, choice: Rooted) -> Self {
+        Self { broadcast: Some(choice.algorithm()), ..self }
+    }
+
+    /// Chooses the algorithm of `reduce`.
+    #[must_use]
+    pub fn reduce(self, choice: Rooted) -> Self {
+        Self { reduce: Some(choice.algorithm()), ..self }
+    }
+
+    /// Chooses the algorithm of `all_gather` and `all_gather_v`.
+    #[must_use]
+    pub fn all_gather(self, choice: AllGather) -> Self {
+        Self { all_gather: Some(choice.algorithm()), ..self }
+    }
+
+    /// Chooses the algorithm of `reduce_scatter` and `reduce_scatter_v`.
+    #[must_use]
+    pub fn reduce_scatter(self, choice: ReduceScatter) -> Self {
+        Self { reduce_scatter: Some(choice.algorithm()), ..self }
+    }
+
+    /// Describes each choice that ranks on these hosts cannot use, with the algorithm that they use instead.
+    pub(crate) fn unusable(&self, topology: &Topology) -> Vec<String> {
+        let world = topology.world();
+        // With 2 ranks, doubling is the same as a direct exchange.
+        let doubling = self.all_gather == Some(Algorithm::Doubling) && world > 2 && !world.is_power_of_two();
+        let doubling = doubling.then(|| {
+            format!("all_gather:doubling needs 4, 8, 16, ... ranks; {world} ranks use all_gather:direct")
+        });
+        let uneven = [("all_gather", self.all_gather), ("reduce_scatter", self.reduce_scatter)];
+        let uneven = uneven
+            .into_iter()
+            .filter(|(_, choice)| *choice == Some(Algorithm::Hierarchy) && !topology.is_even());
+        let uneven = uneven.map(|(collective, _)| {
+            format!(
+                "{collective}:hierarchy needs equally many ranks on each host; these ranks use {collective}:ring"
+            )
+        });
+        doubling.into_iter().chain(uneven).collect()
     }
 
     /// Returns whether the user has chosen the algorithm for collective calls of this kind.
@@ -144,7 +242,7 @@ impl Tuning {
     }
 
     /// Returns the algorithm of an all-reduce of `bytes` bytes.
-    pub(crate) fn all_reduce(&self, bytes: usize, topology: &Topology, rounding: Rounding) -> Algorithm {
+    pub(crate) fn for_all_reduce(&self, bytes: usize, topology: &Topology, rounding: Rounding) -> Algorithm {
         let world = topology.world();
         let doubling = if world == 2 { DOUBLING_PAIR_BYTES } else { DOUBLING_BYTES };
         let sent = bytes_on_wire(bytes, world, rounding);
@@ -159,12 +257,12 @@ impl Tuning {
     }
 
     /// Returns the algorithm of a broadcast of `bytes` bytes.
-    pub(crate) fn broadcast(&self, bytes: usize) -> Algorithm {
+    pub(crate) fn for_broadcast(&self, bytes: usize) -> Algorithm {
         self.broadcast.unwrap_or(Self::rooted_algorithm(bytes))
     }
 
     /// Returns the algorithm of a reduce of `bytes` bytes.
-    pub(crate) fn reduce(&self, bytes: usize, topology: &Topology, rounding: Rounding) -> Algorithm {
+    pub(crate) fn for_reduce(&self, bytes: usize, topology: &Topology, rounding: Rounding) -> Algorithm {
         let world = topology.world();
         let sent = bytes_on_wire(bytes, world, rounding);
         self.reduce.unwrap_or(match sent {
@@ -175,7 +273,7 @@ impl Tuning {
     }
 
     /// Returns the algorithm of an all-gather of blocks of `bytes` bytes.
-    pub(crate) fn all_gather(&self, bytes: usize, topology: &Topology) -> Algorithm {
+    pub(crate) fn for_all_gather(&self, bytes: usize, topology: &Topology) -> Algorithm {
         let doubles = topology.world() > 2 && topology.world().is_power_of_two();
         match self.all_gather {
             Some(Algorithm::Doubling) if !doubles => Algorithm::Direct,
@@ -187,7 +285,12 @@ impl Tuning {
     }
 
     /// Returns the algorithm of a reduce-scatter of blocks of `bytes` bytes.
-    pub(crate) fn reduce_scatter(&self, bytes: usize, topology: &Topology, rounding: Rounding) -> Algorithm {
+    pub(crate) fn for_reduce_scatter(
+        &self,
+        bytes: usize,
+        topology: &Topology,
+        rounding: Rounding,
+    ) -> Algorithm {
         Self::block_algorithm(self.reduce_scatter, bytes, topology, rounding)
     }
 
@@ -216,6 +319,40 @@ impl Tuning {
             }
             None => Algorithm::Ring,
         }
+    }
+}
+
+/// Reads choices such as `all_reduce:ring,broadcast:chain`; the empty text chooses nothing.
+impl FromStr for Algorithms {
+    type Err = ParseAlgorithmsError;
+
+    fn from_str(text: &str) -> Result<Self, ParseAlgorithmsError> {
+        let mut algorithms = Self::new();
+        for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
+            let error = |what: String| Err(ParseAlgorithmsError(what));
+            let Some((collective, algorithm)) = entry.split_once(':') else {
+                return error(format!("{entry:?} is not COLLECTIVE:ALGORITHM"));
+            };
+            let (choice, known) = match collective.trim() {
+                "all_reduce" => (&mut algorithms.all_reduce, AllReduce::ALL),
+                "broadcast" => (&mut algorithms.broadcast, Rooted::ALL),
+                "reduce" => (&mut algorithms.reduce, Rooted::ALL),
+                "all_gather" => (&mut algorithms.all_gather, AllGather::ALL),
+                "reduce_scatter" => (&mut algorithms.reduce_scatter, ReduceScatter::ALL),
+                other => {
+                    return error(format!(
+                        "{other:?} has no choice of algorithms: all_reduce, broadcast, reduce, all_gather, \
+                         reduce_scatter have"
+                    ));
+                }
+            };
+            *choice = known.iter().find(|known| known.name() == algorithm.trim()).copied();
+            if choice.is_none() {
+                let names: Vec<_> = known.iter().map(|algorithm| algorithm.name()).collect();
+                return error(format!("{collective} has no algorithm {algorithm:?}: {}", names.join(", ")));
+            }
+        }
+        Ok(algorithms)
     }
 }
 
@@ -255,7 +392,7 @@ fn hierarchy_pays(bytes: usize, topology: &Topology, rounding: Rounding) -> bool
 }
 
 /// Formats everything that determines the choice, as one text that ranks compare.
-impl fmt::Display for Tuning {
+impl fmt::Display for Algorithms {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = |choice: Option<Algorithm>| choice.map_or("table", Algorithm::name);
         write!(
@@ -276,14 +413,14 @@ mod tests {
 
     #[test]
     fn overrides_are_read_and_shown() {
-        let tuning = Tuning::parse(" all_reduce:ring, broadcast:chain").unwrap();
+        let tuning = Algorithms::from_str(" all_reduce:ring, broadcast:chain").unwrap();
         assert_eq!(
             tuning.to_string(),
             "table 6, all_reduce:ring, broadcast:chain, reduce:table, all_gather:table, reduce_scatter:table"
         );
-        assert_eq!(tuning.all_reduce(4, &Topology::one_host(2), Rounding::Stepwise), Algorithm::Ring);
-        assert_eq!(tuning.broadcast(4), Algorithm::Chain);
-        assert_eq!(Tuning::parse("").unwrap(), Tuning::default());
+        assert_eq!(tuning.for_all_reduce(4, &Topology::one_host(2), Rounding::Stepwise), Algorithm::Ring);
+        assert_eq!(tuning.for_broadcast(4), Algorithm::Chain);
+        assert_eq!(Algorithms::from_str("").unwrap(), Algorithms::default());
     }
 
     #[test]
@@ -294,7 +431,7 @@ mod tests {
             ("all_reduce:fast", "ring, direct, doubling, hierarchy"),
             ("broadcast:ring", "binomial, chain"),
         ] {
-            let error = Tuning::parse(text).unwrap_err();
+            let error = Algorithms::from_str(text).unwrap_err().to_string();
             assert!(error.contains(message), "{error}");
         }
     }
@@ -303,8 +440,8 @@ mod tests {
     fn random_overrides_never_cause_a_panic() {
         let test = "random_overrides_never_cause_a_panic";
         let good = ["all_reduce:ring,broadcast:chain", " reduce : binomial ,, all_gather:direct", ""];
-        let decode = |bytes: &[u8]| Tuning::parse(&String::from_utf8_lossy(bytes)).ok();
-        let encode = |tuning: &Tuning| {
+        let decode = |bytes: &[u8]| Algorithms::from_str(&String::from_utf8_lossy(bytes)).ok();
+        let encode = |tuning: &Algorithms| {
             let shown = tuning.to_string();
             let chosen = shown.split(", ").skip(1).filter(|entry| !entry.ends_with(":table"));
             chosen.collect::<Vec<_>>().join(",").into_bytes()
@@ -314,25 +451,26 @@ mod tests {
 
     #[test]
     fn default_tuning_prefers_few_rounds_for_small_messages() {
-        let tuning = Tuning::default();
+        let tuning = Algorithms::default();
         let all_reduce =
-            |bytes, world| tuning.all_reduce(bytes, &Topology::one_host(world), Rounding::Stepwise);
+            |bytes, world| tuning.for_all_reduce(bytes, &Topology::one_host(world), Rounding::Stepwise);
         assert_eq!(all_reduce(4, 4), Algorithm::Doubling);
         assert_eq!(all_reduce(64 << 10, 4), Algorithm::Direct);
         assert_eq!(all_reduce(64 << 10, 9), Algorithm::Ring);
         assert_eq!(all_reduce(64 << 20, 4), Algorithm::Ring);
         for (world, algorithm) in [(4, Algorithm::Direct), (9, Algorithm::Ring)] {
             let topology = Topology::one_host(world);
-            assert_eq!(tuning.all_gather(16 << 20, &topology), algorithm);
-            assert_eq!(tuning.reduce_scatter(16 << 20, &topology, Rounding::Stepwise), algorithm);
+            assert_eq!(tuning.for_all_gather(16 << 20, &topology), algorithm);
+            assert_eq!(tuning.for_reduce_scatter(16 << 20, &topology, Rounding::Stepwise), algorithm);
         }
-        assert_eq!(tuning.broadcast(1 << 20), Algorithm::Chain);
+        assert_eq!(tuning.for_broadcast(1 << 20), Algorithm::Chain);
     }
 
     #[test]
     fn small_all_gather_uses_doubling_for_powers_of_two() {
-        let (tuning, forced) = (Tuning::default(), Tuning::parse("all_gather:doubling").unwrap());
-        let gather = |tuning: &Tuning, bytes, world| tuning.all_gather(bytes, &Topology::one_host(world));
+        let (tuning, forced) = (Algorithms::default(), Algorithms::from_str("all_gather:doubling").unwrap());
+        let gather =
+            |tuning: &Algorithms, bytes, world| tuning.for_all_gather(bytes, &Topology::one_host(world));
         assert_eq!(gather(&tuning, 16 << 10, 4), Algorithm::Doubling);
         assert_eq!(gather(&tuning, 4, 64), Algorithm::Doubling);
         assert_eq!(gather(&tuning, 17 << 10, 4), Algorithm::Direct);
@@ -342,27 +480,27 @@ mod tests {
 
     #[test]
     fn single_rounding_reductions_use_direct_up_to_16_ranks() {
-        let tuning = Tuning::default();
+        let tuning = Algorithms::default();
         let once = Rounding::Once { wide_inputs: false };
-        let all_reduce = |bytes, world| tuning.all_reduce(bytes, &Topology::one_host(world), once);
+        let all_reduce = |bytes, world| tuning.for_all_reduce(bytes, &Topology::one_host(world), once);
         let (some, more) = (Topology::one_host(16), Topology::one_host(17));
         assert_eq!(all_reduce(8 << 10, 16), Algorithm::Flat);
         assert_eq!(all_reduce(64 << 20, 16), Algorithm::Direct);
         assert_eq!(all_reduce(4 << 10, 17), Algorithm::Doubling, "as many bytes, twice as long");
         assert_eq!(all_reduce(64 << 20, 17), Algorithm::Ring);
-        assert_eq!(tuning.reduce(4, &some, once), Algorithm::Linear);
-        assert_eq!(tuning.reduce(1 << 20, &some, once), Algorithm::Direct);
-        assert_eq!(tuning.reduce(1 << 20, &more, once), Algorithm::Chain);
-        assert_eq!(tuning.reduce_scatter(1 << 20, &some, once), Algorithm::Direct);
-        assert_eq!(tuning.reduce_scatter(1 << 20, &more, once), Algorithm::Ring);
-        assert_eq!(tuning.reduce_scatter(1 << 20, &some, Rounding::Stepwise), Algorithm::Ring);
+        assert_eq!(tuning.for_reduce(4, &some, once), Algorithm::Linear);
+        assert_eq!(tuning.for_reduce(1 << 20, &some, once), Algorithm::Direct);
+        assert_eq!(tuning.for_reduce(1 << 20, &more, once), Algorithm::Chain);
+        assert_eq!(tuning.for_reduce_scatter(1 << 20, &some, once), Algorithm::Direct);
+        assert_eq!(tuning.for_reduce_scatter(1 << 20, &more, once), Algorithm::Ring);
+        assert_eq!(tuning.for_reduce_scatter(1 << 20, &some, Rounding::Stepwise), Algorithm::Ring);
     }
 
     #[test]
     fn large_messages_use_a_hierarchy_on_multi_rank_hosts() {
-        let tuning = Tuning::default();
+        let tuning = Algorithms::default();
         let all_reduce =
-            |hosts: &[usize], bytes| tuning.all_reduce(bytes, &Topology::new(hosts), Rounding::Stepwise);
+            |hosts: &[usize], bytes| tuning.for_all_reduce(bytes, &Topology::new(hosts), Rounding::Stepwise);
         assert_eq!(all_reduce(&[0, 0, 1, 1], 4), Algorithm::Doubling);
         assert_eq!(all_reduce(&[0, 0, 1, 1], 1 << 20), Algorithm::Hierarchy);
         assert_eq!(all_reduce(&[0, 0, 0, 1, 1], 1 << 20), Algorithm::Hierarchy);
@@ -371,28 +509,43 @@ mod tests {
         assert_eq!(all_reduce(&[0, 0, 0, 1], 1 << 20), Algorithm::Ring);
         assert_eq!(all_reduce(&[0, 1, 2], 1 << 20), Algorithm::Direct);
         assert_eq!(all_reduce(&[0, 1, 2], 64 << 20), Algorithm::Ring);
-        let all_gather = |hosts: &[usize]| tuning.all_gather(1 << 20, &Topology::new(hosts));
+        let all_gather = |hosts: &[usize]| tuning.for_all_gather(1 << 20, &Topology::new(hosts));
         assert_eq!(all_gather(&[0, 0, 1, 1]), Algorithm::Hierarchy);
         assert_eq!(all_gather(&[0, 0, 0, 1, 1]), Algorithm::Ring);
-        let forced = Tuning::parse("reduce_scatter:hierarchy,all_reduce:hierarchy").unwrap();
+        let forced = Algorithms::from_str("reduce_scatter:hierarchy,all_reduce:hierarchy").unwrap();
         let uneven = Topology::new([0, 0, 0, 1]);
-        assert_eq!(forced.reduce_scatter(4, &uneven, Rounding::Stepwise), Algorithm::Ring);
-        assert_eq!(forced.all_reduce(4, &uneven, Rounding::Stepwise), Algorithm::Hierarchy);
+        assert_eq!(forced.for_reduce_scatter(4, &uneven, Rounding::Stepwise), Algorithm::Ring);
+        assert_eq!(forced.for_all_reduce(4, &uneven, Rounding::Stepwise), Algorithm::Hierarchy);
     }
 
     #[test]
     fn single_rounding_reductions_use_a_hierarchy_beyond_16_ranks() {
-        let tuning = Tuning::default();
+        let tuning = Algorithms::default();
         let of = |hosts: usize| Topology::new((0..8 * hosts).map(|rank| rank / 8));
         for wide_inputs in [false, true] {
             let once = Rounding::Once { wide_inputs };
-            assert_eq!(tuning.all_reduce(1 << 20, &of(2), once), Algorithm::Direct, "16 ranks");
-            assert_eq!(tuning.reduce_scatter(1 << 20, &of(2), once), Algorithm::Direct);
-            assert_eq!(tuning.reduce(1 << 20, &of(2), once), Algorithm::Direct);
-            assert_eq!(tuning.all_reduce(1 << 20, &of(3), once), Algorithm::Hierarchy);
-            assert_eq!(tuning.all_reduce(32 << 10, &of(3), once), Algorithm::Hierarchy, "twice as long");
-            assert_eq!(tuning.reduce_scatter(1 << 20, &of(3), once), Algorithm::Hierarchy);
-            assert_eq!(tuning.reduce(1 << 20, &of(3), once), Algorithm::Chain);
+            assert_eq!(tuning.for_all_reduce(1 << 20, &of(2), once), Algorithm::Direct, "16 ranks");
+            assert_eq!(tuning.for_reduce_scatter(1 << 20, &of(2), once), Algorithm::Direct);
+            assert_eq!(tuning.for_reduce(1 << 20, &of(2), once), Algorithm::Direct);
+            assert_eq!(tuning.for_all_reduce(1 << 20, &of(3), once), Algorithm::Hierarchy);
+            assert_eq!(tuning.for_all_reduce(32 << 10, &of(3), once), Algorithm::Hierarchy, "twice as long");
+            assert_eq!(tuning.for_reduce_scatter(1 << 20, &of(3), once), Algorithm::Hierarchy);
+            assert_eq!(tuning.for_reduce(1 << 20, &of(3), once), Algorithm::Chain);
         }
+    }
+
+    #[test]
+    fn choices_that_the_ranks_cannot_use_are_described() {
+        let chosen = Algorithms::new()
+            .all_gather(AllGather::Doubling)
+            .reduce_scatter(ReduceScatter::Hierarchy)
+            .all_reduce(AllReduce::Hierarchy);
+        let describe = |hosts: &[usize]| chosen.unusable(&Topology::new(hosts)).join("\n");
+        assert_eq!(describe(&[0, 0, 1, 1]), "");
+        assert_eq!(describe(&[0, 1]), "");
+        let described = describe(&[0, 0, 1]);
+        assert!(described.contains("3 ranks use all_gather:direct"), "{described}");
+        assert!(described.contains("these ranks use reduce_scatter:ring"), "{described}");
+        assert_eq!(Algorithms::new().unusable(&Topology::new([0, 0, 1])), [""; 0]);
     }
 }

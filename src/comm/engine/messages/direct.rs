@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use super::{
     AnySourceQueue, EAGER_BYTES, Match, MessageError, OutgoingFrame, PeerMessages, PendingSend, ReadState,
-    Stage, check, plain_frame,
+    Stage, check_type, plain_frame,
 };
 use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::Call;
@@ -122,7 +122,8 @@ impl PeerMessages {
         let is_ours =
             frame.kind == Kind::Eager && (frame.generation, frame.group) == (ours.generation, ours.group);
         let Some(theirs) = theirs.filter(|_| is_ours) else { return Ok(RecvProgress::UseQueues) };
-        check(theirs, call, frame.seq)?;
+        check_type(theirs, call, frame.seq)?;
+        // The queues handle a message whose length differs from that of the buffer.
         if frame.len != buffer.len() as u64 || frame.len > EAGER_BYTES as u64 {
             return Ok(RecvProgress::UseQueues);
         }

@@ -8,6 +8,9 @@
 //! and it is sent (Message frame) straight into the buffer of that receive. So messages that no receive
 //! matches never block a message of another tag.
 //!
+//! A message may be shorter than the buffer of its receive. If it is longer, the receive fails, and the rest of
+//! the message is read and discarded, so that the next message is in its place.
+//!
 //! A message of a rank to itself needs no connection (`to_self`).
 
 pub(crate) mod direct;
@@ -24,7 +27,7 @@ use crate::collectives::call::{Call, CallError, Status};
 use crate::collectives::kernels::SourceBytes;
 use crate::engine::completion::Completion;
 use crate::engine::control::query_at;
-use crate::error::PeerMisbehaved;
+use crate::error::{CommError, PeerMisbehaved};
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, FrameError, HEADER_BYTES, Kind};
 use crate::transport::links::conn::{Conn, ConnError, MAX_READ_AHEAD_BYTES};
@@ -70,8 +73,34 @@ pub(crate) struct PendingRecv {
     buffer: BorrowedBuffer<'static>,
     /// The message that this receive was matched with; `None` until there is one.
     matched: Option<Match>,
-    /// Bytes of the message that are in `buffer` already.
+    /// The call of the matched message.
+    theirs: Call,
+    /// Bytes of the message that were received.
     pub(crate) done: usize,
+}
+
+impl PendingRecv {
+    /// Returns the bytes of the matched message.
+    fn message_bytes(&self) -> usize {
+        self.theirs.bytes() as usize
+    }
+
+    /// Stores the next bytes of the message, and discards those for which the buffer has no room.
+    fn store(&mut self, bytes: &[u8]) {
+        let room = self.buffer.len().saturating_sub(self.done).min(bytes.len());
+        SourceBytes::from(&bytes[..room]).copy_to(&mut self.buffer.bytes_mut(self.done..self.done + room));
+        self.done += bytes.len();
+    }
+
+    /// Completes the receive: all bytes of the message were stored or discarded.
+    fn complete(self, from: usize) {
+        let (count, room) = (self.theirs.count(), self.call.count());
+        self.completion.complete(if count > room {
+            Err(CommError::Truncated { from, tag: self.call.root, count, room })
+        } else {
+            Ok(Some(Status { source: from, call: self.theirs }))
+        });
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -357,10 +386,11 @@ impl PeerMessages {
         let id = recv.id;
         if let Some(index) = self.unexpected_index(call.root) {
             let unexpected = &mut self.unexpected[index];
-            if let Err(error) = check(unexpected.call, call, unexpected.seq) {
+            if let Err(error) = check_type(unexpected.call, call, unexpected.seq) {
                 self.recvs.push_back(recv);
                 return Err(error);
             }
+            recv.theirs = unexpected.call;
             match &mut unexpected.content {
                 UnexpectedContent::Announcement => {
                     let seq = unexpected.seq;
@@ -373,12 +403,12 @@ impl PeerMessages {
                     let bytes = std::mem::take(bytes);
                     self.unexpected.remove(index);
                     self.unexpected_bytes -= bytes.len() + HEADER_BYTES;
-                    SourceBytes::from(&*bytes).copy_to(&mut recv.buffer.bytes_mut(0..bytes.len()));
+                    recv.store(&bytes);
                     // A message of this rank to itself used no credit, and a peer that is gone needs none.
                     if self.conn.is_some() {
                         self.return_credit(ours, bytes.len());
                     }
-                    recv.completion.complete(Ok(Some(self.status_of(call))));
+                    recv.complete(self.peer);
                     return Ok(());
                 }
                 UnexpectedContent::Partial(_) => {
@@ -401,7 +431,7 @@ impl PeerMessages {
         let id = self.next_id;
         self.next_id += 1;
         self.update_bounds(&completion);
-        PendingRecv { id, order, call, completion, buffer, matched: None, done: 0 }
+        PendingRecv { id, order, call, completion, buffer, matched: None, theirs: call, done: 0 }
     }
 
     /// Removes the receives that no message has matched, and returns their completions.
@@ -424,10 +454,6 @@ impl PeerMessages {
         let receives = call.as_send() != *call;
         let comes = |send: &PendingSend| send.stage == Stage::Sent || receives && send.call.root == call.root;
         self.sends.iter().any(comes)
-    }
-
-    fn status_of(&self, call: Call) -> Status {
-        Status { source: self.peer, call }
     }
 
     /// Writes queued frames and reads frames that have arrived. Returns whether anything moved.
@@ -493,8 +519,12 @@ fn plain_frame(ours: &Credentials, kind: Kind, seq: u64) -> Frame {
     Frame { kind, generation: ours.generation, group: ours.group, seq, call: [0; 16], len: 0 }
 }
 
-fn check(theirs: Call, ours: Call, seq: u64) -> Result<(), MessageError> {
-    if theirs == ours { Ok(()) } else { Err(MessageError::Mismatch { theirs, ours, seq }) }
+/// Checks that a message has the type that its receive asks for; its length may differ.
+fn check_type(theirs: Call, ours: Call, seq: u64) -> Result<(), MessageError> {
+    if (theirs.kind, theirs.dtype, theirs.root) == (ours.kind, ours.dtype, ours.root) {
+        return Ok(());
+    }
+    Err(MessageError::Mismatch { theirs, ours, seq })
 }
 
 #[cfg(test)]

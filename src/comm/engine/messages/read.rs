@@ -2,10 +2,9 @@
 
 use super::{
     AnySourceQueue, CREDIT_BYTES, EAGER_BYTES, MAX_ANNOUNCEMENTS, Match, MessageError, PeerMessages,
-    PendingRecv, ReadState, Stage, UnexpectedContent, UnexpectedMessage, check, plain_frame, send_index,
+    PendingRecv, ReadState, Stage, UnexpectedContent, UnexpectedMessage, check_type, plain_frame, send_index,
 };
 use crate::collectives::call::Call;
-use crate::collectives::kernels::SourceBytes;
 use crate::error::PeerMisbehaved;
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
@@ -53,7 +52,8 @@ impl PeerMessages {
     fn direct_target(&self, conn: &Conn) -> Option<(usize, usize)> {
         let ReadState::Posted { id, .. } = self.reading else { return None };
         let index = self.recvs.iter().position(|recv| recv.id == id)?;
-        let left = self.recvs[index].buffer.len() - self.recvs[index].done;
+        let recv = &self.recvs[index];
+        let left = recv.buffer.len().min(recv.message_bytes()).saturating_sub(recv.done);
         (left >= 4096 && conn.unread().is_empty()).then_some((index, left.min(MAX_READ_AHEAD_BYTES)))
     }
 
@@ -96,21 +96,19 @@ impl PeerMessages {
                 let index = self.recvs.iter().position(|recv| recv.id == id);
                 let index = index.expect("a receive stays posted while its message is read");
                 let recv = &mut self.recvs[index];
-                let take = conn.unread().len().min(recv.buffer.len() - recv.done);
-                let range = recv.done..recv.done + take;
-                SourceBytes::from(&conn.unread()[..take]).copy_to(&mut recv.buffer.bytes_mut(range));
+                let take = conn.unread().len().min(recv.message_bytes() - recv.done);
+                recv.store(&conn.unread()[..take]);
                 conn.consume(take);
-                recv.done += take;
                 fault_point("message received", recv.id, recv.done);
-                if recv.done < recv.buffer.len() {
+                if recv.done < recv.message_bytes() {
                     return Ok(take > 0);
                 }
                 let recv = self.recvs.remove(index).expect("it was found there");
                 self.reading = ReadState::Header;
                 if eager {
-                    self.return_credit(ours, recv.buffer.len());
+                    self.return_credit(ours, recv.message_bytes());
                 }
-                recv.completion.complete(Ok(Some(self.status_of(recv.call))));
+                recv.complete(self.peer);
                 Ok(true)
             }
         }
@@ -124,9 +122,9 @@ impl PeerMessages {
         let recv = recv.and_then(|index| self.recvs.remove(index));
         let mut recv = recv.expect("a receive that has claimed a message is not cancelled");
         self.unexpected_bytes -= bytes.len() + HEADER_BYTES;
-        SourceBytes::from(bytes).copy_to(&mut recv.buffer.bytes_mut(0..bytes.len()));
+        recv.store(bytes);
         self.return_credit(ours, bytes.len());
-        recv.completion.complete(Ok(Some(self.status_of(recv.call))));
+        recv.complete(self.peer);
     }
 
     fn handle_header(
@@ -163,7 +161,7 @@ impl PeerMessages {
                 let Some(recv) = self.recvs.iter().find(asked) else {
                     return Err(PeerMisbehaved::NotAskedFor { seq: frame.seq }.into());
                 };
-                if frame.len != recv.buffer.len() as u64 {
+                if frame.len != recv.theirs.bytes() {
                     return Err(PeerMisbehaved::MessageLength { seq: frame.seq, len: frame.len }.into());
                 }
                 self.reading = ReadState::Posted { id: recv.id, eager: false };
@@ -201,7 +199,8 @@ impl PeerMessages {
         }
         if let Some(index) = self.match_recv(any_source, call.root) {
             let recv = &mut self.recvs[index];
-            check(call, recv.call, seq)?;
+            check_type(call, recv.call, seq)?;
+            recv.theirs = call;
             recv.matched = Some(if eager { Match::Eager } else { Match::Large(seq) });
             if eager {
                 self.reading = ReadState::Posted { id: recv.id, eager: true };

@@ -6,11 +6,10 @@ use std::sync::Arc;
 
 use super::{
     AnySourceQueue, MessageError, PeerMessages, PendingSend, Stage, UnexpectedContent, UnexpectedMessage,
-    check,
+    check_type,
 };
 use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::Call;
-use crate::collectives::kernels::SourceBytes;
 use crate::engine::completion::Completion;
 use crate::error::CommError;
 use crate::transport::frame::HEADER_BYTES;
@@ -30,14 +29,15 @@ impl PeerMessages {
             completion.complete(self.keep_message_to_self(any_source, call, seq, &buffer).map(|()| None));
             return Ok(());
         };
-        if let Err(error) = check(call, self.recvs[index].call, seq) {
+        if let Err(error) = check_type(call, self.recvs[index].call, seq) {
             self.update_bounds(&completion);
             self.sends.push_back(PendingSend { seq, call, completion, buffer, stage: Stage::Sent });
             return Err(error);
         }
         let mut recv = self.recvs.remove(index).expect("`match_recv` has found it there");
-        SourceBytes::from(buffer.bytes(0..buffer.len())).copy_to(&mut recv.buffer.bytes_mut(0..buffer.len()));
-        recv.completion.complete(Ok(Some(self.status_of(call))));
+        recv.theirs = call;
+        recv.store(buffer.bytes(0..buffer.len()));
+        recv.complete(self.peer);
         completion.complete(Ok(None));
         Ok(())
     }

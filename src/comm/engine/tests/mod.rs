@@ -25,7 +25,7 @@ use crate::api::group::Group;
 use crate::bootstrap::options::GroupOptions;
 use crate::collectives::call::{Call, CallKind};
 use crate::collectives::dtype::{Dtype, ReduceOp};
-use crate::collectives::plan::{Rounding, Topology, Tuning};
+use crate::collectives::plan::{Algorithms, Rounding, Topology};
 use crate::error::CommError;
 use crate::flight::FlightRecorder;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
@@ -67,7 +67,7 @@ fn with_scripted_peer<R: Send>(
     let record = format!(
         "{{\"version\":2,\"rank\":2,\"size\":3,\"address\":\"{address}\",\"host\":\"\",\"pid\":1,\"tuning\":\"{}\",\
          \"token\":true,\"memory\":true}}",
-        Tuning::default()
+        Algorithms::default()
     );
     let soon = Instant::now() + LONG;
     store.set(format!("{prefix}/rank/2").as_bytes(), record.as_bytes(), soon).unwrap();
@@ -302,7 +302,7 @@ fn sum(shared: &super::Shared) -> i32 {
     let call = Call::new(CallKind::AllReduce, Dtype::I32, Some(ReduceOp::Sum), 0, 1);
     let rounding = Rounding::of(&call);
     let topology = Topology::one_host(3);
-    let algorithm = Tuning::default().all_reduce(4, &topology, rounding);
+    let algorithm = Algorithms::default().for_all_reduce(4, &topology, rounding);
     let plan = Arc::new(crate::collectives::plan::all_reduce(algorithm, rounding, FAKE, &topology, 1, 4));
     let kernel = crate::collectives::kernels::Kernel::of(Dtype::I32, ReduceOp::Sum, 3);
     let mut mine = [4_i32];

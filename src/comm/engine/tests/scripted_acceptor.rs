@@ -12,7 +12,7 @@ use convoke_store::{MemoryStore, Store};
 use super::{LONG, frame, generation, token, with};
 use crate::api::group::Group;
 use crate::bootstrap::options::GroupOptions;
-use crate::collectives::plan::Tuning;
+use crate::collectives::plan::Algorithms;
 use crate::error::CommError;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
 use crate::transport::links::hello::{HELLO_BYTES, SUITE_PLAIN, WELCOME_BYTES, Welcome};
@@ -36,7 +36,7 @@ fn connect_error(answer: &[u8], stays: bool) -> CommError {
         let ours = format!(
             "{{\"version\":2,\"rank\":0,\"size\":2,\"address\":\"{address}\",\"host\":\"\",\"pid\":1,\"tuning\":\"{}\",\
              \"token\":true,\"memory\":true}}",
-            Tuning::default()
+            Algorithms::default()
         );
         let table = serde_json::to_vec(&[ours, String::from_utf8(theirs).unwrap()]).unwrap();
         store.set(format!("{prefix}/table").as_bytes(), &table, soon).unwrap();

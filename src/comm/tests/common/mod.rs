@@ -68,7 +68,7 @@ pub(crate) fn run_on_hosts<R: Send>(
     algorithms: &str,
     body: impl Fn(Group) -> R + Sync,
 ) -> Vec<R> {
-    let (store, options) = unique_group(GroupOptions::default().algorithms(algorithms));
+    let (store, options) = unique_group(GroupOptions::default().algorithms(algorithms.parse().unwrap()));
     spawn_ranks(&store, hosts.len(), |rank| options.clone().locality_domain(hosts[rank].to_string()), body)
 }
 

@@ -32,7 +32,7 @@ pub(crate) fn on_hosts<R: Send>(
     body: impl Fn(Group) -> R + Sync,
 ) -> Vec<R> {
     let on_host = |rank: usize, options: GroupOptions| {
-        options.algorithms(algorithms).locality_domain(hosts[rank].to_string())
+        options.algorithms(algorithms.parse().unwrap()).locality_domain(hosts[rank].to_string())
     };
     each(hosts.len(), on_host, body)
 }
