@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use convoke_comm::{CommError, FaultPoint, Group, on_fault_point};
-use convoke_train::{Ddp, DdpOptions, TrainError, first_of_all};
+use convoke_train::{Ddp, DdpOptions, Joined, TrainError, first_of_all};
 use nix::sys::signal::{Signal, raise};
 
 use super::Outcome;
@@ -65,7 +65,7 @@ fn run_scenario(scenario: &str, world: &Group, is_victim: bool) -> Result<(), Tr
         });
     }
     let options = DdpOptions::default().first_bucket_bytes(64);
-    let mut ddp = Ddp::with_options(world, [("first", LARGE), ("last", 64)], options)?;
+    let (mut ddp, ids) = Ddp::with_options(world, [("first", LARGE), ("last", 64)], options)?;
     match scenario {
         "sends" | "receives" if is_victim => {
             die_at_point(if scenario == "sends" { "sent" } else { "received" })
@@ -74,17 +74,20 @@ fn run_scenario(scenario: &str, world: &Group, is_victim: bool) -> Result<(), Tr
     }
     // In the join, ranks have different numbers of batches. The victim has no batch from the second step on.
     let mut batches = 0..if is_victim { 1 } else { 50 };
-    while let Some(batch) = ddp.join(batches.next())? {
+    loop {
+        let joined = ddp.join(batches.next())?;
+        if joined == Joined::Done {
+            return Ok(());
+        }
         let mut pass = ddp.pass();
-        if batch.is_some() {
-            pass.add(1, &[1.0; 64])?;
+        if let Joined::Batch(_) = joined {
+            pass.add(ids[1], &[1.0; 64])?;
             die_if(scenario == "computes");
-            pass.add(0, &vec![1.0; LARGE])?;
+            pass.add(ids[0], &vec![1.0; LARGE])?;
         } else {
             die_if(scenario == "helps");
         }
         pass.finish()?;
         die_if(scenario == "joins");
     }
-    Ok(())
 }

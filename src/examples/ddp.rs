@@ -11,7 +11,7 @@
 #![allow(clippy::print_stdout)]
 
 use convoke_comm::{ReduceOp, init};
-use convoke_train::{Ddp, DdpOptions, Random, Sampler, Tail, TrainError};
+use convoke_train::{Ddp, DdpOptions, Joined, Random, Sampler, Tail, TrainError};
 
 /// Number of units of the hidden layer. The network learns y = x1 x2.
 const UNITS: usize = 32;
@@ -21,8 +21,7 @@ const BATCH: usize = 8;
 const PASSES: usize = 2;
 
 fn main() -> Result<(), TrainError> {
-    let world = init()?;
-    let mut random = Random::new(3, 0);
+    let (world, mut random) = (init()?, Random::new(3, 0));
     let examples: Vec<[f32; 2]> = (0..4001).map(|_| [random.symmetric(1.0), random.symmetric(1.0)]).collect();
     // All ranks use one seed, so their initial parameters are equal.
     let mut parameters = [2 * UNITS, UNITS, UNITS, 1].map(|len| vec![0.0; len]);
@@ -31,11 +30,10 @@ fn main() -> Result<(), TrainError> {
     // Names and sizes of parameters, in the order of the forward pass. Small limits give several buckets.
     let shapes = ["weights1", "bias1", "weights2", "bias2"].into_iter().zip(parameters.iter().map(Vec::len));
     let options = DdpOptions::default().first_bucket_bytes(4).bucket_bytes(200);
-    let mut ddp = Ddp::with_options(&world, shapes, options)?;
+    let (mut ddp, ids) = Ddp::with_options(&world, shapes, options)?;
     if world.rank() == 0 {
         println!("{} ranks, buckets of parameters {:?}", world.size(), ddp.buckets());
     }
-
     // With this factor, averages over ranks become means over all examples of a step.
     let scale = world.size() as f32 / (BATCH * PASSES) as f32;
     let sampler = Sampler::new(examples.len(), world.rank(), world.size()).shuffled(4).tail(Tail::Uneven);
@@ -46,22 +44,24 @@ fn main() -> Result<(), TrainError> {
             let batches: Vec<_> = std::iter::from_fn(|| order.next_batch(BATCH)).take(PASSES).collect();
             batches.iter().any(|batch| !batch.own().is_empty()).then_some(batches)
         };
-        while let Some(batches) = ddp.join(next_step())? {
-            let batches = batches.unwrap_or_default();
+        loop {
+            let batches = match ddp.join(next_step())? {
+                Joined::Batch(batches) => batches,
+                Joined::Help => ddp.pass().finish().map(|()| Vec::new())?,
+                Joined::Done => break,
+            };
             for (index, batch) in batches.iter().enumerate() {
                 // All passes of a step except the last only accumulate gradients.
                 let mut pass = if index + 1 == batches.len() { ddp.pass() } else { ddp.pass_no_sync() };
                 let own = batch.own().iter().map(|&index| examples[index]);
                 let gradients = backward(&parameters, own, scale, &mut loss[0]);
                 for parameter in (0..4).rev() {
-                    pass.add(parameter, &gradients[parameter])?;
+                    pass.add(ids[parameter], &gradients[parameter])?;
                 }
                 pass.finish()?;
             }
-            batches.is_empty().then(|| ddp.pass().finish()).transpose()?;
-            for (parameter, values) in parameters.iter_mut().enumerate() {
-                let slopes = ddp.average(parameter);
-                values.iter_mut().zip(slopes).for_each(|(value, slope)| *value -= RATE * slope);
+            for (&id, values) in ids.iter().zip(&mut parameters) {
+                values.iter_mut().zip(ddp.average(id)).for_each(|(value, slope)| *value -= RATE * slope);
             }
         }
         world.all_reduce(&mut loss, ReduceOp::Sum)?;

@@ -50,7 +50,7 @@ fn train(world: &World, path: &Path, die_at: Option<usize>) -> Result<(), TrainE
     // that resumes with any number of ranks therefore uses each example once.
     let mut order =
         Sampler::new(EXAMPLES, rank, size).shuffled(2).tail(Tail::Uneven).epoch(0).resumed_at(position);
-    let (mut ddp, mut step) = (Ddp::new(world, [("weight", 1)])?, position / BATCH);
+    let ((mut ddp, ids), mut step) = (Ddp::new(world, [("weight", 1)])?, position / BATCH);
     while let Some(batch) = order.next_batch(BATCH) {
         step += 1;
         if die_at == Some(step) && rank == 1 && world.restart_count() == 0 {
@@ -60,9 +60,9 @@ fn train(world: &World, path: &Path, die_at: Option<usize>) -> Result<(), TrainE
         let mut pass = ddp.pass();
         // With this factor, the average over ranks is the mean over the batch, even if ranks have unequal
         // shares.
-        pass.add(0, &[slopes.sum::<f64>() * size as f64 / batch.examples() as f64])?;
+        pass.add(ids[0], &[slopes.sum::<f64>() * size as f64 / batch.examples() as f64])?;
         pass.finish()?;
-        weight -= RATE * 2.0 * ddp.average(0)[0];
+        weight -= RATE * 2.0 * ddp.average(ids[0])[0];
         if rank == 0 && step % STEPS == 0 {
             write(path, order.position(), weight);
         }

@@ -4,7 +4,7 @@ use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::{Tensor, TensorData};
 use convoke_comm::Group;
-use convoke_train::{Ddp, DdpOptions, Pass, TrainError};
+use convoke_train::{Ddp, DdpOptions, ParameterId, Pass, TrainError};
 
 /// Averages a module's gradients over all ranks. Parameters must be `f32`.
 #[derive(Debug)]
@@ -33,7 +33,7 @@ impl Replicas {
     ) -> Result<(Self, M), TrainError> {
         let mut sizes = CollectSizes::default();
         module.visit(&mut sizes);
-        let ddp = Ddp::with_options(group, sizes.sizes, options)?;
+        let (ddp, _) = Ddp::with_options(group, sizes.sizes, options)?;
         let mut broadcast = BroadcastParameters { group, result: Ok(()) };
         let module = module.map(&mut broadcast);
         broadcast.result?;
@@ -50,8 +50,10 @@ impl Replicas {
         module: &M,
         own: GradientsParams,
     ) -> Result<GradientsParams, TrainError> {
-        add_gradients(self.ddp.pass(), module, own)?;
-        let mut receive = CollectAverages { ddp: &self.ddp, averages: GradientsParams::new(), index: 0 };
+        let ids = self.ddp.parameters();
+        add_gradients(self.ddp.pass(), &ids, module, own)?;
+        let parameters = self.ddp.parameters().into_iter();
+        let mut receive = CollectAverages { ddp: &self.ddp, averages: GradientsParams::new(), parameters };
         module.visit(&mut receive);
         Ok(receive.averages)
     }
@@ -61,7 +63,8 @@ impl Replicas {
     /// # Errors
     /// [`TrainError::InvalidArgument`] if the gradients are from another module.
     pub fn accumulate<M: Module>(&mut self, module: &M, own: GradientsParams) -> Result<(), TrainError> {
-        add_gradients(self.ddp.pass_no_sync(), module, own)
+        let ids = self.ddp.parameters();
+        add_gradients(self.ddp.pass_no_sync(), &ids, module, own)
     }
 
     /// The `Ddp` that averages the gradients, for example to [join](Ddp::join).
@@ -72,15 +75,20 @@ impl Replicas {
 
 fn add_gradients<M: Module>(
     mut pass: Pass<'_, f32>,
+    ids: &[ParameterId],
     module: &M,
     own: GradientsParams,
 ) -> Result<(), TrainError> {
     let mut collect = CollectGradients { own, gradients: Vec::new() };
     module.visit(&mut collect);
+    if collect.gradients.len() != ids.len() {
+        let (theirs, ours) = (collect.gradients.len(), ids.len());
+        return Err(TrainError::InvalidArgument(format!("a module of {theirs} parameters, not {ours}")));
+    }
     // The last parameter comes first, because buckets are filled from the last parameter to the first.
-    for (index, gradient) in collect.gradients.iter().enumerate().rev() {
+    for (&id, gradient) in ids.iter().zip(&collect.gradients).rev() {
         if let Some(gradient) = gradient {
-            pass.add(index, gradient)?;
+            pass.add(id, gradient)?;
         }
     }
     pass.finish()
@@ -152,7 +160,7 @@ impl ModuleVisitor for CollectGradients {
 struct CollectAverages<'a> {
     ddp: &'a Ddp,
     averages: GradientsParams,
-    index: usize,
+    parameters: std::vec::IntoIter<ParameterId>,
 }
 
 impl ModuleVisitor for CollectAverages<'_> {
@@ -160,11 +168,11 @@ impl ModuleVisitor for CollectAverages<'_> {
         if !param.val().is_require_grad() {
             return;
         }
-        if self.ddp.is_used(self.index) {
-            let values = TensorData::new(self.ddp.average(self.index).to_vec(), param.lazy_shape());
+        let id = self.parameters.next().expect("the module from which the replicas were made");
+        if self.ddp.is_used(id) {
+            let values = TensorData::new(self.ddp.average(id).to_vec(), param.lazy_shape());
             self.averages.register::<D>(param.id, Tensor::from_data(values, &param.lazy_device().inner()));
         }
-        self.index += 1;
     }
 }
 

@@ -4,7 +4,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{DType, Device, Tensor, Var};
 use candle_nn::VarMap;
 use convoke_comm::{CommError, Group};
-use convoke_train::{Ddp, DdpOptions, Pass, TrainError};
+use convoke_train::{Ddp, DdpOptions, ParameterId, Pass, TrainError};
 
 /// An error of a call of this module.
 #[derive(thiserror::Error)]
@@ -38,7 +38,7 @@ impl From<CommError> for ReplicaError {
 /// [`DdpOptions::unused_parameters`].
 #[derive(Debug)]
 pub struct Replicas {
-    variables: Vec<(String, Var)>,
+    variables: Vec<(String, Var, ParameterId)>,
     ddp: Ddp,
 }
 
@@ -69,12 +69,13 @@ impl Replicas {
         // The iteration order of the map differs between ranks.
         variables.sort_by(|(a, _), (b, _)| a.cmp(b));
         let sizes = variables.iter().map(|(name, var)| (name.clone(), var.elem_count()));
-        let ddp = Ddp::with_options(group, sizes, options)?;
+        let (ddp, ids) = Ddp::with_options(group, sizes, options)?;
         for (_, var) in &variables {
             let mut values: Vec<f32> = var.flatten_all()?.to_vec1()?;
             group.broadcast(&mut values, 0)?;
             var.set(&Tensor::from_vec(values, var.shape(), var.device())?)?;
         }
+        let variables = variables.into_iter().zip(ids).map(|((name, var), id)| (name, var, id)).collect();
         Ok(Self { variables, ddp })
     }
 
@@ -89,10 +90,8 @@ impl Replicas {
         let nothing = || Tensor::zeros((), DType::F32, &Device::Cpu)?.backward();
         let mut gradients = gradients.map_or_else(nothing, Ok)?;
         add_gradients(pass, &self.variables, &gradients)?;
-        for (index, (_, var)) in
-            self.variables.iter().enumerate().filter(|(index, _)| self.ddp.is_used(*index))
-        {
-            gradients.insert(var, Tensor::from_slice(self.ddp.average(index), var.shape(), var.device())?);
+        for (_, var, id) in self.variables.iter().filter(|(.., id)| self.ddp.is_used(*id)) {
+            gradients.insert(var, Tensor::from_slice(self.ddp.average(*id), var.shape(), var.device())?);
         }
         Ok(gradients)
     }
@@ -108,7 +107,7 @@ impl Replicas {
 
     /// Names of the variables, in the order that all ranks use.
     pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.variables.iter().map(|(name, _)| name.as_str())
+        self.variables.iter().map(|(name, ..)| name.as_str())
     }
 
     /// The `Ddp` that averages the gradients, for example to [join](Ddp::join).
@@ -119,12 +118,12 @@ impl Replicas {
 
 fn add_gradients(
     mut pass: Pass<'_, f32>,
-    variables: &[(String, Var)],
+    variables: &[(String, Var, ParameterId)],
     own: &GradStore,
 ) -> Result<(), ReplicaError> {
-    for (index, (_, var)) in variables.iter().enumerate().rev() {
+    for (_, var, id) in variables.iter().rev() {
         if let Some(gradient) = own.get(var) {
-            pass.add(index, &gradient.flatten_all()?.to_vec1::<f32>()?)?;
+            pass.add(*id, &gradient.flatten_all()?.to_vec1::<f32>()?)?;
         }
     }
     Ok(pass.finish()?)

@@ -1,7 +1,7 @@
 //! Averages gradients over all ranks with `Ddp`, or by hand for comparison.
 
 use convoke_comm::{ReduceOp, World};
-use convoke_train::{Ddp, DdpOptions, Trace};
+use convoke_train::{Ddp, DdpOptions, ParameterId, Trace};
 
 use crate::arguments::{Arguments, Gradients};
 use crate::network::{Activations, Network};
@@ -12,7 +12,7 @@ use convoke_example_data::Example;
 /// first.
 pub(crate) enum GradientAverages<'a> {
     /// `Ddp` averages the gradients, in buckets.
-    Ddp(Box<Ddp>),
+    Ddp(Box<Ddp>, Vec<ParameterId>),
     /// One `all_reduce` after the backward pass averages the gradients.
     ByHand(&'a World, Vec<Vec<f32>>),
 }
@@ -32,7 +32,8 @@ impl<'a> GradientAverages<'a> {
         let size = arguments.bucket_bytes;
         let options = DdpOptions::default().overlap(overlap).bucket_bytes(size).first_bucket_bytes(size);
         let options = options.trace(trace);
-        Ok(Self::Ddp(Box::new(Ddp::with_options(world, parameters, options)?)))
+        let (ddp, ids) = Ddp::with_options(world, parameters, options)?;
+        Ok(Self::Ddp(Box::new(ddp), ids))
     }
 
     /// Runs the backward pass over this rank's examples, and multiplies their gradients by `weight`.
@@ -46,10 +47,10 @@ impl<'a> GradientAverages<'a> {
     ) -> Result<(), TrainError> {
         let span = trace.span("backward");
         match self {
-            Self::Ddp(ddp) => {
+            Self::Ddp(ddp, ids) => {
                 let mut pass = ddp.pass();
                 network.backward(own, activations, weight, |parameter, gradient| {
-                    pass.add(parameter, gradient)
+                    pass.add(ids[parameter], gradient)
                 })?;
                 span.end();
                 let _span = trace.span("wait");
@@ -78,7 +79,7 @@ impl<'a> GradientAverages<'a> {
     /// Returns the average gradient of a parameter over all ranks.
     pub(crate) fn average(&self, parameter: usize) -> &[f32] {
         match self {
-            Self::Ddp(ddp) => ddp.average(parameter),
+            Self::Ddp(ddp, ids) => ddp.average(ids[parameter]),
             Self::ByHand(_, gradients) => &gradients[parameter],
         }
     }

@@ -42,7 +42,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let (mut replicas, mut model) = Replicas::new(&world, model)?;
     if world.rank() == 0 {
-        let parameters = replicas.ddp().parameters();
+        let parameters = replicas.ddp().parameters().len();
         println!("{} ranks train {parameters} parameters with {} values", world.size(), model.num_params());
     }
 

@@ -110,7 +110,7 @@ impl SpeedCheck {
         let size = elements * 4;
         let options = DdpOptions::default().bucket_bytes(size).first_bucket_bytes(size);
         let context = both.stream.context();
-        let mut ddp = DeviceDdp::<f32>::new(&both.group, context, [("only", elements)], options)?;
+        let (mut ddp, ids) = DeviceDdp::<f32>::new(&both.group, context, [("only", elements)], options)?;
         self.compare(
             "training steps",
             elements,
@@ -123,7 +123,7 @@ impl SpeedCheck {
             },
             || {
                 let mut pass = ddp.pass(&computing);
-                pass.add(0, &gradient[0])?;
+                pass.add(ids[0], &gradient[0])?;
                 Ok(pass.finish()?)
             },
         )

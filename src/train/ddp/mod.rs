@@ -9,13 +9,12 @@ use convoke_comm::{CommError, Element, Group, ReduceOp, Reduction, SharedBuffer,
 
 use crate::bucket::{Layout, Location, Sizes};
 use crate::error::TrainError;
+use crate::progress::{ParameterId, Progress};
 pub use gradient::Gradient;
 use join::JoinState;
+pub use join::Joined;
 pub use options::DdpOptions;
 pub use pass::Pass;
-
-/// Number of parameters that an error lists by name.
-pub(crate) const MAX_NAMES: usize = 8;
 
 /// Distributed data parallel training: holds the gradients of a network and averages them over all ranks.
 ///
@@ -31,12 +30,12 @@ pub(crate) const MAX_NAMES: usize = 8;
 /// # fn main() -> Result<(), convoke_train::TrainError> {
 /// let world = convoke_comm::init()?;
 /// // Names and numbers of elements, in the order of the forward pass.
-/// let mut ddp = Ddp::new(&world, [("hidden", 4096), ("output", 640)])?;
+/// let (mut ddp, parameters) = Ddp::new(&world, [("hidden", 4096), ("output", 640)])?;
 /// let mut pass = ddp.pass();
-/// pass.add(1, &[0.5; 640])?; // the backward pass comes to the output first
-/// pass.add(0, &[0.25; 4096])?;
+/// pass.add(parameters[1], &[0.5; 640])?; // the backward pass comes to the output first
+/// pass.add(parameters[0], &[0.25; 4096])?;
 /// pass.finish()?;
-/// assert_eq!(ddp.average(0)[0], 0.25);
+/// assert_eq!(ddp.average(parameters[0])[0], 0.25);
 /// # Ok(())
 /// # }
 /// ```
@@ -50,9 +49,7 @@ pub(crate) const MAX_NAMES: usize = 8;
 #[derive(Debug)]
 pub struct Ddp<T: Gradient = f32> {
     group: Group,
-    layout: Layout,
-    buckets: Vec<Bucket<T>>,
-    states: Vec<GradientState>,
+    progress: Progress<Bucket<T>>,
     /// For each parameter, whether any rank had a gradient in the last pass. Empty if unused parameters are
     /// not allowed.
     used: Vec<bool>,
@@ -69,26 +66,13 @@ const LEAKED: &str = "a pass that was leaked (mem::forget) has never returned th
 struct Bucket<T: Element> {
     /// `None` while the bucket's operation is in flight. Ranks of one host reduce this memory without a copy.
     memory: Option<SharedBuffer<T>>,
-    /// Number of parameters whose gradients are not ready in this pass.
-    missing: usize,
     work: Option<Work<SharedBuffer<T>>>,
 }
 
-/// The content of a parameter's gradient memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum GradientState {
-    /// The average of an earlier pass, or initial zeros; the next gradient overwrites it.
-    Average,
-    /// The sum of this rank's gradients since the last average.
-    Own,
-    /// The complete sum of this rank's gradients, to which this pass adds nothing more.
-    Ready,
-}
-
 impl<T: Gradient> Ddp<T> {
-    /// Allocates gradients for these parameters. Each has a name, used in errors, and a number of elements.
-    /// All ranks of `group` pass the same parameters in the same order, preferably the order of the forward
-    /// pass.
+    /// Allocates gradients for these parameters, and returns their ids in the same order. Each parameter has a
+    /// name, used in errors, and a number of elements. All ranks of `group` pass the same parameters in the
+    /// same order, preferably the order of the forward pass.
     ///
     /// # Errors
     /// [`TrainError::Layout`] on all ranks if the parameters differ between ranks; the group stays usable.
@@ -101,7 +85,7 @@ impl<T: Gradient> Ddp<T> {
     pub fn new<N: Into<String>>(
         group: &Group,
         parameters: impl IntoIterator<Item = (N, usize)>,
-    ) -> Result<Self, TrainError> {
+    ) -> Result<(Self, Vec<ParameterId>), TrainError> {
         Self::with_options(group, parameters, DdpOptions::default())
     }
 
@@ -113,29 +97,16 @@ impl<T: Gradient> Ddp<T> {
         group: &Group,
         parameters: impl IntoIterator<Item = (N, usize)>,
         options: DdpOptions,
-    ) -> Result<Self, TrainError> {
-        let parameters: Vec<_> = parameters.into_iter().map(|(name, count)| (name.into(), count)).collect();
-        let (dtype, bytes) = (T::DTYPE.to_string(), T::DTYPE.size_bytes());
-        let sizes = Sizes { first: options.first_bucket_bytes, others: options.bucket_bytes };
-        let layout = Layout::new(parameters, &dtype, bytes, sizes).with_settings(&options.comparison_text());
-        // The comparison comes first, so that all ranks get an error if only some have no parameters.
-        compare(group, &layout)?;
-        if layout.len() == 0 {
-            return Err(TrainError::InvalidArgument("the network has no parameters".to_owned()));
-        }
-        let buckets = layout.buckets().iter().enumerate().map(|(index, parameters)| {
+    ) -> Result<(Self, Vec<ParameterId>), TrainError> {
+        let layout = agree::<T, _>(group, parameters, &options)?;
+        let buckets = (0..layout.buckets().len()).map(|index| {
             let memory = group.alloc(layout.bucket_len(index))?;
-            Ok(Bucket { memory: Some(memory), missing: parameters.len(), work: None })
+            Ok(Bucket { memory: Some(memory), work: None })
         });
-        Ok(Self {
-            group: group.clone(),
-            buckets: buckets.collect::<Result<_, CommError>>()?,
-            states: vec![GradientState::Average; layout.len()],
-            used: Vec::new(),
-            joined: None,
-            layout,
-            options,
-        })
+        let buckets = buckets.collect::<Result<_, CommError>>()?;
+        let progress = Progress::new(layout, buckets);
+        let parameters = progress.parameters();
+        Ok((Self { group: group.clone(), progress, used: Vec::new(), joined: None, options }, parameters))
     }
 
     /// Begins a backward pass. Its gradients are averaged over all ranks, together with the sums that [passes
@@ -160,23 +131,23 @@ impl<T: Gradient> Ddp<T> {
     /// If there is no such parameter, or if the last pass was leaked (`mem::forget`) and its averages never
     /// arrived.
     #[must_use]
-    pub fn average(&self, parameter: usize) -> &[T] {
-        let Location { bucket, range } = self.layout.location(parameter);
-        &self.buckets[*bucket].memory.as_ref().expect(LEAKED)[range.clone()]
+    pub fn average(&self, parameter: ParameterId) -> &[T] {
+        let Location { bucket, range } = self.progress.layout.location(parameter.0);
+        &self.progress.buckets[*bucket].memory.as_ref().expect(LEAKED)[range.clone()]
     }
 
     /// Mutable access to [`Self::average`], for example to clip it. All ranks must make equal changes.
     ///
     /// # Panics
     /// As [`Self::average`].
-    pub fn average_mut(&mut self, parameter: usize) -> &mut [T] {
-        let Location { bucket, range } = self.layout.location(parameter);
-        &mut self.buckets[*bucket].memory.as_mut().expect(LEAKED)[range.clone()]
+    pub fn average_mut(&mut self, parameter: ParameterId) -> &mut [T] {
+        let Location { bucket, range } = self.progress.layout.location(parameter.0);
+        &mut self.progress.buckets[*bucket].memory.as_mut().expect(LEAKED)[range.clone()]
     }
 
     /// Discards the sums of passes without sending on this rank, to skip a step.
     pub fn discard(&mut self) {
-        self.states.fill(GradientState::Average);
+        self.progress.discard();
     }
 
     /// Returns whether any rank had a gradient for this parameter in the last pass. Always `true` if [unused
@@ -185,21 +156,21 @@ impl<T: Gradient> Ddp<T> {
     /// # Panics
     /// If there is no such parameter.
     #[must_use]
-    pub fn is_used(&self, parameter: usize) -> bool {
-        assert!(parameter < self.layout.len(), "no parameter {parameter}");
-        self.used.get(parameter).copied().unwrap_or(true)
+    pub fn is_used(&self, parameter: ParameterId) -> bool {
+        assert!(parameter.0 < self.progress.layout.len(), "no parameter {}", parameter.0);
+        self.used.get(parameter.0).copied().unwrap_or(true)
     }
 
-    /// Number of parameters.
+    /// The parameters, in the order in which they were passed.
     #[must_use]
-    pub fn parameters(&self) -> usize {
-        self.layout.len()
+    pub fn parameters(&self) -> Vec<ParameterId> {
+        self.progress.parameters()
     }
 
     /// The indexes of the parameters in each bucket, in the order in which buckets are sent.
     #[must_use]
     pub fn buckets(&self) -> &[Vec<usize>] {
-        self.layout.buckets()
+        self.progress.layout.buckets()
     }
 
     /// The group whose ranks train together.
@@ -219,8 +190,26 @@ impl<T: Gradient> Ddp<T> {
     }
 }
 
+/// Lays out the parameters in buckets, and compares the layouts of all ranks.
+pub(crate) fn agree<T: Gradient, N: Into<String>>(
+    group: &Group,
+    parameters: impl IntoIterator<Item = (N, usize)>,
+    options: &DdpOptions,
+) -> Result<Layout, TrainError> {
+    let parameters: Vec<_> = parameters.into_iter().map(|(name, count)| (name.into(), count)).collect();
+    let (dtype, bytes) = (T::DTYPE.to_string(), T::DTYPE.size_bytes());
+    let sizes = Sizes { first: options.first_bucket_bytes, others: options.bucket_bytes };
+    let layout = Layout::new(parameters, &dtype, bytes, sizes).with_settings(&options.comparison_text());
+    // The comparison comes first, so that all ranks get an error if only some have no parameters.
+    compare(group, &layout)?;
+    if layout.len() == 0 {
+        return Err(TrainError::InvalidArgument("the network has no parameters".to_owned()));
+    }
+    Ok(layout)
+}
+
 /// Returns an error if the layouts of the ranks differ.
-pub(crate) fn compare(group: &Group, layout: &Layout) -> Result<(), TrainError> {
+fn compare(group: &Group, layout: &Layout) -> Result<(), TrainError> {
     let mut fingerprints = vec![0; group.size()];
     group.all_gather(&[layout.fingerprint()], &mut fingerprints)?;
     let Some(rank) = fingerprints.iter().position(|&other| other != fingerprints[0]) else { return Ok(()) };

@@ -12,9 +12,10 @@ use convoke_comm::device::cudarc::driver::{
 };
 use convoke_comm::{CommError, Group, Work};
 
-use crate::bucket::{Layout, Location, Sizes};
-use crate::ddp::{DdpOptions, Gradient, GradientState, compare};
+use crate::bucket::Location;
+use crate::ddp::{DdpOptions, Gradient, agree};
 use crate::error::TrainError;
+use crate::progress::{ParameterId, Progress};
 use add::Adder;
 pub use pass::DevicePass;
 
@@ -29,9 +30,7 @@ pub use pass::DevicePass;
 /// Errors of enqueued operations are returned by the next method called on the pass or on the group.
 pub struct DeviceDdp<T: Gradient + DeviceRepr + ValidAsZeroBits = f32> {
     group: Group,
-    layout: Layout,
-    buckets: Vec<Bucket<T>>,
-    states: Vec<GradientState>,
+    progress: Progress<Bucket<T>>,
     /// The CUDA stream on which the group's operations run.
     stream: Arc<CudaStream>,
     /// The kernel that adds gradients, loaded when it is first needed.
@@ -42,8 +41,6 @@ pub struct DeviceDdp<T: Gradient + DeviceRepr + ValidAsZeroBits = f32> {
 /// The gradients of some parameters, which one collective reduces together.
 struct Bucket<T> {
     memory: CudaSlice<T>,
-    /// Number of parameters whose gradients are not ready in this pass.
-    missing: usize,
     work: Option<Work<()>>,
 }
 
@@ -59,15 +56,8 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
         context: &Arc<CudaContext>,
         parameters: impl IntoIterator<Item = (N, usize)>,
         options: DdpOptions,
-    ) -> Result<Self, TrainError> {
-        let parameters: Vec<_> = parameters.into_iter().map(|(name, count)| (name.into(), count)).collect();
-        let (dtype, bytes) = (T::DTYPE.to_string(), T::DTYPE.size_bytes());
-        let layout =
-            Layout::new(parameters, &dtype, bytes, options.sizes()).with_settings(&options.comparison_text());
-        compare(group, &layout)?;
-        if layout.len() == 0 {
-            return Err(TrainError::InvalidArgument("the network has no parameters".to_owned()));
-        }
+    ) -> Result<(Self, Vec<ParameterId>), TrainError> {
+        let layout = agree::<T, _>(group, parameters, &options)?;
         if options.unused_parameters {
             let what = "unused_parameters is not available on a device: all parameters need a gradient in \
                         each pass";
@@ -75,25 +65,19 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
         }
         let stream = context.new_stream().map_err(device("cannot create a CUDA stream"))?;
         group.on(&stream)?;
-        let buckets = layout.buckets().iter().enumerate().map(|(index, parameters)| {
+        let buckets = (0..layout.buckets().len()).map(|index| {
             // Each bucket has at least one element, because CUDA cannot allocate empty memory.
             let memory = stream.alloc_zeros(layout.bucket_len(index).max(1));
             let memory = memory.map_err(device("cannot allocate memory on the device"))?;
-            Ok(Bucket { memory, missing: parameters.len(), work: None })
+            Ok(Bucket { memory, work: None })
         });
         let buckets = buckets.collect::<Result<_, CommError>>()?;
         // One synchronization is needed, because the CUDA context may have cudarc's automatic ordering of
         // streams disabled.
         stream.synchronize().map_err(device("a stream failed"))?;
-        Ok(Self {
-            group: group.clone(),
-            buckets,
-            states: vec![GradientState::Average; layout.len()],
-            stream,
-            adder: None,
-            layout,
-            options,
-        })
+        let progress = Progress::new(layout, buckets);
+        let parameters = progress.parameters();
+        Ok((Self { group: group.clone(), progress, stream, adder: None, options }, parameters))
     }
 
     /// Begins a backward pass whose gradients are computed on the CUDA stream `compute`. All ranks of the
@@ -114,47 +98,41 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
     /// # Panics
     /// If there is no such parameter.
     #[must_use]
-    pub fn average(&self, parameter: usize) -> CudaView<'_, T> {
-        let Location { bucket, range } = self.layout.location(parameter);
-        self.buckets[*bucket].memory.slice(range.clone())
+    pub fn average(&self, parameter: ParameterId) -> CudaView<'_, T> {
+        let Location { bucket, range } = self.progress.layout.location(parameter.0);
+        self.progress.buckets[*bucket].memory.slice(range.clone())
     }
 
     /// Mutable access to [`Self::average`], for example to clip it. All ranks must make equal changes.
     ///
     /// # Panics
     /// If there is no such parameter.
-    pub fn average_mut(&mut self, parameter: usize) -> CudaViewMut<'_, T> {
-        let Location { bucket, range } = self.layout.location(parameter);
-        self.buckets[*bucket].memory.slice_mut(range.clone())
+    pub fn average_mut(&mut self, parameter: ParameterId) -> CudaViewMut<'_, T> {
+        let Location { bucket, range } = self.progress.layout.location(parameter.0);
+        self.progress.buckets[*bucket].memory.slice_mut(range.clone())
     }
 
     /// Discards the sums of passes without sending on this rank, to skip a step.
     pub fn discard(&mut self) {
-        self.states.fill(GradientState::Average);
+        self.progress.discard();
     }
 
-    /// Number of parameters.
+    /// The parameters, in the order in which they were passed.
     #[must_use]
-    pub fn parameters(&self) -> usize {
-        self.layout.len()
+    pub fn parameters(&self) -> Vec<ParameterId> {
+        self.progress.parameters()
     }
 
     /// The indexes of the parameters in each bucket, in the order in which buckets are sent.
     #[must_use]
     pub fn buckets(&self) -> &[Vec<usize>] {
-        self.layout.buckets()
+        self.progress.layout.buckets()
     }
 
     /// The group whose ranks train together.
     #[must_use]
     pub fn group(&self) -> &Group {
         &self.group
-    }
-}
-
-impl DdpOptions {
-    fn sizes(&self) -> Sizes {
-        Sizes { first: self.first_bucket_bytes, others: self.bucket_bytes }
     }
 }
 
@@ -165,6 +143,6 @@ fn device(what: &'static str) -> impl FnOnce(convoke_comm::device::cudarc::drive
 
 impl<T: Gradient + DeviceRepr + ValidAsZeroBits> fmt::Debug for DeviceDdp<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DeviceDdp").field("layout", &self.layout).finish_non_exhaustive()
+        f.debug_struct("DeviceDdp").field("layout", &self.progress.layout).finish_non_exhaustive()
     }
 }

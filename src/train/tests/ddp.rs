@@ -9,7 +9,9 @@ use std::time::Instant;
 
 use common::{LONG, TimedBarrier, on_hosts, ranks, ranks_together};
 use convoke_comm::{CommError, Group, ReduceOp, bf16, f16};
-use convoke_train::{Ddp, DdpOptions, Gradient, Random, TrainError, first_of_all, first_on_each_host};
+use convoke_train::{
+    Ddp, DdpOptions, Gradient, Joined, Random, TrainError, first_of_all, first_on_each_host,
+};
 
 /// Options with small buckets, so that a few parameters make several buckets.
 fn small() -> DdpOptions {
@@ -37,7 +39,7 @@ fn averages_of<T: Gradient>(from: fn(f32) -> T, to: fn(T) -> f32) {
             // Each rank hands over its parameters in a different order.
             let (rank, mut random) = (group.rank(), Random::new(seed, 1 + group.rank() as u64));
             let named = counts.iter().enumerate().map(|(index, &count)| (format!("p{index}"), count));
-            let mut ddp = Ddp::<T>::with_options(&group, named, small().overlap(overlap)).unwrap();
+            let (mut ddp, ids) = Ddp::<T>::with_options(&group, named, small().overlap(overlap)).unwrap();
             assert!(ddp.buckets().len() > 2);
             let mut seen = Vec::new();
             for round in 0..5 {
@@ -48,20 +50,20 @@ fn averages_of<T: Gradient>(from: fn(f32) -> T, to: fn(T) -> f32) {
                     let gradient = share(round, rank, parameter, counts[parameter]);
                     let gradient: Vec<T> = gradient.into_iter().map(from).collect();
                     if random.below(2) == 0 {
-                        pass.add(parameter, &gradient).unwrap();
+                        pass.add(ids[parameter], &gradient).unwrap();
                     } else {
-                        pass.gradient(parameter).unwrap().copy_from_slice(&gradient);
-                        pass.ready(parameter).unwrap();
+                        pass.gradient(ids[parameter]).unwrap().copy_from_slice(&gradient);
+                        pass.ready(ids[parameter]).unwrap();
                     }
                 }
                 pass.finish().unwrap();
                 for (parameter, &count) in counts.iter().enumerate() {
-                    let got: Vec<f32> = ddp.average(parameter).iter().map(|&x| to(x)).collect();
+                    let got: Vec<f32> = ddp.average(ids[parameter]).iter().map(|&x| to(x)).collect();
                     let want: Vec<f32> =
                         mean(round, world, parameter, count).iter().map(|&x| to(from(x))).collect();
                     assert_eq!(got, want, "{} parameter {parameter}, seed {seed}", T::DTYPE);
                     seen.extend(got.iter().map(|x| x.to_bits()));
-                    assert!(ddp.is_used(parameter));
+                    assert!(ddp.is_used(ids[parameter]));
                 }
             }
             seen
@@ -81,20 +83,20 @@ fn gradients_are_averaged_in_any_arrival_order() {
 #[test]
 fn accumulated_gradients_are_averaged_once() {
     ranks(3, |group| {
-        let (rank, mut ddp) = (group.rank(), Ddp::new(&group, [("a", 2), ("b", 1)]).unwrap());
+        let (rank, (mut ddp, ids)) = (group.rank(), Ddp::new(&group, [("a", 2), ("b", 1)]).unwrap());
         for _ in 0..2 {
             for part in 1..4 {
                 let last = part == 3;
                 let mut pass = if last { ddp.pass() } else { ddp.pass_no_sync() };
-                pass.add(0, &[(rank * part) as f32, 1.0]).unwrap();
+                pass.add(ids[0], &[(rank * part) as f32, 1.0]).unwrap();
                 // Parameter 1 gets a gradient in one pass only; one gradient before the sent pass is enough.
                 if part == 1 {
-                    pass.add(1, &[rank as f32]).unwrap();
+                    pass.add(ids[1], &[rank as f32]).unwrap();
                 }
                 pass.finish().unwrap();
             }
             // The result is summed over the parts and averaged over the ranks.
-            assert_eq!((ddp.average(0), ddp.average(1)), (&[6.0, 3.0][..], &[1.0][..]));
+            assert_eq!((ddp.average(ids[0]), ddp.average(ids[1])), (&[6.0, 3.0][..], &[1.0][..]));
         }
     });
 }
@@ -105,32 +107,37 @@ fn rank_without_batches_joins_the_collectives_of_the_others() {
         let steps = ranks(3, |group| {
             let rank = group.rank();
             let options = small().divide_by_world(divide_by_world);
-            let mut ddp = Ddp::with_options(&group, [("a", 40), ("b", 80)], options).unwrap();
+            let (mut ddp, ids) = Ddp::with_options(&group, [("a", 40), ("b", 80)], options).unwrap();
             let (mut batches, mut steps, mut parameter) = (0..2 * rank, 0, 0.0);
-            while let Some(batch) = ddp.join(batches.next()).unwrap() {
+            loop {
+                let batch = match ddp.join(batches.next()).unwrap() {
+                    Joined::Batch(batch) => Some(batch),
+                    Joined::Help => None,
+                    Joined::Done => break,
+                };
                 let mut pass = ddp.pass();
                 assert_eq!(batch.is_some(), steps < 2 * rank);
                 if batch.is_some() {
-                    pass.add(1, &[1.0; 80]).unwrap();
-                    pass.add(0, &[rank as f32; 40]).unwrap();
+                    pass.add(ids[1], &[1.0; 80]).unwrap();
+                    pass.add(ids[0], &[rank as f32; 40]).unwrap();
                 }
                 pass.finish().unwrap();
                 // Ranks 1 and 2 have a batch in two steps; only rank 2 has one in two more.
                 let (sum, with_batch) = if steps < 2 { (3.0, 2.0) } else { (2.0, 1.0) };
                 let number = if divide_by_world { 3.0 } else { with_batch };
                 assert_eq!(
-                    (ddp.average(0), ddp.average(1)),
+                    (ddp.average(ids[0]), ddp.average(ids[1])),
                     (&[sum / number; 40][..], &[with_batch / number; 80][..])
                 );
-                parameter += ddp.average(0)[0];
+                parameter += ddp.average(ids[0])[0];
                 steps += 1;
             }
             // In a later pass without `join`, all ranks contribute again.
             let mut pass = ddp.pass();
-            pass.add(0, &[3.0; 40]).unwrap();
-            pass.add(1, &[3.0; 80]).unwrap();
+            pass.add(ids[0], &[3.0; 40]).unwrap();
+            pass.add(ids[1], &[3.0; 80]).unwrap();
             pass.finish().unwrap();
-            assert_eq!(ddp.average(1)[0], 3.0);
+            assert_eq!(ddp.average(ids[1])[0], 3.0);
             (steps, parameter)
         });
         assert!(
@@ -147,30 +154,31 @@ fn steps_of(divide_by_world: bool) -> f32 {
 #[test]
 fn partial_accumulation_of_an_exhausted_rank_is_included() {
     let averages = ranks(3, |group| {
-        let mut ddp = Ddp::new(&group, [("a", 1)]).unwrap();
+        let (mut ddp, ids) = Ddp::new(&group, [("a", 1)]).unwrap();
         // Rank 0 has one batch left, rank 1 has two, rank 2 has none; a step takes two batches.
         if group.rank() < 2 {
             let mut pass = ddp.pass_no_sync();
-            pass.add(0, &[1.0]).unwrap();
+            pass.add(ids[0], &[1.0]).unwrap();
             pass.finish().unwrap();
         }
-        let batch = ddp.join((group.rank() == 1).then_some(1.0)).unwrap().unwrap();
+        let joined = ddp.join((group.rank() == 1).then_some(1.0)).unwrap();
+        assert_eq!(joined == Joined::Help, group.rank() != 1);
         let mut pass = ddp.pass();
-        if let Some(batch) = batch {
-            pass.add(0, &[batch]).unwrap();
+        if let Joined::Batch(batch) = joined {
+            pass.add(ids[0], &[batch]).unwrap();
         }
         pass.finish().unwrap();
-        let first = ddp.average(0)[0];
+        let first = ddp.average(ids[0])[0];
         // The agreement of `join` applies to one pass only. A step can be skipped, and averages changed.
         let mut pass = ddp.pass_no_sync();
-        pass.add(0, &[f32::NAN]).unwrap();
+        pass.add(ids[0], &[f32::NAN]).unwrap();
         pass.finish().unwrap();
         ddp.discard();
         let mut pass = ddp.pass();
-        pass.add(0, &[group.rank() as f32]).unwrap();
+        pass.add(ids[0], &[group.rank() as f32]).unwrap();
         pass.finish().unwrap();
-        ddp.average_mut(0)[0] *= 2.0;
-        (first, ddp.average(0)[0])
+        ddp.average_mut(ids[0])[0] *= 2.0;
+        (first, ddp.average(ids[0])[0])
     });
     // The first value is (1 + 2) / 2 from two ranks; the second is (0 + 1 + 2) / 3 from three ranks, doubled.
     assert_eq!(averages, [(1.5, 2.0); 3]);
@@ -179,9 +187,9 @@ fn partial_accumulation_of_an_exhausted_rank_is_included() {
 #[test]
 fn unused_parameters_are_an_error_or_zero() {
     let errors = ranks(2, |group| {
-        let mut ddp = Ddp::new(&group, (0..12).map(|index| (format!("p{index}"), 3))).unwrap();
+        let (mut ddp, ids) = Ddp::new(&group, (0..12).map(|index| (format!("p{index}"), 3))).unwrap();
         let mut pass = ddp.pass();
-        (0..if group.rank() == 0 { 12 } else { 1 }).for_each(|p| pass.add(p, &[1.0; 3]).unwrap());
+        (0..if group.rank() == 0 { 12 } else { 1 }).for_each(|p| pass.add(ids[p], &[1.0; 3]).unwrap());
         pass.finish().unwrap_err()
     });
     let text = errors[1].to_string();
@@ -199,17 +207,17 @@ fn unused_parameters_are_an_error_or_zero() {
 
     ranks(2, |group| {
         let (rank, options) = (group.rank(), small().unused_parameters(true));
-        let mut ddp = Ddp::with_options(&group, [("a", 30), ("b", 30), ("c", 30)], options).unwrap();
+        let (mut ddp, ids) = Ddp::with_options(&group, [("a", 30), ("b", 30), ("c", 30)], options).unwrap();
         for _ in 0..3 {
             let mut pass = ddp.pass();
-            pass.add(2, &[4.0; 30]).unwrap();
+            pass.add(ids[2], &[4.0; 30]).unwrap();
             if rank == 1 {
-                pass.add(0, &[2.0; 30]).unwrap();
+                pass.add(ids[0], &[2.0; 30]).unwrap();
             }
             pass.finish().unwrap();
-            let averages = [0, 1, 2].map(|p| ddp.average(p)[29]);
+            let averages = [0, 1, 2].map(|p| ddp.average(ids[p])[29]);
             assert_eq!(averages, [1.0, 0.0, 4.0]);
-            assert_eq!([0, 1, 2].map(|p| ddp.is_used(p)), [true, false, true]);
+            assert_eq!([0, 1, 2].map(|p| ddp.is_used(ids[p])), [true, false, true]);
         }
     });
 }
@@ -249,28 +257,29 @@ fn ranks_with_different_networks_learn_the_difference_and_continue() {
 fn abandoned_pass_blocks_no_other_rank() {
     let (begin, gate) = (Instant::now(), TimedBarrier::new(3));
     let errors = ranks(3, |group| {
-        let mut ddp = Ddp::with_options(&group, [("a", 100_000), ("b", 100_000)], small()).unwrap();
+        let (mut ddp, ids) = Ddp::with_options(&group, [("a", 100_000), ("b", 100_000)], small()).unwrap();
         // All ranks are set up before any rank fails.
         gate.wait();
         let mut pass = ddp.pass();
-        pass.add(1, &vec![1.0; 100_000]).unwrap();
+        pass.add(ids[1], &vec![1.0; 100_000]).unwrap();
         let error = if group.rank() == 2 {
             // An error returned by `?` drops the pass in this way.
-            let error = pass.add(1, &[1.0]).unwrap_err();
+            let error = pass.add(ids[1], &[1.0]).unwrap_err();
             drop(pass);
             error
         } else {
-            pass.add(0, &vec![1.0; 100_000]).and_then(|()| pass.finish()).unwrap_err()
+            pass.add(ids[0], &vec![1.0; 100_000]).and_then(|()| pass.finish()).unwrap_err()
         };
         // Later passes fail with the same error, without a panic.
         let mut pass = ddp.pass();
-        let again = pass.add(1, &vec![1.0; 100_000]).and_then(|()| pass.add(0, &vec![1.0; 100_000]));
+        let again =
+            pass.add(ids[1], &vec![1.0; 100_000]).and_then(|()| pass.add(ids[0], &vec![1.0; 100_000]));
         let again = again.and_then(|()| pass.finish()).unwrap_err();
         assert!(matches!(again, TrainError::Comm(CommError::Aborted { by: 2, .. })), "{again}");
-        assert_eq!(ddp.average(0).len(), 100_000);
+        assert_eq!(ddp.average(ids[0]).len(), 100_000);
         // So does a pass whose errors are ignored.
         let mut pass = ddp.pass();
-        (0..2).for_each(|parameter| drop(pass.add(parameter, &vec![1.0; 100_000])));
+        (0..2).for_each(|parameter| drop(pass.add(ids[parameter], &vec![1.0; 100_000])));
         let again = pass.finish().unwrap_err();
         assert!(matches!(again, TrainError::Comm(CommError::Aborted { by: 2, .. })), "{again}");
         error
@@ -286,24 +295,25 @@ fn abandoned_pass_blocks_no_other_rank() {
 #[test]
 fn gradients_that_a_leaked_pass_has_kept_are_no_empty_slices() {
     ranks(1, |group| {
-        let mut ddp = Ddp::with_options(&group, [("a", 2)], small().overlap(true)).unwrap();
+        let (mut ddp, ids) = Ddp::with_options(&group, [("a", 2)], small().overlap(true)).unwrap();
         let mut pass = ddp.pass();
-        pass.add(0, &[1.0_f32, 2.0]).unwrap();
+        pass.add(ids[0], &[1.0_f32, 2.0]).unwrap();
         std::mem::forget(pass);
-        let average = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| ddp.average(0).len()));
+        let average = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| ddp.average(ids[0]).len()));
         assert!(average.is_err(), "{average:?}");
         // A later pass refuses gradients. When it is dropped, the memory is there again.
         let mut pass = ddp.pass();
-        assert!(matches!(pass.add(0, &[1.0, 2.0]), Err(TrainError::InvalidArgument(_))));
+        assert!(matches!(pass.add(ids[0], &[1.0, 2.0]), Err(TrainError::InvalidArgument(_))));
         drop(pass);
-        assert_eq!(ddp.average(0).len(), 2);
+        assert_eq!(ddp.average(ids[0]).len(), 2);
     });
 }
 
 #[test]
 fn meaningless_ddp_arguments_are_refused() {
     ranks(1, |group| {
-        let mut ddp = Ddp::new(&group, [("a", 2), ("b", 1)]).unwrap();
+        let (_, more) = Ddp::<f32>::new(&group, (0..8).map(|index| (index.to_string(), 1))).unwrap();
+        let (mut ddp, ids) = Ddp::new(&group, [("a", 2), ("b", 1)]).unwrap();
         let mut pass = ddp.pass();
         let refused = |result: Result<(), TrainError>, part: &str| {
             let error = result.unwrap_err();
@@ -312,14 +322,14 @@ fn meaningless_ddp_arguments_are_refused() {
                 "{error}"
             );
         };
-        refused(pass.add(7, &[1.0]), "no parameter 7: there are 2");
-        refused(pass.add(0, &[1.0]), "a gradient of 1 elements for a, which has 2");
-        pass.add(0, &[1.0, 2.0]).unwrap();
-        refused(pass.add(0, &[1.0, 2.0]), "a already has its gradient in this pass");
-        refused(pass.ready(0), "a already has its gradient in this pass");
-        pass.add(1, &[5.0]).unwrap();
+        refused(pass.add(more[7], &[1.0]), "no parameter 7: there are 2");
+        refused(pass.add(ids[0], &[1.0]), "a gradient of 1 elements for a, which has 2");
+        pass.add(ids[0], &[1.0, 2.0]).unwrap();
+        refused(pass.add(ids[0], &[1.0, 2.0]), "a already has its gradient in this pass");
+        refused(pass.ready(ids[0]), "a already has its gradient in this pass");
+        pass.add(ids[1], &[5.0]).unwrap();
         pass.finish().unwrap();
-        assert_eq!(ddp.average(0), [1.0, 2.0]);
+        assert_eq!(ddp.average(ids[0]), [1.0, 2.0]);
     });
 }
 
@@ -393,14 +403,14 @@ fn trace_shows_all_ranks_and_transfers_during_computation() {
     ranks(2, |group| {
         let trace = convoke_train::Trace::default();
         let options = small().trace(&trace);
-        let mut ddp = Ddp::with_options(&group, [("a", 64), ("b", 64)], options).unwrap();
+        let (mut ddp, ids) = Ddp::with_options(&group, [("a", 64), ("b", 64)], options).unwrap();
         let mut pass = ddp.pass();
-        pass.add(1, &[1.0; 64]).unwrap();
+        pass.add(ids[1], &[1.0; 64]).unwrap();
         let span = trace.span("backward of a");
         // This all-reduce ends only after the other rank has sent its part of the bucket in flight.
         group.all_reduce(&mut [1.0_f32], ReduceOp::Sum).unwrap();
         span.end();
-        pass.add(0, &[1.0; 64]).unwrap();
+        pass.add(ids[0], &[1.0; 64]).unwrap();
         pass.finish().unwrap();
         trace.write(&group, &path).unwrap();
         let error = trace.write(&group, &folder.path().join("none/trace.json"));

@@ -37,7 +37,7 @@ fn ranks(world: usize, body: impl Fn(Group, Arc<CudaStream>) + Sync) {
 }
 
 fn average(ddp: &DeviceDdp, stream: &Arc<CudaStream>, parameter: usize) -> Vec<f32> {
-    stream.clone_dtoh(&ddp.average(parameter)).unwrap()
+    stream.clone_dtoh(&ddp.average(ddp.parameters()[parameter])).unwrap()
 }
 
 #[test]
@@ -46,14 +46,14 @@ fn device_gradients_are_averaged_in_every_step() {
         return;
     }
     ranks(3, |group, stream| {
-        let mut ddp = DeviceDdp::new(&group, stream.context(), PARAMETERS, options()).unwrap();
+        let (mut ddp, ids) = DeviceDdp::new(&group, stream.context(), PARAMETERS, options()).unwrap();
         assert_eq!(ddp.buckets(), [vec![2, 1], vec![0]]);
         for step in 0..5_u16 {
             let value = |parameter: usize| (parameter + 10 * group.rank() + 100 * usize::from(step)) as f32;
             let mut pass = ddp.pass(&stream);
             for (parameter, (_, len)) in PARAMETERS.iter().enumerate().rev() {
                 let gradient = stream.clone_htod(&vec![value(parameter); *len]).unwrap();
-                pass.add(parameter, &gradient).unwrap();
+                pass.add(ids[parameter], &gradient).unwrap();
             }
             pass.finish().unwrap();
             for (parameter, (_, len)) in PARAMETERS.iter().enumerate() {
@@ -70,9 +70,9 @@ fn no_sync_gradients_are_sent_with_the_next_pass() {
         return;
     }
     ranks(2, |group, stream| {
-        let mut ddp = DeviceDdp::new(&group, stream.context(), [("only", 4)], options()).unwrap();
+        let (mut ddp, ids) = DeviceDdp::new(&group, stream.context(), [("only", 4)], options()).unwrap();
         let mut pass = ddp.pass_no_sync(&stream);
-        stream.memcpy_htod(&[group.rank() as f32; 4], &mut pass.gradient(0).unwrap()).unwrap();
+        stream.memcpy_htod(&[group.rank() as f32; 4], &mut pass.gradient(ids[0]).unwrap()).unwrap();
         pass.finish().unwrap();
         assert_eq!(average(&ddp, &stream, 0), [group.rank() as f32; 4]);
         ddp.pass(&stream).finish().unwrap();
@@ -87,13 +87,14 @@ fn added<T: Gradient + DeviceRepr + ValidAsZeroBits>(
     a: &[T],
     b: &[T],
 ) -> Vec<T> {
-    let mut ddp = DeviceDdp::<T>::new(group, stream.context(), [("only", a.len())], options()).unwrap();
+    let (mut ddp, ids) =
+        DeviceDdp::<T>::new(group, stream.context(), [("only", a.len())], options()).unwrap();
     for values in [a, b] {
         let mut pass = ddp.pass_no_sync(stream);
-        pass.add(0, &stream.clone_htod(values).unwrap()).unwrap();
+        pass.add(ids[0], &stream.clone_htod(values).unwrap()).unwrap();
         pass.finish().unwrap();
     }
-    stream.clone_dtoh(&ddp.average(0)).unwrap()
+    stream.clone_dtoh(&ddp.average(ids[0])).unwrap()
 }
 
 /// Asserts that the device adds as the host does: in `f32`, rounded once.
@@ -147,15 +148,17 @@ fn misuse_is_reported_and_blocks_no_other_rank() {
         return;
     }
     ranks(2, |group, stream| {
-        let mut ddp = DeviceDdp::new(&group, stream.context(), PARAMETERS, options()).unwrap();
+        let eight = (0..8).map(|index| (index.to_string(), 1));
+        let (_, more) = DeviceDdp::<f32>::new(&group, stream.context(), eight, options()).unwrap();
+        let (mut ddp, ids) = DeviceDdp::new(&group, stream.context(), PARAMETERS, options()).unwrap();
         let mut pass = ddp.pass(&stream);
         let short = stream.clone_htod(&[1.0_f32]).unwrap();
-        let error = pass.add(0, &short).unwrap_err();
+        let error = pass.add(ids[0], &short).unwrap_err();
         assert_eq!(error.to_string(), "a gradient of 1 elements for first, which has 5");
-        assert!(pass.add(7, &short).unwrap_err().to_string().contains("no parameter 7"));
+        assert!(pass.add(more[7], &short).unwrap_err().to_string().contains("no parameter 7"));
         let third = stream.clone_htod(&[1.0_f32; 3]).unwrap();
-        pass.add(2, &third).unwrap();
-        let again = pass.add(2, &third).unwrap_err();
+        pass.add(ids[2], &third).unwrap();
+        let again = pass.add(ids[2], &third).unwrap_err();
         assert_eq!(again.to_string(), "third already has its gradient in this pass");
         if group.rank() == 0 {
             // The other rank drops its pass because of its error, or because this rank aborts the group.

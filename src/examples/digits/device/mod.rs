@@ -9,7 +9,7 @@ use std::sync::Arc;
 use convoke_comm::device::cudarc::driver::{CudaSlice, CudaStream, DriverError};
 use convoke_comm::device::{self, DeviceError, DeviceOptions};
 use convoke_comm::{CommError, World};
-use convoke_train::{DdpOptions, DeviceDdp, Trace};
+use convoke_train::{DdpOptions, DeviceDdp, ParameterId, Trace};
 use kernels::{Kernels, Layer};
 
 use crate::arguments::{Arguments, ComputeDevice};
@@ -22,6 +22,8 @@ pub(crate) struct DeviceTraining {
     stream: Arc<CudaStream>,
     kernels: Kernels,
     ddp: DeviceDdp,
+    /// The parameters, and the loss as the last one.
+    ids: Vec<ParameterId>,
     units: Vec<usize>,
     parameters: Vec<CudaSlice<f32>>,
     velocity: Vec<CudaSlice<f32>>,
@@ -60,7 +62,7 @@ impl DeviceTraining {
         let shapes = network.shapes().chain([("loss".to_owned(), 1)]);
         let size = arguments.bucket_bytes;
         let options = DdpOptions::default().bucket_bytes(size).first_bucket_bytes(size).trace(trace);
-        let ddp = DeviceDdp::new(&group, &context, shapes, options.overlap(arguments.overlaps()))?;
+        let (ddp, ids) = DeviceDdp::new(&group, &context, shapes, options.overlap(arguments.overlaps()))?;
         let most = arguments.batch.min(examples.len());
         let units = network.units();
         let widest = units.iter().copied().max().unwrap_or(1);
@@ -90,6 +92,7 @@ impl DeviceTraining {
             rates: (arguments.learning_rate, momentum),
             stream,
             ddp,
+            ids,
         })
     }
 
@@ -106,10 +109,10 @@ impl DeviceTraining {
         let loss = self.parameters.len();
         for parameter in 0..loss {
             let values = (&mut self.parameters[parameter], &mut self.velocity[parameter]);
-            let average = self.ddp.average(parameter);
+            let average = self.ddp.average(self.ids[parameter]);
             self.kernels.sgd_step(values, &average, self.rates).map_err(failed)?;
         }
-        let average = self.ddp.average(loss);
+        let average = self.ddp.average(self.ids[loss]);
         self.kernels.add_loss(&mut self.total_loss, &average, examples as f64).map_err(failed)?;
         Ok(())
     }
@@ -132,7 +135,7 @@ impl DeviceTraining {
     /// Enqueues on the GPU what [`Network::backward`] does on the host: first the loss, then the gradients
     /// from the last layer on.
     fn backward(&mut self, weight: f32, count: u32) -> Result<(), TrainError> {
-        let Self { kernels, ddp, rows, losses, errors, before, parameters, .. } = self;
+        let Self { kernels, ddp, ids, rows, losses, errors, before, parameters, .. } = self;
         let last = self.units.len() - 1;
         let mut pass = ddp.pass(&self.stream);
         let (inputs, scores) = rows.split_at_mut(last);
@@ -145,16 +148,17 @@ impl DeviceTraining {
         errors_of_scores
             .and_then(|()| self.stream.memcpy_dtod(scores, &mut errors.slice_mut(..scores.len())))
             .map_err(failed)?;
-        let loss = parameters.len();
+        let loss = ids[parameters.len()];
         kernels.sum(pass.gradient(loss)?, losses, weight, count).map_err(failed)?;
         pass.ready(loss)?;
         for layer in (0..last).rev() {
             let shape = shape(&self.units, layer, count);
-            kernels.bias_gradient(pass.gradient(2 * layer + 1)?, errors, shape).map_err(failed)?;
-            pass.ready(2 * layer + 1)?;
-            let gradient = pass.gradient(2 * layer)?;
+            let (weights, bias) = (ids[2 * layer], ids[2 * layer + 1]);
+            kernels.bias_gradient(pass.gradient(bias)?, errors, shape).map_err(failed)?;
+            pass.ready(bias)?;
+            let gradient = pass.gradient(weights)?;
             kernels.weights_gradient(gradient, errors, &inputs[layer], shape).map_err(failed)?;
-            pass.ready(2 * layer)?;
+            pass.ready(weights)?;
             if layer > 0 {
                 let weights = &parameters[2 * layer];
                 kernels.input_errors(before, errors, weights, &inputs[layer], shape).map_err(failed)?;
