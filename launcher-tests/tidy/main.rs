@@ -28,10 +28,13 @@ const UNSAFE_FILES: &[&str] = &[
     "src/env/channel.rs",
     // The progress thread accesses buffers that the caller lends to it.
     "src/comm/buffer/borrowed.rs",
+    "src/comm/buffer/slice.rs",
     "src/comm/engine/mod.rs",
     // Pending operations borrow buffers; their handles, or the scope that waits, keep the buffers alive.
     "src/comm/api/op/start.rs",
     "src/comm/api/group/work.rs",
+    // The program describes its memory by address and length.
+    "src/comm/api/raw.rs",
     // The file makes an ioctl.
     "src/comm/transport/links/tcp.rs",
     // The file registers a handler of `exit`, which stops threads that use CUDA.

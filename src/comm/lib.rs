@@ -23,6 +23,7 @@
 //! - [`CommError`] names the rank, the cause, and how far the call came; all ranks get the same cause.
 //!
 //! - [`op`] has the operations as values: begun, in scopes, several at once, on GPUs. [`Work`] waits for one.
+//! - [`raw`] has untyped calls, for bindings to other languages.
 //!
 //! # Types of other crates
 //!
@@ -83,6 +84,7 @@ pub use api::group::alloc::SharedBuffer;
 pub use api::group::work::{Work, wait_all, wait_any};
 pub use api::mesh::Mesh;
 pub use api::op;
+pub use api::raw;
 pub mod algorithms {
     //! The algorithms of collectives, to measure one against another.
     pub use crate::collectives::plan::tuning::{

@@ -7,6 +7,7 @@ pub(crate) mod group;
 mod logger;
 pub(crate) mod mesh;
 pub mod op;
+pub mod raw;
 pub(crate) mod reduction;
 pub(crate) mod session;
 pub(crate) mod spawn;

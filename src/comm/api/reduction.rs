@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use crate::collectives::dtype::sealed::Factor;
-use crate::collectives::dtype::{Element, ReduceOp};
+use crate::collectives::dtype::{Dtype, Element, ReduceOp, with_element_type};
 use crate::collectives::kernels::{Kernel, ReductionFn, ScaleFn, wrap_function};
 use crate::error::CommError;
 
@@ -30,13 +30,24 @@ use crate::error::CommError;
 /// # }
 /// ```
 pub struct Reduction<T> {
+    pub(crate) untyped: UntypedReduction,
+    of: PhantomData<fn(T)>,
+}
+
+/// A [`Reduction`] without its element type, which the buffers have: for [untyped calls](crate::raw).
+#[derive(Clone)]
+pub struct UntypedReduction {
     op: ReduceOp,
     scale: Option<Arc<ScaleFn>>,
     /// The bytes of the factor in native order, for reductions on GPUs.
     #[cfg_attr(not(feature = "nccl"), allow(dead_code))]
     factor: Option<[u8; 16]>,
     function: Option<Arc<ReductionFn>>,
-    of: PhantomData<fn(T)>,
+}
+
+/// Converts the argument of a typed call.
+pub(crate) fn untyped<T>(op: impl Into<Reduction<T>>) -> UntypedReduction {
+    op.into().untyped
 }
 
 impl<T: Element> Reduction<T> {
@@ -48,7 +59,7 @@ impl<T: Element> Reduction<T> {
     pub fn premul_sum(factor: T::Factor) -> Self {
         let scale: Arc<ScaleFn> = Arc::new(move |bytes: &mut [u8]| factor.multiply(bytes));
         let factor = Some(factor.bytes());
-        Self { op: ReduceOp::PremulSum, scale: Some(scale), factor, function: None, of: PhantomData }
+        Self::of(UntypedReduction { op: ReduceOp::PremulSum, scale: Some(scale), factor, function: None })
     }
 
     /// Makes a reduction from a function of two slices of equal length. The function replaces each element of
@@ -65,30 +76,49 @@ impl<T: Element> Reduction<T> {
     #[must_use]
     pub fn new(combine: impl Fn(&mut [T], &[T]) + Send + Sync + 'static) -> Self {
         let function: Arc<ReductionFn> = Arc::new(wrap_function(combine));
-        Self { op: ReduceOp::Custom, scale: None, factor: None, function: Some(function), of: PhantomData }
-    }
-
-    /// Returns the kernel that reduces over `world` ranks, or an error if the operation is not defined for
-    /// the type.
-    pub(crate) fn kernel(&self, world: usize) -> Result<Kernel, CommError> {
-        let Self { op, scale, function, .. } = self;
-        let kernel = match (op, scale, function) {
-            (ReduceOp::PremulSum, Some(scale), _) => Kernel::scaled_sum(T::DTYPE, Arc::clone(scale)),
-            (ReduceOp::Custom, _, Some(function)) => Some(Kernel::custom(Arc::clone(function))),
-            (ReduceOp::PremulSum, ..) => {
-                return Err(missing_argument(*op, "its factor: Reduction::premul_sum"));
-            }
-            (ReduceOp::Custom, ..) => return Err(missing_argument(*op, "its function: Reduction::new")),
-            _ => Kernel::of(T::DTYPE, *op, world),
-        };
-        kernel.ok_or_else(|| {
-            let what = format!("{op} of {} has no meaning: {}", T::DTYPE, alternative(*op));
-            CommError::InvalidArgument(what)
+        Self::of(UntypedReduction {
+            op: ReduceOp::Custom,
+            scale: None,
+            factor: None,
+            function: Some(function),
         })
     }
 }
 
 impl<T> Reduction<T> {
+    fn of(untyped: UntypedReduction) -> Self {
+        Self { untyped, of: PhantomData }
+    }
+
+    /// Returns the operation. The ranks compare it before they reduce.
+    #[must_use]
+    pub fn op(&self) -> ReduceOp {
+        self.untyped.op
+    }
+}
+
+impl UntypedReduction {
+    /// Returns a reduction to the sum of all ranks' elements of type `dtype`, where this rank first multiplies
+    /// its own by a factor; see [`Reduction::premul_sum`]. `factor` has the bytes of the factor in native
+    /// order, which is an `f32` for the 16-bit floats and otherwise an element; the rest is ignored.
+    ///
+    /// # Errors
+    /// [`CommError::InvalidArgument`] if the type has no factors, such as `bool`.
+    pub fn premul_sum(dtype: Dtype, factor: [u8; 16]) -> Result<Self, CommError> {
+        fn typed<T: Element>(factor: [u8; 16]) -> Option<UntypedReduction> {
+            T::Factor::from_bytes(factor).map(|factor| Reduction::<T>::premul_sum(factor).untyped)
+        }
+        with_element_type!(dtype, T => typed::<T>(factor))
+            .ok_or_else(|| CommError::InvalidArgument(format!("{dtype} has no factors")))
+    }
+
+    /// Makes a reduction from a function of two slices of bytes of equal length, which hold elements; see
+    /// [`Reduction::new`]. The function gets whole elements of up to 16 bytes, which need not be aligned.
+    #[must_use]
+    pub fn new(combine: impl Fn(&mut [u8], &[u8]) + Send + Sync + 'static) -> Self {
+        Reduction::<u8>::new(combine).untyped
+    }
+
     /// Returns the operation. The ranks compare it before they reduce.
     #[must_use]
     pub fn op(&self) -> ReduceOp {
@@ -99,6 +129,25 @@ impl<T> Reduction<T> {
     #[cfg(feature = "nccl")]
     pub(crate) fn factor(&self) -> Option<[u8; 16]> {
         self.factor
+    }
+
+    /// Returns the kernel that reduces over `world` ranks, or an error if the operation is not defined for
+    /// the type.
+    pub(crate) fn kernel(&self, dtype: Dtype, world: usize) -> Result<Kernel, CommError> {
+        let Self { op, scale, function, .. } = self;
+        let kernel = match (op, scale, function) {
+            (ReduceOp::PremulSum, Some(scale), _) => Kernel::scaled_sum(dtype, Arc::clone(scale)),
+            (ReduceOp::Custom, _, Some(function)) => Some(Kernel::custom(Arc::clone(function))),
+            (ReduceOp::PremulSum, ..) => {
+                return Err(missing_argument(*op, "its factor: Reduction::premul_sum"));
+            }
+            (ReduceOp::Custom, ..) => return Err(missing_argument(*op, "its function: Reduction::new")),
+            _ => Kernel::of(dtype, *op, world),
+        };
+        kernel.ok_or_else(|| {
+            let what = format!("{op} of {} has no meaning: {}", dtype, alternative(*op));
+            CommError::InvalidArgument(what)
+        })
     }
 }
 
@@ -125,12 +174,18 @@ fn missing_argument(op: ReduceOp, needs: &str) -> CommError {
 
 impl<T> From<ReduceOp> for Reduction<T> {
     fn from(op: ReduceOp) -> Self {
-        Self { op, scale: None, factor: None, function: None, of: PhantomData }
+        Self::of(op.into())
+    }
+}
+
+impl From<ReduceOp> for UntypedReduction {
+    fn from(op: ReduceOp) -> Self {
+        Self { op, scale: None, factor: None, function: None }
     }
 }
 
 /// Named reductions are equal if they are the same. A factor or function equals no other.
-impl<T> PartialEq for Reduction<T> {
+impl PartialEq for UntypedReduction {
     fn eq(&self, other: &Self) -> bool {
         self.op == other.op && !matches!(self.op, ReduceOp::PremulSum | ReduceOp::Custom)
     }
@@ -138,13 +193,18 @@ impl<T> PartialEq for Reduction<T> {
 
 impl<T> Clone for Reduction<T> {
     fn clone(&self) -> Self {
-        let (scale, function) = (self.scale.clone(), self.function.clone());
-        Self { op: self.op, scale, factor: self.factor, function, of: PhantomData }
+        Self::of(self.untyped.clone())
     }
 }
 
 impl<T> fmt::Debug for Reduction<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Reduction").field(&self.op).finish()
+        f.debug_tuple("Reduction").field(&self.op()).finish()
+    }
+}
+
+impl fmt::Debug for UntypedReduction {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("UntypedReduction").field(&self.op).finish()
     }
 }

@@ -1,12 +1,12 @@
 //! The caller's buffers while an operation uses them. Only this module makes slices from the borrowed memory.
 
-use std::any::Any;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut, Range};
 
 use smallvec::SmallVec;
 
-use crate::collectives::dtype::{Dtype, Transfer};
+use super::slice::{Scratch, Slice, SliceMut, ValueType};
+use crate::collectives::dtype::Dtype;
 use crate::collectives::kernels::copy;
 
 /// Memory that a caller lends to an operation, seen as one range of bytes.
@@ -25,7 +25,7 @@ pub(crate) struct BorrowedBuffer<'a> {
     /// Copies that are still to be made between slices outside `parts`.
     copies: Vec<PendingCopy>,
     /// Owned memory to which one or two of the parts point.
-    scratch: Option<Box<dyn Any + Send>>,
+    scratch: Option<Vec<u128>>,
     /// The elements are `bool`, for which not every byte is valid.
     bools: bool,
     borrowed: PhantomData<&'a mut [u8]>,
@@ -62,47 +62,52 @@ struct Part {
 unsafe impl Send for BorrowedBuffer<'_> {}
 
 impl<'a> BorrowedBuffer<'a> {
-    /// Adds memory that is filled or changed, beginning at element `at` of the buffer.
-    pub(crate) fn with_mut<T: Transfer>(self, at: usize, buf: &'a mut [T]) -> Self {
-        self.part(at, buf.as_mut_ptr().cast(), buf, true)
+    /// Adds memory that is filled or changed, beginning at value `at` of the buffer.
+    #[inline]
+    pub(crate) fn with_mut(self, at: usize, buf: impl Into<SliceMut<'a>>) -> Self {
+        let buf = buf.into();
+        self.part(at, buf.start(), buf.len(), buf.value_type(), true)
     }
 
-    /// Adds memory that is only read, beginning at element `at` of the buffer.
-    pub(crate) fn with_ref<T: Transfer>(self, at: usize, buf: &'a [T]) -> Self {
-        self.part(at, buf.as_ptr().cast_mut().cast(), buf, false)
+    /// Adds memory that is only read, beginning at value `at` of the buffer.
+    #[inline]
+    pub(crate) fn with_ref(self, at: usize, buf: impl Into<Slice<'a>>) -> Self {
+        let buf = buf.into();
+        self.part(at, buf.start().cast_mut(), buf.len(), buf.value_type(), false)
     }
 
-    /// Adds owned memory, beginning at element `at` of the buffer.
-    pub(crate) fn with_scratch<T: Transfer>(self, at: usize, mut buf: Vec<T>) -> Self {
-        let mut buffer = self.part(at, buf.as_mut_ptr().cast(), &buf, true);
-        buffer.scratch = Some(Box::new(buf));
+    /// Adds owned memory, beginning at value `at` of the buffer.
+    pub(crate) fn with_scratch(self, at: usize, mut scratch: Scratch) -> Self {
+        let mut buffer = self.part(at, scratch.start(), scratch.len(), scratch.value_type(), true);
+        buffer.scratch = Some(scratch.into_memory());
         buffer
     }
 
-    /// Adds owned memory for all elements except `hole`. The part of `memory` inside `hole` is not used.
-    pub(crate) fn with_scratch_around<T: Transfer>(self, hole: Range<usize>, mut memory: Vec<T>) -> Self {
-        let start = memory.as_mut_ptr();
-        let (before, behind) = (&memory[..hole.start], &memory[hole.end..]);
-        let mut buffer = self.part(0, start.cast(), before, true);
-        buffer = buffer.part(hole.end, start.wrapping_add(hole.end).cast(), behind, true);
-        buffer.scratch = Some(Box::new(memory));
+    /// Adds owned memory for all values except `hole`. The part of `scratch` inside `hole` is not used.
+    pub(crate) fn with_scratch_around(self, hole: Range<usize>, mut scratch: Scratch) -> Self {
+        let (start, value) = (scratch.start(), scratch.value_type());
+        let behind = start.wrapping_add(hole.end * value.size_bytes());
+        let mut buffer = self.part(0, start, hole.start, value, true);
+        buffer = buffer.part(hole.end, behind, scratch.len() - hole.end, value, true);
+        buffer.scratch = Some(scratch.into_memory());
         buffer
     }
 
-    /// Requests that the operation copies `from` into `into`, which has the same length and is outside the
-    /// buffer.
-    pub(crate) fn with_copy<T: Transfer>(mut self, from: &'a [T], into: &'a mut [T]) -> Self {
-        debug_assert_eq!(from.len(), into.len());
-        let len = size_of_val(from).min(size_of_val(into));
+    /// Requests that the operation copies `from` into `into`, which has the same type and length and is
+    /// outside the buffer.
+    pub(crate) fn with_copy(mut self, from: Slice<'a>, into: SliceMut<'a>) -> Self {
+        assert!(from.value_type() == into.value_type() && from.len() == into.len(), "the copy fits");
+        let len = from.size_bytes();
         if len > 0 {
-            self.copies.push(PendingCopy { from: from.as_ptr().cast(), into: into.as_mut_ptr().cast(), len });
+            self.copies.push(PendingCopy { from: from.start(), into: into.start(), len });
         }
         self
     }
 
-    fn part<T: Transfer>(mut self, at: usize, start: *mut u8, buf: &[T], writable: bool) -> Self {
-        self.bools |= T::TYPE.dtype() == Dtype::Bool;
-        let (at, len) = (at.saturating_mul(size_of::<T>()), size_of_val(buf));
+    #[inline]
+    fn part(mut self, at: usize, start: *mut u8, len: usize, value: ValueType, writable: bool) -> Self {
+        self.bools |= value.dtype == Dtype::Bool;
+        let (at, len) = (at.saturating_mul(value.size_bytes()), len * value.size_bytes());
         if len > 0 {
             let index = self.parts.partition_point(|part| part.at < at);
             self.parts.insert(index, Part { start, len, writable, at });
@@ -237,14 +242,18 @@ mod tests {
 
     use super::*;
 
+    fn scratch(values: &[u8]) -> Scratch {
+        Scratch::copy_of(ValueType::of::<u8>(), std::iter::once(Slice::from(values)))
+    }
+
     #[test]
     fn ranges_are_clipped_to_the_borrowed_buffer() {
         let mut memory = [1_u8, 2, 3, 4];
-        let mut buffer = BorrowedBuffer::default().with_mut(0, &mut memory);
+        let mut buffer = BorrowedBuffer::default().with_mut(0, &mut memory[..]);
         buffer.bytes_mut(1..2)[0] = 9;
         assert_eq!(buffer.bytes(1..100), [9, 3, 4]);
         assert_eq!(buffer.bytes(100..200), [0; 0]);
-        let mut buffer = BorrowedBuffer::default().with_ref(0, &memory);
+        let mut buffer = BorrowedBuffer::default().with_ref(0, &memory[..]);
         assert_eq!(*buffer.bytes_mut(0..4), [0; 0]);
         assert_eq!((buffer.bytes(0..4), buffer.len()), (&[1, 9, 3, 4][..], 4));
         assert_eq!(BorrowedBuffer::default().bytes(3..5), [0; 0]);
@@ -292,9 +301,9 @@ mod tests {
             // The parts are added in reverse order.
             for ((at, _, place), memory) in parts(&row).into_iter().zip(&mut memory).rev() {
                 buffer = match place {
-                    MemoryKind::Sent => buffer.with_ref(at, memory),
-                    MemoryKind::Filled => buffer.with_mut(at, memory),
-                    _ => buffer.with_scratch(at, memory.clone()),
+                    MemoryKind::Sent => buffer.with_ref(at, &memory[..]),
+                    MemoryKind::Filled => buffer.with_mut(at, &mut memory[..]),
+                    _ => buffer.with_scratch(at, scratch(memory)),
                 };
             }
             for range in (0..ROW + 2).flat_map(|start| (start..ROW + 3).map(move |end| start..end)) {
@@ -313,8 +322,10 @@ mod tests {
     #[test]
     fn writes_to_a_view_change_the_borrowed_buffers() {
         let (sent, mut first, mut second) = ([1_u8, 2, 3], [0_u8; 4], [0_u8; 2]);
-        let mut buffer =
-            BorrowedBuffer::default().with_mut(12, &mut second).with_ref(5, &sent).with_mut(8, &mut first);
+        let mut buffer = BorrowedBuffer::default()
+            .with_mut(12, &mut second[..])
+            .with_ref(5, &sent[..])
+            .with_mut(8, &mut first[..]);
         buffer.bytes_mut(9..11).copy_from_slice(&[7, 8]);
         buffer.bytes_mut(13..14).copy_from_slice(&[9]);
         assert_eq!(buffer.len(), 9);
@@ -325,16 +336,18 @@ mod tests {
     fn view_lists_the_ranges_of_its_parts() {
         let (sent, mut filled) = ([1_u8, 2, 3], [0_u8; 4]);
         let buffer = BorrowedBuffer::default()
-            .with_mut(8, &mut filled)
-            .with_ref(5, &sent)
-            .with_scratch(20, vec![7_u8; 2]);
+            .with_mut(8, &mut filled[..])
+            .with_ref(5, &sent[..])
+            .with_scratch(20, scratch(&[7; 2]));
         assert!(buffer.ranges().eq([(5..8, false), (8..12, true), (20..22, true)]));
     }
 
     #[test]
     fn copies_proceed_in_bounded_steps() {
         let (from, mut into, other, mut beside) = ([1_u16, 2, 3], [0_u16; 3], [9_u16], [0_u16; 1]);
-        let mut buffer = BorrowedBuffer::default().with_copy(&from, &mut into).with_copy(&other, &mut beside);
+        let mut buffer = BorrowedBuffer::default()
+            .with_copy((&from[..]).into(), (&mut into[..]).into())
+            .with_copy((&other[..]).into(), (&mut beside[..]).into());
         let steps: Vec<usize> =
             std::iter::from_fn(|| Some(buffer.copy_some(3)).filter(|&done| done > 0)).collect();
         assert_eq!(steps, [3, 3, 2]);
@@ -344,14 +357,14 @@ mod tests {
     #[test]
     fn offsets_count_elements() {
         let mut memory = [1_u32, 2];
-        let buffer = BorrowedBuffer::default().with_mut(3, &mut memory);
+        let buffer = BorrowedBuffer::default().with_mut(3, &mut memory[..]);
         assert_eq!(buffer.bytes(16..20), 2_u32.to_ne_bytes());
     }
 
     #[test]
     fn bool_buffers_contain_only_zero_and_one_bytes() {
         let mut memory = [false; 256];
-        let mut buffer = BorrowedBuffer::default().with_mut(0, &mut memory);
+        let mut buffer = BorrowedBuffer::default().with_mut(0, &mut memory[..]);
         let every_byte: Vec<u8> = (0..=255).collect();
         buffer.bytes_mut(0..256).copy_from_slice(&every_byte);
         assert!(buffer.bytes(0..256).iter().enumerate().all(|(index, &byte)| byte == u8::from(index > 0)));

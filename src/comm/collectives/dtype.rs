@@ -340,6 +340,24 @@ pub trait Element: Transfer + sealed::Sealed {
     type Factor: sealed::Factor;
 }
 
+/// Evaluates an expression with the Rust type of a [`Dtype`].
+macro_rules! with_element_type {
+    ($dtype:expr, $T:ident => $value:expr) => {
+        with_element_type!(@ $dtype, $T => $value; I8 i8, U8 u8, I16 i16, U16 u16, I32 i32, U32 u32, I64 i64, U64 u64,
+            F32 f32, F64 f64, F16 half::f16, Bf16 half::bf16, Bool bool, ComplexF32 num_complex::Complex<f32>,
+            ComplexF64 num_complex::Complex<f64>)
+    };
+    (@ $dtype:expr, $T:ident => $value:expr; $($name:ident $rust:ty),*) => {
+        match $dtype {
+            $($crate::collectives::dtype::Dtype::$name => {
+                type $T = $rust;
+                $value
+            })*
+        }
+    };
+}
+pub(crate) use with_element_type;
+
 /// Conversion between an element and its bytes in native order.
 pub(crate) trait NativeBytes<const N: usize>: Copy {
     fn read(bytes: [u8; N]) -> Self;

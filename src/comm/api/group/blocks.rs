@@ -2,7 +2,10 @@
 
 use std::ops::Range;
 
-use super::{BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, Transfer, call};
+use super::{
+    BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, Scratch, Slice, SliceMut,
+    Transfer, UntypedReduction, call, untyped,
+};
 
 impl Group {
     /// Fills `recv` with the `send` of all ranks, in rank order, on every rank.
@@ -18,17 +21,13 @@ impl Group {
     /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes: small blocks in one round of
     /// messages, large blocks around a ring. If every host has L ranks, S·(P−L) bytes leave each host.
     pub fn all_gather<T: Transfer>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_gather(send, recv)).map(drop)
+        self.carry_out(self.prepare_all_gather(send.into(), recv.into())).map(drop)
     }
 
-    pub(in crate::api) fn prepare_all_gather<'a, T: Transfer>(
-        &self,
-        send: &'a [T],
-        recv: &'a mut [T],
-    ) -> Prepared<'a> {
+    pub(in crate::api) fn prepare_all_gather<'a>(&self, send: Slice<'a>, recv: SliceMut<'a>) -> Prepared<'a> {
         self.check_blocks("recv", recv.len(), send.len())?;
         let own = self.own_range(send.len());
-        let call = call::<T>(CallKind::AllGather, None, 0, send.len());
+        let call = call(send.value_type(), CallKind::AllGather, None, 0, send.len());
         self.planned(call, recv_around_own(send, recv, own.clone()).with_ref(own.start, send), None)
     }
 
@@ -38,15 +37,12 @@ impl Group {
     /// The errors of [`Self::all_gather`]; [`CommError::InvalidArgument`] also if `buf` is not `size` equal
     /// blocks.
     pub fn all_gather_in_place<T: Transfer>(&self, buf: &mut [T]) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_gather_in_place(buf)).map(drop)
+        self.carry_out(self.prepare_all_gather_in_place(buf.into())).map(drop)
     }
 
-    pub(in crate::api) fn prepare_all_gather_in_place<'a, T: Transfer>(
-        &self,
-        buf: &'a mut [T],
-    ) -> Prepared<'a> {
+    pub(in crate::api) fn prepare_all_gather_in_place<'a>(&self, buf: SliceMut<'a>) -> Prepared<'a> {
         let count = self.block_len("buf", buf.len())?;
-        let call = call::<T>(CallKind::AllGather, None, 0, count);
+        let call = call(buf.value_type(), CallKind::AllGather, None, 0, count);
         self.planned(call, BorrowedBuffer::default().with_mut(0, buf), None)
     }
 
@@ -69,18 +65,18 @@ impl Group {
         recv: &mut [T],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_scatter(send, recv, &op.into())).map(drop)
+        self.carry_out(self.prepare_reduce_scatter(send.into(), recv.into(), &untyped::<T>(op))).map(drop)
     }
 
-    pub(in crate::api) fn prepare_reduce_scatter<'a, T: Element>(
+    pub(in crate::api) fn prepare_reduce_scatter<'a>(
         &self,
-        send: &'a [T],
-        recv: &'a mut [T],
-        op: &Reduction<T>,
+        send: Slice<'a>,
+        recv: SliceMut<'a>,
+        op: &UntypedReduction,
     ) -> Prepared<'a> {
         self.check_blocks("send", send.len(), recv.len())?;
-        let kernel = op.kernel(self.size())?;
-        let call = call::<T>(CallKind::ReduceScatter, Some(op.op()), 0, recv.len());
+        let kernel = op.kernel(recv.value_type().dtype, self.size())?;
+        let call = call(recv.value_type(), CallKind::ReduceScatter, Some(op.op()), 0, recv.len());
         let (needs_copy, own) = (self.inner.needs_scratch_copy(&call), self.own_range(recv.len()));
         self.planned(call, reduce_scatter_buffers(needs_copy, send, recv, own), Some(kernel))
     }
@@ -96,17 +92,17 @@ impl Group {
         buf: &mut [T],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_scatter_in_place(buf, &op.into())).map(drop)
+        self.carry_out(self.prepare_reduce_scatter_in_place(buf.into(), &untyped::<T>(op))).map(drop)
     }
 
-    pub(in crate::api) fn prepare_reduce_scatter_in_place<'a, T: Element>(
+    pub(in crate::api) fn prepare_reduce_scatter_in_place<'a>(
         &self,
-        buf: &'a mut [T],
-        op: &Reduction<T>,
+        buf: SliceMut<'a>,
+        op: &UntypedReduction,
     ) -> Prepared<'a> {
         let count = self.block_len("buf", buf.len())?;
-        let kernel = op.kernel(self.size())?;
-        let call = call::<T>(CallKind::ReduceScatter, Some(op.op()), 0, count);
+        let kernel = op.kernel(buf.value_type().dtype, self.size())?;
+        let call = call(buf.value_type(), CallKind::ReduceScatter, Some(op.op()), 0, count);
         self.planned(call, BorrowedBuffer::default().with_mut(0, buf), Some(kernel))
     }
 
@@ -122,17 +118,17 @@ impl Group {
     /// # Cost
     /// Each rank sends its block to the root, which receives all blocks concurrently.
     pub fn gather<T: Transfer>(&self, send: &[T], recv: &mut [T], root: usize) -> Result<(), CommError> {
-        self.carry_out(self.prepare_gather(send, recv, root)).map(drop)
+        self.carry_out(self.prepare_gather(send.into(), recv.into(), root)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_gather<'a, T: Transfer>(
+    pub(in crate::api) fn prepare_gather<'a>(
         &self,
-        send: &'a [T],
-        recv: &'a mut [T],
+        send: Slice<'a>,
+        recv: SliceMut<'a>,
         root: usize,
     ) -> Prepared<'a> {
         self.check_rank(root, "root")?;
-        let call = call::<T>(CallKind::Gather, None, root as u32, send.len());
+        let call = call(send.value_type(), CallKind::Gather, None, root as u32, send.len());
         if self.rank() == root {
             self.check_blocks("recv", recv.len(), send.len())?;
             return self.planned(call, recv_around_own(send, recv, self.own_range(send.len())), None);
@@ -152,20 +148,20 @@ impl Group {
     /// # Cost
     /// The root sends each rank its block, concurrently.
     pub fn scatter<T: Transfer>(&self, send: &[T], recv: &mut [T], root: usize) -> Result<(), CommError> {
-        self.carry_out(self.prepare_scatter(send, recv, root)).map(drop)
+        self.carry_out(self.prepare_scatter(send.into(), recv.into(), root)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_scatter<'a, T: Transfer>(
+    pub(in crate::api) fn prepare_scatter<'a>(
         &self,
-        send: &'a [T],
-        recv: &'a mut [T],
+        send: Slice<'a>,
+        recv: SliceMut<'a>,
         root: usize,
     ) -> Prepared<'a> {
         self.check_rank(root, "root")?;
-        let call = call::<T>(CallKind::Scatter, None, root as u32, recv.len());
+        let call = call(recv.value_type(), CallKind::Scatter, None, root as u32, recv.len());
         if self.rank() == root {
             self.check_blocks("send", send.len(), recv.len())?;
-            let own = self.own_block(send, recv.len());
+            let own = send.part(self.own_range(recv.len()));
             return self.planned(
                 call,
                 BorrowedBuffer::default().with_ref(0, send).with_copy(own, recv),
@@ -186,21 +182,17 @@ impl Group {
     /// # Cost
     /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes, to all others concurrently.
     pub fn all_to_all<T: Transfer>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_to_all(send, recv)).map(drop)
+        self.carry_out(self.prepare_all_to_all(send.into(), recv.into())).map(drop)
     }
 
-    pub(in crate::api) fn prepare_all_to_all<'a, T: Transfer>(
-        &self,
-        send: &'a [T],
-        recv: &'a mut [T],
-    ) -> Prepared<'a> {
+    pub(in crate::api) fn prepare_all_to_all<'a>(&self, send: Slice<'a>, recv: SliceMut<'a>) -> Prepared<'a> {
         let count = self.block_len("send", send.len())?;
         self.check_blocks("recv", recv.len(), count)?;
         let own = self.own_range(count);
-        let (before, into, behind) = split_around(recv, own.clone());
-        let buffer = BorrowedBuffer::default().with_ref(0, send).with_copy(&send[own.clone()], into);
+        let (before, into, behind) = recv.split_around(own.clone());
+        let buffer = BorrowedBuffer::default().with_ref(0, send).with_copy(send.part(own.clone()), into);
         let buffer = buffer.with_mut(send.len(), before).with_mut(send.len() + own.end, behind);
-        self.planned(call::<T>(CallKind::AllToAll, None, 0, count), buffer, None)
+        self.planned(call(send.value_type(), CallKind::AllToAll, None, 0, count), buffer, None)
     }
 
     /// In-place form of [`Self::all_to_all`]: sends the blocks of `buf`, and replaces them by the received
@@ -212,16 +204,13 @@ impl Group {
     /// # Cost
     /// The cost of [`Self::all_to_all`], and a copy of `buf`.
     pub fn all_to_all_in_place<T: Transfer>(&self, buf: &mut [T]) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_to_all_in_place(buf)).map(drop)
+        self.carry_out(self.prepare_all_to_all_in_place(buf.into())).map(drop)
     }
 
-    pub(in crate::api) fn prepare_all_to_all_in_place<'a, T: Transfer>(
-        &self,
-        buf: &'a mut [T],
-    ) -> Prepared<'a> {
+    pub(in crate::api) fn prepare_all_to_all_in_place<'a>(&self, buf: SliceMut<'a>) -> Prepared<'a> {
         let count = self.block_len("buf", buf.len())?;
-        let call = call::<T>(CallKind::AllToAll, None, 0, count);
-        let buffer = BorrowedBuffer::default().with_scratch(0, buf.to_vec());
+        let call = call(buf.value_type(), CallKind::AllToAll, None, 0, count);
+        let buffer = BorrowedBuffer::default().with_scratch(0, Scratch::of(buf.as_slice()));
         self.planned(call, buffer.with_mut(buf.len(), buf), None)
     }
 
@@ -254,42 +243,31 @@ impl Group {
     pub(super) fn own_block_mut<'a, T>(&self, buf: &'a mut [T], len: usize) -> &'a mut [T] {
         &mut buf[self.own_range(len)]
     }
-
-    pub(super) fn own_block<'a, T>(&self, buf: &'a [T], len: usize) -> &'a [T] {
-        &buf[self.own_range(len)]
-    }
-}
-
-/// Splits a buffer into the slices before the range `own`, in the range, and after it.
-pub(super) fn split_around<T>(buf: &mut [T], own: Range<usize>) -> (&mut [T], &mut [T], &mut [T]) {
-    let (rest, behind) = buf.split_at_mut(own.end);
-    let (before, own) = rest.split_at_mut(own.start);
-    (before, own, behind)
 }
 
 /// Describes the buffers of a gathering collective: `send` is copied to the range `own` of `recv`, and data
 /// of other ranks fill the rest.
-pub(super) fn recv_around_own<'a, T: Transfer>(
-    send: &'a [T],
-    recv: &'a mut [T],
+pub(super) fn recv_around_own<'a>(
+    send: Slice<'a>,
+    recv: SliceMut<'a>,
     own: Range<usize>,
 ) -> BorrowedBuffer<'a> {
-    let (before, into, behind) = split_around(recv, own.clone());
+    let (before, into, behind) = recv.split_around(own.clone());
     BorrowedBuffer::default().with_copy(send, into).with_mut(0, before).with_mut(own.end, behind)
 }
 
 /// Describes the buffers of a reduce-scatter. `recv` starts as this rank's input to its own block. The blocks
 /// of other ranks are a copy of `send` if `copied`; otherwise they are `send` itself, which is only read.
-pub(super) fn reduce_scatter_buffers<'a, T: Transfer>(
+pub(super) fn reduce_scatter_buffers<'a>(
     copied: bool,
-    send: &'a [T],
-    recv: &'a mut [T],
+    send: Slice<'a>,
+    mut recv: SliceMut<'a>,
     own: Range<usize>,
 ) -> BorrowedBuffer<'a> {
-    recv.copy_from_slice(&send[own.clone()]);
+    recv.copy_from(send.part(own.clone()));
     let buffer = BorrowedBuffer::default().with_mut(own.start, recv);
     if copied {
-        return buffer.with_scratch_around(own, send.to_vec());
+        return buffer.with_scratch_around(own, Scratch::of(send));
     }
-    buffer.with_ref(0, &send[..own.start]).with_ref(own.end, &send[own.end..])
+    buffer.with_ref(0, send.part(0..own.start)).with_ref(own.end, send.part(own.end..send.len()))
 }

@@ -2,8 +2,15 @@
 
 use std::time::Duration;
 
-use super::{BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, Transfer, call};
+use super::{
+    BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, Scratch, Slice, SliceMut,
+    Transfer, UntypedReduction, ValueType, call, check_len, untyped,
+};
+use crate::collectives::dtype::Dtype;
 use crate::collectives::plan;
+
+/// The type in which a barrier describes its call.
+const BYTES: ValueType = ValueType::element(Dtype::U8);
 
 impl Group {
     /// Replaces `buf` on every rank by the elementwise `op` over all ranks' `buf`.
@@ -30,16 +37,16 @@ impl Group {
         buf: &mut [T],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_reduce(buf, &op.into())).map(drop)
+        self.carry_out(self.prepare_all_reduce(buf.into(), &untyped::<T>(op))).map(drop)
     }
 
-    pub(in crate::api) fn prepare_all_reduce<'a, T: Element>(
+    pub(in crate::api) fn prepare_all_reduce<'a>(
         &self,
-        buf: &'a mut [T],
-        op: &Reduction<T>,
+        buf: SliceMut<'a>,
+        op: &UntypedReduction,
     ) -> Prepared<'a> {
-        let kernel = op.kernel(self.size())?;
-        let call = call::<T>(CallKind::AllReduce, Some(op.op()), 0, buf.len());
+        let kernel = op.kernel(buf.value_type().dtype, self.size())?;
+        let call = call(buf.value_type(), CallKind::AllReduce, Some(op.op()), 0, buf.len());
         self.planned(call, BorrowedBuffer::default().with_mut(0, buf), Some(kernel))
     }
 
@@ -56,18 +63,18 @@ impl Group {
         recv: &mut [T],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_reduce_into(send, recv, &op.into())).map(drop)
+        self.carry_out(self.prepare_all_reduce_into(send.into(), recv.into(), &untyped::<T>(op))).map(drop)
     }
 
-    pub(in crate::api) fn prepare_all_reduce_into<'a, T: Element>(
+    pub(in crate::api) fn prepare_all_reduce_into<'a>(
         &self,
-        send: &[T],
-        recv: &'a mut [T],
-        op: &Reduction<T>,
+        send: Slice<'_>,
+        mut recv: SliceMut<'a>,
+        op: &UntypedReduction,
     ) -> Prepared<'a> {
-        op.kernel(self.size())?;
-        check_same(send, recv)?;
-        recv.copy_from_slice(send);
+        op.kernel(send.value_type().dtype, self.size())?;
+        check_len("recv", recv.len(), send.len())?;
+        recv.copy_from(send);
         self.prepare_all_reduce(recv, op)
     }
 
@@ -85,16 +92,12 @@ impl Group {
     /// With P ranks and S bytes, small buffers take a tree of log2(P) steps. Large ones take a chain in which
     /// every rank sends S bytes at most. S bytes go to each other host.
     pub fn broadcast<T: Transfer>(&self, buf: &mut [T], root: usize) -> Result<(), CommError> {
-        self.carry_out(self.prepare_broadcast(buf, root)).map(drop)
+        self.carry_out(self.prepare_broadcast(buf.into(), root)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_broadcast<'a, T: Transfer>(
-        &self,
-        buf: &'a mut [T],
-        root: usize,
-    ) -> Prepared<'a> {
+    pub(in crate::api) fn prepare_broadcast<'a>(&self, buf: SliceMut<'a>, root: usize) -> Prepared<'a> {
         self.check_rank(root, "root")?;
-        let call = call::<T>(CallKind::Broadcast, None, root as u32, buf.len());
+        let call = call(buf.value_type(), CallKind::Broadcast, None, root as u32, buf.len());
         self.planned(call, BorrowedBuffer::default().with_mut(0, buf), None)
     }
 
@@ -119,18 +122,18 @@ impl Group {
         op: impl Into<Reduction<T>>,
         root: usize,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce(buf, &op.into(), root)).map(drop)
+        self.carry_out(self.prepare_reduce(buf.into(), &untyped::<T>(op), root)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_reduce<'a, T: Element>(
+    pub(in crate::api) fn prepare_reduce<'a>(
         &self,
-        buf: &'a mut [T],
-        op: &Reduction<T>,
+        buf: SliceMut<'a>,
+        op: &UntypedReduction,
         root: usize,
     ) -> Prepared<'a> {
         self.check_rank(root, "root")?;
-        let kernel = op.kernel(self.size())?;
-        let call = call::<T>(CallKind::Reduce, Some(op.op()), root as u32, buf.len());
+        let kernel = op.kernel(buf.value_type().dtype, self.size())?;
+        let call = call(buf.value_type(), CallKind::Reduce, Some(op.op()), root as u32, buf.len());
         self.planned(call, BorrowedBuffer::default().with_mut(0, buf), Some(kernel))
     }
 
@@ -150,25 +153,25 @@ impl Group {
         op: impl Into<Reduction<T>>,
         root: usize,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_into(send, recv, &op.into(), root)).map(drop)
+        self.carry_out(self.prepare_reduce_into(send.into(), recv.into(), &untyped::<T>(op), root)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_reduce_into<'a, T: Element>(
+    pub(in crate::api) fn prepare_reduce_into<'a>(
         &self,
-        send: &[T],
-        recv: &'a mut [T],
-        op: &Reduction<T>,
+        send: Slice<'_>,
+        mut recv: SliceMut<'a>,
+        op: &UntypedReduction,
         root: usize,
     ) -> Prepared<'a> {
         self.check_rank(root, "root")?;
-        let kernel = op.kernel(self.size())?;
+        let kernel = op.kernel(send.value_type().dtype, self.size())?;
         if self.rank() == root {
-            check_same(send, recv)?;
-            recv.copy_from_slice(send);
+            check_len("recv", recv.len(), send.len())?;
+            recv.copy_from(send);
             return self.prepare_reduce(recv, op, root);
         }
-        let call = call::<T>(CallKind::Reduce, Some(op.op()), root as u32, send.len());
-        self.planned(call, BorrowedBuffer::default().with_scratch(0, send.to_vec()), Some(kernel))
+        let call = call(send.value_type(), CallKind::Reduce, Some(op.op()), root as u32, send.len());
+        self.planned(call, BorrowedBuffer::default().with_scratch(0, Scratch::of(send)), Some(kernel))
     }
 
     /// Returns when all ranks have called `barrier`.
@@ -204,12 +207,12 @@ impl Group {
     }
 
     fn prepare_monitored_barrier(&self) -> Prepared<'static> {
-        self.planned(call::<u8>(CallKind::MonitoredBarrier, None, 0, 0), BorrowedBuffer::default(), None)
+        self.planned(call(BYTES, CallKind::MonitoredBarrier, None, 0, 0), BorrowedBuffer::default(), None)
     }
 
     pub(in crate::api) fn prepare_barrier(&self) -> Prepared<'static> {
-        let call = call::<u8>(CallKind::Barrier, None, 0, 0);
-        let elements = |_| vec![0_u8; plan::barrier_elements(&self.inner.topology)];
+        let call = call(BYTES, CallKind::Barrier, None, 0, 0);
+        let elements = |_| Scratch::zeros(plan::barrier_elements(&self.inner.topology), BYTES);
         let memory = Some(call).filter(|call| !self.inner.runs_in_shared_memory(call)).map(elements);
         self.planned(
             call,
@@ -219,8 +222,4 @@ impl Group {
             None,
         )
     }
-}
-
-fn check_same<T>(send: &[T], recv: &[T]) -> Result<(), CommError> {
-    super::check_len("recv", recv.len(), send.len())
 }

@@ -1,6 +1,9 @@
 //! Point-to-point messages.
 
-use super::{BorrowedBuffer, Call, CallKind, CommError, Group, Operation, Prepared, Status, Transfer, call};
+use super::{
+    BorrowedBuffer, Call, CallKind, CommError, Group, Operation, Prepared, Slice, SliceMut, Status, Transfer,
+    ValueType, call,
+};
 
 impl Group {
     /// Sends `buf` to rank `to`, which must receive it with equal tag and type, in a buffer that is not
@@ -16,18 +19,14 @@ impl Group {
     /// # Errors
     /// [`CommError::InvalidArgument`] if there is no rank `to`. Otherwise the error that ended the group.
     pub fn send<T: Transfer>(&self, buf: &[T], to: usize, tag: u32) -> Result<(), CommError> {
-        self.carry_out(self.prepare_send(buf, to, tag)).map(drop)
+        self.carry_out(self.prepare_send(buf.into(), to, tag)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_send<'a, T: Transfer>(
-        &self,
-        buf: &'a [T],
-        to: usize,
-        tag: u32,
-    ) -> Prepared<'a> {
+    pub(in crate::api) fn prepare_send<'a>(&self, buf: Slice<'a>, to: usize, tag: u32) -> Prepared<'a> {
         self.check_peer(to, "send to")?;
+        let call = message(buf.value_type(), tag, buf.len());
         let buffer = BorrowedBuffer::default().with_ref(0, buf);
-        Ok(Some(Operation::Send { to, call: message::<T>(tag, buf.len()), buffer }))
+        Ok(Some(Operation::Send { to, call, buffer }))
     }
 
     /// Fills the beginning of `buf` with the next message with this `tag` from rank `from`, which may be this
@@ -38,7 +37,7 @@ impl Group {
     /// longer than `buf`; it is received nevertheless, and the group continues. [`CommError::Mismatch`] if the
     /// message has another type. Otherwise the error that ended the group.
     pub fn recv<T: Transfer>(&self, buf: &mut [T], from: usize, tag: u32) -> Result<Status, CommError> {
-        self.receive::<T>(self.prepare_recv(buf, Some(from), tag))
+        self.receive::<T>(self.prepare_recv(buf.into(), Some(from), tag))
     }
 
     /// Fills the beginning of `buf` with the next message with this `tag` from any rank, this rank included;
@@ -50,16 +49,16 @@ impl Group {
     /// # Errors
     /// The errors of [`Self::recv`].
     pub fn recv_any<T: Transfer>(&self, buf: &mut [T], tag: u32) -> Result<Status, CommError> {
-        self.receive::<T>(self.prepare_recv(buf, None, tag))
+        self.receive::<T>(self.prepare_recv(buf.into(), None, tag))
     }
 
     fn receive<T: Transfer>(&self, prepared: Prepared<'_>) -> Result<Status, CommError> {
         Ok(self.carry_out(prepared)?.expect("a successful receive has a status").of::<T>())
     }
 
-    pub(in crate::api) fn prepare_recv<'a, T: Transfer>(
+    pub(in crate::api) fn prepare_recv<'a>(
         &self,
-        buf: &'a mut [T],
+        buf: SliceMut<'a>,
         from: Option<usize>,
         tag: u32,
     ) -> Prepared<'a> {
@@ -67,7 +66,7 @@ impl Group {
             Some(from) => self.check_peer(from, "receive from")?,
             None => self.check_message()?,
         }
-        let call = message::<T>(tag, buf.len());
+        let call = message(buf.value_type(), tag, buf.len());
         Ok(Some(Operation::Recv { from, call, buffer: BorrowedBuffer::default().with_mut(0, buf) }))
     }
 
@@ -98,7 +97,11 @@ impl Group {
             Some(from) => self.check_peer(from, "receive from")?,
             None => self.check_message()?,
         }
-        self.carry_out(Ok(Some(Operation::Probe { from, call: message::<u8>(tag, 0), wait })))
+        self.carry_out(Ok(Some(Operation::Probe {
+            from,
+            call: message(ValueType::of::<u8>(), tag, 0),
+            wait,
+        })))
     }
 
     fn check_peer(&self, rank: usize, what: &str) -> Result<(), CommError> {
@@ -112,6 +115,6 @@ impl Group {
     }
 }
 
-fn message<T: Transfer>(tag: u32, count: usize) -> Call {
-    call::<T>(CallKind::PointToPoint, None, tag, count)
+fn message(value: ValueType, tag: u32, count: usize) -> Call {
+    call(value, CallKind::PointToPoint, None, tag, count)
 }

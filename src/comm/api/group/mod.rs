@@ -25,10 +25,10 @@ use std::time::{Duration, Instant};
 use convoke_env::Generation;
 use convoke_store::{PrefixStore, Store};
 
-use crate::api::reduction::Reduction;
+use crate::api::reduction::{Reduction, UntypedReduction, untyped};
 use crate::bootstrap::options::GroupOptions;
 use crate::bootstrap::{self, BootstrapConfig, ConnectedGroup};
-use crate::buffer::BorrowedBuffer;
+use crate::buffer::{BorrowedBuffer, Scratch, Slice, SliceMut, ValueType};
 use crate::collectives::call::{Call, CallKind, Status};
 use crate::collectives::dtype::{Element, ReduceOp, Transfer};
 use crate::collectives::kernels::{self, Kernel};
@@ -558,8 +558,8 @@ impl fmt::Debug for Group {
 }
 
 /// Returns the descriptor of a call on `count` values. Plain data are described as bytes.
-fn call<T: Transfer>(kind: CallKind, op: Option<ReduceOp>, root: u32, count: usize) -> Call {
-    Call::new(kind, T::TYPE.dtype(), op, root, (count * T::TYPE.units()) as u64)
+fn call(value: ValueType, kind: CallKind, op: Option<ReduceOp>, root: u32, count: usize) -> Call {
+    Call::new(kind, value.dtype, op, root, (count * value.units) as u64)
 }
 
 fn check_len(what: &str, len: usize, expected: usize) -> Result<(), CommError> {

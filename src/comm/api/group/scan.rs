@@ -1,6 +1,10 @@
 //! Scans: reductions over all ranks up to this one.
 
-use super::{BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, ReduceOp, Reduction, call};
+use super::{
+    BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, ReduceOp, Reduction, Scratch, SliceMut,
+    UntypedReduction, call, untyped,
+};
+use crate::collectives::dtype::Dtype;
 use crate::collectives::kernels::Kernel;
 
 impl Group {
@@ -15,16 +19,12 @@ impl Group {
     /// # Cost
     /// A chain through all ranks, in which every rank sends at most the bytes of `buf`.
     pub fn scan<T: Element>(&self, buf: &mut [T], op: impl Into<Reduction<T>>) -> Result<(), CommError> {
-        self.carry_out(self.prepare_scan(buf, &op.into())).map(drop)
+        self.carry_out(self.prepare_scan(buf.into(), &untyped::<T>(op))).map(drop)
     }
 
-    pub(in crate::api) fn prepare_scan<'a, T: Element>(
-        &self,
-        buf: &'a mut [T],
-        op: &Reduction<T>,
-    ) -> Prepared<'a> {
-        let kernel = scan_kernel(op)?;
-        let call = call::<T>(CallKind::Scan, Some(op.op()), 0, buf.len());
+    pub(in crate::api) fn prepare_scan<'a>(&self, buf: SliceMut<'a>, op: &UntypedReduction) -> Prepared<'a> {
+        let kernel = scan_kernel(op, buf.value_type().dtype)?;
+        let call = call(buf.value_type(), CallKind::Scan, Some(op.op()), 0, buf.len());
         self.planned(call, BorrowedBuffer::default().with_mut(0, buf), Some(kernel))
     }
 
@@ -44,27 +44,27 @@ impl Group {
         buf: &mut [T],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_exclusive_scan(buf, &op.into())).map(drop)
+        self.carry_out(self.prepare_exclusive_scan(buf.into(), &untyped::<T>(op))).map(drop)
     }
 
-    pub(in crate::api) fn prepare_exclusive_scan<'a, T: Element>(
+    pub(in crate::api) fn prepare_exclusive_scan<'a>(
         &self,
-        buf: &'a mut [T],
-        op: &Reduction<T>,
+        buf: SliceMut<'a>,
+        op: &UntypedReduction,
     ) -> Prepared<'a> {
-        let kernel = scan_kernel(op)?;
-        let call = call::<T>(CallKind::ExclusiveScan, Some(op.op()), 0, buf.len());
-        let buffer = BorrowedBuffer::default().with_scratch(0, buf.to_vec());
+        let kernel = scan_kernel(op, buf.value_type().dtype)?;
+        let call = call(buf.value_type(), CallKind::ExclusiveScan, Some(op.op()), 0, buf.len());
+        let buffer = BorrowedBuffer::default().with_scratch(0, Scratch::of(buf.as_slice()));
         // The buffer of rank 0 is not changed.
         let buffer = if self.rank() > 0 { buffer.with_mut(buf.len(), buf) } else { buffer };
         self.planned(call, buffer, Some(kernel))
     }
 }
 
-fn scan_kernel<T: Element>(op: &Reduction<T>) -> Result<Kernel, CommError> {
+fn scan_kernel(op: &UntypedReduction, dtype: Dtype) -> Result<Kernel, CommError> {
     if op.op() == ReduceOp::Avg {
         let what = "avg of a part of the ranks has no meaning in a scan";
         return Err(CommError::InvalidArgument(what.to_owned()));
     }
-    op.kernel(1)
+    op.kernel(dtype, 1)
 }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use crate::bootstrap::{self, ListeningRank, StoreLocation};
 
-use super::{BootstrapConfig, BorrowedBuffer, CallKind, CommError, Group, GroupOptions, call};
+use super::{BootstrapConfig, BorrowedBuffer, CallKind, CommError, Group, GroupOptions, ValueType, call};
 use crate::collectives::plan::{Algorithms, fingerprint};
 
 /// Color of a rank that joins no group.
@@ -146,8 +146,8 @@ impl Group {
         let mut made = self.inner.subgroups.lock().unwrap_or_else(PoisonError::into_inner);
         let mut all = vec![0; VALUES_PER_RANK * self.size()];
         self.own_block_mut(&mut all, VALUES_PER_RANK).copy_from_slice(&[mark, values[0], values[1]]);
-        let call = call::<i64>(CallKind::Subgroup, None, 0, VALUES_PER_RANK);
-        self.carry_out(self.planned(call, BorrowedBuffer::default().with_mut(0, &mut all), None))?;
+        let call = call(ValueType::of::<i64>(), CallKind::Subgroup, None, 0, VALUES_PER_RANK);
+        self.carry_out(self.planned(call, BorrowedBuffer::default().with_mut(0, &mut all[..]), None))?;
         let (all, _) = all.as_chunks::<VALUES_PER_RANK>();
         if let Some(other) = all.iter().position(|theirs| theirs[0] != mark) {
             let named = if name.is_empty() { String::new() } else { format!(" named {name:?}") };
@@ -221,8 +221,8 @@ impl Group {
     fn exchange_records(&self, own: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
         let mut lens = vec![0; self.size()];
         self.own_block_mut(&mut lens, 1).copy_from_slice(&[own.len() as i64]);
-        let first = call::<i64>(CallKind::Subgroup, None, 0, 1);
-        self.carry_out(self.planned(first, BorrowedBuffer::default().with_mut(0, &mut lens), None))?;
+        let first = call(ValueType::of::<i64>(), CallKind::Subgroup, None, 0, 1);
+        self.carry_out(self.planned(first, BorrowedBuffer::default().with_mut(0, &mut lens[..]), None))?;
         let is_valid = |len: &i64| (0..=MAX_RECORD_BYTES).contains(len);
         if let Some(rank) = lens.iter().position(|len| !is_valid(len)) {
             let what = format!(
@@ -234,8 +234,8 @@ impl Group {
         let most = lens.iter().copied().max().unwrap_or_default() as usize;
         let mut all = vec![0; most * self.size()];
         self.own_block_mut(&mut all, most)[..own.len()].copy_from_slice(own);
-        let second = call::<u8>(CallKind::Subgroup, None, 0, most);
-        self.carry_out(self.planned(second, BorrowedBuffer::default().with_mut(0, &mut all), None))?;
+        let second = call(ValueType::of::<u8>(), CallKind::Subgroup, None, 0, most);
+        self.carry_out(self.planned(second, BorrowedBuffer::default().with_mut(0, &mut all[..]), None))?;
         let values = lens.iter().enumerate().map(|(rank, &len)| all[rank * most..][..len as usize].to_vec());
         Ok(values.collect())
     }

@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use super::blocks::{recv_around_own, reduce_scatter_buffers, split_around};
+use super::blocks::{recv_around_own, reduce_scatter_buffers};
 use super::{
-    BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, Transfer, call, check_len,
+    BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, Slice, SliceMut, Transfer,
+    UntypedReduction, ValueType, call, check_len, untyped,
 };
 use crate::collectives::plan::{self, Algorithm, Blocks, Rounding};
 
@@ -28,25 +29,26 @@ impl Group {
         recv: &mut [T],
         lens: &[usize],
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_gather_v(send, recv, lens)).map(drop)
+        self.carry_out(self.prepare_all_gather_v(send.into(), recv.into(), lens)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_all_gather_v<'a, T: Transfer>(
+    pub(in crate::api) fn prepare_all_gather_v<'a>(
         &self,
-        send: &'a [T],
-        recv: &'a mut [T],
+        send: Slice<'a>,
+        recv: SliceMut<'a>,
         lens: &[usize],
     ) -> Prepared<'a> {
         let blocks = self.blocks(lens)?;
         let own = blocks.range(self.rank());
         check_len("send", send.len(), own.len())?;
         check_len("recv", recv.len(), blocks.end())?;
-        let call = call::<T>(CallKind::AllGatherV, None, blocks.fingerprint(), blocks.end());
+        let value = send.value_type();
+        let call = call(value, CallKind::AllGatherV, None, blocks.fingerprint(), blocks.end());
         let topology = &self.inner.topology;
-        let algorithm = self.inner.tuning.for_all_gather(size_of_val(recv) / self.size(), topology);
-        let bytes = T::TYPE.dtype().size_bytes();
+        let algorithm = self.inner.tuning.for_all_gather(recv.size_bytes() / self.size(), topology);
+        let bytes = value.dtype.size_bytes();
         let plan =
-            || Arc::new(plan::all_gather(algorithm, self.rank(), topology, &units::<T>(blocks), bytes));
+            || Arc::new(plan::all_gather(algorithm, self.rank(), topology, &units(value, blocks), bytes));
         self.collective(call, plan, recv_around_own(send, recv, own.clone()).with_ref(own.start, send), None)
     }
 
@@ -69,26 +71,28 @@ impl Group {
         lens: &[usize],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_scatter_v(send, recv, lens, &op.into())).map(drop)
+        self.carry_out(self.prepare_reduce_scatter_v(send.into(), recv.into(), lens, &untyped::<T>(op)))
+            .map(drop)
     }
 
-    pub(in crate::api) fn prepare_reduce_scatter_v<'a, T: Element>(
+    pub(in crate::api) fn prepare_reduce_scatter_v<'a>(
         &self,
-        send: &'a [T],
-        recv: &'a mut [T],
+        send: Slice<'a>,
+        recv: SliceMut<'a>,
         lens: &[usize],
-        op: &Reduction<T>,
+        op: &UntypedReduction,
     ) -> Prepared<'a> {
         let blocks = self.blocks(lens)?;
         let own = blocks.range(self.rank());
         check_len("send", send.len(), blocks.end())?;
         check_len("recv", recv.len(), own.len())?;
-        let kernel = op.kernel(self.size())?;
-        let call = call::<T>(CallKind::ReduceScatterV, Some(op.op()), blocks.fingerprint(), blocks.end());
+        let value = send.value_type();
+        let kernel = op.kernel(value.dtype, self.size())?;
+        let call = call(value, CallKind::ReduceScatterV, Some(op.op()), blocks.fingerprint(), blocks.end());
         let (rank, rounding, topology) = (self.rank(), Rounding::of(&call), &self.inner.topology);
         let algorithm =
-            self.inner.tuning.for_reduce_scatter(size_of_val(send) / self.size(), topology, rounding);
-        let bytes = size_of::<T>();
+            self.inner.tuning.for_reduce_scatter(send.size_bytes() / self.size(), topology, rounding);
+        let bytes = value.size_bytes();
         let plan = || Arc::new(plan::reduce_scatter(algorithm, rounding, rank, topology, &blocks, bytes));
         self.collective(
             call,
@@ -117,16 +121,17 @@ impl Group {
         lens: &[usize],
         root: usize,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_gather_v(send, recv, lens, root)).map(drop)
+        self.carry_out(self.prepare_gather_v(send.into(), recv.into(), lens, root)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_gather_v<'a, T: Transfer>(
+    pub(in crate::api) fn prepare_gather_v<'a>(
         &self,
-        send: &'a [T],
-        recv: &'a mut [T],
+        send: Slice<'a>,
+        recv: SliceMut<'a>,
         lens: &[usize],
         root: usize,
     ) -> Prepared<'a> {
+        let value = send.value_type();
         self.check_rank(root, "root")?;
         let (blocks, buffer) = if self.rank() == root {
             let blocks = self.blocks(lens)?;
@@ -137,8 +142,8 @@ impl Group {
         } else {
             (self.own_block_only(send.len()), BorrowedBuffer::default().with_ref(0, send))
         };
-        let plan = || Arc::new(plan::gather(self.rank(), &units::<T>(blocks), root));
-        self.collective(call::<T>(CallKind::GatherV, None, root as u32, 0), plan, buffer, None)
+        let plan = || Arc::new(plan::gather(self.rank(), &units(value, blocks), root));
+        self.collective(call(value, CallKind::GatherV, None, root as u32, 0), plan, buffer, None)
     }
 
     /// Fills `recv` of every rank with the block for that rank in the `send` of rank `root`. On the root,
@@ -159,29 +164,30 @@ impl Group {
         lens: &[usize],
         root: usize,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_scatter_v(send, recv, lens, root)).map(drop)
+        self.carry_out(self.prepare_scatter_v(send.into(), recv.into(), lens, root)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_scatter_v<'a, T: Transfer>(
+    pub(in crate::api) fn prepare_scatter_v<'a>(
         &self,
-        send: &'a [T],
-        recv: &'a mut [T],
+        send: Slice<'a>,
+        recv: SliceMut<'a>,
         lens: &[usize],
         root: usize,
     ) -> Prepared<'a> {
+        let value = recv.value_type();
         self.check_rank(root, "root")?;
         let (blocks, buffer) = if self.rank() == root {
             let blocks = self.blocks(lens)?;
             check_len("send", send.len(), blocks.end())?;
             check_len("recv", recv.len(), blocks.range(root).len())?;
             let buffer =
-                BorrowedBuffer::default().with_ref(0, send).with_copy(&send[blocks.range(root)], recv);
+                BorrowedBuffer::default().with_ref(0, send).with_copy(send.part(blocks.range(root)), recv);
             (blocks, buffer)
         } else {
             (self.own_block_only(recv.len()), BorrowedBuffer::default().with_mut(0, recv))
         };
-        let plan = || Arc::new(plan::scatter(self.rank(), &units::<T>(blocks), root));
-        self.collective(call::<T>(CallKind::ScatterV, None, root as u32, 0), plan, buffer, None)
+        let plan = || Arc::new(plan::scatter(self.rank(), &units(value, blocks), root));
+        self.collective(call(value, CallKind::ScatterV, None, root as u32, 0), plan, buffer, None)
     }
 
     /// Sends block i of `send`, with `send_lens[i]` elements, to rank i. Fills block i of `recv`, with
@@ -200,13 +206,13 @@ impl Group {
         send: (&[T], &[usize]),
         recv: (&mut [T], &[usize]),
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_to_all_v(send, recv)).map(drop)
+        self.carry_out(self.prepare_all_to_all_v((send.0.into(), send.1), (recv.0.into(), recv.1))).map(drop)
     }
 
-    pub(in crate::api) fn prepare_all_to_all_v<'a, T: Transfer>(
+    pub(in crate::api) fn prepare_all_to_all_v<'a>(
         &self,
-        (send, send_lens): (&'a [T], &[usize]),
-        (recv, recv_lens): (&'a mut [T], &[usize]),
+        (send, send_lens): (Slice<'a>, &[usize]),
+        (recv, recv_lens): (SliceMut<'a>, &[usize]),
     ) -> Prepared<'a> {
         let (sent, filled) = (self.blocks(send_lens)?, self.blocks(recv_lens)?);
         let rank = self.rank();
@@ -214,11 +220,12 @@ impl Group {
         check_len("recv", recv.len(), filled.end())?;
         check_len("this rank's own block of recv", filled.range(rank).len(), sent.range(rank).len())?;
         let own = filled.range(rank);
-        let (before, into, behind) = split_around(recv, own.clone());
-        let buffer = BorrowedBuffer::default().with_ref(0, send).with_copy(&send[sent.range(rank)], into);
+        let (before, into, behind) = recv.split_around(own.clone());
+        let buffer = BorrowedBuffer::default().with_ref(0, send).with_copy(send.part(sent.range(rank)), into);
         let buffer = buffer.with_mut(sent.end(), before).with_mut(sent.end() + own.end, behind);
-        let plan = || Arc::new(plan::all_to_all(rank, &units::<T>(sent), &units::<T>(filled)));
-        self.collective(call::<T>(CallKind::AllToAllV, None, 0, 0), plan, buffer, None)
+        let value = send.value_type();
+        let plan = || Arc::new(plan::all_to_all(rank, &units(value, sent), &units(value, filled)));
+        self.collective(call(value, CallKind::AllToAllV, None, 0, 0), plan, buffer, None)
     }
 
     pub(crate) fn blocks(&self, lens: &[usize]) -> Result<Blocks, CommError> {
@@ -236,6 +243,6 @@ impl Group {
 }
 
 /// Returns the blocks of values as blocks of the elements that are sent; plain data are sent as bytes.
-fn units<T: Transfer>(blocks: Blocks) -> Blocks {
-    if T::TYPE.units() == 1 { blocks } else { blocks.scaled(T::TYPE.units()) }
+fn units(value: ValueType, blocks: Blocks) -> Blocks {
+    if value.units == 1 { blocks } else { blocks.scaled(value.units) }
 }

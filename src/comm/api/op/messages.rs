@@ -35,7 +35,7 @@ impl<B: Buffer> HostOperation for Send<B> {
     }
 
     fn prepare<'a>(group: &Group, buffer: &'a mut B, (to, tag): &Self::Arguments) -> Prepared<'a> {
-        group.prepare_send(buffer.elements(), *to, *tag)
+        group.prepare_send(buffer.elements().into(), *to, *tag)
     }
 }
 
@@ -80,6 +80,6 @@ impl<B: BufferMut> HostOperation for Recv<B> {
         (buffer, _): &'a mut Self::Output,
         (from, tag): &Self::Arguments,
     ) -> Prepared<'a> {
-        group.prepare_recv(buffer.elements_mut(), *from, *tag)
+        group.prepare_recv(buffer.elements_mut().into(), *from, *tag)
     }
 }

@@ -30,7 +30,8 @@ mod messages;
 pub(crate) mod start;
 
 use crate::api::group::{Group, Prepared};
-use crate::api::reduction::Reduction;
+use crate::api::reduction::{Reduction, UntypedReduction};
+use crate::buffer::{Slice, SliceMut};
 use crate::collectives::dtype::Element;
 use crate::engine;
 use crate::error::CommError;
@@ -104,10 +105,10 @@ macro_rules! if_listed {
 
 macro_rules! elements {
     (Buffer $buf:ident) => {
-        $buf.elements()
+        Slice::from($buf.elements())
     };
     (BufferMut $buf:ident) => {
-        $buf.elements_mut()
+        SliceMut::from($buf.elements_mut())
     };
 }
 
@@ -146,10 +147,10 @@ macro_rules! operations {
         $(where $B::Element: $Number)?
         {
             type Output = ($B $(, $B2)?);
-            type Arguments = ($(&$life [usize],)? $(arguments!($op Reduction<$B::Element>),)? $(arguments!($root usize),)?);
+            type Arguments = ($(&$life [usize],)? $(arguments!($op UntypedReduction),)? $(arguments!($root usize),)?);
 
             fn into_parts(self) -> (Self::Output, Self::Arguments) {
-                (self.buffers, ($(self.$lens,)? $(self.$op,)? $(self.$root,)?))
+                (self.buffers, ($(self.$lens,)? $(self.$op.untyped,)? $(self.$root,)?))
             }
 
             fn prepare<'b>(
@@ -176,7 +177,7 @@ macro_rules! operations {
                         let buffers = list.iter_mut().map(|(($buf $(, $buf2)?), _)| {
                             (elements!($Access $buf) $(, elements!($Access2 $buf2))?)
                         });
-                        into.push($(group.$prepare_list)?(buffers $(, $op)? $(, *$root)?)?);
+                        into.push($(group.$prepare_list)?(buffers.collect() $(, $op)? $(, *$root)?)?);
                         return Ok(());
                     }
                 });
@@ -260,6 +261,9 @@ impl<'l, S: Buffer, R: BufferMut<Element = S::Element>> sealed::HostOperation fo
         (send, recv): &'a mut Self::Output,
         (send_lens, recv_lens): &Self::Arguments,
     ) -> Prepared<'a> {
-        group.prepare_all_to_all_v((send.elements(), send_lens), (recv.elements_mut(), recv_lens))
+        group.prepare_all_to_all_v(
+            (send.elements().into(), send_lens),
+            (recv.elements_mut().into(), recv_lens),
+        )
     }
 }

@@ -36,7 +36,7 @@ struct Message {
 impl Message {
     fn send(&mut self, from: &mut PeerMessages) {
         // SAFETY: the test keeps all messages, and does not change `sent`, until both queues are gone.
-        let buffer = unsafe { BorrowedBuffer::default().with_ref(0, &self.sent).erase_lifetime() };
+        let buffer = unsafe { BorrowedBuffer::default().with_ref(0, &self.sent[..]).erase_lifetime() };
         let completion = self.sending.insert(completion());
         from.post_send(&credentials(), call(self.sent.len(), self.tag), buffer, Arc::clone(completion));
     }
@@ -44,7 +44,7 @@ impl Message {
     fn recv(&mut self, at: &mut PeerMessages) {
         // SAFETY: the test keeps all messages until both queues are gone; it reads `got` only when its
         // completion is done.
-        let buffer = unsafe { BorrowedBuffer::default().with_mut(0, &mut self.got).erase_lifetime() };
+        let buffer = unsafe { BorrowedBuffer::default().with_mut(0, &mut self.got[..]).erase_lifetime() };
         let completion = self.receiving.insert(completion());
         at.post_recv(&credentials(), 0, call(self.got.len(), self.tag), buffer, Arc::clone(completion))
             .unwrap();

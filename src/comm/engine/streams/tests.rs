@@ -146,7 +146,7 @@ fn reduce_with<T: Element>(
             let call = Call { dtype: T::DTYPE, op, ..all_reduce_call(count) };
             let plan =
                 plan::all_reduce(algorithm, Rounding::of(&call), rank, &hosts, count, T::DTYPE.size_bytes());
-            run_with(reduction.kernel(world).ok(), call, 0, plan, memory, rank)
+            run_with(reduction.untyped.kernel(T::DTYPE, world).ok(), call, 0, plan, memory, rank)
         })
         .collect();
     drive(&mut runs, &mut connections, random).unwrap();

@@ -306,7 +306,7 @@ fn sum(shared: &super::Shared) -> i32 {
     let plan = Arc::new(crate::collectives::plan::all_reduce(algorithm, rounding, FAKE, &topology, 1, 4));
     let kernel = crate::collectives::kernels::Kernel::of(Dtype::I32, ReduceOp::Sum, 3);
     let mut mine = [4_i32];
-    let buffer = super::BorrowedBuffer::default().with_mut(0, &mut mine);
+    let buffer = super::BorrowedBuffer::default().with_mut(0, &mut mine[..]);
     shared
         .call(
             &mut Some(super::Operation::Collective {

@@ -92,7 +92,7 @@ fn buffer_of_a_forgotten_operation_is_never_written() {
             let shared = Shared::new(peer.engine());
             let mut memory = [0_u8; 4];
             let call = Call::new(CallKind::PointToPoint, Dtype::U8, None, 5, 4);
-            let buffer = BorrowedBuffer::default().with_mut(0, &mut memory);
+            let buffer = BorrowedBuffer::default().with_mut(0, &mut memory[..]);
             let completion = Arc::new(Completion::new(LONG));
             // SAFETY: `memory` outlives the engine.
             #[allow(unsafe_code)]

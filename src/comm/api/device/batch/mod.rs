@@ -260,7 +260,7 @@ fn check_tag(tag: u32) -> Result<(), CommError> {
 
 /// Converts a reduction for a device; the error says why a device cannot carry it out.
 fn device_reduction<T: DeviceElement>(op: &Reduction<T>) -> Result<DeviceReduction, CommError> {
-    let (by, dtype) = (DeviceReduction { op: op.op(), factor: op.factor() }, T::ELEMENT_TYPE.dtype);
+    let (by, dtype) = (DeviceReduction { op: op.op(), factor: op.untyped.factor() }, T::ELEMENT_TYPE.dtype);
     match by.op {
         ReduceOp::Custom => Err(CommError::Unsupported(
             "a reduction function on a device, because the function runs on the host".to_owned(),
