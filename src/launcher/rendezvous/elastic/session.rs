@@ -16,7 +16,9 @@ use super::node::{Node, NodeRequest};
 use super::view::EndReason;
 use super::wire::{FRAME_LIMIT, Seal, ToCoordinator, ToMember};
 use crate::config::is_named;
-use crate::membership::{Command, IDLE_TIMEOUT_FACTOR, JobResult, Member, Phase, Refusal, Rules};
+use crate::membership::{
+    Command, IDLE_TIMEOUT_FACTOR, JobResult, Member, OrderMessage, Phase, Refusal, Rules,
+};
 
 /// Number of heartbeats that a node sends within the heartbeat timeout.
 const HEARTBEATS_PER_TIMEOUT: u32 = 6;
@@ -284,21 +286,10 @@ impl<'a> Session<'a> {
             }
         });
         let mut next_heartbeat = Instant::now();
-        let is_static = self.discovery.is_static();
         let start = self.began.elapsed();
         let mut begins = start;
         let result = loop {
-            // A node without workers may have had no connection for long, so its time starts with this
-            // connection.
-            let ends = match self.member.lease_end() {
-                Some(ends) if has_workers(&self.member) => Some(ends),
-                ends => {
-                    // If the registry may name another coordinator, the node waits no longer than its lease
-                    // before it looks there.
-                    let more = if is_static { self.extra_timeout() } else { Duration::ZERO };
-                    ends.max(Some(begins + self.member.lease())).map(|ends| ends + more)
-                }
-            };
+            let ends = self.silence_end(begins);
             tokio::select! {
                 biased;
                 what = self.requests.recv() => match what {
@@ -319,18 +310,10 @@ impl<'a> Session<'a> {
                 },
                 order = orders.recv() => match order {
                     Some(Ok(ToMember::Order(message))) => {
-                        let (command, reply) = self.member.receive(message);
-                        match command {
-                            Some(Command::Refuse(Refusal::Evicted { .. })) if !is_static => break SessionEnd::Evicted,
-                            Some(Command::Refuse(Refusal::Closed(result))) => match self.member.answered() {
-                                Some(_) => self.node.change(|view| view.end(EndReason::JobEnded(result))),
-                                None => break SessionEnd::Closed(result),
-                            },
-                            Some(command) => self.node.change(|view| view.apply(command)),
-                            None => {}
-                        }
-                        if reply {
-                            next_heartbeat = Instant::now();
+                        match self.obey(message) {
+                            ControlFlow::Continue(true) => next_heartbeat = Instant::now(),
+                            ControlFlow::Continue(false) => {}
+                            ControlFlow::Break(end) => break end,
                         }
                     }
                     Some(Err(error)) => break SessionEnd::Broken(error),
@@ -344,19 +327,59 @@ impl<'a> Session<'a> {
                     }
                 }
                 () = until(ends, self.began) => {
-                    let answered = self.member.answered().unwrap_or_default().max(start);
-                    let (silent, lease) = (self.began.elapsed().saturating_sub(answered), self.member.lease());
-                    let may_wait = !is_static && !has_workers(&self.member) && silent < lease * IDLE_TIMEOUT_FACTOR;
-                    if !may_wait || !self.discovery.is_current().await {
-                        break SessionEnd::Broken(FramingError::Timeout(lease));
+                    if !self.may_be_busy(start).await {
+                        break SessionEnd::Broken(FramingError::Timeout(self.member.lease()));
                     }
-                    // The registry still names this coordinator, so the coordinator is alive but busy.
                     begins = self.began.elapsed();
                 }
             }
         };
         reader.abort();
         result
+    }
+
+    /// Returns the time at which a connection without answers since `begins` ends.
+    fn silence_end(&self, begins: Duration) -> Option<Duration> {
+        match self.member.lease_end() {
+            Some(ends) if has_workers(&self.member) => Some(ends),
+            // A node without workers may have had no connection for long, so its time starts with this
+            // connection. If the registry may name another coordinator, the node waits no longer than its
+            // lease before it looks there.
+            ends => {
+                let is_static = self.discovery.is_static();
+                let more = if is_static { self.extra_timeout() } else { Duration::ZERO };
+                ends.max(Some(begins + self.member.lease())).map(|ends| ends + more)
+            }
+        }
+    }
+
+    /// Carries out a message of the coordinator. Returns true if the next status must follow at once. Breaks
+    /// if the connection ends.
+    fn obey(&mut self, message: OrderMessage) -> ControlFlow<SessionEnd, bool> {
+        let (command, reply) = self.member.receive(message);
+        match command {
+            Some(Command::Refuse(Refusal::Evicted { .. })) if !self.discovery.is_static() => {
+                return ControlFlow::Break(SessionEnd::Evicted);
+            }
+            Some(Command::Refuse(Refusal::Closed(result))) => match self.member.answered() {
+                Some(_) => self.node.change(|view| view.end(EndReason::JobEnded(result))),
+                None => return ControlFlow::Break(SessionEnd::Closed(result)),
+            },
+            Some(command) => self.node.change(|view| view.apply(command)),
+            None => {}
+        }
+        ControlFlow::Continue(reply)
+    }
+
+    /// Returns true if the coordinator, which has not answered for a time, may be alive but busy: the registry
+    /// still names it, and this node has no workers. The connection began at `start`.
+    async fn may_be_busy(&self, start: Duration) -> bool {
+        let answered = self.member.answered().unwrap_or_default().max(start);
+        let silent = self.began.elapsed().saturating_sub(answered);
+        !self.discovery.is_static()
+            && !has_workers(&self.member)
+            && silent < self.member.lease() * IDLE_TIMEOUT_FACTOR
+            && self.discovery.is_current().await
     }
 
     /// Sends this node's status. Returns the time of the next heartbeat.
