@@ -1,6 +1,7 @@
 //! What a rank needs to form a group.
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 
 use convoke_env::host::allowed_cpus;
@@ -11,10 +12,11 @@ use super::options::GroupOptions;
 use super::record::{self, Record};
 use super::{RANK_0, WorldEntryGuard};
 use crate::collectives::plan::Algorithms;
-use crate::engine::CoreSharing;
+use crate::engine::{CoreSharing, Settings};
 use crate::error::CommError;
 use crate::flight::{FlightRecorder, GroupRecorder};
 use crate::transport::frame::VERSION;
+use crate::transport::links::hello::Credentials;
 use crate::transport::links::tcp::Listener;
 
 /// Everything that a rank needs to form a group with the other ranks.
@@ -33,8 +35,6 @@ pub(crate) struct BootstrapConfig {
     pub(crate) size: usize,
     /// For each rank of this group, its rank in the first ancestor of the group, such as the world.
     pub(crate) origin: Vec<usize>,
-    /// True if the ranks are already connected in an ancestor group and exchange their records through it.
-    pub(crate) is_successor: bool,
     pub(crate) options: GroupOptions,
     pub(crate) tuning: Algorithms,
     pub(crate) agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
@@ -116,7 +116,6 @@ impl BootstrapConfig {
             rank,
             size,
             origin: (0..size).collect(),
-            is_successor: false,
             tuning: options.algorithms,
             options,
             agent: None,
@@ -133,6 +132,29 @@ impl BootstrapConfig {
             (*rank, *size),
             origin,
         )
+    }
+
+    pub(super) fn settings(
+        &self,
+        generation: Generation,
+        addresses: Vec<SocketAddr>,
+        sharing: CoreSharing,
+        flight: Arc<GroupRecorder>,
+    ) -> Settings {
+        let Self { store, store_rank, rank, size, options, .. } = self;
+        Settings {
+            name: options.name.clone(),
+            me: *rank,
+            size: *size,
+            credentials: Credentials::new(options.token.as_ref(), generation, options.id),
+            addresses,
+            store: Arc::clone(store),
+            abort_key: format!("{}/{generation}/abort", options.name).into_bytes(),
+            store_rank: *store_rank,
+            peer_timeout: options.peer_timeout,
+            sharing,
+            flight,
+        }
     }
 
     pub(super) fn record(&self, listener: &Listener) -> Result<Record, CommError> {

@@ -13,16 +13,17 @@ use super::config::BootstrapConfig;
 use super::connections::{control_connections, initial_connections};
 use super::cores::{self, CoreShare};
 use super::options::ThreadMigration;
-use super::record::{self, Record};
+use super::record::Record;
 use super::{CLEANUP_TIMEOUT, ConnectedGroup, POLL_INTERVAL, descriptor_error};
 use crate::collectives::plan::Topology;
+use crate::engine::handshake::Handshakes;
 use crate::engine::{CoreSharing, Engine, Oversubscription, Settings};
 use crate::error::cause::{self, Cause, Report};
 use crate::error::{CommError, LossReason, Ranks};
 use crate::fault::fault_point;
 use crate::flight::GroupRecorder;
 use crate::json;
-use crate::transport::links::hello::{ConnectionKind, Credentials};
+use crate::transport::links::hello::ConnectionKind;
 use crate::transport::links::tcp::Listener;
 
 /// Time for which connections to a published address may be refused before the rank that published the
@@ -70,47 +71,21 @@ impl Bootstrap<'_> {
         CommError::Bootstrap { group: self.name().to_owned(), what, ranks }
     }
 
-    /// Connects to all ranks; `records` holds their encoded records in rank order.
-    pub(super) fn connect_to_records(&self, records: &[&[u8]]) -> Result<ConnectedGroup, CommError> {
-        let table = self.check_records(record::decode_all(records))?;
-        let Some(generation) = self.config.options.generation else {
-            unreachable!("a group that comes from another one has its generation")
-        };
-        match self.connect_ranks(generation, &table)? {
-            RoundOutcome::Connected(formed) => Ok(*formed),
-            RoundOutcome::Stale(_) => unreachable!(
-                "no rank announces another generation when all have this one from their parent group"
-            ),
-        }
-    }
-
     /// Connects to the ranks whose records are in `table`, in rank order.
     pub(super) fn connect_ranks(
         &self,
         generation: Generation,
         table: &[Record],
     ) -> Result<RoundOutcome, CommError> {
-        let BootstrapConfig { rank, size, ref options, .. } = *self.config;
+        let BootstrapConfig { rank, ref options, .. } = *self.config;
         let topology = Topology::new(table.iter().map(|record| &record.host));
         let sharing = self.config.sharing.unwrap_or_else(|| {
             let all: Vec<_> = topology.local_ranks(rank).iter().map(|&rank| &table[rank].cores).collect();
             let share = cores::core_share(&all, topology.host_and_index(rank).1);
             core_sharing(&share, table[rank].cores.count(), options.thread_migration)
         });
-        let settings = Settings {
-            name: options.name.clone(),
-            me: rank,
-            size,
-            credentials: Credentials::new(options.token.as_ref(), generation, options.id),
-            addresses: table.iter().map(|record| record.address).collect(),
-            store: Arc::clone(&self.config.store),
-            abort_key: self.key(generation, "abort"),
-            store_rank: self.config.store_rank,
-            agent: self.config.agent.clone(),
-            peer_timeout: options.peer_timeout,
-            sharing,
-            flight: Arc::clone(&self.flight),
-        };
+        let addresses = table.iter().map(|record| record.address).collect();
+        let settings = self.config.settings(generation, addresses, sharing, Arc::clone(&self.flight));
         let mut engine = Box::new(self.engine(settings)?);
         fault_point("meeting", 0, 0);
         match self.connect_and_share_memory(&mut engine, generation, &topology) {
@@ -144,7 +119,8 @@ impl Bootstrap<'_> {
         let (store, key) = (Arc::clone(&settings.store), settings.abort_key.clone());
         let listener =
             self.listener.try_clone().map_err(|error| CommError::system("cannot duplicate a socket", error));
-        let engine = listener.and_then(|listener| Engine::new(settings, Some(listener)));
+        let engine =
+            listener.and_then(|listener| Engine::new(settings, self.config.agent.clone(), Some(listener)));
         engine.map_err(|error| {
             let rank = self.config.rank;
             let Some(what) = descriptor_error(self.config, &error) else { return error };
@@ -210,7 +186,7 @@ impl Bootstrap<'_> {
                 Err(error) => return Err(error),
             }
             let now = Instant::now();
-            let confirmed = rank == 0 || self.config.is_successor || engine.is_connected(0);
+            let confirmed = rank == 0 || engine.is_connected(0);
             if !confirmed && let Some(announced) = self.superseding_generation(generation)? {
                 return Ok(Some(announced));
             }
@@ -221,7 +197,8 @@ impl Bootstrap<'_> {
             }
             // The refusing rank's record is not left over from a crashed job, since the table that contains
             // it also contains this rank's record.
-            let given_up = engine.handshakes().refusing_peers(REFUSED_TIMEOUT, now).next();
+            let refusing = |handshakes: &Handshakes| handshakes.refusing_peers(REFUSED_TIMEOUT, now).next();
+            let given_up = engine.with_handshakes(refusing);
             if let Some(gone) = given_up {
                 let how =
                     LossReason::Unreachable { what: "no process listens at its address any more".to_owned() };
@@ -231,7 +208,7 @@ impl Bootstrap<'_> {
                 let mut ranks: Vec<_> = engine.unconnected(connections).collect();
                 ranks.sort_unstable();
                 ranks.dedup();
-                let notes = format!(" ({})", engine.handshakes().notes().join("; "));
+                let notes = format!(" ({})", engine.with_handshakes(Handshakes::notes).join("; "));
                 let after_ms = options.init_timeout.as_millis() as u64;
                 engine
                     .abort_bootstrap(Report::new(rank, Cause::Timeout { missing: ranks.clone(), after_ms }));

@@ -8,8 +8,8 @@
 //! If no launcher gave a generation (a random number that identifies this start of the job), rank 0 draws one
 //! and announces it in the store, see `generation`.
 //!
-//! When the ranks of an existing group form another group, they exchange their records through the existing
-//! group, not through the store. The store may have ended by then, since rank 0 may serve it and exit.
+//! When the ranks of an existing group form another group, they need no store: they agree through the existing
+//! group, and use its connections, see `join`.
 
 mod address;
 mod config;
@@ -18,12 +18,14 @@ mod cores;
 mod formation;
 mod gather;
 mod generation;
+mod join;
 pub(crate) mod options;
 mod rank_lock;
 mod record;
 mod world_entry;
 
 pub(crate) use address::address;
+pub(crate) use join::Joining;
 
 use std::io::ErrorKind;
 use std::net::SocketAddr;
@@ -33,11 +35,10 @@ use std::time::{Duration, Instant};
 use convoke_env::Generation;
 
 use crate::collectives::plan::Topology;
-use crate::engine::{CoreSharing, Engine, Settings};
+use crate::engine::{CoreSharing, Engine};
 use crate::error::{CommError, cause};
 use crate::json;
 use crate::limits;
-use crate::transport::links::hello::Credentials;
 use crate::transport::links::tcp::{self, Listener};
 pub(crate) use config::{BootstrapConfig, StoreLocation};
 use formation::{Bootstrap, RoundOutcome};
@@ -72,15 +73,6 @@ pub(crate) struct ConnectedGroup {
 /// Connects this rank to the other ranks, whose addresses it finds in the store.
 pub(crate) fn connect(config: &BootstrapConfig) -> Result<ConnectedGroup, CommError> {
     log_outcome(config, || connect_through_store(config))
-}
-
-/// Connects this rank, which already listens, to all ranks; `records` holds their encoded records in rank
-/// order.
-pub(crate) fn connect_with_records(
-    waiting: ListeningRank<'_>,
-    records: &[&[u8]],
-) -> Result<ConnectedGroup, CommError> {
-    log_outcome(waiting.bootstrap.config, || waiting.bootstrap.connect_to_records(records))
 }
 
 fn log_outcome(
@@ -169,24 +161,10 @@ pub(crate) fn single_rank_engine(
     config: &BootstrapConfig,
     generation: Generation,
 ) -> Result<Engine, CommError> {
-    let options = &config.options;
     let flight = Arc::new(config.group_recorder());
     flight.formed(generation);
-    let settings = Settings {
-        name: options.name.clone(),
-        me: 0,
-        size: 1,
-        credentials: Credentials::new(options.token.as_ref(), generation, options.id),
-        addresses: vec![SocketAddr::from(([127, 0, 0, 1], 0))],
-        store: Arc::clone(&config.store),
-        abort_key: format!("{}/{generation}/abort", options.name).into_bytes(),
-        store_rank: config.store_rank,
-        agent: None,
-        peer_timeout: options.peer_timeout,
-        sharing: CoreSharing::SINGLE_RANK,
-        flight,
-    };
-    Engine::new(settings, None)
+    let addresses = vec![SocketAddr::from(([127, 0, 0, 1], 0))];
+    Engine::new(config.settings(generation, addresses, CoreSharing::SINGLE_RANK, flight), None, None)
 }
 
 /// A rank that listens for connections from its peers and has not connected to them yet.
@@ -206,14 +184,4 @@ impl<'a> ListeningRank<'a> {
         log::info!("{}: rank {rank} listens at {address}", bootstrap.name());
         Ok(Self { bootstrap, _lock: lock })
     }
-
-    /// Returns the encoded record of this rank, which the other ranks need to connect to it.
-    pub(crate) fn record(&self) -> Vec<u8> {
-        self.bootstrap.encoded_record()
-    }
-}
-
-/// Returns the encoded failure that a rank which cannot listen publishes instead of its record.
-pub(crate) fn failure_record(config: &BootstrapConfig, error: &CommError) -> Vec<u8> {
-    record::encode_failure(&descriptor_error(config, error).unwrap_or_else(|| error.to_string()))
 }

@@ -18,6 +18,7 @@ use crate::transport::frame::VERSION;
 const FAILED_CHARS: usize = 512;
 /// Longest text that is read from a refusal (the published reason why the group cannot form), in characters.
 const REFUSED_CHARS: usize = 4096;
+const TUNING: &str = "the choice of algorithms (CONVOKE_ALGO, build)";
 /// Time limit for the connection that tests whether a process listens at a published address.
 const PROBE: Duration = Duration::from_secs(1);
 
@@ -184,7 +185,7 @@ pub(super) fn decode_table(bytes: &[u8]) -> Result<Vec<Record>, RecordError> {
 
 /// Checks that all ranks have equal settings, so that they choose equal algorithms.
 pub(super) fn compare(records: &[Record]) -> Result<(), RecordError> {
-    check_equal(records, "the choice of algorithms (CONVOKE_ALGO, build)", |record| record.tuning.clone())?;
+    check_equal(records, TUNING, |record| record.tuning.clone())?;
     check_equal(records, "the number of ranks (WORLD_SIZE)", |record| record.size.to_string())?;
     check_equal(records, "the use of a token (CONVOKE_TOKEN)", |record| record.token.to_string())?;
     check_equal(records, "the use of shared memory (CONVOKE_SHM)", |record| record.memory.to_string())?;
@@ -205,16 +206,21 @@ fn check_networks(records: &[Record]) -> Result<(), RecordError> {
     Ok(())
 }
 
-fn check_equal(
-    records: &[Record],
+/// Checks that all ranks choose algorithms alike; `tunings` are their choices, in rank order.
+pub(super) fn compare_tunings(tunings: &[String]) -> Result<(), RecordError> {
+    check_equal(tunings, TUNING, Clone::clone)
+}
+
+fn check_equal<R>(
+    records: &[R],
     what: &'static str,
-    value: impl Fn(&Record) -> String,
+    value: impl Fn(&R) -> String,
 ) -> Result<(), RecordError> {
     let Some(first) = records.first().map(&value) else { return Ok(()) };
     let Some(other) = records.iter().map(&value).find(|other| *other != first) else { return Ok(()) };
     let with = |wanted: &String| -> Vec<usize> {
-        let ranks = records.iter().filter(|record| value(record) == *wanted).map(|record| record.rank);
-        ranks.take(MAX_REPORTED_RANKS).collect()
+        let ranks = records.iter().enumerate().filter(|(_, record)| value(record) == *wanted);
+        ranks.map(|(rank, _)| rank).take(MAX_REPORTED_RANKS).collect()
     };
     let (here, there) = (with(&first), with(&other));
     Err(RecordError::Differs { what, here: (first, here), there: (other, there) })

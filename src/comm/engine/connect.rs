@@ -1,10 +1,8 @@
 //! Opens the connections that a group needs before it is complete, or gives up.
 
-use std::sync::PoisonError;
 use std::time::Instant;
 
 use super::handshake::Handshakes;
-use super::poller::Source;
 use super::progress::Engine;
 use crate::error::CommError;
 use crate::error::cause::{Cause, Report};
@@ -23,9 +21,9 @@ impl Engine {
             for &(peer, conn_kind) in connections {
                 let address = self.settings.addresses[peer];
                 if self.is_missing(peer, conn_kind) && self.settings.me > peer {
-                    self.handshakes.connect(peer, conn_kind, address, Instant::now());
+                    self.links.connect(peer, conn_kind, address, false);
                 } else if self.is_missing(peer, conn_kind) && conn_kind == ConnectionKind::Control {
-                    self.handshakes.probe(peer, conn_kind, address, Instant::now());
+                    self.links.connect(peer, conn_kind, address, true);
                 }
             }
             let now = Instant::now();
@@ -42,7 +40,7 @@ impl Engine {
                 return Ok(false);
             }
             let wake = self.wake_at(now).min(until);
-            self.poller.sleep(&[], wake.saturating_duration_since(now));
+            self.nap(&[], wake.saturating_duration_since(now));
         }
     }
 
@@ -84,26 +82,8 @@ impl Engine {
         self.error(&failure, None, 0, (0, 0))
     }
 
-    pub(crate) fn handshakes(&self) -> &Handshakes {
-        &self.handshakes
-    }
-
-    pub(crate) fn unregister_agent(&mut self) {
-        if let Some((agent, _)) = self.settings.agent.as_ref().filter(|_| self.agent_registered) {
-            let agent = agent.lock().unwrap_or_else(PoisonError::into_inner);
-            self.poller.remove(agent.as_fd());
-            self.agent_registered = false;
-        }
-    }
-
-    /// Registers the channel to the launcher's agent for polling. Also reads data that was received together
-    /// with the agent's first message.
-    pub(super) fn register_agent(&mut self) {
-        if let Some((agent, _)) = &self.settings.agent {
-            let agent = agent.lock().unwrap_or_else(PoisonError::into_inner);
-            self.agent_registered = self.poller.add(agent.as_fd(), Source::Agent, false).is_ok();
-            drop(agent);
-            self.poll_agent();
-        }
+    /// Calls `function` with the handshakes of this process.
+    pub(crate) fn with_handshakes<R>(&self, function: impl FnOnce(&Handshakes) -> R) -> R {
+        self.links.with_handshakes(function)
     }
 }

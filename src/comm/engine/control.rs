@@ -2,10 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::io::IoSlice;
-use std::sync::PoisonError;
 use std::time::{Duration, Instant};
-
-use convoke_env::{ExitCause, ToWorker};
 
 use super::completion::Completion;
 use super::progress::Engine;
@@ -15,7 +12,7 @@ use crate::collectives::call::{Call, CallKind};
 use crate::error::cause::{Cause, MAX_REPORTED_RANKS, Report};
 use crate::error::{LossReason, PeerMisbehaved};
 use crate::transport::frame::{CONTROL_PAYLOAD_BYTES, Frame, HEADER_BYTES, Kind};
-use crate::transport::links::conn::{Conn, ConnError};
+use crate::transport::links::conn::ConnError;
 use crate::transport::links::hello::ConnectionKind;
 
 /// Time without progress after which a rank reports to the other ranks which call it waits in. It is a
@@ -92,8 +89,8 @@ impl Engine {
                 continue;
             }
             if fills == CONTROL_FILLS {
-                // The connection stays readable, so the next poll reads the rest.
-                return;
+                // The next poll reads the rest.
+                return self.links.announce(peer);
             }
             match control.fill(HEADER_BYTES + CONTROL_PAYLOAD_BYTES) {
                 Ok(0) => return,
@@ -106,9 +103,6 @@ impl Engine {
     /// Records that the control connection of `peer` has ended; `how` says whether it was closed or failed.
     pub(super) fn on_control_closed(&mut self, peer: usize, how: ConnError) {
         let place = &mut self.peers[peer];
-        if let Some(fd) = place.control.as_ref().and_then(Conn::pollable) {
-            self.poller.remove(fd);
-        }
         place.control_closed = Some((Instant::now(), how));
         // The peer will never read these bytes. A caller that waits until its frames are sent would wait in
         // vain.
@@ -133,8 +127,10 @@ impl Engine {
             },
             Kind::Goodbye => self.peers[peer].left = true,
             Kind::Open => match u8::try_from(frame.seq).ok().and_then(ConnectionKind::from_wire) {
-                Some(conn_kind) if self.settings.me > peer => self.ensure_connected(peer, conn_kind),
-                _ => self.protocol_error(peer, PeerMisbehaved::ConnectionKind { number: frame.seq }),
+                Some(conn_kind) if self.settings.me > peer => self.open_connection(peer, conn_kind),
+                // The peer is about to connect, or has already done so.
+                Some(conn_kind) => self.peers[peer].requested[conn_kind as usize] = true,
+                None => self.protocol_error(peer, PeerMisbehaved::ConnectionKind { number: frame.seq }),
             },
             Kind::State => match Call::decode(frame.call) {
                 Ok(call) => {
@@ -159,7 +155,7 @@ impl Engine {
                 }
             }
             kind @ (Kind::Hello | Kind::Welcome | Kind::Proof | Kind::Refuse | Kind::Data | Kind::Eager)
-            | kind @ (Kind::Rts | Kind::Cts | Kind::Message | Kind::Credit) => {
+            | kind @ (Kind::Rts | Kind::Cts | Kind::Message | Kind::Credit | Kind::Close | Kind::Stream) => {
                 self.protocol_error(peer, PeerMisbehaved::NoControlFrame { kind });
             }
         }
@@ -266,41 +262,22 @@ impl Engine {
         answered.clamp(completion.deadline, completion.deadline + QUERY_LEAD_TIME)
     }
 
-    /// Reads the launcher's reports of ranks that died, and fails the group if one of its ranks did.
+    /// Reads the launcher's reports of processes that ended.
     pub(super) fn poll_agent(&mut self) {
-        let Some((agent, generation)) = self.settings.agent.clone() else { return };
-        let mut agent = agent.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut deaths = Vec::new();
-        // The loop is bounded: a launcher that sends without end must not keep this thread from moving data.
-        for _ in 0..64 {
-            match agent.receive(Duration::ZERO) {
-                Ok(ToWorker::PeerExit { generation: g, rank, cause }) if g == generation => {
-                    deaths.push((rank, cause));
-                }
-                Ok(_) => {}
-                Err(convoke_env::ChannelError::Timeout { .. }) => break,
-                Err(_) => {
-                    drop(agent);
-                    self.unregister_agent();
-                    self.settings.agent = None;
-                    break;
-                }
-            }
+        let events = self.links.poll_agent();
+        self.handle_events(events);
+    }
+
+    /// Fails the group because the launcher has reported how the process of `rank` ended.
+    pub(super) fn rank_exited(&mut self, rank: usize, how: LossReason) {
+        if rank == self.settings.me || self.peers[rank].left {
+            return;
         }
-        for (rank, cause) in deaths {
-            let how = match cause {
-                ExitCause::Code(0) => continue,
-                ended => LossReason::from(ended),
-            };
-            if rank >= self.settings.size || rank == self.settings.me || self.peers[rank].left {
-                continue;
-            }
-            // The control connections are read first: if the rank reported a failure before it died, that
-            // failure is the cause, and its death is a consequence.
-            self.read_all_controls();
-            if !self.peers[rank].left {
-                self.fail(Report::new(self.settings.me, Cause::PeerLost { rank, how }));
-            }
+        // The control connections are read first: if the rank reported a failure before it died, that
+        // failure is the cause, and its death is a consequence.
+        self.read_all_controls();
+        if !self.peers[rank].left {
+            self.fail(Report::new(self.settings.me, Cause::PeerLost { rank, how }));
         }
     }
 
@@ -322,7 +299,7 @@ impl Engine {
         let first = bounds.filter(|&at| now < at);
         let finishing = self.finishing.as_ref().map(Finishing::wake_at);
         let times = deadlines.chain(asks).chain(first).chain(suspects).chain(tell).chain(finishing);
-        let times = times.chain(self.handshakes.wake_at());
+        let times = times.chain(self.links.wake_at());
         times.min().unwrap_or(now + LONGEST_SLEEP).min(now + LONGEST_SLEEP)
     }
 

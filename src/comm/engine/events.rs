@@ -1,11 +1,12 @@
 //! Polls for all events except the data of the current collective, and sleeps until there is something to do.
 
-use std::time::Instant;
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
 
 use nix::poll::PollFlags;
 
-use super::handshake::HandshakeEvent;
-use super::poller::Source;
+use super::mux::Event;
+use super::poller::{Poller, Source};
 use super::progress::Engine;
 use super::progress_lock::Goal;
 use super::state::Peer;
@@ -25,42 +26,44 @@ impl Engine {
     }
 
     pub(super) fn poll_ready(&mut self) {
-        for source in self.poller.ready() {
-            match source {
-                Source::Doorbell => self.submissions.clear_doorbell(),
-                Source::Listener | Source::Handshake => {}
-                Source::Agent => self.poll_agent(),
-                Source::Control(peer) => self.read_control(peer),
-                Source::Message(peer) => drop(self.progress_messages(peer)),
-                Source::Process(peer) => self.process_ended(peer),
+        let events = self.links.poll_ready();
+        self.handle_events(events);
+        for source in self.poller.iter().flat_map(Poller::ready).collect::<Vec<_>>() {
+            if let Source::Message(peer) = source {
+                self.progress_messages(peer);
             }
         }
         self.progress_local_messages();
     }
 
     pub(super) fn poll_handshakes(&mut self, now: Instant) {
-        let mut events = Vec::new();
-        self.handshakes.progress(&self.poller, now, &mut events);
+        let events = self.links.poll_handshakes(now);
+        self.handle_events(events);
+    }
+
+    pub(super) fn handle_events(&mut self, events: Vec<Event>) {
         for event in events {
             match event {
-                HandshakeEvent::Opened { peer, conn_kind, conn } => {
-                    self.connection_opened(peer, conn_kind, conn)
+                Event::Control(peer) => self.read_control(peer),
+                Event::Connected(peer) => {
+                    self.peers[peer].control = Some(self.links.channel(peer));
+                    self.flush_control(peer);
                 }
-                HandshakeEvent::Unauthorized { from, error } => {
+                Event::Room => (0..self.peers.len()).for_each(|peer| self.flush_control(peer)),
+                Event::Data(peer) => drop(self.progress_messages(peer)),
+                Event::NeedsConnection(peer, conn_kind) => self.open_connection(peer, conn_kind),
+                Event::Exited(rank, how) => self.rank_exited(rank, how),
+                Event::Opened { peer, conn_kind, conn } => self.connection_opened(peer, conn_kind, conn),
+                Event::Unauthorized { from, error } => {
                     let cause = Cause::Unauthorized { from, what: error.to_string() };
                     self.fail(Report::new(self.settings.me, cause));
                 }
                 // Without a descriptor no incoming connection can be accepted. This does no harm if no rank
                 // is expected to connect.
-                HandshakeEvent::Exhausted { outgoing, source } if outgoing || self.expects_connection() => {
-                    let what = limits::descriptor_limit_message(
-                        &source,
-                        self.settings.size,
-                        self.local_peers.len() + 1,
-                    );
-                    self.fail(Report::new(self.settings.me, Cause::Exhausted { what }));
+                Event::Exhausted { outgoing, source } if outgoing || self.expects_connection() => {
+                    self.out_of_descriptors(&source);
                 }
-                HandshakeEvent::Exhausted { .. } => {}
+                Event::Exhausted { .. } => {}
             }
         }
     }
@@ -81,32 +84,42 @@ impl Engine {
         }
         #[cfg(test)]
         let conn = crate::transport::links::fault_injection::with_faults(conn);
-        let source = match conn_kind {
-            ConnectionKind::Control => Some(Source::Control(peer)),
-            ConnectionKind::Message => Some(Source::Message(peer)),
-            ConnectionKind::Collective => None,
+        if conn_kind == ConnectionKind::Message
+            && let Err(error) = self.watch_messages(peer, &conn)
+        {
+            return self.out_of_descriptors(&error);
+        }
+        let place = match conn_kind {
+            ConnectionKind::Control => unreachable!("control connections belong to the multiplexer"),
+            ConnectionKind::Collective => &mut self.peers[peer].collective,
+            ConnectionKind::Message => &mut self.peers[peer].messages.conn,
         };
-        if let Some(fd) = conn.pollable() {
-            match source {
-                Some(source) => drop(self.poller.change(fd, source, false)),
-                None => self.poller.remove(fd),
-            }
+        match place {
+            Some(link) => link.adopt(conn),
+            None => *place = Some(conn),
         }
-        match conn_kind {
-            ConnectionKind::Control => {
-                let _ = conn.enable_keepalive(self.settings.peer_timeout);
-                self.peers[peer].control = Some(conn);
-                self.flush_control(peer);
-                // Frames that the peer sent right after its proof may have been read already. No event
-                // announces them.
-                self.read_control(peer);
-            }
-            ConnectionKind::Collective => self.peers[peer].collective = Some(conn),
-            ConnectionKind::Message => {
-                self.peers[peer].messages.conn = Some(conn);
-                self.progress_messages(peer);
-            }
+        if conn_kind == ConnectionKind::Message {
+            self.progress_messages(peer);
         }
+    }
+
+    fn out_of_descriptors(&mut self, error: &std::io::Error) {
+        let (size, local) = (self.settings.size, self.local_peers.len() + 1);
+        let limit = limits::descriptor_limit_message(error, size, local);
+        let what = format!("file descriptors: {limit}");
+        self.fail(Report::new(self.settings.me, Cause::Exhausted { what }));
+    }
+
+    /// Watches a connection for messages. The group makes its epoll set for the first of them.
+    fn watch_messages(&mut self, peer: usize, conn: &Conn) -> std::io::Result<()> {
+        let Some(fd) = conn.pollable() else { return Ok(()) };
+        let poller = match self.poller.take() {
+            Some(poller) => poller,
+            None => Poller::new()?,
+        };
+        let watched = poller.add(fd, Source::Message(peer), false);
+        self.poller = Some(poller);
+        watched
     }
 
     /// Sleeps until data can move, a timer expires, another thread has a request, or `goal` no longer lets
@@ -122,7 +135,11 @@ impl Engine {
         let wake = goal.until.into_iter().fold(self.wake_at(now), Instant::min);
         let timeout = wake.saturating_duration_since(now);
         let mut registered = true;
-        if self.submissions.prepare_sleep(|| goal.should_release()) && self.may_sleep_on_memory(goal) {
+        let mut sleep = self.links.begin_sleep();
+        if let Some(sleep) = &mut sleep
+            && self.submissions.prepare_sleep(|| goal.should_release())
+            && self.may_sleep_on_memory(goal)
+        {
             let mut others = Vec::new();
             if let Some(first) = self.collectives.front() {
                 for (peer, direction) in first.execution.blocked() {
@@ -135,12 +152,13 @@ impl Engine {
                 }
             }
             for peer in &self.peers {
-                let control = peer.control.as_ref().filter(|_| !peer.control_out.is_empty());
-                let messages = peer.messages.conn.as_ref().filter(|_| peer.messages.write_blocked);
-                let full = control.into_iter().chain(messages).filter_map(Conn::pollable);
-                others.extend(full.map(|fd| (fd, PollFlags::POLLOUT)));
+                let full = peer.messages.conn.as_ref().filter(|_| peer.messages.write_blocked);
+                others.extend(full.and_then(Conn::pollable).map(|fd| (fd, PollFlags::POLLOUT)));
             }
-            registered = self.poller.sleep(&others, timeout);
+            registered = self.links.sleep(sleep, self.poller.as_ref(), &others, timeout);
+        }
+        if let Some(sleep) = sleep {
+            self.links.end_sleep(sleep);
         }
         self.end_memory_sleep();
         self.submissions.end_sleep();
@@ -150,10 +168,20 @@ impl Engine {
         let now = Instant::now();
         // As a rule data of the current collective has woken the thread. Then the registered descriptors need
         // no poll.
-        if registered || self.handshakes.wake_at().is_some_and(|at| now >= at) {
+        if registered || self.links.wake_at().is_some_and(|at| now >= at) {
             self.poll_events(now);
         } else {
             self.check_timers(now);
         }
+    }
+
+    /// Sleeps until an event comes or one of `others` is ready, at most `timeout`, and handles the events.
+    pub(super) fn nap(&mut self, others: &[(BorrowedFd<'_>, PollFlags)], timeout: Duration) {
+        if let Some(mut sleep) = self.links.begin_sleep() {
+            self.links.sleep(&mut sleep, None, others, timeout);
+            self.links.end_sleep(sleep);
+        }
+        let events = self.links.poll_ready();
+        self.handle_events(events);
     }
 }

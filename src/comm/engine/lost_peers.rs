@@ -102,12 +102,12 @@ impl Engine {
     fn wait_for_exit_report(&mut self, rank: usize, until: Instant) {
         self.read_all_controls();
         self.poll_agent();
-        while self.failure.is_none() && self.settings.agent.is_some() && !self.peers[rank].left {
+        while self.failure.is_none() && self.links.has_agent() && !self.peers[rank].left {
             let left = until.saturating_duration_since(Instant::now());
             if left.is_zero() {
                 return;
             }
-            self.poller.sleep(&[], left.min(Duration::from_millis(5)));
+            self.nap(&[], left.min(Duration::from_millis(5)));
             self.read_all_controls();
             self.poll_agent();
         }
@@ -149,7 +149,7 @@ impl Engine {
             if others.iter().any(|&rank| self.has_acknowledged(rank, since)) {
                 return false;
             }
-            self.poller.sleep(&[], Duration::from_millis(5));
+            self.nap(&[], Duration::from_millis(5));
             self.read_all_controls();
             others.iter().for_each(|&rank| self.flush_control(rank));
         }

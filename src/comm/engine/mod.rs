@@ -5,6 +5,7 @@
 //! the engine if no thread waits for them.
 
 mod affinity;
+mod broken;
 pub(crate) mod callbacks;
 mod completion;
 mod connect;
@@ -13,13 +14,14 @@ mod events;
 mod execution;
 mod failure;
 mod fast_path;
-mod handshake;
+pub(crate) mod handshake;
 mod lost_peers;
 mod messages;
 mod missing;
 #[cfg(all(test, loom))]
 mod models;
 mod monitored_barrier;
+pub(crate) mod mux;
 mod poller;
 mod probe;
 mod progress;
@@ -49,6 +51,7 @@ pub(crate) use affinity::CoreSharing;
 pub(crate) use completion::{Completion, Outcome, TimeLimit};
 use fast_path::FastPath;
 pub(crate) use progress::Engine;
+pub(crate) use shared_memory::ParentLinks;
 pub(crate) use state::Settings;
 pub(crate) use submission::SubmissionQueue;
 pub(crate) use wait_policy::Oversubscription;
@@ -203,15 +206,28 @@ impl Shared {
         let _ = self.call(&mut Some(Operation::Leave), TimeLimit::from(Duration::MAX));
     }
 
+    /// Returns what groups that are made from this group share with it.
+    pub(crate) fn parent_links(&self) -> Option<ParentLinks> {
+        self.ask(|engine| Some(engine.parent_links()))
+    }
+
     /// Returns the ranks that have neither left the group nor died, and the rank whose loss ended the group.
     pub(crate) fn live_ranks(&self) -> LiveRanks {
-        let live_ranks = Arc::new(Mutex::default());
-        let into = Arc::clone(&live_ranks);
+        self.ask(Engine::live_ranks)
+    }
+
+    /// Returns what `question` returns for the engine.
+    fn ask<R: Default + Send + 'static>(
+        &self,
+        question: impl FnOnce(&mut Engine) -> R + Send + 'static,
+    ) -> R {
+        let answer = Arc::new(Mutex::default());
+        let into = Arc::clone(&answer);
         let _ = self.on_engine(move |engine| {
-            *into.lock().unwrap_or_else(PoisonError::into_inner) = engine.live_ranks();
+            *into.lock().unwrap_or_else(PoisonError::into_inner) = question(engine);
             Ok(None)
         });
-        std::mem::take(&mut *live_ranks.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *answer.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Returns `Ok` if the group still works, else the error that `call` returns in the failed group.

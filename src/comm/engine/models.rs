@@ -13,8 +13,9 @@ use loom::thread;
 
 use super::callbacks::CallbackQueue;
 use super::completion::Completion;
+use super::mux::Doorbell;
 use super::progress_lock::{Drive, Goal, Inner};
-use super::submission::{Doorbell, SubmissionQueue};
+use super::submission::SubmissionQueue;
 
 const LONG: Duration = Duration::from_secs(3600);
 

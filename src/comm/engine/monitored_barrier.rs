@@ -9,6 +9,7 @@ use super::progress::Engine;
 use super::state::{Collective, Peer};
 use crate::collectives::call::CallKind;
 use crate::transport::frame::{Frame, Kind};
+use crate::transport::links::conn::Conn;
 
 impl Engine {
     /// If the current collective is a monitored barrier, tells all other ranks once that this rank has
@@ -49,7 +50,10 @@ impl Collective {
     /// After a failure it returns `false` for a monitored barrier: a late rank may have the frames of all
     /// other ranks, although these have given up waiting for it.
     pub(super) fn is_barrier_complete(&self, me: usize, peers: &[Peer], failed: bool) -> bool {
-        let is_sent = |peer: &Peer| peer.control_out.is_empty() || peer.control.is_none();
+        let is_sent = |peer: &Peer| {
+            let in_kernel = |control: &Conn| peer.control_out.is_empty() && !control.has_unsent();
+            peer.control.as_ref().is_none_or(in_kernel) || peer.control_closed.is_some()
+        };
         let all = || peers.iter().all(is_sent) && self.not_arrived(me, peers).next().is_none();
         !self.is_monitored_barrier() || (!failed && all())
     }

@@ -1,9 +1,9 @@
 //! Sleeps until one of many descriptors is ready.
 //!
-//! Descriptors with rare events stay registered in an epoll set: connections for control and messages, the
-//! listener, the launcher, and the doorbell (the eventfd that wakes this rank). The few connections that a
-//! collective waits for change with every call. They are polled together with the epoll set, so that a
-//! collective need not register and remove them.
+//! Descriptors with rare events stay registered in an epoll set: that of the process (control connections,
+//! the listener, the launcher, and the doorbell, an eventfd that wakes this rank), or that of a group (its
+//! connections for messages). The few connections that a collective waits for change with every call. They
+//! are polled together with the epoll sets, so that a collective need not register and remove them.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -26,9 +26,11 @@ pub(crate) enum Source {
     /// A connection whose peer has not authenticated yet.
     Handshake,
     Agent,
+    /// The control connection to a process.
     Control(usize),
+    /// The connection for messages to a rank of a group.
     Message(usize),
-    /// The process of a rank; the event says that it has ended.
+    /// A process; the event says that it has ended.
     Process(usize),
 }
 
@@ -99,24 +101,36 @@ impl Poller {
         ready
     }
 
-    /// Sleeps until a registered descriptor or one of `others` is ready, at most `timeout`. Returns whether a
-    /// registered descriptor is ready.
-    pub(crate) fn sleep(&self, others: &[(BorrowedFd<'_>, PollFlags)], timeout: Duration) -> bool {
+    /// Sleeps until one of `watched` or of `others` is ready, at most `timeout`. Returns whether one of
+    /// `watched` is ready.
+    pub(crate) fn sleep(
+        &self,
+        watched: [Option<BorrowedFd<'_>>; 2],
+        others: &[(BorrowedFd<'_>, PollFlags)],
+        timeout: Duration,
+    ) -> bool {
         #[cfg(test)]
         if self.chance.next().is_some_and(|mut random| random.below(8) == 0) {
             // This simulates a signal that interrupts the sleep.
             return false;
         }
-        let mut fds = Vec::with_capacity(others.len() + 1);
-        fds.push(PollFd::new(self.epoll.0.as_fd(), PollFlags::POLLIN));
+        let mut fds = Vec::with_capacity(others.len() + 2);
+        fds.extend(watched.into_iter().flatten().map(|fd| PollFd::new(fd, PollFlags::POLLIN)));
+        let watched = fds.len();
         fds.extend(others.iter().map(|&(fd, flags)| PollFd::new(fd, flags)));
         // The time is rounded up: a thread that woke too early would spin.
         let millis = timeout.as_micros().div_ceil(1000).min(60_000) as u16;
         match nix::poll::poll(&mut fds, PollTimeout::from(millis)) {
             Ok(0) | Err(Errno::EINTR) => false,
-            Ok(_) => fds[0].any().unwrap_or(true),
+            Ok(_) => fds[..watched].iter().any(|fd| fd.any().unwrap_or(true)),
             Err(_) => true,
         }
+    }
+}
+
+impl AsFd for Poller {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.epoll.0.as_fd()
     }
 }
 

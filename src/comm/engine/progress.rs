@@ -8,9 +8,9 @@ use std::time::Instant;
 use super::completion::Completion;
 use super::execution::Execution;
 use super::failure::Failure;
-use super::handshake::Handshakes;
-use super::messages::{AnySourceQueue, MessageError};
-use super::poller::{Poller, Source};
+use super::messages::AnySourceQueue;
+use super::mux::{self, Membership, Mux};
+use super::poller::Poller;
 use super::probe::Probe;
 use super::progress_lock::{Drive, Goal};
 use super::state::{Collective, Peer, Settings, Wait};
@@ -22,8 +22,8 @@ use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::{Call, Status};
 use crate::collectives::kernels::Kernel;
 use crate::collectives::plan::Plan;
+use crate::error::CommError;
 use crate::error::cause::{Cause, Report};
-use crate::error::{CommError, ExecutionError};
 use crate::fault::fault_point;
 use crate::shm::{self, HostMemory};
 use crate::transport::frame::Kind;
@@ -40,8 +40,10 @@ const HISTORY: usize = 64;
 pub(crate) struct Engine {
     pub(super) settings: Settings,
     pub(super) peers: Vec<Peer>,
-    pub(super) handshakes: Handshakes,
-    pub(super) poller: Poller,
+    /// This group's part of what the groups of this process share.
+    pub(super) links: Membership,
+    /// The connections for messages; `None` while the group has none.
+    pub(super) poller: Option<Poller>,
     pub(super) submissions: Arc<SubmissionQueue>,
     /// Collectives in the order of their calls; the first is in progress.
     pub(super) collectives: VecDeque<Collective>,
@@ -65,7 +67,6 @@ pub(crate) struct Engine {
     /// True while a caller runs the engine and waits for an operation; false while the background thread runs
     /// the engine.
     pub(super) has_waiter: bool,
-    pub(super) agent_registered: bool,
     pub(super) left: bool,
     /// True while the group forms: other ranks may still connect.
     pub(super) connecting: bool,
@@ -85,26 +86,40 @@ pub(crate) struct Engine {
 }
 
 impl Engine {
-    /// Makes an engine. Other ranks connect to `listener`; it is `None` if no other rank is to connect.
-    pub(crate) fn new(settings: Settings, listener: Option<Listener>) -> Result<Self, CommError> {
-        let system = |what: &'static str| move |error| CommError::system(what, error);
-        let poller = Poller::new().map_err(system("cannot make an epoll set"))?;
-        let submissions = SubmissionQueue::new().map_err(system("cannot make an eventfd"))?;
-        poller
-            .add(submissions.doorbell(), Source::Doorbell, false)
-            .map_err(system("cannot watch an eventfd"))?;
-        let Settings { me, size, .. } = settings;
-        if let Some(listener) = &listener {
-            poller
-                .add(listener.pollable(), Source::Listener, false)
-                .map_err(system("cannot watch the listener"))?;
+    /// Makes the engine of the first group of a process; the launcher reports to it through `agent`. Other
+    /// ranks connect to `listener`; it is `None` if no other rank is to connect.
+    pub(crate) fn new(
+        settings: Settings,
+        agent: Option<mux::Agent>,
+        listener: Option<Listener>,
+    ) -> Result<Self, CommError> {
+        let Settings { me, size, ref credentials, peer_timeout, .. } = settings;
+        let mux = Mux::new(credentials, size, agent, peer_timeout, listener)?;
+        let links = mux.join(credentials.group, me, (0..size).collect());
+        let mut engine = Self::with_links(settings, links);
+        let events = engine.links.poll_agent();
+        engine.handle_events(events);
+        Ok(engine)
+    }
+
+    /// Makes the engine of a group whose ranks are connected already.
+    pub(crate) fn joined(settings: Settings, links: Membership) -> Self {
+        let mut engine = Self::with_links(settings, links);
+        for rank in (0..engine.settings.size).filter(|&rank| rank != engine.settings.me) {
+            let peer = &mut engine.peers[rank];
+            peer.control = Some(engine.links.channel(rank));
+            peer.collective = Some(engine.links.data_link(rank, ConnectionKind::Collective));
+            peer.messages.conn = Some(engine.links.data_link(rank, ConnectionKind::Message));
         }
-        let handshakes = Handshakes::new(me, size, settings.credentials.clone(), listener);
-        let mut engine = Self {
-            peers: (0..size).map(Peer::new).collect(),
-            handshakes,
-            poller,
-            submissions: Arc::new(submissions),
+        engine
+    }
+
+    fn with_links(settings: Settings, links: Membership) -> Self {
+        Self {
+            peers: (0..settings.size).map(Peer::new).collect(),
+            submissions: Arc::new(SubmissionQueue::with_doorbell(Arc::clone(links.slot()))),
+            links,
+            poller: None,
             collectives: VecDeque::new(),
             next_seq: 0,
             any_source: AnySourceQueue::default(),
@@ -117,7 +132,6 @@ impl Engine {
             reported_wait: None,
             queried_at: None,
             has_waiter: false,
-            agent_registered: false,
             left: false,
             connecting: false,
             finishing: None,
@@ -127,9 +141,7 @@ impl Engine {
             leaving: Vec::new(),
             rounds: 0,
             settings,
-        };
-        engine.register_agent();
-        Ok(engine)
+        }
     }
 
     pub(crate) fn submissions(&self) -> &Arc<SubmissionQueue> {
@@ -271,18 +283,29 @@ impl Engine {
         }
     }
 
+    /// Opens a connection to `peer` unless there is a link of this kind.
+    pub(super) fn ensure_connected(&mut self, peer: usize, conn_kind: ConnectionKind) {
+        if !self.peers[peer].is_linked(conn_kind) {
+            self.open_connection(peer, conn_kind);
+        }
+    }
+
     /// Opens a connection to `peer` if it is not open. The higher rank of a pair connects, so a lower rank
     /// asks the peer to connect.
-    pub(super) fn ensure_connected(&mut self, peer: usize, conn_kind: ConnectionKind) {
+    pub(super) fn open_connection(&mut self, peer: usize, conn_kind: ConnectionKind) {
         if self.peers[peer].is_open(conn_kind) || peer == self.settings.me {
             return;
         }
+        let open = self.frame(Kind::Open, u64::from(conn_kind.to_wire()));
         if self.settings.me > peer {
-            self.handshakes.connect(peer, conn_kind, self.settings.addresses[peer], Instant::now());
+            if self.peers[peer].awaits_connection(conn_kind) {
+                // The peer learns that a connection is needed even if it cannot accept it.
+                self.send_control(peer, &open, &[]);
+            }
+            self.links.connect(peer, conn_kind, self.settings.addresses[peer], false);
             self.poll_handshakes(Instant::now());
         } else if conn_kind != ConnectionKind::Control && !self.peers[peer].requested[conn_kind as usize] {
             self.peers[peer].requested[conn_kind as usize] = true;
-            let open = self.frame(Kind::Open, u64::from(conn_kind.to_wire()));
             self.send_control(peer, &open, &[]);
         }
     }
@@ -336,52 +359,11 @@ impl Engine {
             }
         }
     }
-
-    pub(super) fn execution_failed(&mut self, error: ExecutionError) {
-        let Some(first) = self.collectives.front() else { return };
-        let (ours, ours_seq) = (first.execution.call(), first.execution.seq());
-        match error {
-            ExecutionError::Broken { peer, why } => {
-                self.peers[peer].collective = None;
-                self.suspect(peer, &why);
-            }
-            ExecutionError::Mismatch { peer: rank, theirs, seq } => {
-                let cause = Cause::Mismatch { rank, theirs, theirs_seq: seq, ours, ours_seq };
-                self.fail(Report::new(self.settings.me, cause));
-            }
-            ExecutionError::Protocol { peer, what } => {
-                let cause = Cause::Protocol { peer, what: what.to_string() };
-                self.fail(Report::new(self.settings.me, cause));
-            }
-            ExecutionError::Function(reason) => {
-                self.fail(Report::new(self.settings.me, Cause::Aborted { reason }));
-            }
-        }
-    }
-
-    pub(super) fn message_failed(&mut self, peer: usize, error: MessageError) {
-        let cause = match error {
-            MessageError::Broken(why) => {
-                self.close_messages(peer);
-                self.suspect(peer, &why);
-                return;
-            }
-            MessageError::Mismatch { theirs, ours, seq } => {
-                Cause::Mismatch { rank: peer, theirs, theirs_seq: seq, ours, ours_seq: seq }
-            }
-            MessageError::Protocol(what) => Cause::Protocol { peer, what: what.to_string() },
-        };
-        self.fail(Report::new(self.settings.me, cause));
-    }
-
-    fn close_messages(&mut self, peer: usize) {
-        self.peers[peer].messages.conn = None;
-    }
 }
 
 impl Drive for Engine {
     type Task = Task;
-    type Doorbell = nix::sys::eventfd::EventFd;
+    type Doorbell = Arc<mux::Slot>;
 
     fn drive(&mut self, goal: &Goal<'_>) {
         self.has_waiter = !goal.is_background();

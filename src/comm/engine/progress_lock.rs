@@ -15,7 +15,8 @@ use std::time::{Duration, Instant};
 
 use super::callbacks::CallbackQueue;
 use super::completion::Completion;
-use super::submission::{Doorbell, SubmissionQueue};
+use super::mux::Doorbell;
+use super::submission::SubmissionQueue;
 use super::sync::{
     AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, ProgressLock, ProgressLockGuard,
     TryLockError, park, park_timeout,

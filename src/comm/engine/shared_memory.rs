@@ -1,25 +1,39 @@
 //! Shared memory between the ranks of a host: how the engine sets it up and uses it.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::poll::PollFlags;
 
-use super::poller::Source;
+use super::mux::Mux;
 use super::progress::Engine;
 use super::progress_lock::Goal;
+use super::state::Settings;
 use crate::error::CommError;
 use crate::error::cause::{Cause, Report};
 use crate::shm::allocations::Allocations;
 use crate::shm::bootstrap::{self, Follower, HostBootstrap, Leader, LocalGroup};
 use crate::shm::unavailable::Unavailable;
-use crate::shm::{HostMemory, Layout, RingChannel};
+use crate::shm::{HostMemory, HostShare, Layout, RingChannel};
 use crate::transport::frame::Kind;
-use crate::transport::links::conn::{Conn, ConnError};
+use crate::transport::links::conn::Conn;
 
 /// Longest wait for the failure report of another rank of this host after that rank has marked the shared
 /// memory as failed.
 const FAILURE_REPORT_TIMEOUT: Duration = Duration::from_millis(100);
+
+/// What groups that are made from a group share with it. The ranks are those of that group.
+#[derive(Debug, Clone)]
+pub(crate) struct ParentLinks {
+    pub(crate) mux: Arc<Mux>,
+    /// The process of each rank.
+    pub(crate) processes: Vec<usize>,
+    /// The address at which the process of each rank listens.
+    pub(crate) addresses: Vec<SocketAddr>,
+    /// The ranks of this host that share memory, and what they share; `None` without an arena.
+    pub(crate) host: Option<(Vec<usize>, HostShare)>,
+}
 
 impl Engine {
     /// Sets up shared memory between `ranks`, the ranks of this host (this rank is one of them). It then
@@ -31,7 +45,7 @@ impl Engine {
         until: Instant,
     ) -> Result<Result<(), Unavailable>, CommError> {
         let Some(me) = ranks.iter().position(|&rank| rank == self.settings.me) else { return Ok(Ok(())) };
-        let layout = Layout::new(ranks.len());
+        let layout = Layout::dense(ranks.len());
         let opened = self.start_memory_bootstrap(ranks, me, layout);
         let mut bootstrap = match opened {
             Ok(bootstrap) => bootstrap,
@@ -54,7 +68,13 @@ impl Engine {
             }
             match bootstrap.progress() {
                 Some(Ok(resources)) => {
-                    self.install_shared_memory(HostMemory::new(resources, layout, ranks.to_vec(), me));
+                    let (node, processes) = HostMemory::new(resources, layout, ranks.to_vec(), me);
+                    for (&rank, process) in
+                        ranks.iter().zip(processes).filter(|&(&rank, _)| rank != ranks[me])
+                    {
+                        self.links.watch_process(rank, process);
+                    }
+                    self.install_shared_memory(node);
                     return Ok(Ok(()));
                 }
                 Some(Err(reason)) => return Ok(Err(reason)),
@@ -66,12 +86,9 @@ impl Engine {
                 None => {}
             }
             let wake = self.wake_at(now).min(until);
-            let unsent = self.peers.iter().filter(|peer| !peer.control_out.is_empty());
-            let unsent = unsent.filter_map(|peer| peer.control.as_ref().and_then(Conn::pollable));
             let others =
                 bootstrap.descriptors().into_iter().map(|descriptor| (descriptor, PollFlags::POLLIN));
-            let others = others.chain(unsent.map(|conn| (conn, PollFlags::POLLOUT)));
-            self.poller.sleep(&others.collect::<Vec<_>>(), wake.saturating_duration_since(now));
+            self.nap(&others.collect::<Vec<_>>(), wake.saturating_duration_since(now));
         }
     }
 
@@ -87,11 +104,7 @@ impl Engine {
         me: usize,
         layout: Layout,
     ) -> Result<HostBootstrap, Unavailable> {
-        let bell = self
-            .submissions
-            .doorbell()
-            .try_clone_to_owned()
-            .map_err(|source| Unavailable::Descriptors { source });
+        let bell = self.links.doorbell().map_err(|source| Unavailable::Descriptors { source });
         let process =
             rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::empty());
         let local_group = bell.map(|doorbell| LocalGroup {
@@ -116,7 +129,7 @@ impl Engine {
         bootstrap
     }
 
-    fn install_shared_memory(&mut self, node: HostMemory) {
+    pub(crate) fn install_shared_memory(&mut self, node: HostMemory) {
         let with_faults = |conn: Conn| {
             #[cfg(test)]
             let conn = crate::transport::links::fault_injection::with_faults(conn);
@@ -128,23 +141,20 @@ impl Engine {
             self.peers[rank].messages.conn = Some(conn(RingChannel::Messages));
             self.peers[rank].collective = Some(conn(RingChannel::Collectives));
         }
-        for (rank, process) in node.processes().filter(|&(rank, _)| rank != self.settings.me) {
-            // If the process cannot be watched, the end of its control connection shows that it has ended.
-            let _ = self.poller.add(process, Source::Process(rank), false);
-        }
+        self.links.set_memory(Arc::clone(node.doorbells()));
         self.local_peers = node.others().map(|(_, rank)| rank).collect();
         self.node = Some(node);
     }
 
-    /// Handles the end of a rank's process. Its control connection then counts as closed, even if another
-    /// process still holds the socket.
-    pub(super) fn process_ended(&mut self, rank: usize) {
-        if let Some(process) = self.node.as_ref().and_then(|node| node.process(rank)) {
-            self.poller.remove(process);
-        }
-        self.read_control(rank);
-        if !self.peers[rank].left && self.peers[rank].control_closed.is_none() {
-            self.on_control_closed(rank, ConnError::Closed);
+    /// Returns what groups that are made from this group share with it.
+    pub(crate) fn parent_links(&self) -> ParentLinks {
+        let Settings { addresses, .. } = &self.settings;
+        let share = |node: &HostMemory| Some((node.ranks().to_vec(), node.share()?));
+        ParentLinks {
+            mux: Arc::clone(self.links.mux()),
+            processes: self.links.processes().to_vec(),
+            addresses: addresses.clone(),
+            host: self.node.as_ref().and_then(share),
         }
     }
 
@@ -177,7 +187,7 @@ impl Engine {
             if Instant::now() >= until {
                 return;
             }
-            self.poller.sleep(&[], Duration::from_millis(1));
+            self.nap(&[], Duration::from_millis(1));
         }
     }
 

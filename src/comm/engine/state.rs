@@ -1,10 +1,9 @@
 //! The state of an engine: its settings, its peers, its calls in progress.
 
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use convoke_env::{AgentChannel, Generation};
 use convoke_store::Store;
 
 use super::affinity::CoreSharing;
@@ -32,9 +31,6 @@ pub(crate) struct Settings {
     pub(crate) abort_key: Vec<u8>,
     /// The rank whose process serves the store; `None` if no rank does.
     pub(crate) store_rank: Option<usize>,
-    /// The channel on which the launcher reports ranks that died, and the generation of this rendezvous
-    /// round, without which its reports are ignored.
-    pub(crate) agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
     /// Longest time until a dead host or network path is detected.
     pub(crate) peer_timeout: Duration,
     pub(crate) sharing: CoreSharing,
@@ -103,12 +99,27 @@ impl Peer {
         }
     }
 
-    pub(super) fn is_open(&self, conn_kind: ConnectionKind) -> bool {
+    fn link(&self, conn_kind: ConnectionKind) -> Option<&Conn> {
         match conn_kind {
-            ConnectionKind::Control => self.control.is_some(),
-            ConnectionKind::Collective => self.collective.is_some(),
-            ConnectionKind::Message => self.messages.conn.is_some(),
+            ConnectionKind::Control => self.control.as_ref(),
+            ConnectionKind::Collective => self.collective.as_ref(),
+            ConnectionKind::Message => self.messages.conn.as_ref(),
         }
+    }
+
+    /// Returns whether data can be sent to this rank.
+    pub(super) fn is_linked(&self, conn_kind: ConnectionKind) -> bool {
+        self.link(conn_kind).is_some()
+    }
+
+    /// Returns whether there is a link that works without a connection of its own, and would take one.
+    pub(super) fn awaits_connection(&self, conn_kind: ConnectionKind) -> bool {
+        self.link(conn_kind).is_some_and(Conn::awaits_connection)
+    }
+
+    /// Returns whether the connection is open, or a link that needs none.
+    pub(super) fn is_open(&self, conn_kind: ConnectionKind) -> bool {
+        self.is_linked(conn_kind) && !self.awaits_connection(conn_kind)
     }
 }
 

@@ -1,28 +1,16 @@
 //! The submission queue: tasks and abort requests that threads hand over to the thread that drives the
 //! engine.
 
-use std::os::fd::{AsFd, BorrowedFd};
-
-use nix::sys::eventfd::{EfdFlags, EventFd};
+use std::sync::Arc;
 
 use super::Task;
+use super::mux::{Doorbell, Slot};
 use super::sync::{
     AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, Thread, current, fence,
 };
 
-/// Wakes the thread that drives the engine, if it sleeps.
-pub(crate) trait Doorbell {
-    fn ring(&self);
-}
-
-impl Doorbell for EventFd {
-    fn ring(&self) {
-        let _ = self.write(1);
-    }
-}
-
 #[derive(Debug)]
-pub(crate) struct SubmissionQueue<T = Task, B = EventFd> {
+pub(crate) struct SubmissionQueue<T = Task, B = Arc<Slot>> {
     entries: Mutex<Submissions<T>>,
     /// Flags that describe the content of `entries`, so that readers need no lock: tasks or an abort
     /// ([`HAS_SUBMISSIONS`]), threads that wait for the progress lock ([`HAS_LOCK_WAITERS`]). The higher bits
@@ -43,20 +31,6 @@ pub(super) struct Submissions<T> {
     pub(super) abort: Option<String>,
     /// Threads that wait for the progress lock.
     lock_waiters: Vec<Thread>,
-}
-
-impl SubmissionQueue {
-    pub(crate) fn new() -> std::io::Result<Self> {
-        Ok(Self::with_doorbell(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?))
-    }
-
-    pub(super) fn doorbell(&self) -> BorrowedFd<'_> {
-        self.doorbell.as_fd()
-    }
-
-    pub(super) fn clear_doorbell(&self) {
-        let _ = self.doorbell.read();
-    }
 }
 
 impl<T, B: Doorbell> SubmissionQueue<T, B> {

@@ -1,22 +1,14 @@
 //! Teardown of an engine: it sends a Goodbye frame to each peer and leaves no connection open.
 
-use std::io::IoSlice;
-use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
-use nix::poll::PollFlags;
-
+use super::mux::ClosingConn;
 use super::progress::Engine;
 use crate::collectives::call::CallKind;
 use crate::error::cause::{Cause, Report};
 use crate::error::{CommError, LossReason};
 use crate::fault::fault_point;
 use crate::transport::frame::Kind;
-use crate::transport::links::conn::Conn;
-
-/// Longest wait for the peers' kernels to accept data that was sent to them. After it the connections are
-/// closed anyway.
-const LINGER: Duration = Duration::from_secs(2);
 
 /// Interval at which a leaving rank asks the other ranks which calls they wait in. A reported wait for a
 /// message counts only if it comes this long after the last bytes were on the way to that rank: it then has
@@ -119,12 +111,7 @@ impl Engine {
         CommError::Destroyed { group: self.settings.name.clone() }
     }
 
-    /// Sends a Goodbye frame to every peer and closes all connections.
-    ///
-    /// Closing a connection that holds unread bytes resets it, and a reset discards bytes that the peer's
-    /// kernel has not accepted yet. So the engine sends a Goodbye frame, reads and drops incoming bytes, and
-    /// waits until the peer's kernel has accepted everything. (It does not wait until the peer reads it.)
-    /// Then it closes: a reset does no harm any more, and it leaves no port in TIME_WAIT.
+    /// Sends a Goodbye frame to every peer and closes the channels and connections of the group.
     pub(crate) fn leave(&mut self) {
         if std::mem::replace(&mut self.left, true) {
             return;
@@ -137,64 +124,13 @@ impl Engine {
         let mut closing: Vec<ClosingConn> = Vec::new();
         for peer in &mut self.peers {
             let unsent = std::mem::take(&mut peer.control_out);
-            closing.extend(peer.control.take().map(|conn| ClosingConn { conn, unsent, closed: false }));
+            closing.extend(peer.control.take().map(|conn| ClosingConn::new(conn, unsent, true)));
             let data = [peer.collective.take(), peer.messages.conn.take()].into_iter().flatten();
-            closing.extend(data.map(|conn| ClosingConn { conn, unsent: Vec::new(), closed: false }));
+            let own = data.filter(|conn| !conn.awaits_connection());
+            closing.extend(own.map(|conn| ClosingConn::new(conn, Vec::new(), false)));
         }
-        for conn in closing.iter().filter_map(|closing| closing.conn.pollable()) {
-            self.poller.remove(conn);
-        }
+        self.poller = None;
         fault_point("left", 0, 0);
-        let deadline = Instant::now() + LINGER;
-        loop {
-            closing.retain_mut(|closing| !closing.try_close());
-            if closing.is_empty() || Instant::now() >= deadline {
-                break;
-            }
-            let fds: Vec<_> = closing.iter().filter_map(ClosingConn::poll).collect();
-            // No descriptor becomes ready when a peer's kernel accepts data, so the loop checks again soon.
-            self.poller.sleep(&fds, Duration::from_millis(1));
-        }
-        self.handshakes.close();
-        self.unregister_agent();
-    }
-}
-
-/// A connection that is about to be closed.
-struct ClosingConn {
-    conn: Conn,
-    /// Bytes that the connection has not taken yet: a Goodbye frame, or the cause of the group's failure.
-    unsent: Vec<u8>,
-    /// The connection is closed for writing.
-    closed: bool,
-}
-
-impl ClosingConn {
-    /// Sends what the connection takes now, and reads and drops incoming bytes. Returns whether the
-    /// connection can be closed.
-    fn try_close(&mut self) -> bool {
-        while !self.unsent.is_empty() {
-            // A send error is ignored here: a broken connection is detected when it is read.
-            let sent = self.conn.send(&[IoSlice::new(&self.unsent)]).unwrap_or(0);
-            if sent == 0 {
-                break;
-            }
-            self.unsent.drain(..sent);
-        }
-        let sent_all = self.unsent.is_empty();
-        if sent_all && !self.conn.is_flushed() && !std::mem::replace(&mut self.closed, true) {
-            // The peer's kernel acknowledges the end of a connection at once, and data only after a delay.
-            self.conn.close_write();
-        }
-        let over = self.conn.discard() || sent_all && self.conn.is_flushed();
-        if over {
-            self.conn.skip_time_wait();
-        }
-        over
-    }
-
-    fn poll(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
-        let flags = if self.closed { PollFlags::POLLIN } else { PollFlags::POLLIN | PollFlags::POLLOUT };
-        Some((self.conn.pollable()?, flags))
+        self.links.close(closing);
     }
 }

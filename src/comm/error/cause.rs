@@ -31,7 +31,7 @@ pub(crate) fn clear_consequence() {
     IS_CONSEQUENCE.store(false, Ordering::SeqCst);
 }
 
-/// The reason why a group ends. With `Exhausted`, the reporting rank has no file descriptor left.
+/// The reason why a group ends. With `Exhausted`, the reporting rank has no file descriptor or memory left.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", tag = "type")]
 pub(crate) enum Cause {

@@ -1,5 +1,7 @@
 //! The errors that stop a collective; the engine turns them into the failure of the group.
 
+use std::io;
+
 use super::PeerMisbehaved;
 use crate::collectives::call::Call;
 use crate::transport::links::conn::ConnError;
@@ -13,6 +15,8 @@ pub(crate) enum ExecutionError {
     Mismatch { peer: usize, theirs: Call, seq: u64 },
     /// `peer` sent data that violates the protocol.
     Protocol { peer: usize, what: PeerMisbehaved },
+    /// This rank cannot allocate the shared memory that the call needs.
+    OutOfMemory(io::Error),
     /// The program's own reduction function failed.
     Function(String),
 }

@@ -86,13 +86,13 @@ pub enum CommError {
         /// The call that failed on this rank, and its progress.
         context: Box<CallContext>,
     },
-    /// A rank has no file descriptor left for the connections of the group.
-    #[error("rank {rank} has no file descriptor left: {what}; {context}")]
+    /// A rank has no file descriptor left for the connections of the group, or no shared memory for its data.
+    #[error("rank {rank} has run out of {what}; {context}")]
     #[non_exhaustive]
     Exhausted {
-        /// The rank without a descriptor.
+        /// The rank that has too little.
         rank: usize,
-        /// The limit of descriptors, the number that the group needs, and advice.
+        /// What is lacking: for descriptors the limit, the number that the group needs, and advice.
         what: String,
         /// The call that failed on this rank, and its progress.
         context: Box<CallContext>,

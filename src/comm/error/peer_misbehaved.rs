@@ -24,8 +24,8 @@ pub(crate) enum PeerMisbehaved {
     ForeignControl { kind: Kind },
     #[error("it sent a {kind:?} frame on the control connection")]
     NoControlFrame { kind: Kind },
-    /// The peer asks for a kind of connection that does not exist, or that the peer must open itself.
-    #[error("it asks for connection kind {number}, which this rank does not open to it")]
+    /// The peer asks for a kind of connection that does not exist.
+    #[error("it asks for connection kind {number}, which does not exist")]
     ConnectionKind { number: u64 },
     #[error("it sent a message of generation {generation}, group {group}")]
     ForeignMessage { generation: Generation, group: u64 },

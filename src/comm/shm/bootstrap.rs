@@ -6,7 +6,7 @@
 //!
 //! ```text
 //! member → leader   the secret, its local rank; its doorbell, its process
-//! leader → member   the size; the memory, all doorbells and processes
+//! leader → member   the size; the memory, the arena, all doorbells and processes
 //! member → leader   accepts: it has read the challenge in the memory and written the response
 //! leader → member   accepts: all members have responded
 //! ```
@@ -25,6 +25,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 
+use super::arena::Arena;
 use super::layout::{Layout, MAX_RANKS, Proof};
 use super::segment::{self, Segment};
 use super::unavailable::Unavailable;
@@ -58,6 +59,8 @@ pub(crate) struct LocalGroup {
 #[derive(Debug)]
 pub(crate) struct SharedResources {
     pub(crate) segment: Arc<Segment>,
+    /// The memory for later groups of these ranks; `None` if there is none.
+    pub(crate) arena: Option<Arc<Arena>>,
     /// The eventfds that wake the ranks, by local rank.
     pub(crate) doorbells: Vec<OwnedFd>,
     /// The descriptors of the ranks' processes (pidfd), by local rank; empty if a rank's system has none.
@@ -123,6 +126,7 @@ pub(crate) struct Leader {
     /// The members that were identified, by local rank; the leader's own entry stays `None`.
     members: Vec<Option<Member>>,
     segment: Option<Arc<Segment>>,
+    arena: Option<Arc<Arena>>,
 }
 
 #[derive(Debug)]
@@ -151,7 +155,10 @@ impl Leader {
         let members = local_group.ranks.iter().map(|_| None).collect();
         let message = [&[ACCEPT][..], &name, &secret].concat();
         let unidentified = Vec::new();
-        Ok((Self { local_group, listener, secret, unidentified, members, segment: None }, message))
+        Ok((
+            Self { local_group, listener, secret, unidentified, members, segment: None, arena: None },
+            message,
+        ))
     }
 
     fn progress(&mut self) -> Option<BootstrapOutcome> {
@@ -186,7 +193,7 @@ impl Leader {
         segment.populate(self.local_group.layout.committed_by(self.local_group.me));
         let (doorbells, processes) =
             self.clone_descriptors().map_err(|source| Unavailable::Descriptors { source })?;
-        Ok(Some(SharedResources { segment, doorbells, processes }))
+        Ok(Some(SharedResources { segment, arena: self.arena.take(), doorbells, processes }))
     }
 
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
@@ -263,13 +270,17 @@ impl Leader {
         }
         let (doorbells, processes) =
             self.clone_descriptors().map_err(|source| Unavailable::Descriptors { source })?;
-        let descriptors = [&memory].into_iter().chain(&doorbells).chain(&processes);
+        // Without an arena, later groups set up memory of their own.
+        let arena = Arena::create().ok();
+        let descriptors = [&memory].into_iter().chain(&arena).chain(&doorbells).chain(&processes);
         let descriptors: Vec<_> = descriptors.map(AsFd::as_fd).collect();
-        let welcome = [&[ACCEPT][..], &(bytes as u64).to_le_bytes()].concat();
+        let has_arena = u8::from(arena.is_some());
+        let welcome = [&[ACCEPT, has_arena][..], &(bytes as u64).to_le_bytes()].concat();
         for member in self.members.iter().flatten() {
             let sent = send(&member.conn, &welcome, &descriptors);
             sent.map_err(|source| Unavailable::Socket { what: "pass the shared memory over", source })?;
         }
+        self.arena = new_arena(arena, self.members.len())?;
         self.segment = Some(segment);
         Ok(())
     }
@@ -390,15 +401,19 @@ impl Follower {
     /// `rest` is the message, without its first byte.
     fn map_memory(&self, rest: &[u8], descriptors: Vec<OwnedFd>) -> Result<SharedResources, Unavailable> {
         let LocalGroup { ranks, me, layout, .. } = &self.local_group;
-        let bytes = rest.try_into().map(u64::from_le_bytes).ok();
+        let Some((&has_arena, bytes)) = rest.split_first() else {
+            return Err(Unavailable::InvalidMessage { rank: ranks[0] });
+        };
+        let bytes = bytes.try_into().map(u64::from_le_bytes).ok();
         if bytes != Some(layout.bytes() as u64) {
             return Err(Unavailable::InvalidMessage { rank: ranks[0] });
         }
-        let (received, sent) = (descriptors.len(), 1 + ranks.len());
+        let (received, sent) = (descriptors.len(), 1 + usize::from(has_arena) + ranks.len());
         let mut descriptors = descriptors.into_iter();
         let Some(memory) = descriptors.next().filter(|_| received >= sent) else {
             return Err(Unavailable::DescriptorsDropped { received, sent });
         };
+        let arena = new_arena(descriptors.by_ref().take(usize::from(has_arena)).next(), ranks.len())?;
         let segment = Segment::map(&memory, layout.bytes()).map_err(|source| Unavailable::Map { source })?;
         let own = layout.committed_by(*me);
         segment::commit(&memory, own.clone())
@@ -408,8 +423,13 @@ impl Follower {
         let doorbells = descriptors.by_ref().take(ranks.len()).collect();
         let processes: Vec<_> = descriptors.collect();
         let processes = if processes.len() == ranks.len() { processes } else { Vec::new() };
-        Ok(SharedResources { segment: Arc::new(segment), doorbells, processes })
+        Ok(SharedResources { segment: Arc::new(segment), arena, doorbells, processes })
     }
+}
+
+fn new_arena(memory: Option<OwnedFd>, ranks: usize) -> Result<Option<Arc<Arena>>, Unavailable> {
+    let arena = memory.map(|memory| Arena::new(memory, ranks)).transpose();
+    Ok(arena.map_err(|source| Unavailable::Map { source })?.map(Arc::new))
 }
 
 fn proof(segment: &Segment, layout: Layout, local_rank: usize, proof: Proof) -> &AtomicU64 {
@@ -475,7 +495,7 @@ pub(super) fn send(conn: &OwnedFd, bytes: &[u8], descriptors: &[BorrowedFd<'_>])
 
 /// Returns the next message and its file descriptors; `None` if no message has arrived yet.
 pub(super) fn receive(conn: &OwnedFd) -> io::Result<Option<(Vec<u8>, Vec<OwnedFd>)>> {
-    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2 * MAX_RANKS + 1))];
+    let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2 * MAX_RANKS + 2))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let mut bytes = vec![0; MESSAGE_BYTES];
     let parts = &mut [IoSliceMut::new(&mut bytes)];

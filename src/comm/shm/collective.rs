@@ -132,6 +132,9 @@ impl ShmCollective {
 
     /// Does all steps that are possible now, at most one batch. Returns whether it did any step.
     pub(crate) fn progress(&mut self, memory: &mut HostMemory) -> Result<bool, ExecutionError> {
+        if self.batch == 0 {
+            memory.allocate(&self.call_number, self.schedule.rounds())?;
+        }
         self.buffer.begin();
         let mut any = false;
         while !self.finished && !self.broken {

@@ -18,13 +18,22 @@ pub(crate) struct Doorbells {
     segment: Arc<Segment>,
     layout: Layout,
     me: usize,
-    /// The eventfd of each rank, by local rank.
-    doorbells: Vec<OwnedFd>,
+    host: HostProcesses,
+}
+
+/// The processes of a host, as the ranks of one group see them. All groups of a process share the
+/// descriptors.
+#[derive(Debug, Clone)]
+pub(crate) struct HostProcesses {
+    /// The eventfd of each process.
+    pub(crate) doorbells: Arc<[OwnedFd]>,
+    /// The process of each rank of the group, by local rank.
+    pub(crate) of_rank: Arc<[usize]>,
 }
 
 impl Doorbells {
-    pub(crate) fn new(segment: Arc<Segment>, layout: Layout, me: usize, doorbells: Vec<OwnedFd>) -> Self {
-        Self { segment, layout, me, doorbells }
+    pub(crate) fn new(segment: Arc<Segment>, layout: Layout, me: usize, host: HostProcesses) -> Self {
+        Self { segment, layout, me, host }
     }
 
     /// Wakes all other ranks that sleep. Call it after writing the data they wait for. It waits until this
@@ -54,7 +63,8 @@ impl Doorbells {
         let (at, bit) = Layout::sleep_bit(rank);
         // One signal is enough: the rank that clears the bit sends it.
         let first = rank != self.me && clear_sleep_bit(self.segment.word(at), bit);
-        if let Some(doorbell) = self.doorbells.get(rank).filter(|_| first) {
+        if first {
+            let doorbell = &self.host.doorbells[self.host.of_rank[rank]];
             // A full eventfd is readable already, so the error does not matter.
             let _ = rustix::io::write(doorbell, &1_u64.to_ne_bytes());
         }

@@ -1,8 +1,13 @@
 //! The layout of the memory that the ranks of a host share. Pure arithmetic.
 //!
 //! ```text
-//! page: sleep bits, failure flag │ of rank 0: control │ slots │ rounds │ rings to each rank │ of rank 1: ...
+//! dense:  page: sleep bits, flags │ of rank 0: control │ ring counters │ slots │ rounds │ rings │ of rank 1: ...
+//! sparse: page: sleep bits, flags │ control of all ranks │ ring counters │ slots of call 1, of call 2, ... │ rounds │ rings
 //! ```
+//!
+//! The first group of a host has the dense layout, whose pages are all allocated when the group forms. Other
+//! groups have the sparse layout: only its first pages are allocated then, and the others before their first
+//! use. So it puts together what a first short call needs of all ranks.
 //!
 //! Only the rank that owns a part of the memory writes to it. Exceptions: the sleep bits, the challenge of
 //! the bootstrap, and the read counter of a ring, which the rank that reads the ring writes.
@@ -13,6 +18,8 @@ use std::ops::Range;
 /// fetch lines in pairs.
 pub(crate) const LINE: usize = 128;
 const PAGE: usize = 4096;
+/// The size of a huge page on x86-64, and on aarch64 with base pages of 4 KiB.
+pub(crate) const HUGE_PAGE_BYTES: usize = 2 << 20;
 /// The number of a rank's slots for small collective calls. So a rank can be that many calls ahead of
 /// another. Together they make 1 MiB: a slot is reused only when other cores no longer have it in their
 /// caches, which makes writing faster (see [`ROUNDS_BYTES`]). A gather of 16 KiB by two ranks takes 1.82 µs
@@ -41,8 +48,8 @@ pub(crate) const ROUND_BYTES: usize = 128 << 10;
 /// 5.7 with 2 MiB, and 7.6 with 8 MiB, where large calls take twice as long.
 pub(crate) const ROUNDS_BYTES: usize = (ROUNDS_IN_MEMORY as usize + 2) * ROUND_BYTES;
 /// Maximum number of ranks of a host that can share memory: one message on a unix socket carries two file
-/// descriptors of each rank, besides that of the memory.
-pub(crate) const MAX_RANKS: usize = 126;
+/// descriptors of each rank, besides those of the memory and the arena.
+pub(crate) const MAX_RANKS: usize = 125;
 /// The least size of a ring's data in bytes.
 const MIN_RING_BYTES: usize = 8 << 10;
 
@@ -110,10 +117,19 @@ impl RingChannel {
         let (all, most) = self.bytes();
         (all / ranks.next_power_of_two()).clamp(MIN_RING_BYTES, most)
     }
+}
 
-    /// The size of one ring with the counters of both ends.
-    fn ring_with_counters(self, ranks: usize) -> usize {
-        2 * LINE + self.ring_bytes(ranks)
+/// The parts of one kind that the ranks have: the offset of that of the first rank, and the distance from
+/// each rank's part to that of the next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Parts {
+    start: usize,
+    step: usize,
+}
+
+impl Parts {
+    fn of(self, rank: usize) -> usize {
+        self.start + rank * self.step
     }
 }
 
@@ -121,36 +137,113 @@ impl RingChannel {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Layout {
     ranks: usize,
-    /// The size of each rank's part.
-    rank_bytes: usize,
+    control: Parts,
+    slots: Parts,
+    /// The distance from a rank's slot of one call to its slot of the next call.
+    slot_step: usize,
+    rounds: Parts,
+    ring_counters: Parts,
+    ring_data: Parts,
+    bytes: usize,
+    is_sparse: bool,
 }
 
 /// The offset of the failure flag, behind the sleep bits of the first page.
 const FAILURE_FLAG: usize = 2 * LINE;
+/// The offset of the number of ranks that have closed the memory.
+const CLOSED: usize = 3 * LINE;
 /// The offset of the core numbers in the first page: a word for each rank.
 const CORES: usize = PAGE / 4;
 const CONTROL: usize = PAGE;
+/// The size of the control part of a rank in the sparse layout.
+const SPARSE_CONTROL: usize = 8 * LINE;
 const SLOT: usize = (SLOT_HEADER + SLOT_BYTES).next_multiple_of(LINE);
 const ALL_SLOTS: usize = (SLOTS as usize * SLOT).next_multiple_of(PAGE);
 // A round may begin just before the wrap-around, so its data ends behind it. Two rounds that share bytes are
 // nearly `ROUNDS_BYTES` apart, so they are never in memory at the same time.
 const ALL_ROUNDS: usize = ROUNDS_BYTES + ROUND_BYTES;
+/// The size of the counters of one ring: a line for each end.
+const RING_COUNTERS: usize = 2 * LINE;
 
 impl Layout {
-    pub(crate) fn new(ranks: usize) -> Self {
-        let rings: usize =
-            RingChannel::ALL.iter().map(|channel| ranks * channel.ring_with_counters(ranks)).sum();
-        Self { ranks, rank_bytes: (CONTROL + ALL_SLOTS + ALL_ROUNDS + rings).next_multiple_of(PAGE) }
+    /// Returns the layout in which the memory of each rank is contiguous.
+    pub(crate) fn dense(ranks: usize) -> Self {
+        let (counters, data) = Self::ring_sizes(ranks);
+        let slots = PAGE + CONTROL;
+        let rounds = slots + ALL_SLOTS;
+        let ring_counters = rounds + ALL_ROUNDS;
+        let ring_data = ring_counters + counters;
+        let step = (ring_data + data - PAGE).next_multiple_of(PAGE);
+        let parts = |start| Parts { start, step };
+        Self {
+            ranks,
+            control: parts(PAGE),
+            slots: parts(slots),
+            slot_step: SLOT,
+            rounds: parts(rounds),
+            ring_counters: parts(ring_counters),
+            ring_data: parts(ring_data),
+            bytes: PAGE + ranks * step,
+            is_sparse: false,
+        }
+    }
+
+    /// Returns the layout in which the parts of one kind of all ranks are together.
+    pub(crate) fn sparse(ranks: usize) -> Self {
+        let (counters, data) = Self::ring_sizes(ranks);
+        let control = Parts { start: PAGE, step: SPARSE_CONTROL };
+        let ring_counters = Parts { start: control.of(ranks), step: counters };
+        let slots = Parts { start: ring_counters.of(ranks).next_multiple_of(PAGE), step: SLOT };
+        let slot_step = ranks * SLOT;
+        let rounds = (slots.start + SLOTS as usize * slot_step).next_multiple_of(HUGE_PAGE_BYTES);
+        let rounds = Parts { start: rounds, step: ALL_ROUNDS.next_multiple_of(HUGE_PAGE_BYTES) };
+        let ring_data = Parts { start: rounds.of(ranks), step: data.next_multiple_of(PAGE) };
+        let bytes = ring_data.of(ranks).next_multiple_of(HUGE_PAGE_BYTES);
+        Self { ranks, control, slots, slot_step, rounds, ring_counters, ring_data, bytes, is_sparse: true }
+    }
+
+    /// Returns the sizes of the counters and of the data of all rings that one rank writes.
+    fn ring_sizes(ranks: usize) -> (usize, usize) {
+        let data: usize = RingChannel::ALL.iter().map(|channel| ranks * channel.ring_bytes(ranks)).sum();
+        (RingChannel::ALL.len() * ranks * RING_COUNTERS, data)
+    }
+
+    pub(crate) fn ranks(self) -> usize {
+        self.ranks
+    }
+
+    /// Returns whether only [`Self::first_pages`] are allocated when the group forms.
+    pub(crate) fn is_sparse(self) -> bool {
+        self.is_sparse
     }
 
     /// The total size of the shared memory in bytes.
     pub(crate) fn bytes(self) -> usize {
-        self.rank_range(self.ranks).start
+        self.bytes
     }
 
-    /// The byte range of the part of `rank`.
+    /// The byte range of the part of `rank` in the dense layout.
     pub(crate) fn rank_range(self, rank: usize) -> Range<usize> {
-        PAGE + rank * self.rank_bytes..PAGE + (rank + 1) * self.rank_bytes
+        debug_assert!(!self.is_sparse);
+        self.control.of(rank)..self.control.of(rank + 1)
+    }
+
+    /// The pages of the sparse layout that ranks use without a further check: all but slots, rounds and the
+    /// data of rings.
+    pub(crate) fn first_pages(self) -> Range<usize> {
+        0..self.slots.start
+    }
+
+    /// The range of the slots of all ranks for the calls in `rows`, counted from the first call, in the
+    /// sparse layout.
+    pub(crate) fn slot_rows(self, rows: Range<u32>) -> Range<usize> {
+        let row = |row: u32| self.slots.start + row as usize * self.slot_step;
+        row(rows.start)..row(rows.end)
+    }
+
+    /// The range of the memory for rounds of `rank`.
+    pub(crate) fn all_rounds(self, rank: usize) -> Range<usize> {
+        self.rounds.of(rank)..self.rounds.of(rank) + ALL_ROUNDS
     }
 
     /// Returns the offset of the word that has the sleep bit of `rank`, and the bit. It is set while the rank
@@ -162,6 +255,11 @@ impl Layout {
     /// The offset of the word that is set when the group has failed.
     pub(crate) fn failure_flag() -> usize {
         FAILURE_FLAG
+    }
+
+    /// The offset of the word that counts the ranks that have closed the memory.
+    pub(crate) fn closed_count() -> usize {
+        CLOSED
     }
 
     /// The offset of the word in which `rank` publishes the core on which it waits, plus 1. The word is 0
@@ -176,11 +274,11 @@ impl Layout {
     }
 
     pub(crate) fn counter(self, rank: usize, counter: Counter) -> usize {
-        self.rank_range(rank).start + LINE * counter as usize
+        self.control.of(rank) + LINE * counter as usize
     }
 
     pub(crate) fn proof(self, rank: usize, proof: Proof) -> usize {
-        self.rank_range(rank).start + LINE * (Counter::COUNT + proof as usize)
+        self.control.of(rank) + LINE * (Counter::COUNT + proof as usize)
     }
 
     /// The range whose pages `rank` allocates: its own part; the first rank also allocates the common page.
@@ -189,31 +287,35 @@ impl Layout {
         if rank == 0 { 0..own.end } else { own }
     }
 
+    /// The place of the slot of call number `number` among the slots of a rank. The first call has number 1.
+    pub(crate) fn slot_row(number: u32) -> u32 {
+        number.wrapping_sub(1) % SLOTS
+    }
+
     /// The offset of the slot of `rank` for call number `number`.
     pub(crate) fn slot(self, rank: usize, number: u32) -> usize {
-        self.rank_range(rank).start + CONTROL + (number % SLOTS) as usize * SLOT
+        self.slots.of(rank) + Self::slot_row(number) as usize * self.slot_step
     }
 
     /// The offset of the data of `rank` in a round that begins `position` bytes after the first round of all
     /// calls.
     pub(crate) fn round(self, rank: usize, position: u64) -> usize {
-        self.rank_range(rank).start + CONTROL + ALL_SLOTS + (position % ROUNDS_BYTES as u64) as usize
+        self.rounds.of(rank) + (position % ROUNDS_BYTES as u64) as usize
     }
 
     /// The position of the ring from rank `from` to rank `to`.
     pub(crate) fn ring(self, channel: RingChannel, from: usize, to: usize) -> RingOffsets {
         let ranks = self.ranks;
-        let channels = RingChannel::ALL.iter().take_while(|&&other| other != channel);
-        let before: usize = channels.map(|channel| ranks * channel.ring_with_counters(ranks)).sum();
-        let before = before + to * channel.ring_with_counters(ranks);
-        let start = self.rank_range(from).start + CONTROL + ALL_SLOTS + ALL_ROUNDS + before;
-        let (written, read, data) = (start, start + LINE, start + 2 * LINE);
+        let before = RingChannel::ALL.iter().take_while(|&&other| other != channel);
+        let data_before: usize = before.clone().map(|channel| ranks * channel.ring_bytes(ranks)).sum();
+        let bytes = channel.ring_bytes(ranks);
+        let written = self.ring_counters.of(from) + (before.count() * ranks + to) * RING_COUNTERS;
         RingOffsets {
             written,
             closed: written + size_of::<u64>(),
-            read,
-            data,
-            bytes: channel.ring_bytes(ranks),
+            read: written + LINE,
+            data: self.ring_data.of(from) + data_before + to * bytes,
+            bytes,
         }
     }
 }
@@ -227,6 +329,9 @@ mod tests {
         let mut ranges: Vec<_> = layout.sleep_masks().map(|word| word..word + 8).collect();
         ranges.push(Layout::failure_flag()..Layout::failure_flag() + LINE);
         for rank in 0..layout.ranks {
+            if rank == 0 {
+                ranges.push(Layout::closed_count()..Layout::closed_count() + LINE);
+            }
             ranges.push(Layout::core(rank)..Layout::core(rank) + 8);
             for counter in [Counter::Published, Counter::Reduced, Counter::Done] {
                 let at = layout.counter(rank, counter);
@@ -250,9 +355,10 @@ mod tests {
                 ranges.push(ring.read..ring.read + LINE);
                 ranges.push(ring.data..ring.data + ring.bytes);
                 assert!(ring.bytes.is_power_of_two());
+                let own = |layout: Layout| layout.rank_range(rank);
                 assert!(
-                    layout.rank_range(rank).contains(&ring.written)
-                        && layout.rank_range(rank).end >= ring.data + ring.bytes
+                    layout.is_sparse
+                        || own(layout).contains(&ring.written) && own(layout).end >= ring.data + ring.bytes
                 );
             }
         }
@@ -262,11 +368,13 @@ mod tests {
     #[test]
     fn slots_are_disjoint_and_inside_the_memory() {
         for ranks in [2, 3, 64, 65, MAX_RANKS] {
-            let layout = Layout::new(ranks);
-            let mut ranges = ranges(layout);
-            ranges.sort_by_key(|range| range.start);
-            assert!(ranges.windows(2).all(|pair| pair[0].end <= pair[1].start), "{ranks} ranks");
-            assert!(ranges.last().unwrap().end <= layout.bytes());
+            for layout in [Layout::dense(ranks), Layout::sparse(ranks)] {
+                let mut ranges = ranges(layout);
+                ranges.sort_by_key(|range| range.start);
+                assert!(ranges.windows(2).all(|pair| pair[0].end <= pair[1].start), "{ranks} ranks");
+                assert!(ranges.last().unwrap().end <= layout.bytes());
+            }
+            let layout = Layout::dense(ranks);
             assert_eq!(layout.rank_range(0).start % PAGE + layout.bytes() % PAGE, 0);
             let committed: Vec<_> = (0..ranks).map(|rank| layout.committed_by(rank)).collect();
             assert!(committed.windows(2).all(|pair| pair[0].end == pair[1].start), "{ranks} ranks");
@@ -275,10 +383,27 @@ mod tests {
     }
 
     #[test]
+    fn sparse_memory_has_all_words_that_are_used_unchecked_in_its_first_pages() {
+        for ranks in [2, 4, 16, MAX_RANKS] {
+            let layout = Layout::sparse(ranks);
+            let first = layout.first_pages();
+            for rank in 0..ranks {
+                assert!(first.contains(&(layout.counter(rank, Counter::Done) + LINE - 1)));
+                let ring = layout.ring(RingChannel::Collectives, rank, ranks - 1);
+                assert!(first.contains(&(ring.read + LINE - 1)) && !first.contains(&ring.data));
+                assert!(layout.slot_rows(0..1).contains(&layout.slot(rank, 1)));
+                assert!(layout.slot_rows(1..3).contains(&layout.slot(rank, SLOTS + 3)));
+            }
+        }
+        // What 4 ranks need for a first short call.
+        assert_eq!(Layout::sparse(4).slot_rows(0..1).end.next_multiple_of(PAGE), 52 << 10);
+    }
+
+    #[test]
     fn each_rank_has_its_own_sleeper_bit() {
         let bits: std::collections::HashSet<_> = (0..MAX_RANKS).map(Layout::sleep_bit).collect();
         assert_eq!(bits.len(), MAX_RANKS);
-        let words: Vec<_> = Layout::new(MAX_RANKS).sleep_masks().collect();
+        let words: Vec<_> = Layout::dense(MAX_RANKS).sleep_masks().collect();
         assert!(bits.iter().all(|(word, _)| words.contains(word)));
     }
 }

@@ -1,7 +1,7 @@
 //! Shared memory: collectives and messages between the ranks of one host, without connections.
 //!
 //! ```text
-//! bootstrap ─► segment, layout          memory that all of them have
+//! bootstrap ─► segment, layout          memory that all of them have; of later groups: parts of the arena
 //! schedule ─► collective, small_call    collectives: the steps of a rank; their execution, also inline
 //!              └─► copy_reduce          copies and sums
 //!              ring ─► segment          a byte stream in the place of a connection
@@ -18,10 +18,11 @@
 //! of events.
 
 pub(crate) mod allocations;
+pub(crate) mod arena;
 pub(crate) mod bootstrap;
 pub(crate) mod collective;
 mod copy_reduce;
-mod doorbells;
+pub(crate) mod doorbells;
 pub(crate) mod fd_passing;
 mod layout;
 #[cfg(all(test, loom))]
@@ -37,20 +38,22 @@ mod tests;
 pub(crate) mod unavailable;
 mod write;
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use smallvec::SmallVec;
 
 use crate::collectives::call::Call;
-use crate::collectives::kernels::Kernel;
 use crate::error::ExecutionError;
 use allocations::{Allocations, PublishedLocation};
+use arena::Arena;
 use bootstrap::SharedResources;
-use doorbells::Doorbells;
+use doorbells::{Doorbells, HostProcesses};
 use layout::{
-    CALL_OFFSET, Counter, HISTORY_OFFSET, INLINE_OFFSET, ROUND_BYTES, SLOT_BYTES, SLOT_HEADER, SLOTS,
+    CALL_OFFSET, Counter, HISTORY_OFFSET, INLINE_OFFSET, ROUND_BYTES, ROUNDS_BYTES, SLOT_BYTES, SLOT_HEADER,
+    SLOTS,
 };
 pub(crate) use layout::{Layout, RingChannel};
 use ring::Ring;
@@ -69,7 +72,11 @@ pub(crate) struct HostMemory {
     /// `ranks`.
     ranks: Vec<usize>,
     me: usize,
-    processes: Vec<OwnedFd>,
+    /// The processes of the host, and the memory for groups that are made from this group.
+    host: HostProcesses,
+    arena: Option<Arc<Arena>>,
+    /// The memory whose pages this rank knows to be allocated, if the layout is sparse.
+    allocated: Option<Allocated>,
     /// The core that this rank last published, plus 1.
     core: u64,
     /// The numbers of collective calls and rounds that this rank has started, and the total bytes of these
@@ -81,13 +88,28 @@ pub(crate) struct HostMemory {
     /// The latest call that each other rank had started, and its counters, when this rank last read them.
     started: Vec<u32>,
     counters: [Vec<u64>; Counter::COUNT],
-    scratch: Vec<u8>,
     /// Chooses the store instructions of writes that all ranks read, and of writes that one rank reads.
     policy_for_all: StorePolicy,
     policy_for_rank: Vec<StorePolicy>,
     allocations: Arc<Allocations>,
     /// A list whose memory the next collective reuses for its steps, which saves an allocation.
     steps: Vec<ScheduleStep>,
+}
+
+/// What a group needs of the group from which it is made, to share memory inside a host.
+#[derive(Debug, Clone)]
+pub(crate) struct HostShare {
+    arena: Arc<Arena>,
+    /// The processes of the new group's ranks on this host.
+    processes: HostProcesses,
+}
+
+/// The memory of a sparse layout whose pages are allocated: the number of rows of slots, and the bytes of this
+/// rank's rounds.
+#[derive(Debug, Clone, Copy, Default)]
+struct Allocated {
+    slot_rows: u32,
+    rounds: usize,
 }
 
 /// The ranks that a collective call waits for.
@@ -128,13 +150,54 @@ impl Header {
     }
 }
 
+impl HostShare {
+    /// Returns what those of the ranks share whose indices among the ranks of this host are `chosen`.
+    pub(crate) fn of(&self, chosen: &[usize]) -> Self {
+        let of_rank = chosen.iter().map(|&local_rank| self.processes.of_rank[local_rank]).collect();
+        let processes = HostProcesses { of_rank, ..self.processes.clone() };
+        Self { arena: Arc::clone(&self.arena), processes }
+    }
+
+    /// Reserves `count` parts of the arena, and returns the number of the first; `None` if none is left.
+    pub(crate) fn reserve(&self, count: u64) -> Option<u64> {
+        self.arena.reserve(count)
+    }
+}
+
 impl HostMemory {
-    pub(crate) fn new(resources: SharedResources, layout: Layout, ranks: Vec<usize>, me: usize) -> Self {
-        let SharedResources { segment, doorbells, processes } = resources;
-        let doorbells = Arc::new(Doorbells::new(Arc::clone(&segment), layout, me, doorbells));
+    /// Returns the memory of the first group of a host, with the descriptors of the ranks' processes.
+    pub(crate) fn new(
+        resources: SharedResources,
+        layout: Layout,
+        ranks: Vec<usize>,
+        me: usize,
+    ) -> (Self, Vec<OwnedFd>) {
+        let SharedResources { segment, arena, doorbells, processes } = resources;
+        let of_rank = (0..ranks.len()).collect();
+        let host = HostProcesses { doorbells: doorbells.into(), of_rank };
+        (Self::with_segment(segment, layout, ranks, me, host, arena), processes)
+    }
+
+    /// Returns the memory of a group that was made from another group: the part `number` of the arena, of
+    /// those that the first rank has reserved.
+    pub(crate) fn of_part(host: &HostShare, number: u64, ranks: Vec<usize>, me: usize) -> io::Result<Self> {
+        let HostShare { arena, processes } = host;
+        let segment = Arc::new(arena.map(processes.of_rank[0], number, ranks.len())?);
+        let (layout, arena) = (Layout::sparse(ranks.len()), Some(Arc::clone(arena)));
+        Ok(Self::with_segment(segment, layout, ranks, me, processes.clone(), arena))
+    }
+
+    fn with_segment(
+        segment: Arc<Segment>,
+        layout: Layout,
+        ranks: Vec<usize>,
+        me: usize,
+        host: HostProcesses,
+        arena: Option<Arc<Arena>>,
+    ) -> Self {
+        let doorbells = Arc::new(Doorbells::new(Arc::clone(&segment), layout, me, host.clone()));
         let (started, counters) = (vec![0; ranks.len()], std::array::from_fn(|_| vec![0; ranks.len()]));
-        let (scratch, policy_for_rank) =
-            (vec![0; Kernel::SCRATCH_BYTES], ranks.iter().map(|_| StorePolicy::default()).collect());
+        let policy_for_rank = ranks.iter().map(|_| StorePolicy::default()).collect();
         let (calls, rounds, round_bytes, history, steps) = (0, 0, 0, 0, Vec::new());
         Self {
             segment,
@@ -142,7 +205,9 @@ impl HostMemory {
             doorbells,
             ranks,
             me,
-            processes,
+            host,
+            arena,
+            allocated: layout.is_sparse().then(Allocated::default),
             core: 0,
             calls,
             rounds,
@@ -150,7 +215,6 @@ impl HostMemory {
             history,
             started,
             counters,
-            scratch,
             policy_for_all: StorePolicy::default(),
             policy_for_rank,
             allocations: Arc::default(),
@@ -169,21 +233,26 @@ impl HostMemory {
         self.ranks.clone().into_iter().enumerate().filter(move |&(local_rank, _)| local_rank != me)
     }
 
-    /// Returns each rank of the host, by its number in the group, with the descriptor of its process (pidfd).
-    /// There are none if the system has no such descriptors.
-    pub(crate) fn processes(&self) -> impl Iterator<Item = (usize, BorrowedFd<'_>)> {
-        self.ranks.iter().copied().zip(self.processes.iter().map(AsFd::as_fd))
+    /// Returns what groups that are made from this group share with it. `None` without an arena.
+    pub(crate) fn share(&self) -> Option<HostShare> {
+        Some(HostShare { arena: Arc::clone(self.arena.as_ref()?), processes: self.host.clone() })
     }
 
-    pub(crate) fn process(&self, rank: usize) -> Option<BorrowedFd<'_>> {
-        self.processes().find(|&(of, _)| of == rank).map(|(_, process)| process)
+    /// Returns the numbers in the group of the host's ranks, by local rank.
+    pub(crate) fn ranks(&self) -> &[usize] {
+        &self.ranks
+    }
+
+    pub(crate) fn doorbells(&self) -> &Arc<Doorbells> {
+        &self.doorbells
     }
 
     /// Returns this rank's end of the pair of rings between it and the rank `local_rank` of the host.
     pub(crate) fn ring_to(&self, channel: RingChannel, local_rank: usize) -> Ring {
         let (out, into) =
             (self.layout.ring(channel, self.me, local_rank), self.layout.ring(channel, local_rank, self.me));
-        Ring::new(Arc::clone(&self.segment), Arc::clone(&self.doorbells), local_rank, out, into)
+        let allocated = if self.allocated.is_some() { 0 } else { out.bytes };
+        Ring::new(Arc::clone(&self.segment), Arc::clone(&self.doorbells), local_rank, (out, allocated), into)
     }
 
     /// Sets the failure flag, which all ranks of the host read. Control connections report the reason of the
@@ -232,6 +301,43 @@ impl HostMemory {
         self.rounds += rounds;
         self.round_bytes += rounds * round_bytes as u64;
         call_number
+    }
+
+    /// Returns whether the pages of the slots of call `number` are allocated.
+    #[inline]
+    fn has_slots(&self, number: u32) -> bool {
+        self.allocated.is_none_or(|allocated| Layout::slot_row(number) < allocated.slot_rows)
+    }
+
+    /// Allocates the pages that call `number` may access on all ranks, apart from the rounds of other ranks,
+    /// which those allocate before they publish them.
+    ///
+    /// # Errors
+    ///
+    /// There is not enough memory.
+    fn allocate(&mut self, call_number: &CallNumber, rounds: u64) -> Result<(), ExecutionError> {
+        let Some(mut allocated) = self.allocated else { return Ok(()) };
+        let failed = |source| ExecutionError::OutOfMemory(source);
+        if !self.has_slots(call_number.number) {
+            let rows = (Layout::slot_row(call_number.number) + 1).next_power_of_two();
+            self.segment.commit(self.layout.slot_rows(allocated.slot_rows..rows)).map_err(failed)?;
+            allocated.slot_rows = rows;
+        }
+        let end = call_number.position.saturating_add(rounds * call_number.round_bytes);
+        let all = self.layout.all_rounds(self.me);
+        if rounds > 0 && allocated.rounds < all.len() {
+            let fits = usize::try_from(end).ok().filter(|&end| end <= ROUNDS_BYTES);
+            let bytes = fits.map_or(all.len(), |end| end.max(ROUND_BYTES).next_power_of_two());
+            if bytes > allocated.rounds {
+                self.segment.commit(all.start + allocated.rounds..all.start + bytes).map_err(failed)?;
+                allocated.rounds = bytes;
+                if bytes == all.len() {
+                    self.segment.collapse(all.start..all.start + ROUNDS_BYTES);
+                }
+            }
+        }
+        self.allocated = Some(allocated);
+        Ok(())
     }
 
     /// Returns `bytes` bytes from offset `at` of the data that `rank` publishes in the slot of call `number`.
@@ -373,8 +479,9 @@ impl HostMemory {
     /// Returns the earliest call of `rank`, up to `number`, that differs from this rank's call of the same
     /// number. Only calls whose slots were not reused can be compared.
     fn first_difference(&mut self, rank: usize, number: u32) -> Option<Header> {
-        let last = (0..SLOTS).map(|back| number.wrapping_sub(back));
-        let differ = last.filter_map(|number| {
+        let last = (0..SLOTS).map(|back| number.wrapping_sub(back)).filter(|&number| self.has_slots(number));
+        let last: Vec<u32> = last.collect();
+        let differ = last.into_iter().filter_map(|number| {
             let (theirs, ours) = (self.header(rank, number)?, self.header(self.me, number)?);
             (theirs.call != ours.call || theirs.seq != ours.seq).then_some(theirs)
         });

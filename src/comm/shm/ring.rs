@@ -20,6 +20,10 @@ const CHUNK_BYTES: usize = 16 << 10;
 /// are readable. Publishing costs as much as reading a short message.
 const READ_REPORTS_PER_RING: usize = 4;
 
+/// The size of the part of a ring that is allocated when the first bytes are written, in a group that
+/// allocates its memory before its first use.
+const FIRST_BYTES: usize = 8 << 10;
+
 /// One rank's end of the two rings between two ranks. A doorbell (eventfd) wakes a waiting rank; the rings
 /// have no descriptor of their own to poll.
 #[derive(Debug)]
@@ -29,6 +33,8 @@ pub(crate) struct Ring {
     /// The local rank of the peer at the other end.
     peer: usize,
     outgoing: RingOffsets,
+    /// The size of the start of the outgoing data whose pages are allocated.
+    allocated: usize,
     incoming: RingOffsets,
     /// This end's counts of bytes written and read, and the peer's counts when this end last looked them up.
     written: u64,
@@ -41,12 +47,13 @@ pub(crate) struct Ring {
 }
 
 impl Ring {
-    /// Makes the end that writes to `outgoing` and reads from `incoming`.
+    /// Makes the end that writes to `outgoing` and reads from `incoming`. Of the outgoing data, the pages of
+    /// the first `allocated` bytes are allocated.
     pub(crate) fn new(
         segment: Arc<Segment>,
         doorbells: Arc<Doorbells>,
         peer: usize,
-        outgoing: RingOffsets,
+        (outgoing, allocated): (RingOffsets, usize),
         incoming: RingOffsets,
     ) -> Self {
         Self {
@@ -54,6 +61,7 @@ impl Ring {
             doorbells,
             peer,
             outgoing,
+            allocated,
             incoming,
             written: 0,
             peer_read: 0,
@@ -73,8 +81,23 @@ impl Ring {
             self.peer_read = validated(peer_read, self.peer_read, self.written)?;
         }
         let at = self.written as usize & (bytes - 1);
-        let free = bytes - (self.written - self.peer_read) as usize;
-        Ok((free.min(bytes - at), data + at))
+        let free = (bytes - (self.written - self.peer_read) as usize).min(bytes - at);
+        if at + free > self.allocated {
+            self.allocate(at)?;
+        }
+        Ok((free.min(self.allocated - at), data + at))
+    }
+
+    /// Allocates more pages of the outgoing data if those from `at` on are not allocated.
+    #[cold]
+    fn allocate(&mut self, at: usize) -> io::Result<()> {
+        let RingOffsets { bytes, data, .. } = self.outgoing;
+        if at == self.allocated {
+            let more = (2 * self.allocated).clamp(FIRST_BYTES, bytes);
+            self.segment.commit(data + self.allocated..data + more)?;
+            self.allocated = more;
+        }
+        Ok(())
     }
 
     /// Returns the number of contiguous bytes that can be read now, and the offset of the first in shared

@@ -17,14 +17,13 @@ use nix::libc;
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
+use super::arena::Part;
+use super::layout::HUGE_PAGE_BYTES;
 use crate::collectives::kernels::SourceBytes;
 use crate::limits;
 
 /// The seals of the memory file: no process can resize the memory, so access to it never raises SIGBUS.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
-
-/// The size of a huge page on x86-64, and on aarch64 with base pages of 4 KiB.
-const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// A mapping of shared memory.
 #[derive(Debug)]
@@ -32,6 +31,9 @@ pub(crate) struct Segment {
     start: NonNull<u8>,
     /// The size of the mapping, a multiple of 8.
     bytes: usize,
+    /// The part of an arena that is mapped; `None` if the mapping is a whole memory file, whose pages are all
+    /// allocated.
+    part: Option<Part>,
 }
 
 // SAFETY: a segment is an address and a length. All access is by atomics, or by copies through a `View`. The
@@ -82,8 +84,13 @@ macro_rules! inject_fault {
 /// pages are allocated yet, but the control group must have that much memory free.
 pub(crate) fn create(bytes: usize) -> io::Result<OwnedFd> {
     inject_fault!(Create);
-    limits::check_file_size(bytes)?;
     limits::check_memory(bytes)?;
+    create_sparse(bytes)
+}
+
+/// Creates memory as [`create`], of which only a small part is to be allocated at a time.
+pub(super) fn create_sparse(bytes: usize) -> io::Result<OwnedFd> {
+    limits::check_file_size(bytes)?;
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     // `NOEXEC_SEAL` makes the memory not executable. Older kernels refuse the flag.
     let memory = rustix::fs::memfd_create(c"convoke", flags | MemfdFlags::NOEXEC_SEAL)
@@ -134,29 +141,53 @@ fn aligned_hint(at: usize, bytes: usize) -> *mut c_void {
     }
 }
 
+/// Returns an error unless `memory` is sealed and has `bytes` bytes.
+pub(super) fn check_sealed(memory: impl AsFd, bytes: usize) -> io::Result<()> {
+    let sealed = rustix::fs::fcntl_get_seals(&memory)?.contains(SealFlags::SHRINK);
+    let size = rustix::fs::fstat(&memory)?.st_size;
+    if !sealed || usize::try_from(size) != Ok(bytes) {
+        return Err(io::Error::other(format!("not sealed memory of {bytes} bytes")));
+    }
+    Ok(())
+}
+
 impl Segment {
     /// Maps the `bytes` bytes of `memory`.
     ///
     /// # Errors
     ///
     /// A system call fails; or the memory is not sealed, has another size, or has no whole number of words.
-    #[allow(unsafe_code)]
     pub(crate) fn map(memory: impl AsFd, bytes: usize) -> io::Result<Self> {
         inject_fault!(Map);
-        let sealed = rustix::fs::fcntl_get_seals(&memory)?.contains(SealFlags::SHRINK);
-        let size = rustix::fs::fstat(&memory)?.st_size;
-        if !sealed || usize::try_from(size) != Ok(bytes) {
-            return Err(io::Error::other(format!("not sealed memory of {bytes} bytes")));
-        }
+        check_sealed(&memory, bytes)?;
+        Self::map_range(memory, 0, bytes, None)
+    }
+
+    /// Maps the `bytes` bytes of sealed `memory` from `at` on, a multiple of the page size; they are `part` of
+    /// an arena.
+    #[allow(unsafe_code)]
+    pub(super) fn map_range(
+        memory: impl AsFd,
+        at: usize,
+        bytes: usize,
+        part: Option<Part>,
+    ) -> io::Result<Self> {
         if !bytes.is_multiple_of(size_of::<u64>()) {
             return Err(io::Error::other(format!("memory of {bytes} bytes, which are no whole words")));
         }
-        let start = map_shared(memory, 0, bytes)?;
-        let segment = Self { start, bytes };
+        let start = map_shared(memory, at, bytes)?;
+        let segment = Self { start, bytes, part };
         // SAFETY: the range is the mapping just made. A forked child does not inherit the mapping, since
         // writes of the child would corrupt data of the ranks.
         unsafe { rustix::mm::madvise(segment.start.as_ptr().cast(), bytes, Advice::LinuxDontFork) }?;
         Ok(segment)
+    }
+
+    /// Allocates the pages of `range` if they may not be allocated yet. Access to pages that are not allocated
+    /// would raise SIGBUS when memory is lacking.
+    pub(super) fn commit(&self, range: Range<usize>) -> io::Result<()> {
+        assert!(range.end <= self.bytes);
+        self.part.as_ref().map_or(Ok(()), |part| part.commit(range))
     }
 
     /// Asks the kernel to turn the pages of `own` into huge pages, and fills the page tables of the whole
@@ -168,19 +199,26 @@ impl Segment {
     #[allow(unsafe_code)]
     pub(crate) fn populate(&self, own: Range<usize>) {
         let align = |at: usize| at.next_multiple_of(HUGE_PAGE_BYTES).min(self.bytes);
-        let (start, end) = (align(own.start), align(own.end));
-        if start < end {
-            // SAFETY: a range of this mapping; the call does not change its contents. Before Linux 6.1, or if
-            // there are no huge pages, the call fails and pages stay small.
-            unsafe {
-                libc::madvise(self.start.as_ptr().add(start).cast(), end - start, libc::MADV_COLLAPSE);
-            }
-        }
+        self.collapse(align(own.start)..align(own.end));
         // SAFETY: the range is this whole mapping. If the kernel does not know the advice, first accesses are
         // slower.
         let _ = unsafe {
             rustix::mm::madvise(self.start.as_ptr().cast(), self.bytes, Advice::LinuxPopulateWrite)
         };
+    }
+
+    /// Asks the kernel to turn the pages of `range` into huge pages. Its ends are multiples of the size of a
+    /// huge page, or the end of the memory.
+    #[allow(unsafe_code)]
+    pub(super) fn collapse(&self, range: Range<usize>) {
+        assert!(range.end <= self.bytes);
+        if !range.is_empty() {
+            // SAFETY: a range of this mapping; the call does not change its contents. Before Linux 6.1, or if
+            // there are no huge pages, the call fails and pages stay small.
+            unsafe {
+                libc::madvise(self.start.as_ptr().add(range.start).cast(), range.len(), libc::MADV_COLLAPSE);
+            }
+        }
     }
 
     /// Returns the atomic word at byte offset `at`, which must be a multiple of 8 inside the segment.
@@ -208,8 +246,12 @@ impl Segment {
 impl Drop for Segment {
     #[allow(unsafe_code)]
     fn drop(&mut self) {
+        let is_last = self.part.as_ref().is_some_and(|part| part.close(self));
         // SAFETY: our mapping, and no view of it exists: views borrow it.
         let _ = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes) };
+        if let Some(part) = self.part.as_ref().filter(|_| is_last) {
+            part.free();
+        }
     }
 }
 
@@ -300,7 +342,7 @@ mod tests {
             // Another thread may have mapped something there in between.
             let begins_well = |_| {
                 let bytes = 2 * HUGE_PAGE_BYTES;
-                let segment = Segment { start: map_shared(&memory, at, bytes).unwrap(), bytes };
+                let segment = Segment { start: map_shared(&memory, at, bytes).unwrap(), bytes, part: None };
                 segment.start.addr().get() % HUGE_PAGE_BYTES == at % HUGE_PAGE_BYTES
             };
             assert!((0..100).any(begins_well), "{at}");

@@ -24,12 +24,13 @@ pub(crate) struct SmallCall {
 }
 
 impl HostMemory {
-    /// Returns the schedule of a collective call, if the call is small and no rank still reads the slot that
-    /// it uses.
+    /// Returns the schedule of a collective call, if the call is small, the pages of its slots are allocated,
+    /// and no rank still reads the slot that it uses.
     #[inline]
     pub(crate) fn small_schedule(&mut self, call: &Call) -> Option<Schedule> {
         let schedule = self.schedule(call);
-        (schedule.is_small() && self.is_next_slot_free()).then_some(schedule)
+        let has_slots = self.has_slots(self.calls.wrapping_add(1));
+        (schedule.is_small() && has_slots && self.is_next_slot_free()).then_some(schedule)
     }
 
     /// Assigns a number to a call that is about to be executed by its schedule, from

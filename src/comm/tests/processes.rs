@@ -66,6 +66,7 @@ fn run_scenario(scenario: &str, session: &mut Session, world: World) -> Result<(
             Ok(())
         }
         "two rounds" => two_rounds(session, world),
+        "groups" => groups(world.group()),
         "shrink" => shrink(world.group()),
         other => panic!("no scenario {other}"),
     }
@@ -111,6 +112,36 @@ fn two_rounds(session: &mut Session, world: World) -> Result<(), CommError> {
     assert!(matches!(error, CommError::Aborted { by: 0, .. }), "{error}");
     drop(again);
     session.next_round()?.barrier()
+}
+
+/// Rank 3 dies while it belongs to some of the groups. It is named in each of them, by its number there, and
+/// the other groups go on.
+fn groups(world: Group) -> Result<(), CommError> {
+    let me = world.rank();
+    let with = [world.subgroup(&[3, 0, 1])?, world.subgroup(&[1, 2, 3])?, world.subgroup(&[0, 1, 2, 3])?];
+    let without = world.subgroup(&[2, 1, 0])?;
+    world.barrier()?;
+    send_event("ready");
+    if me == 3 {
+        loop {
+            std::thread::park();
+        }
+    }
+    for (group, number) in
+        with.iter().zip([0, 2, 3]).filter_map(|(group, rank)| Some((group.as_ref()?, rank)))
+    {
+        let error = group.all_reduce(&mut [1], ReduceOp::Sum).unwrap_err();
+        let CommError::PeerLost { rank, how, .. } = &error else { panic!("{error}") };
+        assert_eq!((*rank, how), (number, &convoke_comm::LossReason::Signal { signal: 9 }), "{error}");
+        assert!(error.to_string().contains(group.name()), "{error}");
+    }
+    assert!(matches!(world.barrier(), Err(CommError::PeerLost { rank: 3, .. })));
+    let without = without.unwrap();
+    for _ in 0..100 {
+        without.all_reduce(&mut [1], ReduceOp::Sum)?;
+    }
+    assert!(without.split(Some(0), 0)?.is_some());
+    Ok(())
 }
 
 /// Continues with the survivors, repeatedly.
@@ -321,6 +352,14 @@ impl Job {
 fn forked_child_disturbs_nobody() {
     Job::run_to_success("fork", 3, Launcher::Convoke);
     Job::run_to_success("fork", 2, Launcher::Plain);
+}
+
+#[test]
+fn dead_rank_is_named_in_each_of_its_groups() {
+    let mut job = Job::start("groups", 4, Launcher::Convoke);
+    job.wait(&[0, 1, 2, 3], "ready");
+    job.kill(3);
+    job.wait(&[0, 1, 2], "done");
 }
 
 #[test]

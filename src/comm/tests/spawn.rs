@@ -8,7 +8,8 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use convoke_comm::{
-    Backend, CommError, ReduceOp, Spawn, SpawnError, World, init, is_elastic, is_initialized, op, spawn,
+    Backend, CommError, ReduceOp, Session, Spawn, SpawnError, World, init, is_elastic, is_initialized, op,
+    spawn,
 };
 use convoke_env::{ExitCause, WorkerEnv};
 use convoke_testkit::{assert_one_passed, subprocess_test, subprocess_variable};
@@ -362,13 +363,16 @@ fn ranks_use_tcp_if_file_size_limit_prevents_shared_memory() {
 
 #[test]
 fn descriptor_exhaustion_is_reported_to_all_ranks_at_once() {
-    // One rank, or all, can open only `left` more files.
+    // One rank, or all, can open only `left` more files. Groups without shared memory need connections of
+    // their own when they move many bytes.
     for left in 0..16 {
         let who = left % 4;
         Spawn::new(3)
             .timeout(LONG)
             .run(move |rank| {
-                let world = init().unwrap();
+                let session = Session::join().unwrap();
+                let mut session = session.with_options(|options| options.shared_memory(false));
+                let world = session.world().unwrap();
                 world.barrier().unwrap();
                 if who == rank || who == 3 {
                     let open = std::fs::read_dir("/proc/self/fd").unwrap().count();
@@ -381,7 +385,8 @@ fn descriptor_exhaustion_is_reported_to_all_ranks_at_once() {
                 let error = loop {
                     let made = world.split(Some(0), 0).map(Option::unwrap);
                     // A rank that could reach all others hears of the failure with its first call.
-                    match made.and_then(|group| group.barrier().map(|()| group)) {
+                    let mut many = vec![1_u64; 50_000];
+                    match made.and_then(|group| group.all_reduce(&mut many, ReduceOp::Sum).map(|()| group)) {
                         Ok(group) => groups.push(group),
                         Err(error) => break error,
                     }

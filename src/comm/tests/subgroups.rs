@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Group, ReduceOp, TimedBarrier, run_on_hosts, run_ranks, run_with_options};
+use common::{Group, ReduceOp, TimedBarrier, op, run_on_hosts, run_ranks, run_with_options};
 use convoke_comm::algorithms::{Algorithms, AllReduce};
 use convoke_comm::{CommError, GroupOptions};
 
@@ -214,6 +214,140 @@ fn subgroup_failure_does_not_affect_other_groups() {
             half.barrier().unwrap();
         }
         world.barrier().unwrap();
+    });
+}
+
+/// Runs `body` on ranks that share memory, and on ranks that use connections.
+fn run_both_ways(world: usize, body: impl Fn(Group) + Sync) {
+    run_ranks(world, &body);
+    run_with_options(world, GroupOptions::default().shared_memory(false), &body);
+}
+
+#[test]
+fn each_failure_of_a_subgroup_leaves_the_others_working() {
+    run_both_ways(4, |world| {
+        let me = world.rank();
+        let pairs = || world.split(Some(me as u32 / 2), 0).unwrap().unwrap();
+        let (aborted, late, differing, working) = (pairs(), pairs(), pairs(), pairs());
+        let all = world.split(Some(0), 0).unwrap().unwrap();
+        std::thread::scope(|scope| {
+            // Another thread works in two of the groups while this one fails in the others.
+            let worker = scope.spawn(|| {
+                for round in 0..200 {
+                    let mut sum = [round];
+                    working.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+                    all.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+                    assert_eq!(sum, [8 * round]);
+                }
+            });
+            if me % 2 == 0 {
+                aborted.abort("enough");
+            }
+            let error = aborted.barrier().unwrap_err();
+            assert!(
+                matches!(&error, CommError::Aborted { by: 0, reason, .. } if reason == "enough"),
+                "{error}"
+            );
+            if me % 2 == 0 {
+                let error = late.with_timeout(common::SHORT).barrier().unwrap_err();
+                assert!(matches!(&error, CommError::Timeout { missing, .. } if *missing == [1]), "{error}");
+            }
+            let error = match me % 2 {
+                0 => differing.all_reduce(&mut [1], ReduceOp::Sum),
+                _ => differing.all_reduce(&mut [1, 2], ReduceOp::Sum),
+            };
+            let error = error.unwrap_err();
+            assert!(matches!(error, CommError::Mismatch { .. }), "{error}");
+            // Rank 1 of the pair learns of the timeout with a later call: the data of this one has arrived.
+            world.barrier().unwrap();
+            let error = late.barrier().and_then(|()| late.barrier()).unwrap_err();
+            assert!(matches!(error, CommError::Timeout { .. }), "{error}");
+            worker.join().unwrap();
+        });
+        world.barrier().unwrap();
+    });
+}
+
+#[test]
+fn rank_that_leaves_a_subgroup_still_works_in_the_others() {
+    run_both_ways(3, |world| {
+        let me = world.rank();
+        for round in 0..5 {
+            let (left, kept) = (world.split(Some(0), 0).unwrap(), world.split(Some(0), 0).unwrap());
+            let (left, kept) = (left.unwrap(), kept.unwrap());
+            left.barrier().unwrap();
+            if me == round % 3 {
+                left.destroy();
+            } else {
+                let error = left.all_reduce(&mut [1], ReduceOp::Sum).unwrap_err();
+                let named = matches!(
+                    error,
+                    CommError::PeerLost { rank, how: convoke_comm::LossReason::Left, .. } if rank == round % 3
+                );
+                assert!(named, "{error}");
+            }
+            kept.barrier().unwrap();
+            // A group of the same ranks works although the other one has ended.
+            assert_eq!(members(&world.split(Some(0), 0).unwrap().unwrap(), me), [0, 1, 2]);
+        }
+    });
+}
+
+#[test]
+fn threads_that_wait_in_several_groups_make_progress_independently() {
+    const THREADS: usize = 4;
+    run_both_ways(2, |world| {
+        let groups: Vec<_> = (0..THREADS).map(|_| world.split(Some(0), 0).unwrap().unwrap()).collect();
+        if world.rank() == 1 {
+            // The threads of rank 0 sleep, and are woken one at a time, in an order of their own.
+            for round in 0..20_u64 {
+                for index in [2, 0, 3, 1] {
+                    let (group, mut got) = (&groups[index], [0]);
+                    group.send(&[round], 0, 0).unwrap();
+                    group.recv(&mut got, 0, 0).unwrap();
+                    assert_eq!(got, [round + index as u64]);
+                }
+            }
+            return world.barrier().unwrap();
+        }
+        std::thread::scope(|scope| {
+            for (index, group) in groups.iter().enumerate() {
+                scope.spawn(move || {
+                    for _ in 0..20 {
+                        let mut got = [0_u64];
+                        group.recv(&mut got, 1, 0).unwrap();
+                        group.send(&[got[0] + index as u64], 1, 0).unwrap();
+                    }
+                });
+            }
+        });
+        world.barrier().unwrap();
+    });
+}
+
+#[test]
+fn subgroups_work_when_their_parent_is_gone() {
+    run_both_ways(3, |world| {
+        let me = world.rank();
+        let group = world.split(Some(0), 0).unwrap().unwrap();
+        if me == 0 {
+            world.destroy();
+        }
+        drop(world);
+        for _ in 0..3 {
+            let inner = group.split(Some(0), 0).unwrap().unwrap();
+            assert_eq!(members(&inner, me), [0, 1, 2]);
+            // More than fits in any buffer, so that connections for data are made.
+            let mut sum = vec![1_u32; 300_000];
+            inner.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+            assert!(sum.iter().all(|&sum| sum == 3));
+            let peer = (me + 1) % 3;
+            let sent = inner.start(op::send(vec![me as u8; 200_000], peer).tag(7)).unwrap();
+            let mut got = vec![0_u8; 200_000];
+            inner.recv(&mut got, (me + 2) % 3, 7).unwrap();
+            assert!(got.iter().all(|&byte| usize::from(byte) == (me + 2) % 3));
+            sent.wait().unwrap();
+        }
     });
 }
 

@@ -17,7 +17,7 @@ use convoke_env::Generation;
 /// First bytes of every frame.
 pub(crate) const MAGIC: [u8; 4] = *b"CVK1";
 /// Protocol version of all traffic between ranks.
-pub(crate) const VERSION: u8 = 2;
+pub(crate) const VERSION: u8 = 3;
 /// Size of a header in bytes.
 pub(crate) const HEADER_BYTES: usize = 80;
 /// Longest payload, in bytes, of a frame that is buffered instead of received into a posted buffer.
@@ -48,7 +48,8 @@ pub(crate) enum Kind {
     Credit,
     /// Request to open a data connection; `seq` is not a sequence number here but the number of the
     /// [`ConnectionKind`](crate::transport::links::hello::ConnectionKind). The lower rank of a pair sends it
-    /// on the control connection, because only the higher rank opens connections.
+    /// on the control connection, because only the higher rank opens connections. The higher rank announces
+    /// by it that it opens a connection.
     Open,
     /// The operation in which the sender waits, by its `seq` and `call`. The payload lists the ranks for
     /// which the sender waits, 4 bytes each.
@@ -61,10 +62,16 @@ pub(crate) enum Kind {
     Goodbye,
     /// Setup of shared memory among the ranks of a host; payload: [`crate::shm::bootstrap`].
     Share,
+    /// The sender sends no more control frames of this group on the connection, which other groups still use.
+    Close,
+    /// Bytes of a data link that has no connection of its own yet; `seq` is the number of its
+    /// [`ConnectionKind`](crate::transport::links::hello::ConnectionKind). After a frame without payload, the
+    /// link's bytes come over a connection of its own.
+    Stream,
 }
 
 impl Kind {
-    pub(crate) const ALL: [Self; 16] = [
+    pub(crate) const ALL: [Self; 18] = [
         Self::Hello,
         Self::Welcome,
         Self::Proof,
@@ -81,6 +88,8 @@ impl Kind {
         Self::Abort,
         Self::Goodbye,
         Self::Share,
+        Self::Close,
+        Self::Stream,
     ];
 
     const fn to_wire(self) -> u8 {
@@ -93,7 +102,7 @@ impl Kind {
 
     /// Returns true if the payload consists of elements, which go to a posted buffer or a bounded queue.
     /// Other payloads are limited to [`CONTROL_PAYLOAD_BYTES`].
-    const fn carries_elements(self) -> bool {
+    pub(crate) const fn carries_elements(self) -> bool {
         matches!(self, Self::Data | Self::Eager | Self::Message)
     }
 }
@@ -191,7 +200,7 @@ pub(crate) mod tests {
         }
     }
 
-    /// Bytes of protocol version 2. A change of the layout must raise the version.
+    /// Bytes of protocol version 3. A change of the layout must raise the version.
     #[test]
     fn headers_of_this_version_have_these_bytes() {
         let mut generation = [0; 16];
@@ -208,7 +217,7 @@ pub(crate) mod tests {
         };
         #[rustfmt::skip]
         let bytes = [
-            b'C', b'V', b'K', b'1', 2, 7, 0, 0,
+            b'C', b'V', b'K', b'1', 3, 7, 0, 0,
             0xA0, 0xA1, 0xA2, 0xA3, 0xA4, 0xA5, 0xA6, 0xA7, 0xA8, 0xA9, 0xAA, 0xAB, 0xAC, 0xAD, 0xAE, 0xAF,
             1, 2, 3, 4, 5, 6, 7, 8,
             0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x17, 0x18,
@@ -239,6 +248,8 @@ pub(crate) mod tests {
             (Kind::Abort, 14),
             (Kind::Goodbye, 15),
             (Kind::Share, 16),
+            (Kind::Close, 17),
+            (Kind::Stream, 18),
         ];
         assert_eq!(numbers.len(), Kind::ALL.len());
         for (kind, number) in numbers {
@@ -257,7 +268,7 @@ pub(crate) mod tests {
         assert_eq!(with(0, b'X'), FrameError::Magic(*b"XVK1"));
         assert_eq!(with(4, 1), FrameError::Version(1));
         assert_eq!(with(5, 0), FrameError::Kind(0));
-        assert_eq!(with(5, 17), FrameError::Kind(17));
+        assert_eq!(with(5, 19), FrameError::Kind(19));
         assert_eq!(with(6, 1), FrameError::Reserved(Kind::State));
         assert_eq!(with(79, 1), FrameError::Reserved(Kind::State));
         assert!(matches!(with(63, 0x80), FrameError::Length { .. }));

@@ -234,7 +234,6 @@ impl Session {
             rank,
             size,
             origin: (0..size).collect(),
-            is_successor: false,
             // The launcher's generation identifies the first round only; later rounds draw their own.
             tuning: options.algorithms,
             options: GroupOptions { generation: options.generation.filter(|_| round == 0), ..options },

@@ -25,6 +25,8 @@ const MAX_RETRY_PAUSE: Duration = Duration::from_millis(200);
 const WELCOME_TIMEOUT: Duration = Duration::from_secs(300);
 #[derive(Debug)]
 pub(super) struct Connector {
+    /// The group whose rank `peer` this connector connects to.
+    pub(super) group: u64,
     pub(super) peer: usize,
     pub(super) conn_kind: ConnectionKind,
     pub(super) address: SocketAddr,
@@ -47,9 +49,16 @@ enum State {
 }
 
 impl Connector {
-    pub(super) fn new(peer: usize, conn_kind: ConnectionKind, address: SocketAddr, now: Instant) -> Self {
+    pub(super) fn new(
+        group: u64,
+        peer: usize,
+        conn_kind: ConnectionKind,
+        address: SocketAddr,
+        now: Instant,
+    ) -> Self {
         let (state, last_error) = (State::Pausing { until: now }, "not tried yet".to_owned());
         Self {
+            group,
             peer,
             conn_kind,
             address,
@@ -63,9 +72,21 @@ impl Connector {
 
     /// Makes a connector that repeatedly checks whether `peer` listens, because `peer` is the rank that must
     /// open the connection of `conn_kind`. The first check comes after a pause.
-    pub(super) fn probe(peer: usize, conn_kind: ConnectionKind, address: SocketAddr, now: Instant) -> Self {
+    pub(super) fn probe(
+        group: u64,
+        peer: usize,
+        conn_kind: ConnectionKind,
+        address: SocketAddr,
+        now: Instant,
+    ) -> Self {
         let state = State::Pausing { until: now + MAX_RETRY_PAUSE };
-        Self { state, pause: MAX_RETRY_PAUSE, probe_only: true, ..Self::new(peer, conn_kind, address, now) }
+        let connector = Self::new(group, peer, conn_kind, address, now);
+        Self { state, pause: MAX_RETRY_PAUSE, probe_only: true, ..connector }
+    }
+
+    /// Returns whether this connector opens, or awaits, this connection.
+    pub(super) fn opens(&self, group: u64, peer: usize, conn_kind: ConnectionKind) -> bool {
+        (self.group, self.peer, self.conn_kind) == (group, peer, conn_kind)
     }
 
     pub(super) fn is_done(&self) -> bool {
@@ -138,7 +159,8 @@ impl Connector {
             Err(source) => {
                 self.failed(&source, now);
                 let exhausted = limits::is_out_of_descriptors(&source);
-                return exhausted.then_some(HandshakeEvent::Exhausted { outgoing: true, source });
+                let group = Some(self.group);
+                return exhausted.then_some(HandshakeEvent::Exhausted { group, source });
             }
         }
         None
@@ -184,7 +206,7 @@ impl Connector {
     ) -> Option<HandshakeEvent> {
         let unauthorized = |error: HandshakeError| {
             let from = format!("rank {} at {}", self.peer, self.address);
-            Some(HandshakeEvent::Unauthorized { from, error })
+            Some(HandshakeEvent::Unauthorized { group: self.group, from, error })
         };
         let welcome = match frame.kind {
             Kind::Welcome => Welcome::decode(payload),
@@ -209,7 +231,7 @@ impl Connector {
             self.failed(&error, now);
             return None;
         }
-        Some(HandshakeEvent::Opened { peer: self.peer, conn_kind: self.conn_kind, conn })
+        Some(HandshakeEvent::Opened { group: self.group, peer: self.peer, conn_kind: self.conn_kind, conn })
     }
 
     fn failed(&mut self, error: &io::Error, now: Instant) {

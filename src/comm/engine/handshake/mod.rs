@@ -11,6 +11,7 @@
 
 mod connector;
 
+use std::collections::HashMap;
 use std::io::{self, IoSlice};
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -48,20 +49,22 @@ const HANDSHAKE_BYTES: usize = HEADER_BYTES + 512;
 /// A result of connecting or accepting.
 #[derive(Debug)]
 pub(crate) enum HandshakeEvent {
-    /// The peer has authenticated. Its connection is still registered as [`Source::Handshake`].
-    Opened { peer: usize, conn_kind: ConnectionKind, conn: Conn },
-    /// The peer at a published address does not know the secret.
-    Unauthorized { from: String, error: HandshakeError },
-    /// No descriptor is left for a connection that this rank makes (`outgoing`) or for one that waits to be
-    /// accepted.
-    Exhausted { outgoing: bool, source: io::Error },
+    /// A peer in `group` has authenticated. Its connection is still registered as [`Source::Handshake`].
+    Opened { group: u64, peer: usize, conn_kind: ConnectionKind, conn: Conn },
+    /// The peer at an address that the ranks of `group` published does not know the secret.
+    Unauthorized { group: u64, from: String, error: HandshakeError },
+    /// No descriptor is left for a connection that this process makes for `group`; `None` if a connection
+    /// waits to be accepted.
+    Exhausted { group: Option<u64>, source: io::Error },
 }
 
+/// The handshakes of all groups of a process, which share one listener.
 #[derive(Debug)]
 pub(crate) struct Handshakes {
-    me: usize,
-    size: usize,
+    /// The credentials of the first group. Those of the other groups differ in the number of the group.
     credentials: Credentials,
+    /// For each group, the rank of this process in it and its size.
+    groups: HashMap<u64, (usize, usize)>,
     /// `None` after [`Self::close`], and if no other rank is to connect.
     listener: Option<Listener>,
     inbound: Vec<Inbound>,
@@ -81,12 +84,27 @@ struct Inbound {
     since: Instant,
     /// The hello of the peer and this rank's nonce, once the peer has sent a valid hello.
     hello: Option<(Hello, [u8; 32])>,
+    /// The group that the peer named; it counts only with a hello.
+    group: u64,
 }
 
 impl Handshakes {
-    pub(crate) fn new(me: usize, size: usize, credentials: Credentials, listener: Option<Listener>) -> Self {
+    pub(crate) fn new(credentials: Credentials, listener: Option<Listener>) -> Self {
         let (inbound, connectors, notes, accept_paused_until) = (Vec::new(), Vec::new(), Vec::new(), None);
-        Self { me, size, credentials, listener, inbound, connectors, notes, accept_paused_until, refused: 0 }
+        let groups = HashMap::new();
+        Self { credentials, groups, listener, inbound, connectors, notes, accept_paused_until, refused: 0 }
+    }
+
+    /// Accepts connections of `group`, in which this process is rank `me` of `size`.
+    pub(crate) fn add_group(&mut self, group: u64, me: usize, size: usize) {
+        self.groups.insert(group, (me, size));
+    }
+
+    /// Stops all handshakes of `group`.
+    pub(crate) fn remove_group(&mut self, group: u64) {
+        self.groups.remove(&group);
+        self.inbound.retain(|inbound| inbound.hello.is_none() || inbound.group != group);
+        self.connectors.retain(|connector| connector.group != group);
     }
 
     /// Stops all handshakes: closes the listener and all connections that are not open yet.
@@ -99,14 +117,14 @@ impl Handshakes {
     /// Begins to open a connection of `conn_kind` to `peer`, unless an attempt is under way.
     pub(crate) fn connect(
         &mut self,
+        group: u64,
         peer: usize,
         conn_kind: ConnectionKind,
         address: SocketAddr,
         now: Instant,
     ) {
-        if !self.connectors.iter().any(|connector| connector.peer == peer && connector.conn_kind == conn_kind)
-        {
-            self.connectors.push(Connector::new(peer, conn_kind, address, now));
+        if !self.is_connecting(group, peer, conn_kind) {
+            self.connectors.push(Connector::new(group, peer, conn_kind, address, now));
         }
     }
 
@@ -114,15 +132,19 @@ impl Handshakes {
     /// opened its connection of `conn_kind`.
     pub(crate) fn probe(
         &mut self,
+        group: u64,
         peer: usize,
         conn_kind: ConnectionKind,
         address: SocketAddr,
         now: Instant,
     ) {
-        if !self.connectors.iter().any(|connector| connector.peer == peer && connector.conn_kind == conn_kind)
-        {
-            self.connectors.push(Connector::probe(peer, conn_kind, address, now));
+        if !self.is_connecting(group, peer, conn_kind) {
+            self.connectors.push(Connector::probe(group, peer, conn_kind, address, now));
         }
+    }
+
+    fn is_connecting(&self, group: u64, peer: usize, conn_kind: ConnectionKind) -> bool {
+        self.connectors.iter().any(|connector| connector.opens(group, peer, conn_kind))
     }
 
     /// Returns when the handshakes must advance even if no descriptor is ready; `None` if none has a timeout.
@@ -157,9 +179,8 @@ impl Handshakes {
                 Ok(None) => index += 1,
                 Ok(Some(event)) => {
                     self.inbound.swap_remove(index);
-                    if let HandshakeEvent::Opened { peer, conn_kind, .. } = event {
-                        self.connectors
-                            .retain(|connector| (connector.peer, connector.conn_kind) != (peer, conn_kind));
+                    if let HandshakeEvent::Opened { group, peer, conn_kind, .. } = event {
+                        self.connectors.retain(|connector| !connector.opens(group, peer, conn_kind));
                     }
                     out.push(event);
                 }
@@ -175,7 +196,9 @@ impl Handshakes {
             }
         }
         for connector in &mut self.connectors {
-            if let Some(event) = connector.progress(self.me, &self.credentials, poller, now) {
+            let (me, _) = self.groups[&connector.group];
+            let ours = self.credentials.of_group(connector.group);
+            if let Some(event) = connector.progress(me, &ours, poller, now) {
                 out.push(event);
             }
         }
@@ -195,7 +218,7 @@ impl Handshakes {
             let (tcp, from) = match self.listener.as_ref().map(Listener::accept) {
                 Some(Ok(accepted)) => accepted,
                 Some(Err(source)) if limits::is_out_of_descriptors(&source) => {
-                    out.push(HandshakeEvent::Exhausted { outgoing: false, source });
+                    out.push(HandshakeEvent::Exhausted { group: None, source });
                     // The listener stays readable, so a thread that polls it would spin.
                     if let Some(listener) = &self.listener {
                         poller.remove(listener.pollable());
@@ -209,9 +232,10 @@ impl Handshakes {
             if conn.pollable().is_none_or(|fd| poller.add(fd, Source::Handshake, false).is_err()) {
                 continue;
             }
-            self.inbound.push(Inbound { conn, from, since: now, hello: None });
+            self.inbound.push(Inbound { conn, from, since: now, hello: None, group: 0 });
             self.limit_inbound(false, MAX_UNAUTHENTICATED);
-            self.limit_inbound(true, MAX_UNAUTHENTICATED + ConnectionKind::ALL.len() * self.size);
+            let ranks: usize = self.groups.values().map(|&(_, size)| size).sum();
+            self.limit_inbound(true, MAX_UNAUTHENTICATED + ConnectionKind::ALL.len() * ranks);
         }
     }
 
@@ -243,18 +267,21 @@ impl Handshakes {
         if now >= inbound.expires() {
             return Err(None);
         }
-        let (generation, group) = (self.credentials.generation, self.credentials.group);
+        let (generation, first) = (self.credentials.generation, self.credentials.group);
         let (frame, payload) = match handshake_frame(&inbound.conn) {
             Ok(None) => return Ok(None),
             Ok(Some(frame)) => frame,
             Err(FrameError::Magic(_)) => return Err(None),
-            Err(error) => return Err(Some(refuse(&mut inbound.conn, generation, group, error.into()))),
+            Err(error) => return Err(Some(refuse(&mut inbound.conn, generation, first, error.into()))),
         };
-        let no = |conn: &mut Conn, why| Err(Some(refuse(conn, generation, group, why)));
-        let (theirs, ours) = ((frame.generation, frame.group), (generation, group));
-        if theirs != ours {
-            return no(&mut inbound.conn, HandshakeError::ForeignGroup { theirs, ours });
-        }
+        let no = |conn: &mut Conn, why| Err(Some(refuse(conn, generation, first, why)));
+        let known = self.groups.get(&frame.group).filter(|_| frame.generation == generation);
+        let Some(&(me, size)) = known.filter(|_| inbound.hello.is_none() || inbound.group == frame.group)
+        else {
+            let theirs = (frame.generation, frame.group);
+            return no(&mut inbound.conn, HandshakeError::ForeignGroup { theirs, ours: (generation, first) });
+        };
+        let (group, credentials) = (frame.group, self.credentials.of_group(frame.group));
         inbound.conn.consume(HEADER_BYTES + payload.len());
         match (frame.kind, inbound.hello) {
             (Kind::Hello, None) => {
@@ -262,24 +289,25 @@ impl Handshakes {
                     Ok(hello) => hello,
                     Err(why) => return no(&mut inbound.conn, why),
                 };
-                if let Err(why) = check(&hello, self.me, self.size) {
+                if let Err(why) = check(&hello, me, size) {
                     return no(&mut inbound.conn, why);
                 }
                 let nonce = nonce().map_err(|error| HandshakeError::NoRandomNumbers(error.to_string()))?;
-                let proof = self.credentials.prove(Role::Acceptor, &hello, CAPABILITIES, &nonce);
+                let proof = credentials.prove(Role::Acceptor, &hello, CAPABILITIES, &nonce);
                 let welcome = Welcome { suite: SUITE_PLAIN, capabilities: CAPABILITIES, nonce, proof };
                 send(&mut inbound.conn, Kind::Welcome, generation, group, &welcome.encode())
                     .map_err(|_| None)?;
                 fault_point("welcomed", 0, 0);
-                inbound.hello = Some((hello, nonce));
+                (inbound.hello, inbound.group) = (Some((hello, nonce)), group);
                 Ok(None)
             }
             (Kind::Proof, Some((hello, nonce))) => {
-                if !self.credentials.verify(Role::Connector, &hello, CAPABILITIES, &nonce, &payload) {
+                if !credentials.verify(Role::Connector, &hello, CAPABILITIES, &nonce, &payload) {
                     return no(&mut inbound.conn, HandshakeError::WrongToken { source_rank: hello.source });
                 }
                 let conn = std::mem::replace(&mut inbound.conn, Conn::closed());
                 Ok(Some(HandshakeEvent::Opened {
+                    group,
                     peer: hello.source as usize,
                     conn_kind: hello.conn_kind,
                     conn,

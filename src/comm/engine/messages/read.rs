@@ -177,9 +177,13 @@ impl PeerMessages {
                 Ok(())
             }
             kind @ (Kind::Hello | Kind::Welcome | Kind::Proof | Kind::Refuse | Kind::Data | Kind::Open)
-            | kind @ (Kind::State | Kind::StateQuery | Kind::Abort | Kind::Goodbye | Kind::Share) => {
-                Err(PeerMisbehaved::NoMessageFrame { kind }.into())
-            }
+            | kind @ (Kind::State
+            | Kind::StateQuery
+            | Kind::Abort
+            | Kind::Goodbye
+            | Kind::Share
+            | Kind::Close
+            | Kind::Stream) => Err(PeerMisbehaved::NoMessageFrame { kind }.into()),
         }
     }
 

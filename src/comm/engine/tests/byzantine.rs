@@ -310,6 +310,10 @@ pub(super) fn send_all(conn: &mut Conn, bytes: &[u8]) {
         }
         assert!(Instant::now() < deadline);
     }
+    // Nobody drives this engine later, so all bytes must be in the kernel.
+    while conn.has_unsent() {
+        assert!(Instant::now() < deadline);
+    }
 }
 
 /// Returns whether a peer has sent an Abort frame or closed its connection. Earlier frames, such as reports

@@ -35,6 +35,7 @@ fn departed_rank_that_never_reads_blocks_no_monitored_barrier() {
                 send_all(control, &Frame { call: call.encode(), ..frame(Kind::State, 0) }.encode());
                 send_all(control, &frame(Kind::Goodbye, 0).encode());
                 control.close_write();
+                send_all(control, &[]);
             }
             over.wait();
         },

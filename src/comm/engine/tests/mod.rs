@@ -65,7 +65,7 @@ fn with_scripted_peer<R: Send>(
     let address = listener.address().unwrap();
     let prefix = format!("convoke/default/{}", generation());
     let record = format!(
-        "{{\"version\":2,\"rank\":2,\"size\":3,\"address\":\"{address}\",\"host\":\"\",\"pid\":1,\"tuning\":\"{}\",\
+        "{{\"version\":3,\"rank\":2,\"size\":3,\"address\":\"{address}\",\"host\":\"\",\"pid\":1,\"tuning\":\"{}\",\
          \"token\":true,\"memory\":true}}",
         Algorithms::default()
     );
@@ -111,7 +111,6 @@ impl ScriptedPeer {
             store: self.store,
             abort_key: b"unused".to_vec(),
             store_rank: None,
-            agent: None,
             peer_timeout: Duration::from_secs(10),
             sharing: CoreSharing {
                 oversubscription: Oversubscription::Cores,
@@ -120,7 +119,7 @@ impl ScriptedPeer {
             },
             flight: Arc::new(FlightRecorder::for_process().group("default", 0, None, (FAKE, 3), &[0, 1, 2])),
         };
-        let mut engine = Engine::new(settings, Some(self.listener)).unwrap();
+        let mut engine = Engine::new(settings, None, Some(self.listener)).unwrap();
         let connections: Vec<_> =
             (0..2).flat_map(|peer| ConnectionKind::ALL.map(|conn_kind| (peer, conn_kind))).collect();
         assert!(engine.connect(&connections, Instant::now() + LONG).unwrap());

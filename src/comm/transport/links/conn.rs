@@ -12,6 +12,9 @@ const MIN_READ_AHEAD_BYTES: usize = 16 << 10;
 /// system call can fill the buffer, and the buffer fits in the L2 cache.
 pub(crate) const MAX_READ_AHEAD_BYTES: usize = 256 << 10;
 
+/// Most bytes that are read before the read-ahead buffer exists.
+const FIRST_READ_BYTES: usize = 512;
+
 /// The connection cannot be used any more.
 #[derive(Debug)]
 pub(crate) enum ConnError {
@@ -81,6 +84,18 @@ impl Conn {
         self.link.is_flushed()
     }
 
+    pub(crate) fn has_unsent(&self) -> bool {
+        self.link.has_unsent()
+    }
+
+    pub(crate) fn awaits_connection(&self) -> bool {
+        self.link.awaits_connection()
+    }
+
+    pub(crate) fn adopt(&mut self, conn: Self) {
+        self.link.adopt(conn);
+    }
+
     pub(crate) fn skip_time_wait(&self) {
         self.link.skip_time_wait();
     }
@@ -107,6 +122,15 @@ impl Conn {
             return Ok(0);
         }
         let room = limit.next_power_of_two().max(MIN_READ_AHEAD_BYTES);
+        if self.buffer.is_empty() {
+            // Most connections of most groups never have data, or only a little. So the buffer is made when
+            // data comes, and gets its full size at the next read.
+            let mut first = [0; FIRST_READ_BYTES];
+            let bytes = recv(&mut *self.link, &mut first[..limit.min(FIRST_READ_BYTES)])?;
+            self.buffer.extend_from_slice(&first[..bytes]);
+            self.end = bytes;
+            return Ok(bytes);
+        }
         if self.buffer.len() < room {
             self.buffer.resize(room, 0);
         }

@@ -7,6 +7,7 @@
 use std::cell::Cell;
 use std::io::{self, IoSlice};
 use std::os::fd::BorrowedFd;
+use std::sync::Mutex;
 use std::time::Duration;
 
 use super::conn::Conn;
@@ -24,28 +25,29 @@ pub(crate) fn set_seed(seed: Option<u64>) {
 
 /// Returns the random numbers that decide the next fault; `None` if no faults are injected.
 fn next_faults() -> Option<Random> {
-    SEED.with(next)
+    SEED.with(|seed| next(seed.get()).map(|(random, later)| (seed.set(Some(later)), random).1))
 }
 
 /// A source of [`next_faults`] for objects that outlive a call or move to other threads.
 #[derive(Debug)]
-pub(crate) struct FaultSource(Cell<Option<u64>>);
+pub(crate) struct FaultSource(Mutex<Option<u64>>);
 
 impl FaultSource {
     /// Makes a source from the setting of this thread.
     pub(crate) fn from_thread() -> Self {
-        Self(Cell::new(next_faults().map(|mut random| random.next())))
+        Self(Mutex::new(next_faults().map(|mut random| random.next())))
     }
 
     pub(crate) fn next(&self) -> Option<Random> {
-        next(&self.0)
+        let mut seed = self.0.lock().unwrap();
+        next(*seed).map(|(random, later)| (*seed = Some(later), random).1)
     }
 }
 
-fn next(seed: &Cell<Option<u64>>) -> Option<Random> {
-    let current = seed.get()?;
-    seed.set(Some(current.wrapping_add(1)));
-    Some(Random::from_seed(current))
+/// Returns the random numbers of `seed`, and the next seed.
+fn next(seed: Option<u64>) -> Option<(Random, u64)> {
+    let seed = seed?;
+    Some((Random::from_seed(seed), seed.wrapping_add(1)))
 }
 
 /// Returns `conn`, with fault injection if this thread has turned it on.
@@ -108,6 +110,10 @@ impl Link for FaultyLink {
 
     fn is_flushed(&self) -> bool {
         self.link.is_flushed()
+    }
+
+    fn has_unsent(&self) -> bool {
+        self.link.has_unsent()
     }
 
     fn enable_keepalive(&self, bound: Duration) -> io::Result<()> {

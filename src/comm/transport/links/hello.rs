@@ -192,6 +192,11 @@ impl Credentials {
         Self { key, generation, group }
     }
 
+    /// Returns the credentials of another group of this generation.
+    pub(crate) fn of_group(&self, group: u64) -> Self {
+        Self { group, ..self.clone() }
+    }
+
     /// Returns the proof that the rank in `role` sends. It covers `hello`, and `capabilities` and `nonce` of
     /// the acceptor's answer.
     pub(crate) fn prove(&self, role: Role, hello: &Hello, capabilities: u32, nonce: &Nonce) -> Mac32 {
@@ -250,7 +255,7 @@ mod tests {
         assert!(Welcome::decode(&[9; WELCOME_BYTES]).is_err());
     }
 
-    /// These are the bytes of protocol version 2. A change to them must raise the version.
+    /// These are the bytes of protocol version 3. A change to them must raise the version.
     #[test]
     fn payloads_of_this_version_have_these_bytes() {
         let nonce = std::array::from_fn(|index| 0x40 + index as u8);
@@ -282,16 +287,16 @@ mod tests {
         let ours = credentials(b"secret");
         assert_eq!(
             proof(&ours, Role::Connector),
-            "3842ffee3e07f20c596a8e4dd2e9732d744de3ed828c4f28e8a640535144f6a8"
+            "854182621869c834c3dddd9744fd47eb64821b574661aafd409f44ed6accec28"
         );
         assert_eq!(
             proof(&ours, Role::Acceptor),
-            "cd61723484d8c33fddcf7cb86d7a33ab578e28f051574ea60e3636747d8677b7"
+            "ad297f40e1eb92f9cc490654a70f9869725b7d152322fce433c6440b1b9306c7"
         );
         let open = Credentials::new(None, Generation::from_bytes([1; 16]), 0);
         assert_eq!(
             proof(&open, Role::Connector),
-            "dbfb20fed3cf074b6864eceef90717e9a8d5942512f1a22a516f4fecba3eab59"
+            "0e5f84f4b305eebbbf4bfc901f6fe2d7c99f21c02397b110e5a0766f7fdbd694"
         );
     }
 

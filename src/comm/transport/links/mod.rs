@@ -33,6 +33,19 @@ pub(crate) trait Link: fmt::Debug + Send {
     /// Returns whether the peer's kernel has acknowledged all bytes that were sent.
     fn is_flushed(&self) -> bool;
 
+    /// Returns whether bytes that were sent are not handed to the kernel yet.
+    fn has_unsent(&self) -> bool {
+        false
+    }
+
+    /// Returns whether the link works without a connection of its own, and would take one.
+    fn awaits_connection(&self) -> bool {
+        false
+    }
+
+    /// Gives the link a connection of its own, which it [awaits](Self::awaits_connection).
+    fn adopt(&mut self, _conn: conn::Conn) {}
+
     /// Asks the kernel to free the connection's port at once when the link is dropped. Otherwise the port
     /// stays in TIME_WAIT for a minute. The link must be [flushed](Self::is_flushed): unacknowledged bytes
     /// are lost.

@@ -1,0 +1,231 @@
+//! A data link between two ranks of a group that was made from another group.
+//!
+//! It begins on the connection between the processes of the ranks, so that a group which moves few bytes needs
+//! no connection of its own. In each direction it may carry [`MAX_BYTES`] in this way, in Stream frames, which
+//! the receiver always keeps; so the data of one group never holds up another. A rank that has more to send
+//! asks for a connection of the link's own. When that is open, each rank ends its Stream frames with an empty
+//! one, and sends the rest over the new connection.
+
+use std::io::{self, IoSlice};
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::channel::ended;
+use super::{Event, Mux};
+use crate::transport::frame::{CONTROL_PAYLOAD_BYTES, Frame, Kind};
+use crate::transport::links::Link;
+use crate::transport::links::conn::{Conn, ConnError};
+use crate::transport::links::hello::ConnectionKind;
+
+/// Most bytes that a link sends before it has a connection of its own.
+const MAX_BYTES: usize = 64 << 10;
+/// A rank asks for a connection when it has this many bytes to send, together with those that it has sent.
+const MANY_BYTES: usize = 32 << 10;
+
+#[derive(Debug)]
+pub(super) struct DataLink {
+    mux: Arc<Mux>,
+    group: u64,
+    rank: usize,
+    kind: ConnectionKind,
+    /// The connection of its own.
+    own: Option<Conn>,
+    /// Bytes sent in Stream frames.
+    sent: usize,
+    has_asked: bool,
+    /// This rank sends over its own connection.
+    sends_on_own: bool,
+    /// The peer sends over its own connection, and all bytes of Stream frames have been read.
+    receives_on_own: bool,
+}
+
+/// The bytes of one link that came in Stream frames and were not read yet.
+#[derive(Debug, Default)]
+pub(super) struct StreamBytes {
+    bytes: Vec<u8>,
+    received: usize,
+    ended: bool,
+}
+
+impl StreamBytes {
+    /// Keeps the bytes of a Stream frame. Returns false if they are more than a link may send.
+    pub(super) fn push(&mut self, bytes: &[u8]) -> bool {
+        self.received += bytes.len();
+        self.ended |= bytes.is_empty();
+        self.bytes.extend_from_slice(bytes);
+        self.received <= MAX_BYTES
+    }
+
+    fn take(&mut self, into: &mut [u8]) -> usize {
+        let bytes = self.bytes.len().min(into.len());
+        into[..bytes].copy_from_slice(&self.bytes[..bytes]);
+        self.bytes.drain(..bytes);
+        if self.bytes.is_empty() {
+            self.bytes = Vec::new();
+        }
+        bytes
+    }
+}
+
+/// Returns the place of a kind of data link among the streams of a channel; `None` for a number of no such
+/// kind.
+pub(super) fn stream_index(number: u64) -> Option<usize> {
+    match u8::try_from(number).ok().and_then(ConnectionKind::from_wire)? {
+        ConnectionKind::Control => None,
+        ConnectionKind::Collective => Some(0),
+        ConnectionKind::Message => Some(1),
+    }
+}
+
+impl DataLink {
+    pub(super) fn new(mux: Arc<Mux>, group: u64, rank: usize, kind: ConnectionKind) -> Self {
+        Self {
+            mux,
+            group,
+            rank,
+            kind,
+            own: None,
+            sent: 0,
+            has_asked: false,
+            sends_on_own: false,
+            receives_on_own: false,
+        }
+    }
+
+    fn frame(&self, bytes: usize) -> Frame {
+        let (seq, len) = (u64::from(self.kind.to_wire()), bytes as u64);
+        let generation = self.mux.generation;
+        Frame { kind: Kind::Stream, generation, group: self.group, seq, call: [0; 16], len }
+    }
+
+    /// Sends bytes in Stream frames.
+    fn send_frames(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+        let total: usize = parts.iter().map(|part| part.len()).sum();
+        let mux = Arc::clone(&self.mux);
+        let mut state = mux.lock();
+        if self.sent + total > MANY_BYTES && !std::mem::replace(&mut self.has_asked, true) {
+            state.push(self.group, Event::NeedsConnection(self.rank, self.kind));
+        }
+        let bytes = total.min(MAX_BYTES - self.sent);
+        if bytes == 0 && total > 0 {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        let mut rest = parts.iter().flat_map(|part| part.iter().copied()).take(bytes);
+        let mut frames = Vec::new();
+        for start in (0..bytes).step_by(CONTROL_PAYLOAD_BYTES) {
+            let len = (bytes - start).min(CONTROL_PAYLOAD_BYTES);
+            frames.extend_from_slice(&self.frame(len).encode());
+            frames.extend(rest.by_ref().take(len));
+        }
+        state.send(&mux.poller, self.group, self.rank, &[IoSlice::new(&frames)])?;
+        self.sent += bytes;
+        Ok(bytes)
+    }
+
+    /// Receives bytes of Stream frames; `None` if all further bytes come over the link's own connection.
+    fn recv_frames(&mut self, into: &mut [u8]) -> Option<io::Result<usize>> {
+        let index = stream_index(self.kind.to_wire().into())?;
+        let mut state = self.mux.lock();
+        for attempt in 0..2 {
+            let Some((_, inbox)) = state.channel(self.group, self.rank) else { return Some(Ok(0)) };
+            let stream = &mut inbox.streams[index];
+            match stream.take(into) {
+                0 if stream.ended => {
+                    self.receives_on_own = true;
+                    return None;
+                }
+                0 if attempt == 0 => state.read_channel(&self.mux.poller, self.group, self.rank),
+                0 => return Some(ended(inbox).unwrap_or_else(|| Err(io::ErrorKind::WouldBlock.into()))),
+                bytes => return Some(Ok(bytes)),
+            }
+        }
+        unreachable!("the second attempt returns")
+    }
+}
+
+fn moved(result: Result<usize, ConnError>) -> io::Result<usize> {
+    match result {
+        Ok(0) => Err(io::ErrorKind::WouldBlock.into()),
+        Ok(bytes) => Ok(bytes),
+        Err(ConnError::Closed) => Err(io::ErrorKind::BrokenPipe.into()),
+        Err(ConnError::Failed(error)) => Err(error),
+    }
+}
+
+impl Link for DataLink {
+    fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+        if self.own.is_some() && !self.sends_on_own {
+            let end = self.frame(0);
+            self.mux.lock().push_frame(&self.mux.poller, self.group, self.rank, &end);
+            self.sends_on_own = true;
+        }
+        match &mut self.own {
+            Some(own) => moved(own.send(parts)),
+            None => self.send_frames(parts),
+        }
+    }
+
+    fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        if !self.receives_on_own
+            && let Some(received) = self.recv_frames(into)
+        {
+            return received;
+        }
+        // The peer may have sent the last frame before this rank knows the connection.
+        let Some(own) = &mut self.own else { return Err(io::ErrorKind::WouldBlock.into()) };
+        let ahead = own.unread().len().min(into.len());
+        if ahead > 0 {
+            into[..ahead].copy_from_slice(&own.unread()[..ahead]);
+            own.consume(ahead);
+            return Ok(ahead);
+        }
+        match own.recv(into) {
+            Err(ConnError::Closed) => Ok(0),
+            received => moved(received),
+        }
+    }
+
+    fn close_write(&mut self) {
+        if let Some(own) = &mut self.own {
+            own.close_write();
+        }
+    }
+
+    fn is_flushed(&self) -> bool {
+        let mut state = self.mux.lock();
+        let in_kernel = state.channel(self.group, self.rank).is_none_or(|(link, _)| link.is_flushed());
+        in_kernel && self.own.as_ref().is_none_or(Conn::is_flushed)
+    }
+
+    fn skip_time_wait(&self) {
+        if let Some(own) = &self.own {
+            own.skip_time_wait();
+        }
+    }
+
+    fn time_since_ack(&self) -> Option<Duration> {
+        self.own.as_ref()?.time_since_ack()
+    }
+
+    fn sender_cpu(&self) -> Option<usize> {
+        if let Some(own) = &self.own {
+            return own.sender_cpu();
+        }
+        let mut state = self.mux.lock();
+        let (link, _) = state.channel(self.group, self.rank)?;
+        link.conn.as_ref()?.sender_cpu()
+    }
+
+    fn pollable(&self) -> Option<BorrowedFd<'_>> {
+        self.own.as_ref()?.pollable()
+    }
+
+    fn awaits_connection(&self) -> bool {
+        self.own.is_none()
+    }
+
+    fn adopt(&mut self, conn: Conn) {
+        self.own.get_or_insert(conn);
+    }
+}

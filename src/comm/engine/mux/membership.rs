@@ -1,0 +1,264 @@
+//! The membership of a group in the multiplexer of its process.
+
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nix::poll::PollFlags;
+
+use super::channel::{Channel, Inbox};
+use super::closing::{ClosingConn, close_links};
+use super::data::DataLink;
+use super::{Event, GroupState, Mux, Sleep, Slot};
+use crate::engine::handshake::Handshakes;
+use crate::engine::poller::{Poller, Source};
+use crate::shm::doorbells::Doorbells;
+use crate::transport::links::conn::Conn;
+use crate::transport::links::hello::ConnectionKind;
+
+/// Longest sleep of a thread that cannot be woken by other threads.
+const BRIEF_SLEEP: Duration = Duration::from_millis(1);
+
+/// The membership of one group: its channels exist as long as it does, or until the group is left.
+#[derive(Debug)]
+pub(crate) struct Membership {
+    mux: Arc<Mux>,
+    group: u64,
+    slot: Arc<Slot>,
+    processes: Vec<usize>,
+}
+
+impl Mux {
+    /// Adds a group, whose ranks are `processes` and in which this process is rank `me`. From now on the
+    /// frames of the group are kept for it.
+    pub(crate) fn join(self: &Arc<Self>, group: u64, me: usize, processes: Vec<usize>) -> Membership {
+        let mut state = self.lock();
+        let slot = Arc::new(Slot::default());
+        let mut joined = GroupState {
+            inboxes: processes.iter().map(|_| Inbox::default()).collect(),
+            processes: processes.clone(),
+            events: Vec::new(),
+            slot: Arc::clone(&slot),
+            left: false,
+        };
+        for (rank, &process) in processes.iter().enumerate().filter(|&(rank, _)| rank != me) {
+            if let Some(how) = &state.links[process].ended {
+                joined.inboxes[rank].ended = Some(super::copy_end(how));
+                joined.announce(rank);
+            }
+            let exits = state.exits.iter().filter(|(of, _)| *of == process);
+            exits.for_each(|(_, how)| joined.push(Event::Exited(rank, how.clone())));
+        }
+        state.handshakes.add_group(group, me, processes.len());
+        state.groups.insert(group, joined);
+        drop(state);
+        Membership { mux: Arc::clone(self), group, slot, processes }
+    }
+}
+
+impl Membership {
+    pub(crate) fn mux(&self) -> &Arc<Mux> {
+        &self.mux
+    }
+
+    pub(crate) fn slot(&self) -> &Arc<Slot> {
+        &self.slot
+    }
+
+    /// Returns the process of each rank of the group.
+    pub(crate) fn processes(&self) -> &[usize] {
+        &self.processes
+    }
+
+    /// Returns the channel to `rank`.
+    pub(crate) fn channel(&self, rank: usize) -> Conn {
+        Conn::new(Box::new(Channel { mux: Arc::clone(&self.mux), group: self.group, rank }))
+    }
+
+    /// Returns a data link to `rank`, which has no connection of its own yet.
+    pub(crate) fn data_link(&self, rank: usize, kind: ConnectionKind) -> Conn {
+        Conn::new(Box::new(DataLink::new(Arc::clone(&self.mux), self.group, rank, kind)))
+    }
+
+    /// Polls all descriptors of the process except those of handshakes. Returns the events of this group.
+    pub(in crate::engine) fn poll_ready(&self) -> Vec<Event> {
+        let mut state = self.mux.lock();
+        state.poll_ready(&self.mux.poller);
+        state.take_events(self.group)
+    }
+
+    /// Advances the handshakes of the process. Returns the events of this group.
+    pub(in crate::engine) fn poll_handshakes(&self, now: Instant) -> Vec<Event> {
+        let mut state = self.mux.lock();
+        state.poll_handshakes(&self.mux.poller, now);
+        state.take_events(self.group)
+    }
+
+    /// Reads the launcher's reports. Returns the events of this group.
+    pub(in crate::engine) fn poll_agent(&self) -> Vec<Event> {
+        let mut state = self.mux.lock();
+        state.poll_agent(&self.mux.poller);
+        state.take_events(self.group)
+    }
+
+    /// Returns whether the launcher can report the end of processes.
+    pub(crate) fn has_agent(&self) -> bool {
+        self.mux.lock().agent.is_some()
+    }
+
+    /// Opens a connection to rank `peer`, or with `probe` only checks whether its process listens.
+    pub(crate) fn connect(&self, peer: usize, kind: ConnectionKind, address: SocketAddr, probe: bool) {
+        let (mut state, now) = (self.mux.lock(), Instant::now());
+        match probe {
+            false => state.handshakes.connect(self.group, peer, kind, address, now),
+            true => state.handshakes.probe(self.group, peer, kind, address, now),
+        }
+    }
+
+    /// Returns when the handshakes must advance even if no descriptor is ready.
+    pub(crate) fn wake_at(&self) -> Option<Instant> {
+        self.mux.lock().handshakes.wake_at()
+    }
+
+    pub(crate) fn with_handshakes<R>(&self, function: impl FnOnce(&Handshakes) -> R) -> R {
+        function(&self.mux.lock().handshakes)
+    }
+
+    /// Returns a duplicate of the eventfd that other ranks of the host ring.
+    pub(crate) fn doorbell(&self) -> std::io::Result<OwnedFd> {
+        self.mux.lock().sleepers.doorbell().try_clone_to_owned()
+    }
+
+    /// Notes that the ranks of this group ring the process through `memory`.
+    pub(crate) fn set_memory(&self, memory: Arc<Doorbells>) {
+        let _ = self.slot.memory.set(memory);
+    }
+
+    /// Watches the process of `rank`, whose pidfd is `process`.
+    pub(crate) fn watch_process(&self, rank: usize, process: OwnedFd) {
+        let (mut state, of) = (self.mux.lock(), self.processes[rank]);
+        // If the process cannot be watched, the end of its control connection shows that it has ended.
+        if state.processes[of].is_none()
+            && state.links[of].is_open()
+            && self.mux.poller.add(process.as_fd(), Source::Process(of), false).is_ok()
+        {
+            state.processes[of] = Some(process);
+        }
+    }
+
+    /// Announces again that frames of `rank` can be read.
+    pub(crate) fn announce(&self, rank: usize) {
+        if let Some(group) = self.mux.lock().groups.get_mut(&self.group) {
+            group.announce(rank);
+        }
+    }
+
+    /// Registers this thread as the one that sleeps in this group. Returns `None` if the group has an event.
+    /// Every later event wakes the thread.
+    pub(crate) fn begin_sleep(&self) -> Option<Sleep> {
+        let mut state = self.mux.lock();
+        let has_events = state.groups.get(&self.group).is_some_and(|group| !group.events.is_empty());
+        (!has_events).then(|| state.sleepers.begin(&self.slot))
+    }
+
+    /// Sleeps until an event comes, `own` has one, or one of `others` is ready, at most `timeout`. Returns
+    /// false if only one of `others` is ready or the time is over.
+    pub(in crate::engine) fn sleep(
+        &self,
+        sleep: &mut Sleep,
+        own: Option<&Poller>,
+        others: &[(BorrowedFd<'_>, PollFlags)],
+        mut timeout: Duration,
+    ) -> bool {
+        if matches!(sleep, Sleep::Brief) {
+            timeout = timeout.min(BRIEF_SLEEP);
+        }
+        loop {
+            let (first, begin) = (sleep.bell().unwrap_or_else(|| self.mux.poller.as_fd()), sleep.begin());
+            let ready = self.mux.poller.sleep([Some(first), own.map(AsFd::as_fd)], others, timeout);
+            let Some(begin) = begin.filter(|_| ready) else { return ready };
+            if self.mux.lock().sleepers.is_woken(&self.slot, sleep) {
+                return true;
+            }
+            timeout = timeout.saturating_sub(begin.elapsed());
+        }
+    }
+
+    pub(crate) fn end_sleep(&self, sleep: Sleep) {
+        self.mux.lock().sleepers.end(&self.slot, sleep);
+    }
+
+    /// Closes the channels and connections of the group, and leaves it.
+    pub(in crate::engine) fn close(&self, connections: Vec<ClosingConn>) {
+        ClosingConn::close_all(&self.mux.poller, connections);
+        self.leave();
+    }
+
+    /// Leaves the group: closes its channels. If this is the last group of the process, closes the
+    /// connections of the process.
+    pub(crate) fn leave(&self) {
+        let mut state = self.mux.lock();
+        state.leave(&self.mux.poller, self.group);
+        if state.groups.values().all(|group| group.left) {
+            state.handshakes.close();
+            state.unregister_agent(&self.mux.poller);
+            let links = state.take_links(&self.mux.poller);
+            drop(state);
+            close_links(&self.mux.poller, links);
+        }
+    }
+}
+
+impl super::State {
+    fn take_events(&mut self, group: u64) -> Vec<Event> {
+        let Some(group) = self.groups.get_mut(&group) else { return Vec::new() };
+        for event in &group.events {
+            match event {
+                Event::Control(rank) => group.inboxes[*rank].announced = false,
+                Event::Data(rank) => group.inboxes[*rank].announced_data = false,
+                _ => {}
+            }
+        }
+        std::mem::take(&mut group.events)
+    }
+
+    fn leave(&mut self, poller: &Poller, id: u64) {
+        let Some(group) = self.groups.get_mut(&id) else { return };
+        if std::mem::replace(&mut group.left, true) {
+            return;
+        }
+        group.events.clear();
+        for rank in 0..group.processes.len() {
+            self.close_channel(poller, id, rank);
+        }
+        self.handshakes.remove_group(id);
+    }
+
+    fn take_links(&mut self, poller: &Poller) -> Vec<(Conn, Vec<u8>)> {
+        let mut links = Vec::new();
+        for link in &mut self.links {
+            let was_open = link.is_open();
+            let Some((conn, unsent)) = link.take() else { continue };
+            if let Some(fd) = conn.pollable().filter(|_| was_open) {
+                poller.remove(fd);
+                links.push((conn, unsent));
+            }
+        }
+        links
+    }
+}
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        self.leave();
+        let mut state = self.mux.lock();
+        let Some(group) = state.groups.remove(&self.group) else { return };
+        for (&process, inbox) in group.processes.iter().zip(&group.inboxes) {
+            // The other process may still send frames of this group, until it closes it.
+            if inbox.ended.is_none() && state.links[process].is_open() {
+                state.links[process].half_closed.insert(self.group);
+            }
+        }
+    }
+}

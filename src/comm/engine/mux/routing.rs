@@ -1,0 +1,178 @@
+//! The frames on the control connections: each is handed to its group.
+
+use std::io::{self, IoSlice};
+use std::os::fd::AsFd;
+
+use super::channel::Inbox;
+use super::link::{Input, ProcessLink};
+use super::{Event, State, copy_end};
+use crate::engine::poller::{Poller, Source};
+use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
+use crate::transport::links::conn::{Conn, ConnError};
+
+/// Most reads of one connection before other connections are read.
+const FILLS: u32 = 16;
+
+impl State {
+    /// Reads the frames of a process and hands them to their groups. Returns whether more may have come.
+    pub(super) fn read_link(&mut self, poller: &Poller, process: usize) -> bool {
+        for _ in 0..FILLS {
+            while let Some(input) = self.links[process].next_input(self.generation) {
+                match input {
+                    Input::Frame(frame, bytes) => self.deliver(process, &frame, &bytes),
+                    Input::Invalid(bytes) => self.deliver_invalid(process, &bytes),
+                }
+            }
+            match self.links[process].fill() {
+                Ok(true) => {}
+                Ok(false) => return false,
+                Err(how) => {
+                    self.end_link(poller, process, how);
+                    return false;
+                }
+            }
+        }
+        // The connection stays readable, so the next poll reads the rest.
+        true
+    }
+
+    fn deliver(&mut self, process: usize, frame: &Frame, bytes: &[u8]) {
+        let closes = frame.kind == Kind::Close;
+        if let Some((group, rank)) = self.groups.get_mut(&frame.group).and_then(|group| group.of(process)) {
+            let inbox = &mut group.inboxes[rank];
+            if frame.kind == Kind::Stream {
+                inbox.push_stream(frame, &bytes[HEADER_BYTES..]);
+                if inbox.ended.is_none() {
+                    return group.announce_data(rank);
+                }
+            } else if closes {
+                inbox.ended.get_or_insert(ConnError::Closed);
+            } else {
+                inbox.push(frame, bytes);
+            }
+            return group.announce(rank);
+        }
+        let link = &mut self.links[process];
+        if closes {
+            // A process may close a group that this process did not join, because an agreement failed.
+            link.half_closed.remove(&frame.group);
+        } else if !link.half_closed.contains(&frame.group) {
+            link.mark_invalid();
+            self.deliver_invalid(process, bytes);
+        }
+    }
+
+    /// Hands bytes that belong to no common group to all common groups, each of which then reports them.
+    fn deliver_invalid(&mut self, process: usize, bytes: &[u8]) {
+        for group in self.groups.values_mut() {
+            if let Some((group, rank)) = group.of(process) {
+                group.inboxes[rank].push_invalid(bytes);
+                group.announce(rank);
+            }
+        }
+    }
+
+    /// Ends the connection to a process, and with it the channels to it in all groups.
+    fn end_link(&mut self, poller: &Poller, process: usize, how: ConnError) {
+        let link = &mut self.links[process];
+        if let Some(fd) = link.conn.as_ref().filter(|_| link.ended.is_none()).and_then(Conn::pollable) {
+            poller.remove(fd);
+        }
+        link.half_closed.clear();
+        let how = link.ended.get_or_insert(how);
+        for group in self.groups.values_mut() {
+            if let Some((group, rank)) = group.of(process) {
+                group.inboxes[rank].ended.get_or_insert_with(|| copy_end(how));
+                group.announce(rank);
+            }
+        }
+    }
+
+    /// Handles the end of a process. Its control connection then counts as closed, even if another process
+    /// still holds the socket.
+    pub(super) fn process_ended(&mut self, poller: &Poller, process: usize) {
+        if let Some(descriptor) = self.processes[process].take() {
+            poller.remove(descriptor.as_fd());
+        }
+        while self.read_link(poller, process) {}
+        self.end_link(poller, process, ConnError::Closed);
+    }
+
+    /// Sends what a connection takes now, and tells the groups that wait for it.
+    pub(super) fn flush_link(&mut self, poller: &Poller, process: usize) {
+        let link = &mut self.links[process];
+        link.flush();
+        if link.has_unsent() || !link.watches_room {
+            return;
+        }
+        link.watches_room = false;
+        if let Some(fd) = link.conn.as_ref().filter(|_| link.ended.is_none()).and_then(Conn::pollable) {
+            let _ = poller.change(fd, Source::Control(process), false);
+        }
+        for group in self.groups.values_mut() {
+            if let Some((group, rank)) = group.of(process)
+                && std::mem::take(&mut group.inboxes[rank].awaits_room)
+            {
+                group.push(Event::Room);
+            }
+        }
+    }
+
+    /// Returns the connection and the receiving end of the channel to `rank`.
+    pub(super) fn channel(&mut self, group: u64, rank: usize) -> Option<(&mut ProcessLink, &mut Inbox)> {
+        let group = self.groups.get_mut(&group)?;
+        Some((&mut self.links[group.processes[rank]], &mut group.inboxes[rank]))
+    }
+
+    /// Sends whole frames of a channel: all of them, or none if the connection takes no more now.
+    pub(super) fn send(
+        &mut self,
+        poller: &Poller,
+        group: u64,
+        rank: usize,
+        frames: &[IoSlice<'_>],
+    ) -> io::Result<usize> {
+        let Some((link, inbox)) = self.channel(group, rank).filter(|(_, inbox)| !inbox.closed) else {
+            return Err(io::ErrorKind::BrokenPipe.into());
+        };
+        let sent = link.send(frames);
+        inbox.awaits_room |= link.has_unsent();
+        self.watch_room(poller, group, rank);
+        sent
+    }
+
+    /// Sends a frame of a channel, however many frames wait.
+    pub(super) fn push_frame(&mut self, poller: &Poller, group: u64, rank: usize, frame: &Frame) {
+        if let Some((link, _)) = self.channel(group, rank).filter(|(_, inbox)| !inbox.closed) {
+            link.push(frame);
+            self.watch_room(poller, group, rank);
+        }
+    }
+
+    pub(super) fn read_channel(&mut self, poller: &Poller, group: u64, rank: usize) {
+        if let Some(process) = self.groups.get(&group).map(|group| group.processes[rank]) {
+            self.read_link(poller, process);
+        }
+    }
+
+    /// Watches the connection of a channel for room to write while bytes wait to be sent.
+    fn watch_room(&mut self, poller: &Poller, group: u64, rank: usize) {
+        let Some(process) = self.groups.get(&group).map(|group| group.processes[rank]) else { return };
+        let link = &mut self.links[process];
+        if link.has_unsent()
+            && !std::mem::replace(&mut link.watches_room, true)
+            && let Some(fd) = link.conn.as_ref().and_then(Conn::pollable)
+        {
+            let _ = poller.change(fd, Source::Control(process), true);
+        }
+    }
+
+    pub(super) fn close_channel(&mut self, poller: &Poller, group: u64, rank: usize) {
+        let generation = self.generation;
+        let close = Frame { kind: Kind::Close, generation, group, seq: 0, call: [0; 16], len: 0 };
+        self.push_frame(poller, group, rank, &close);
+        if let Some((_, inbox)) = self.channel(group, rank) {
+            inbox.closed = true;
+        }
+    }
+}

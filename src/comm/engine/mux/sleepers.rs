@@ -1,0 +1,165 @@
+//! The threads of a process that sleep in its groups, and how they are woken.
+//!
+//! One of them, the leader, sleeps on the epoll set of the process. The others, the followers, sleep on an
+//! eventfd each. A thread that takes an event out of the epoll set wakes the thread that sleeps in the group
+//! of the event. When the leader stops sleeping, it promotes a follower, which goes on sleeping as the leader.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Instant;
+
+use nix::sys::eventfd::{EfdFlags, EventFd};
+
+use crate::shm::doorbells::Doorbells;
+
+/// Wakes the thread that drives the engine of a group, if it sleeps.
+pub(crate) trait Doorbell {
+    fn ring(&self);
+}
+
+/// Where the thread that sleeps in a group can be woken.
+#[derive(Debug, Default)]
+pub(crate) struct Slot {
+    /// The eventfd on which the thread sleeps; `None` while no thread sleeps in the group.
+    bell: Mutex<Option<Arc<EventFd>>>,
+    /// The doorbells of the group's shared memory, if its ranks share memory.
+    pub(super) memory: OnceLock<Arc<Doorbells>>,
+}
+
+/// What is written to the eventfd of a follower that has something to do.
+const WAKE: u64 = 1;
+/// What is written to the eventfd of a follower that is to lead. The eventfd adds up what is written.
+const PROMOTE: u64 = 1 << 32;
+
+impl Slot {
+    fn write(&self, value: u64) {
+        if let Some(bell) = &*self.bell.lock().unwrap_or_else(PoisonError::into_inner) {
+            let _ = bell.write(value);
+        }
+    }
+
+    fn set(&self, bell: Option<Arc<EventFd>>) {
+        *self.bell.lock().unwrap_or_else(PoisonError::into_inner) = bell;
+    }
+}
+
+impl Doorbell for Arc<Slot> {
+    fn ring(&self) {
+        self.write(WAKE);
+    }
+}
+
+/// The way in which a thread sleeps.
+#[derive(Debug)]
+pub(crate) enum Sleep {
+    /// On the epoll set of the process.
+    Leader,
+    Follower(Arc<EventFd>),
+    /// On the epoll set, but no descriptor is left to wake this thread alone: it may sleep only briefly.
+    Brief,
+}
+
+impl Sleep {
+    /// Returns the time at which a follower begins to sleep; others need not read the clock.
+    pub(super) fn begin(&self) -> Option<Instant> {
+        matches!(self, Self::Follower(_)).then(Instant::now)
+    }
+
+    pub(super) fn bell(&self) -> Option<BorrowedFd<'_>> {
+        if let Self::Follower(bell) = self { Some(bell.as_fd()) } else { None }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Sleepers {
+    /// The eventfd in the epoll set. Other ranks write to it after they wrote to shared memory.
+    doorbell: Arc<EventFd>,
+    has_leader: bool,
+    followers: Vec<Arc<Slot>>,
+    /// Eventfds for the next followers.
+    spare: Vec<Arc<EventFd>>,
+}
+
+fn eventfd() -> io::Result<Arc<EventFd>> {
+    Ok(Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?))
+}
+
+impl Sleepers {
+    pub(super) fn new() -> io::Result<Self> {
+        Ok(Self { doorbell: eventfd()?, has_leader: false, followers: Vec::new(), spare: Vec::new() })
+    }
+
+    pub(super) fn doorbell(&self) -> BorrowedFd<'_> {
+        self.doorbell.as_fd()
+    }
+
+    pub(super) fn begin(&mut self, slot: &Arc<Slot>) -> Sleep {
+        if !std::mem::replace(&mut self.has_leader, true) {
+            slot.set(Some(Arc::clone(&self.doorbell)));
+            return Sleep::Leader;
+        }
+        let Some(bell) = self.spare.pop().or_else(|| eventfd().ok()) else { return Sleep::Brief };
+        slot.set(Some(Arc::clone(&bell)));
+        self.followers.push(Arc::clone(slot));
+        Sleep::Follower(bell)
+    }
+
+    pub(super) fn end(&mut self, slot: &Arc<Slot>, sleep: Sleep) {
+        // From here on nobody writes to the eventfd, so it can be emptied and serve another thread.
+        slot.set(None);
+        match sleep {
+            Sleep::Leader => {
+                self.has_leader = false;
+                self.promote();
+            }
+            Sleep::Follower(bell) => {
+                self.remove_follower(slot, bell);
+                self.promote();
+            }
+            Sleep::Brief => {}
+        }
+    }
+
+    /// Makes a follower lead if there is no leader.
+    fn promote(&self) {
+        if let Some(next) = self.followers.first().filter(|_| !self.has_leader) {
+            next.write(PROMOTE);
+        }
+    }
+
+    fn remove_follower(&mut self, slot: &Arc<Slot>, bell: Arc<EventFd>) {
+        let _ = bell.read();
+        self.followers.retain(|follower| !Arc::ptr_eq(follower, slot));
+        self.spare.push(bell);
+    }
+
+    /// Handles the wake-up of a follower. Returns false if it has only been promoted and goes on sleeping.
+    pub(super) fn is_woken(&mut self, slot: &Arc<Slot>, sleep: &mut Sleep) -> bool {
+        let Sleep::Follower(bell) = sleep else { return true };
+        let value = bell.read().unwrap_or(0);
+        if value == 0 || !value.is_multiple_of(PROMOTE) {
+            return true;
+        }
+        if !std::mem::replace(&mut self.has_leader, true) {
+            let bell = Arc::clone(bell);
+            slot.set(Some(Arc::clone(&self.doorbell)));
+            self.remove_follower(slot, bell);
+            *sleep = Sleep::Leader;
+        }
+        false
+    }
+
+    /// Handles a ring of the doorbell: another rank has written to the shared memory of some group, or a
+    /// thread of this process has a request for the group of the leader.
+    pub(super) fn on_doorbell(&self) {
+        if self.has_leader {
+            // The doorbell stays readable, so that the leader wakes.
+            return;
+        }
+        let _ = self.doorbell.read();
+        let is_called =
+            |follower: &&Arc<Slot>| follower.memory.get().is_some_and(|memory| !memory.is_marked_sleeping());
+        self.followers.iter().filter(is_called).for_each(Doorbell::ring);
+    }
+}
