@@ -103,3 +103,59 @@ fn shared_memory_is_default_and_differing_settings_are_an_error() {
         });
     }
 }
+
+/// Runs `body` on three ranks that share memory.
+fn with_shared_memory(body: impl Fn(Group) + Sync) {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    std::thread::scope(|scope| {
+        for rank in 0..3 {
+            let (store, body) = (Arc::clone(&store), &body);
+            scope.spawn(move || {
+                let options = GroupOptions::default().timeout(LONG).init_timeout(LONG);
+                let group = Group::new(store, rank, 3, options).unwrap();
+                assert_eq!(group.backend(), Backend::SharedMemory);
+                body(group);
+            });
+        }
+    });
+}
+
+#[test]
+fn subgroup_uses_connections_if_one_rank_cannot_map_its_memory() {
+    for who in 0..3 {
+        with_shared_memory(|world| {
+            INJECTED_FAULT.set((world.rank() == who).then_some(InjectedFault::Commit));
+            let group = world.split(Some(0), 0).unwrap().unwrap();
+            INJECTED_FAULT.set(None);
+            let mut sum = [1; 1000];
+            group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+            assert_eq!((group.backend(), sum), (Backend::Tcp, [3; 1000]));
+        });
+    }
+}
+
+#[test]
+fn lack_of_memory_for_a_call_ends_its_group_on_all_ranks_and_no_other_group() {
+    for count in [1, 100_000] {
+        with_shared_memory(|world| {
+            let (group, other) = (world.split(Some(0), 0).unwrap(), world.split(Some(0), 0).unwrap());
+            let (group, other) = (group.unwrap(), other.unwrap());
+            INJECTED_FAULT.set((world.rank() == 1).then_some(InjectedFault::Commit));
+            let error = group.all_reduce(&mut vec![1_u64; count], ReduceOp::Sum).unwrap_err();
+            INJECTED_FAULT.set(None);
+            assert!(matches!(error, CommError::Exhausted { rank: 1, .. }), "{error}");
+            assert!(error.to_string().contains("rank 1 has run out of memory"), "{error}");
+            // The same for a message, whose sender writes the memory.
+            INJECTED_FAULT.set((world.rank() == 1).then_some(InjectedFault::Commit));
+            let error = match world.rank() {
+                1 => other.send(&[7_u8; 100], 0, 0).unwrap_err(),
+                0 => other.recv(&mut [0_u8; 100], 1, 0).unwrap_err(),
+                _ => other.barrier().unwrap_err(),
+            };
+            INJECTED_FAULT.set(None);
+            assert!(matches!(error, CommError::Exhausted { rank: 1, .. }), "{error}");
+            world.barrier().unwrap();
+            world.split(Some(0), 0).unwrap().unwrap().barrier().unwrap();
+        });
+    }
+}
