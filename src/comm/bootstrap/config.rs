@@ -1,4 +1,4 @@
-//! What a rank needs to form a group.
+//! The configuration with which a rank forms a group.
 
 use std::fmt;
 use std::net::SocketAddr;

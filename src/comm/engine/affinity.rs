@@ -22,7 +22,7 @@ use crate::transport::links::conn::Conn;
 const MOVE_INTERVAL: Duration = Duration::from_millis(1);
 /// Least time between two moves of a thread to another core, if there are more ranks than cores.
 const OVERSUBSCRIBED_MOVE_INTERVAL: Duration = Duration::from_millis(10);
-/// How system calls name the calling thread.
+/// The calling thread, as system calls name it.
 const THIS_THREAD: Pid = Pid::from_raw(0);
 
 /// Describes how a rank shares the cores of its host with other ranks.

@@ -92,7 +92,7 @@ pub enum CommError {
     Exhausted {
         /// The rank that has too little.
         rank: usize,
-        /// What is lacking: for descriptors the limit, the number that the group needs, and advice.
+        /// The lacking resource; for descriptors also the limit, the number that the group needs, and advice.
         what: String,
         /// The call that failed on this rank, and its progress.
         context: Box<CallContext>,

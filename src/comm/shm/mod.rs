@@ -96,7 +96,7 @@ pub(crate) struct HostMemory {
     steps: Vec<ScheduleStep>,
 }
 
-/// What a group needs of the group from which it is made, to share memory inside a host.
+/// The part of a group that groups made from it need, to share memory inside a host.
 #[derive(Debug, Clone)]
 pub(crate) struct HostShare {
     arena: Arc<Arena>,

@@ -156,7 +156,7 @@ fn receiving_fails_when_all_senders_have_departed() {
 /// Elements of messages and buffers: empty, small, small in parts, and large enough to be announced first.
 const COUNTS: [usize; 6] = [0, 1, 100, 15_000, 17_000, 300_000];
 
-/// How a receive meets its message.
+/// The order in which a receive and its message come.
 #[derive(Debug, Clone, Copy)]
 enum Meeting {
     /// The receive is posted first.

@@ -27,7 +27,7 @@ pub struct Interface {
     pub addresses: Vec<IpAddr>,
 }
 
-/// What an interface most likely reaches. A lesser value reaches more hosts.
+/// The hosts that an interface most likely reaches. A lesser value reaches more hosts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Reach {
     /// Other hosts: a default route leads through the interface.

@@ -15,7 +15,7 @@ pub(crate) struct Config {
     pub(crate) nodes: NodeRange,
     /// Number of workers on this node, from `--nproc-per-node`; at least 1.
     pub(crate) nproc_per_node: usize,
-    /// How the nodes of the job find each other.
+    /// The way in which the nodes of the job find each other.
     pub(crate) rendezvous: Rendezvous,
     /// Id of the job: `--rdzv-id`, or a random UUID.
     pub(crate) run_id: String,
@@ -38,11 +38,11 @@ pub(crate) struct Config {
     pub(crate) role: String,
     /// The program to execute.
     pub(crate) program: Program,
-    /// Where the workers' output goes.
+    /// The destination of the workers' output.
     pub(crate) logs: LogConfig,
     /// CONVOKE_FLIGHT_DIR: folder in which workers record their collective calls.
     pub(crate) flight: FlightDir,
-    /// What happens to events (`--event-log-handler`).
+    /// The handling of events (`--event-log-handler`).
     pub(crate) events: EventHandler,
     /// `--signals-to-handle`: signals that the launcher forwards to the workers and that end the job.
     /// Unknown names are dropped.
@@ -119,7 +119,7 @@ pub(crate) struct ElasticSettings {
     pub(crate) job_budget: bool,
 }
 
-/// Where the nodes of an elastic job find the coordinator of the rendezvous.
+/// The place at which the nodes of an elastic job find the coordinator of the rendezvous.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Endpoint {
     /// The coordinator listens at this address, on one of the nodes.
@@ -148,7 +148,7 @@ impl fmt::Display for Endpoint {
     }
 }
 
-/// How the nodes of the job find each other.
+/// The way in which the nodes of the job find each other.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Rendezvous {
     /// The job has one node only: `--standalone`, or one node and neither endpoint nor port.
@@ -166,7 +166,7 @@ pub(crate) enum Rendezvous {
     },
     /// Backends `c10d`, `etcd`, `etcd-v2`: nodes may join and leave during the job.
     Elastic {
-        /// Where the nodes find the coordinator.
+        /// The place at which the nodes find the coordinator.
         endpoint: Endpoint,
         /// When rounds begin and end.
         settings: ElasticSettings,
@@ -200,7 +200,7 @@ pub(crate) struct LocalRankArgument {
     pub(crate) underscore: bool,
 }
 
-/// What happens to events (`--event-log-handler`).
+/// The handling of events (`--event-log-handler`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum EventHandler {
     /// Events are dropped.
@@ -245,7 +245,7 @@ pub(crate) enum StreamChoice {
     Some(std::collections::BTreeMap<usize, Streams>),
 }
 
-/// Where the workers' output goes.
+/// The destination of the workers' output.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LogConfig {
     /// Value of `--role`, for the line prefix.

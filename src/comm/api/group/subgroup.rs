@@ -36,7 +36,7 @@ pub(crate) struct SubgroupAgreement<'a> {
     parts: Vec<i64>,
     /// Number of groups of several ranks made so far.
     formed: Cell<u64>,
-    /// What the new groups share with this group; `None` in a group of one.
+    /// The links and the memory that the new groups share with this group; `None` in a group of one.
     links: Option<ParentLinks>,
     /// Held until the groups are made, so that threads of a rank make subgroups one after the other, and
     /// all ranks exchange records in one order.

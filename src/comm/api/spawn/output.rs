@@ -13,13 +13,13 @@ pub(super) const REACHED: &[u8] = b"\x1Econvoke: the call of spawn is reached\x1
 pub(super) const CONSEQUENCE: &[u8] = b"\x1Econvoke: another rank failed first\x1E";
 /// Longest line that is printed whole, in bytes.
 const LINE_BYTES: usize = 64 << 10;
-/// How many last bytes of an output are kept, and how many of them an error shows.
+/// The numbers of last bytes of an output that are kept, and that an error shows.
 const KEPT_BYTES: usize = 64 << 10;
 const SHOWN_BYTES: usize = 4 << 10;
 /// Limit on reads of one pipe before other events are handled; these reads together exceed its capacity.
 const MAX_READS: usize = 64;
 
-/// Where the output of ranks goes.
+/// The destination of the output of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Target {
     Stdout,

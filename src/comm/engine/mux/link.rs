@@ -27,7 +27,7 @@ pub(super) struct ProcessLink {
     pub(super) half_closed: HashSet<u64>,
 }
 
-/// What was read from a link.
+/// Data that was read from a link.
 pub(super) enum Input {
     /// A frame, with its encoded bytes.
     Frame(Frame, Vec<u8>),

@@ -18,7 +18,7 @@ pub(crate) trait Doorbell {
     fn ring(&self);
 }
 
-/// Where the thread that sleeps in a group can be woken.
+/// The descriptors by which the thread that sleeps in a group is woken.
 #[derive(Debug, Default)]
 pub(crate) struct Slot {
     /// The eventfd on which the thread sleeps; `None` while no thread sleeps in the group.
@@ -27,9 +27,9 @@ pub(crate) struct Slot {
     pub(super) memory: OnceLock<Arc<Doorbells>>,
 }
 
-/// What is written to the eventfd of a follower that has something to do.
+/// The value that wakes a follower: it is written to the follower's eventfd.
 const WAKE: u64 = 1;
-/// What is written to the eventfd of a follower that is to lead. The eventfd adds up what is written.
+/// The value that makes a follower lead. The eventfd adds up all values written to it.
 const PROMOTE: u64 = 1 << 32;
 
 impl Slot {

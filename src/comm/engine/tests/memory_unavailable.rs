@@ -145,7 +145,7 @@ fn lack_of_memory_for_a_call_ends_its_group_on_all_ranks_and_no_other_group() {
             INJECTED_FAULT.set(None);
             assert!(matches!(error, CommError::Exhausted { rank: 1, .. }), "{error}");
             assert!(error.to_string().contains("rank 1 has run out of memory"), "{error}");
-            // The same for a message, whose sender writes the memory.
+            // As for collectives, but the sender of a message writes the memory.
             INJECTED_FAULT.set((world.rank() == 1).then_some(InjectedFault::Commit));
             let error = match world.rank() {
                 1 => other.send(&[7_u8; 100], 0, 0).unwrap_err(),
