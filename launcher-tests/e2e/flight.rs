@@ -178,17 +178,17 @@ fn deadlock_across_groups_is_reported_when_user_stops_the_job() {
     let logs = job.path("logs");
     let world = [
         "group world: rank 0 is in group world/0.0: recv(f32, 3, tag 7) from rank 2",
-        "ranks 1-3 wait in seq 4 barrier() for rank 0 (",
+        "ranks 1-3 wait in seq 3 barrier() for rank 0 (",
     ];
     wait_for_line(&[&logs], &world);
     let lines = flight(&[&logs]).stdout;
-    let half = "group world/0.0: rank 2 is in group world: seq 4 barrier(); rank 0 waits in recv(f32, 3, tag 7) from rank 2";
+    let half = "group world/0.0: rank 2 is in group world: seq 3 barrier(); rank 0 waits in recv(f32, 3, tag 7) from rank 2";
     assert!(lines.lines().any(|line| line.starts_with(half)), "{lines}");
     launcher.signal(Signal::SIGINT);
     let ended = launcher.wait().expect_exit_code(1);
     let (_, folder) = recorded_calls(&ended.stderr);
     let past = "convoke: group world: rank 0 was in group world/0.0: recv(f32, 3, tag 7) from rank 2, \
-                here after seq 3 subgroup/split(); ranks 1-3 waited in seq 4 barrier() for rank 0 (";
+                here after seq 2 subgroup/split(); ranks 1-3 waited in seq 3 barrier() for rank 0 (";
     assert!(ended.stderr.contains(past), "{}", ended.stderr);
     assert_eq!(flight_json(&[&folder])["recordings"][0]["exit"]["stopped"], true);
 }
