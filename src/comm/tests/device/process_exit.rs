@@ -15,6 +15,7 @@ fn has_thread(name: &str) -> bool {
 }
 
 #[test]
+#[allow(clippy::exit)] // what is tested
 fn process_may_exit_while_nccl_frees_a_communicator() {
     let test = "process_exit::process_may_exit_while_nccl_frees_a_communicator";
     let Some(output) = output_with_simulated_gpus(test, &[("SIMULATED_NCCL_DESTROY_MS", "1500")]) else {
