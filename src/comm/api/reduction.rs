@@ -46,6 +46,7 @@ pub struct UntypedReduction {
 }
 
 /// Converts the argument of a typed call.
+#[inline]
 pub(crate) fn untyped<T>(op: impl Into<Reduction<T>>) -> UntypedReduction {
     op.into().untyped
 }
@@ -133,6 +134,7 @@ impl UntypedReduction {
 
     /// Returns the kernel that reduces over `world` ranks, or an error if the operation is not defined for
     /// the type.
+    #[inline]
     pub(crate) fn kernel(&self, dtype: Dtype, world: usize) -> Result<Kernel, CommError> {
         let Self { op, scale, function, .. } = self;
         let kernel = match (op, scale, function) {

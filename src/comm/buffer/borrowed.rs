@@ -95,6 +95,7 @@ impl<'a> BorrowedBuffer<'a> {
 
     /// Requests that the operation copies `from` into `into`, which has the same type and length and is
     /// outside the buffer.
+    #[inline]
     pub(crate) fn with_copy(mut self, from: Slice<'a>, into: SliceMut<'a>) -> Self {
         assert!(from.value_type() == into.value_type() && from.len() == into.len(), "the copy fits");
         let len = from.size_bytes();

@@ -16,14 +16,17 @@ pub(crate) struct ValueType {
 
 impl ValueType {
     /// Values of one element each.
+    #[inline]
     pub(crate) const fn element(dtype: Dtype) -> Self {
         Self { dtype, units: 1 }
     }
 
+    #[inline]
     pub(crate) const fn of<T: Transfer>() -> Self {
         Self { dtype: T::TYPE.dtype(), units: T::TYPE.units() }
     }
 
+    #[inline]
     pub(crate) const fn size_bytes(self) -> usize {
         self.dtype.size_bytes() * self.units
     }
@@ -57,6 +60,7 @@ pub(crate) struct Scratch {
 }
 
 impl<'a, T: Transfer> From<&'a [T]> for Slice<'a> {
+    #[inline]
     fn from(values: &'a [T]) -> Self {
         Self {
             start: values.as_ptr().cast(),
@@ -68,6 +72,7 @@ impl<'a, T: Transfer> From<&'a [T]> for Slice<'a> {
 }
 
 impl<'a, T: Transfer> From<&'a mut [T]> for SliceMut<'a> {
+    #[inline]
     fn from(values: &'a mut [T]) -> Self {
         Self {
             start: values.as_mut_ptr().cast(),
@@ -83,28 +88,34 @@ impl<'a> Slice<'a> {
     /// # Safety
     /// For `'a`, `len` valid values of type `value` are at `start`, which is aligned for them, and nobody
     /// writes to them.
+    #[inline]
     pub(crate) unsafe fn from_raw_parts(start: *const u8, len: usize, value: ValueType) -> Self {
         Self { start, len, value, borrowed: PhantomData }
     }
 
     /// Returns the number of values.
+    #[inline]
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
+    #[inline]
     pub(crate) fn value_type(&self) -> ValueType {
         self.value
     }
 
+    #[inline]
     pub(crate) fn start(&self) -> *const u8 {
         self.start
     }
 
+    #[inline]
     pub(crate) fn size_bytes(&self) -> usize {
         self.len * self.value.size_bytes()
     }
 
     /// Returns the values of a range.
+    #[inline]
     pub(crate) fn part(&self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} values", self.len);
         let start = self.start.wrapping_add(range.start * self.value.size_bytes());
@@ -117,33 +128,40 @@ impl<'a> SliceMut<'a> {
     /// # Safety
     /// For `'a`, `len` valid values of type `value` are at `start`, which is aligned for them, and nobody
     /// else accesses them.
+    #[inline]
     pub(crate) unsafe fn from_raw_parts(start: *mut u8, len: usize, value: ValueType) -> Self {
         Self { start, len, value, borrowed: PhantomData }
     }
 
     /// Returns the number of values.
+    #[inline]
     pub(crate) fn len(&self) -> usize {
         self.len
     }
 
+    #[inline]
     pub(crate) fn value_type(&self) -> ValueType {
         self.value
     }
 
+    #[inline]
     pub(crate) fn start(&self) -> *mut u8 {
         self.start
     }
 
+    #[inline]
     pub(crate) fn size_bytes(&self) -> usize {
         self.len * self.value.size_bytes()
     }
 
     /// Returns the values for reading.
+    #[inline]
     pub(crate) fn as_slice(&self) -> Slice<'_> {
         Slice { start: self.start, len: self.len, value: self.value, borrowed: PhantomData }
     }
 
     /// Returns the values before `at`, and the rest.
+    #[inline]
     pub(crate) fn split_at(self, at: usize) -> (Self, Self) {
         assert!(at <= self.len, "{at} of {} values", self.len);
         let start = self.start.wrapping_add(at * self.value.size_bytes());
@@ -154,6 +172,7 @@ impl<'a> SliceMut<'a> {
     }
 
     /// Splits the values into those before the range `own`, in the range, and after it.
+    #[inline]
     pub(crate) fn split_around(self, own: Range<usize>) -> (Self, Self, Self) {
         let (rest, behind) = self.split_at(own.end);
         let (before, own) = rest.split_at(own.start);
@@ -161,6 +180,7 @@ impl<'a> SliceMut<'a> {
     }
 
     /// Copies all values of `from`, of equal type and number.
+    #[inline]
     pub(crate) fn copy_from(&mut self, from: Slice<'_>) {
         assert!(from.len == self.len && from.value == self.value, "{from:?} is copied into {self:?}");
         // SAFETY: both have so many bytes; `self` is borrowed exclusively, so they are apart.
@@ -171,17 +191,20 @@ impl<'a> SliceMut<'a> {
 #[allow(unsafe_code)]
 impl Scratch {
     /// Returns `len` zeros.
+    #[inline]
     pub(crate) fn zeros(len: usize, value: ValueType) -> Self {
         let words = (len * value.size_bytes()).div_ceil(size_of::<u128>());
         Self { memory: vec![0; words], len, value }
     }
 
     /// Returns a copy of the values of `slice`.
+    #[inline]
     pub(crate) fn of(slice: Slice<'_>) -> Self {
         Self::copy_of(slice.value, std::iter::once(slice))
     }
 
     /// Returns a copy of the values of `slices`, one after the other; all have type `value`.
+    #[inline]
     pub(crate) fn copy_of<'s>(value: ValueType, slices: impl Iterator<Item = Slice<'s>> + Clone) -> Self {
         let mut scratch = Self::zeros(slices.clone().map(|slice| slice.len).sum(), value);
         let mut rest = scratch.as_mut();
@@ -193,24 +216,29 @@ impl Scratch {
         scratch
     }
 
+    #[inline]
     fn as_mut(&mut self) -> SliceMut<'_> {
         // SAFETY: the memory is aligned, has room for the values, and is borrowed exclusively. All zeros are
         // valid values of every type.
         unsafe { SliceMut::from_raw_parts(self.memory.as_mut_ptr().cast(), self.len, self.value) }
     }
 
+    #[inline]
     pub(super) fn start(&mut self) -> *mut u8 {
         self.memory.as_mut_ptr().cast()
     }
 
+    #[inline]
     pub(super) fn len(&self) -> usize {
         self.len
     }
 
+    #[inline]
     pub(super) fn value_type(&self) -> ValueType {
         self.value
     }
 
+    #[inline]
     pub(super) fn into_memory(self) -> Vec<u128> {
         self.memory
     }

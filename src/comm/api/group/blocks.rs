@@ -24,6 +24,7 @@ impl Group {
         self.carry_out(self.prepare_all_gather(send.into(), recv.into())).map(drop)
     }
 
+    #[inline]
     pub(in crate::api) fn prepare_all_gather<'a>(&self, send: Slice<'a>, recv: SliceMut<'a>) -> Prepared<'a> {
         self.check_blocks("recv", recv.len(), send.len())?;
         let own = self.own_range(send.len());
@@ -40,6 +41,7 @@ impl Group {
         self.carry_out(self.prepare_all_gather_in_place(buf.into())).map(drop)
     }
 
+    #[inline]
     pub(in crate::api) fn prepare_all_gather_in_place<'a>(&self, buf: SliceMut<'a>) -> Prepared<'a> {
         let count = self.block_len("buf", buf.len())?;
         let call = call(buf.value_type(), CallKind::AllGather, None, 0, count);
@@ -68,6 +70,7 @@ impl Group {
         self.carry_out(self.prepare_reduce_scatter(send.into(), recv.into(), &untyped::<T>(op))).map(drop)
     }
 
+    #[inline]
     pub(in crate::api) fn prepare_reduce_scatter<'a>(
         &self,
         send: Slice<'a>,
@@ -95,6 +98,7 @@ impl Group {
         self.carry_out(self.prepare_reduce_scatter_in_place(buf.into(), &untyped::<T>(op))).map(drop)
     }
 
+    #[inline]
     pub(in crate::api) fn prepare_reduce_scatter_in_place<'a>(
         &self,
         buf: SliceMut<'a>,
@@ -121,6 +125,7 @@ impl Group {
         self.carry_out(self.prepare_gather(send.into(), recv.into(), root)).map(drop)
     }
 
+    #[inline]
     pub(in crate::api) fn prepare_gather<'a>(
         &self,
         send: Slice<'a>,
@@ -151,6 +156,7 @@ impl Group {
         self.carry_out(self.prepare_scatter(send.into(), recv.into(), root)).map(drop)
     }
 
+    #[inline]
     pub(in crate::api) fn prepare_scatter<'a>(
         &self,
         send: Slice<'a>,
@@ -185,6 +191,7 @@ impl Group {
         self.carry_out(self.prepare_all_to_all(send.into(), recv.into())).map(drop)
     }
 
+    #[inline]
     pub(in crate::api) fn prepare_all_to_all<'a>(&self, send: Slice<'a>, recv: SliceMut<'a>) -> Prepared<'a> {
         let count = self.block_len("send", send.len())?;
         self.check_blocks("recv", recv.len(), count)?;
@@ -207,6 +214,7 @@ impl Group {
         self.carry_out(self.prepare_all_to_all_in_place(buf.into())).map(drop)
     }
 
+    #[inline]
     pub(in crate::api) fn prepare_all_to_all_in_place<'a>(&self, buf: SliceMut<'a>) -> Prepared<'a> {
         let count = self.block_len("buf", buf.len())?;
         let call = call(buf.value_type(), CallKind::AllToAll, None, 0, count);
@@ -216,6 +224,7 @@ impl Group {
 
     /// Returns the length of one block if a buffer of `len` elements is `size` equal blocks, else an error
     /// with `name`.
+    #[inline]
     fn block_len(&self, name: &str, len: usize) -> Result<usize, CommError> {
         if len.is_multiple_of(self.size()) {
             return Ok(len / self.size());
@@ -226,6 +235,7 @@ impl Group {
         )))
     }
 
+    #[inline]
     pub(super) fn check_blocks(&self, name: &str, len: usize, block: usize) -> Result<(), CommError> {
         if Some(len) == block.checked_mul(self.size()) {
             return Ok(());
@@ -235,6 +245,7 @@ impl Group {
     }
 
     /// Returns the range of this rank's block in a buffer whose blocks have `len` elements.
+    #[inline]
     pub(super) fn own_range(&self, len: usize) -> Range<usize> {
         self.rank() * len..(self.rank() + 1) * len
     }
@@ -247,6 +258,7 @@ impl Group {
 
 /// Describes the buffers of a gathering collective: `send` is copied to the range `own` of `recv`, and data
 /// of other ranks fill the rest.
+#[inline]
 pub(super) fn recv_around_own<'a>(
     send: Slice<'a>,
     recv: SliceMut<'a>,
@@ -258,6 +270,7 @@ pub(super) fn recv_around_own<'a>(
 
 /// Describes the buffers of a reduce-scatter. `recv` starts as this rank's input to its own block. The blocks
 /// of other ranks are a copy of `send` if `copied`; otherwise they are `send` itself, which is only read.
+#[inline]
 pub(super) fn reduce_scatter_buffers<'a>(
     copied: bool,
     send: Slice<'a>,

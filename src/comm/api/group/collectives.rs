@@ -40,6 +40,7 @@ impl Group {
         self.carry_out(self.prepare_all_reduce(buf.into(), &untyped::<T>(op))).map(drop)
     }
 
+    #[inline]
     pub(in crate::api) fn prepare_all_reduce<'a>(
         &self,
         buf: SliceMut<'a>,
@@ -66,6 +67,7 @@ impl Group {
         self.carry_out(self.prepare_all_reduce_into(send.into(), recv.into(), &untyped::<T>(op))).map(drop)
     }
 
+    #[inline]
     pub(in crate::api) fn prepare_all_reduce_into<'a>(
         &self,
         send: Slice<'_>,
@@ -95,6 +97,7 @@ impl Group {
         self.carry_out(self.prepare_broadcast(buf.into(), root)).map(drop)
     }
 
+    #[inline]
     pub(in crate::api) fn prepare_broadcast<'a>(&self, buf: SliceMut<'a>, root: usize) -> Prepared<'a> {
         self.check_rank(root, "root")?;
         let call = call(buf.value_type(), CallKind::Broadcast, None, root as u32, buf.len());
@@ -125,6 +128,7 @@ impl Group {
         self.carry_out(self.prepare_reduce(buf.into(), &untyped::<T>(op), root)).map(drop)
     }
 
+    #[inline]
     pub(in crate::api) fn prepare_reduce<'a>(
         &self,
         buf: SliceMut<'a>,
@@ -156,6 +160,7 @@ impl Group {
         self.carry_out(self.prepare_reduce_into(send.into(), recv.into(), &untyped::<T>(op), root)).map(drop)
     }
 
+    #[inline]
     pub(in crate::api) fn prepare_reduce_into<'a>(
         &self,
         send: Slice<'_>,
@@ -210,6 +215,7 @@ impl Group {
         self.planned(call(BYTES, CallKind::MonitoredBarrier, None, 0, 0), BorrowedBuffer::default(), None)
     }
 
+    #[inline]
     pub(in crate::api) fn prepare_barrier(&self) -> Prepared<'static> {
         let call = call(BYTES, CallKind::Barrier, None, 0, 0);
         let elements = |_| Scratch::zeros(plan::barrier_elements(&self.inner.topology), BYTES);

@@ -22,6 +22,7 @@ impl Group {
         self.carry_out(self.prepare_send(buf.into(), to, tag)).map(drop)
     }
 
+    #[inline]
     pub(in crate::api) fn prepare_send<'a>(&self, buf: Slice<'a>, to: usize, tag: u32) -> Prepared<'a> {
         self.check_peer(to, "send to")?;
         let call = message(buf.value_type(), tag, buf.len());
@@ -56,6 +57,7 @@ impl Group {
         Ok(self.carry_out(prepared)?.expect("a successful receive has a status").of::<T>())
     }
 
+    #[inline]
     pub(in crate::api) fn prepare_recv<'a>(
         &self,
         buf: SliceMut<'a>,

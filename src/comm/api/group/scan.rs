@@ -22,6 +22,7 @@ impl Group {
         self.carry_out(self.prepare_scan(buf.into(), &untyped::<T>(op))).map(drop)
     }
 
+    #[inline]
     pub(in crate::api) fn prepare_scan<'a>(&self, buf: SliceMut<'a>, op: &UntypedReduction) -> Prepared<'a> {
         let kernel = scan_kernel(op, buf.value_type().dtype)?;
         let call = call(buf.value_type(), CallKind::Scan, Some(op.op()), 0, buf.len());
@@ -47,6 +48,7 @@ impl Group {
         self.carry_out(self.prepare_exclusive_scan(buf.into(), &untyped::<T>(op))).map(drop)
     }
 
+    #[inline]
     pub(in crate::api) fn prepare_exclusive_scan<'a>(
         &self,
         buf: SliceMut<'a>,
