@@ -25,7 +25,7 @@ pub(crate) struct BorrowedBuffer<'a> {
     /// Copies that are still to be made between slices outside `parts`.
     copies: Vec<PendingCopy>,
     /// Owned memory to which one or two of the parts point.
-    scratch: Option<Vec<u128>>,
+    scratch: Option<Box<[u128]>>,
     /// The elements are `bool`, for which not every byte is valid.
     bools: bool,
     borrowed: PhantomData<&'a mut [u8]>,

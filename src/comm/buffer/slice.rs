@@ -54,7 +54,7 @@ pub(crate) struct SliceMut<'a> {
 #[derive(Debug)]
 pub(crate) struct Scratch {
     /// Aligned for every element type.
-    memory: Vec<u128>,
+    memory: Box<[u128]>,
     len: usize,
     value: ValueType,
 }
@@ -194,7 +194,7 @@ impl Scratch {
     #[inline]
     pub(crate) fn zeros(len: usize, value: ValueType) -> Self {
         let words = (len * value.size_bytes()).div_ceil(size_of::<u128>());
-        Self { memory: vec![0; words], len, value }
+        Self { memory: vec![0; words].into_boxed_slice(), len, value }
     }
 
     /// Returns a copy of the values of `slice`.
@@ -239,7 +239,7 @@ impl Scratch {
     }
 
     #[inline]
-    pub(super) fn into_memory(self) -> Vec<u128> {
+    pub(super) fn into_memory(self) -> Box<[u128]> {
         self.memory
     }
 }

@@ -128,6 +128,7 @@ struct Parts {
 }
 
 impl Parts {
+    #[inline(always)]
     fn of(self, rank: usize) -> usize {
         self.start + rank * self.step
     }
@@ -273,10 +274,12 @@ impl Layout {
         (0..self.ranks.div_ceil(64)).map(|word| word * size_of::<u64>())
     }
 
+    #[inline(always)]
     pub(crate) fn counter(self, rank: usize, counter: Counter) -> usize {
         self.control.of(rank) + LINE * counter as usize
     }
 
+    #[inline(always)]
     pub(crate) fn proof(self, rank: usize, proof: Proof) -> usize {
         self.control.of(rank) + LINE * (Counter::COUNT + proof as usize)
     }
@@ -288,17 +291,20 @@ impl Layout {
     }
 
     /// The place of the slot of call number `number` among the slots of a rank. The first call has number 1.
+    #[inline(always)]
     pub(crate) fn slot_row(number: u32) -> u32 {
         number.wrapping_sub(1) % SLOTS
     }
 
     /// The offset of the slot of `rank` for call number `number`.
+    #[inline(always)]
     pub(crate) fn slot(self, rank: usize, number: u32) -> usize {
         self.slots.of(rank) + Self::slot_row(number) as usize * self.slot_step
     }
 
     /// The offset of the data of `rank` in a round that begins `position` bytes after the first round of all
     /// calls.
+    #[inline(always)]
     pub(crate) fn round(self, rank: usize, position: u64) -> usize {
         self.rounds.of(rank) + (position % ROUNDS_BYTES as u64) as usize
     }
