@@ -38,8 +38,8 @@ pub(crate) struct BootstrapConfig {
     pub(crate) options: GroupOptions,
     pub(crate) tuning: Algorithms,
     pub(crate) agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
-    /// How ranks share CPU cores, inherited from an ancestor group. It is set if ranks outside this group
-    /// also run on the cores of this group's ranks.
+    /// The sharing of CPU cores between ranks, inherited from an ancestor group. It is set if ranks outside
+    /// this group also run on the cores of this group's ranks.
     pub(crate) sharing: Option<CoreSharing>,
 }
 

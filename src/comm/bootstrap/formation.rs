@@ -29,6 +29,7 @@ use crate::transport::links::tcp::Listener;
 /// Time for which connections to a published address may be refused before the rank that published the
 /// address counts as lost.
 const REFUSED_TIMEOUT: Duration = Duration::from_millis(100);
+
 /// The state of this rank while its group forms.
 pub(super) struct Bootstrap<'a> {
     pub(super) config: &'a BootstrapConfig,

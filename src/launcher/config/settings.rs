@@ -179,8 +179,7 @@ pub(crate) struct Program {
     /// Program and its arguments, in which `${local_rank}` is not yet replaced. `argv[0]` is searched in
     /// PATH.
     pub(crate) argv: Vec<OsString>,
-    /// Where in `argv` to insert the legacy argument `--local-rank=N`, and in which spellings. Normally
-    /// `None`.
+    /// The position in `argv` of the legacy argument `--local-rank=N`, and its spellings. Normally `None`.
     pub(crate) local_rank_argument: Option<LocalRankArgument>,
     /// Name of the program in the report: SCRIPT as the user wrote it, or PYTHON_EXEC if that is set.
     pub(crate) title: String,

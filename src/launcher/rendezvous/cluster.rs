@@ -89,7 +89,7 @@ impl EventSender {
 pub(crate) struct Cluster {
     execute: Box<dyn FnMut(ClusterCommand)>,
     events: mpsc::UnboundedReceiver<ClusterEvent>,
-    /// How the nodes react to a failure, as far as this node knows.
+    /// The reaction of the nodes to a failure, as far as this node knows.
     pub(crate) protocol: FailureProtocol,
     /// Group rank of this node, once it has joined a round.
     node: Option<usize>,

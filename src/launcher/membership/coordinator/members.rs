@@ -10,7 +10,7 @@ use super::{Rules, Time};
 /// Maximum number of former members whose ids the coordinator remembers, to refuse them if they reconnect.
 const MAX_FORMER_MEMBERS: usize = 100_000;
 
-/// What the coordinator knows of one member.
+/// The state of one member, as far as the coordinator knows it.
 #[derive(Debug)]
 pub(super) struct MemberState {
     pub(super) profile: Profile,
