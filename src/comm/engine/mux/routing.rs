@@ -16,15 +16,10 @@ const FILLS: u32 = 16;
 impl State {
     /// Reads the frames of a process and hands them to their groups. Returns whether more may have come.
     pub(super) fn read_link(&mut self, poller: &Poller, process: usize) -> bool {
+        self.deliver_unread(process);
         for _ in 0..FILLS {
-            while let Some(input) = self.links[process].next_input(self.generation) {
-                match input {
-                    Input::Frame(frame, bytes) => self.deliver(process, &frame, &bytes),
-                    Input::Invalid(bytes) => self.deliver_invalid(process, &bytes),
-                }
-            }
             match self.links[process].fill() {
-                Ok(true) => {}
+                Ok(true) => self.deliver_unread(process),
                 Ok(false) => return false,
                 Err(how) => {
                     self.end_link(poller, process, how);
@@ -32,8 +27,18 @@ impl State {
                 }
             }
         }
-        // The connection stays readable, so the next poll reads the rest.
+        // If the kernel has more bytes, the connection stays readable, so the next poll reads them.
         true
+    }
+
+    /// Hands the frames that were read from a process to their groups.
+    fn deliver_unread(&mut self, process: usize) {
+        while let Some(input) = self.links[process].next_input(self.generation) {
+            match input {
+                Input::Frame(frame, bytes) => self.deliver(process, &frame, &bytes),
+                Input::Invalid(bytes) => self.deliver_invalid(process, &bytes),
+            }
+        }
     }
 
     fn deliver(&mut self, process: usize, frame: &Frame, bytes: &[u8]) {
@@ -174,5 +179,41 @@ impl State {
         if let Some((_, inbox)) = self.channel(group, rank) {
             inbox.closed = true;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use convoke_env::Generation;
+
+    use super::super::Mux;
+    use super::*;
+    use crate::transport::links::Link;
+    use crate::transport::links::fake::{self, FaultScript};
+    use crate::transport::links::hello::Credentials;
+
+    #[test]
+    fn frame_is_delivered_with_its_last_byte() {
+        let generation = Generation::from_bytes([7; 16]);
+        let credentials = Credentials::new(None, generation, 0);
+        let mux = Mux::new(&credentials, 2, None, Duration::from_secs(10), None).unwrap();
+        let _membership = mux.join(0, 0, vec![0, 1]);
+        // Each read returns one byte, so the last byte of the header is the last that one poll reads.
+        assert!(HEADER_BYTES.is_multiple_of(FILLS as usize));
+        let (mut peer, link) = fake::pair(FaultScript { step: 1, ..FaultScript::default() });
+        let frame =
+            Frame { kind: Kind::Goodbye, generation, group: 0, seq: 0, call: [0; 16], len: 0 }.encode();
+        for byte in frame {
+            peer.try_send(&[IoSlice::new(&[byte])]).unwrap();
+        }
+        let mut state = mux.lock();
+        state.links[1].conn = Some(Conn::new(Box::new(link)));
+        while !peer.is_flushed() {
+            state.read_link(&mux.poller, 1);
+        }
+        // No descriptor would report the frame any more.
+        assert!(state.groups[&0].inboxes[1].announced, "the frame was read but not delivered");
     }
 }
