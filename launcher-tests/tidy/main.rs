@@ -29,7 +29,7 @@ const UNSAFE_FILES: &[&str] = &[
     // The progress thread accesses buffers that the caller lends to it.
     "src/comm/buffer/borrowed.rs",
     "src/comm/buffer/slice.rs",
-    "src/comm/engine/mod.rs",
+    "src/comm/engine/shared.rs",
     // Pending operations borrow buffers; their handles, or the scope that waits, keep the buffers alive.
     "src/comm/api/op/start.rs",
     "src/comm/api/group/work.rs",

@@ -13,9 +13,7 @@ use std::time::{Duration, Instant};
 use nix::sched::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 use nix::unistd::Pid;
 
-use super::progress::Engine;
-use super::wait_policy::Oversubscription;
-use crate::transport::links::conn::Conn;
+use super::wait_policy::CoreSharing;
 
 /// Least time between two moves of a thread to another core. If the data still has not come, the thread
 /// sleeps instead.
@@ -25,39 +23,29 @@ const OVERSUBSCRIBED_MOVE_INTERVAL: Duration = Duration::from_millis(10);
 /// The calling thread, as system calls name it.
 const THIS_THREAD: Pid = Pid::from_raw(0);
 
-/// Describes how a rank shares the cores of its host with other ranks.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct CoreSharing {
-    pub(crate) oversubscription: Oversubscription,
-    /// The index by which this rank chooses its core, if there are more ranks than cores, each rank may use
-    /// all cores, and threads may move. Else `None`: no core is assigned.
-    pub(crate) core_index: Option<usize>,
-    /// This rank has a core, and leaves it while the rank that it waits for runs there.
-    pub(crate) leaves_shared_core: bool,
+/// Where the thread that drives an engine runs.
+#[derive(Debug)]
+pub(super) struct Affinity {
+    sharing: CoreSharing,
+    /// The time at which the driving thread was last moved to another core.
+    moved_at: Option<Instant>,
 }
 
-impl CoreSharing {
-    /// The sharing of a group of one rank.
-    pub(crate) const SINGLE_RANK: Self =
-        Self { oversubscription: Oversubscription::No, core_index: None, leaves_shared_core: false };
-}
-
-impl Engine {
-    /// Returns how this rank shares cores with other ranks, for groups that are made from this group.
-    pub(crate) fn sharing(&self) -> CoreSharing {
-        self.settings.sharing
+impl Affinity {
+    pub(super) fn new(sharing: CoreSharing) -> Self {
+        Self { sharing, moved_at: None }
     }
 
-    /// Moves this thread to another core if a rank that it waits for last sent data from the same core.
-    /// Returns whether the thread moved.
-    pub(super) fn leave_shared_core(&mut self) -> bool {
-        if !self.settings.sharing.leaves_shared_core || !self.may_migrate(MOVE_INTERVAL) {
+    /// Moves this thread to another core if it awaits data that was last sent from this core, as `awaits_from`
+    /// says. Returns whether the thread moved.
+    pub(super) fn leave_shared_core(&mut self, awaits_from: impl FnOnce(usize) -> bool) -> bool {
+        if !self.sharing.leaves_shared_core || !self.may_move(MOVE_INTERVAL) {
             return false;
         }
-        let shared = sched_getcpu().ok().filter(|&core| self.awaits_sender_on(core));
+        let shared = sched_getcpu().ok().filter(|&core| awaits_from(core));
         let left = shared.is_some_and(move_off);
         if left {
-            self.migrated_at = Some(Instant::now());
+            self.moved_at = Some(Instant::now());
         }
         left
     }
@@ -65,24 +53,14 @@ impl Engine {
     /// Moves this thread to the core of [`CoreSharing::core_index`], if this rank has one and has not moved
     /// just before.
     pub(super) fn move_to_assigned_core(&mut self) {
-        if let Some(index) =
-            self.settings.sharing.core_index.filter(|_| self.may_migrate(OVERSUBSCRIBED_MOVE_INTERVAL))
-        {
-            self.migrated_at = Some(Instant::now());
+        if let Some(index) = self.sharing.core_index.filter(|_| self.may_move(OVERSUBSCRIBED_MOVE_INTERVAL)) {
+            self.moved_at = Some(Instant::now());
             move_to(index);
         }
     }
 
-    fn may_migrate(&self, between: Duration) -> bool {
-        self.migrated_at.is_none_or(|at| at.elapsed() >= between)
-    }
-
-    fn awaits_sender_on(&self, core: usize) -> bool {
-        let collective = self.collectives.front().into_iter().flat_map(|first| first.execution.blocked());
-        let collective = collective.filter_map(|(peer, _)| self.peers[peer].collective.as_ref());
-        let messages = self.peers.iter().filter(|peer| peer.messages.is_busy());
-        let messages = messages.filter_map(|peer| peer.messages.conn.as_ref());
-        collective.chain(messages).filter_map(Conn::sender_cpu).any(|sender| sender == core)
+    fn may_move(&self, between: Duration) -> bool {
+        self.moved_at.is_none_or(|at| at.elapsed() >= between)
     }
 }
 

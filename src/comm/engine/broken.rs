@@ -4,14 +4,14 @@
 use std::io;
 
 use super::messages::MessageError;
-use super::progress::Engine;
+use super::state::Engine;
 use crate::error::ExecutionError;
 use crate::error::cause::{Cause, Report};
 use crate::transport::links::conn::ConnError;
 
 impl Engine {
     pub(super) fn execution_failed(&mut self, error: ExecutionError) {
-        let Some(first) = self.collectives.front() else { return };
+        let Some(first) = self.collectives.first() else { return };
         let (ours, ours_seq) = (first.execution.call(), first.execution.seq());
         match error {
             ExecutionError::OutOfMemory(error) => self.out_of_memory(&error),

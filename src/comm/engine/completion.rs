@@ -14,6 +14,10 @@ use crate::collectives::call::Status;
 use crate::error::CommError;
 use crate::flight::CallRecord;
 
+/// Time before a call's deadline at which this rank asks the other ranks which calls they wait in. It is a
+/// quarter of the call's timeout if that is less.
+pub(super) const QUERY_LEAD_TIME: Duration = Duration::from_millis(500);
+
 /// The result of an operation; a receive or a probe also returns the status of its message.
 pub(crate) type Outcome = Result<Option<Status>, CommError>;
 
@@ -112,6 +116,15 @@ impl Completion {
         let (descriptor, step) = (OnceLock::new(), OnceLock::new());
         let (timeout, started_at, deadline) = (limit.timeout, limit.started_at(), limit.deadline());
         Self { timeout, started_at, deadline, done, state, descriptor, callback_queue, step }
+    }
+
+    pub(super) fn query_lead_time(&self) -> Duration {
+        QUERY_LEAD_TIME.min(self.timeout / 4)
+    }
+
+    /// Returns when to ask the other ranks which calls they wait in, if this call is still pending then.
+    pub(super) fn query_at(&self) -> Instant {
+        self.deadline - self.query_lead_time()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {

@@ -3,9 +3,10 @@
 use std::time::Instant;
 
 use super::handshake::Handshakes;
-use super::progress::Engine;
+use super::state::Engine;
 use crate::error::CommError;
 use crate::error::cause::{Cause, Report};
+use crate::transport::frame::Kind;
 use crate::transport::links::hello::ConnectionKind;
 
 impl Engine {
@@ -16,7 +17,7 @@ impl Engine {
         connections: &[(usize, ConnectionKind)],
         until: Instant,
     ) -> Result<bool, CommError> {
-        self.connecting = true;
+        self.lifecycle.connecting = true;
         loop {
             for &(peer, conn_kind) in connections {
                 let address = self.settings.addresses[peer];
@@ -33,7 +34,7 @@ impl Engine {
                 return Err(self.error(failure, None, 0, (0, 0)));
             }
             if self.unconnected(connections).next().is_none() {
-                self.connecting = false;
+                self.lifecycle.connecting = false;
                 return Ok(true);
             }
             if now >= until {
@@ -85,5 +86,32 @@ impl Engine {
     /// Calls `function` with the handshakes of this process.
     pub(crate) fn with_handshakes<R>(&self, function: impl FnOnce(&Handshakes) -> R) -> R {
         self.links.with_handshakes(function)
+    }
+
+    /// Opens a connection to `peer` unless there is a link of this kind.
+    pub(super) fn ensure_connected(&mut self, peer: usize, conn_kind: ConnectionKind) {
+        if !self.peers[peer].is_linked(conn_kind) {
+            self.open_connection(peer, conn_kind);
+        }
+    }
+
+    /// Opens a connection to `peer` if it is not open. The higher rank of a pair connects, so a lower rank
+    /// asks the peer to connect.
+    pub(super) fn open_connection(&mut self, peer: usize, conn_kind: ConnectionKind) {
+        if self.peers[peer].is_open(conn_kind) || peer == self.settings.me {
+            return;
+        }
+        let open = self.frame(Kind::Open, u64::from(conn_kind.to_wire()));
+        if self.settings.me > peer {
+            if self.peers[peer].awaits_connection(conn_kind) {
+                // The peer learns that a connection is needed even if it cannot accept it.
+                self.send_control(peer, &open, &[]);
+            }
+            self.links.connect(peer, conn_kind, self.settings.addresses[peer], false);
+            self.poll_handshakes(Instant::now());
+        } else if conn_kind != ConnectionKind::Control && !self.peers[peer].requested[conn_kind as usize] {
+            self.peers[peer].requested[conn_kind as usize] = true;
+            self.send_control(peer, &open, &[]);
+        }
     }
 }

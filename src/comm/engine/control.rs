@@ -1,13 +1,10 @@
 //! Control frames between ranks: aborts, goodbyes, and reports of the calls in which ranks wait.
 
-use std::collections::BTreeSet;
 use std::io::IoSlice;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use super::completion::Completion;
-use super::progress::Engine;
-use super::state::{Peer, Wait, WaitReport};
-use super::teardown::Finishing;
+use super::peer::{Peer, WaitReport};
+use super::state::Engine;
 use crate::collectives::call::{Call, CallKind};
 use crate::error::cause::{Cause, MAX_REPORTED_RANKS, Report};
 use crate::error::{LossReason, PeerMisbehaved};
@@ -15,19 +12,10 @@ use crate::transport::frame::{CONTROL_PAYLOAD_BYTES, Frame, HEADER_BYTES, Kind};
 use crate::transport::links::conn::ConnError;
 use crate::transport::links::hello::ConnectionKind;
 
-/// Time without progress after which a rank reports to the other ranks which call it waits in. It is a
-/// quarter of the call's timeout if that is less.
-const REPORT_DELAY: Duration = Duration::from_millis(100);
-/// Time before a call's deadline at which this rank asks the other ranks which calls they wait in. It is a
-/// quarter of the call's timeout if that is less.
-const QUERY_LEAD_TIME: Duration = Duration::from_millis(500);
 /// Most control bytes queued for one peer; further frames are dropped.
 const CONTROL_QUEUE_BYTES: usize = 64 << 10;
 /// Most reads of one peer's control connection before other connections are read.
 const CONTROL_FILLS: u32 = 16;
-/// Longest sleep of the thread that drives the engine. Correctness does not depend on it.
-const LONGEST_SLEEP: Duration = Duration::from_secs(30);
-
 impl Engine {
     pub(super) fn frame(&self, kind: Kind, seq: u64) -> Frame {
         let ours = &self.settings.credentials;
@@ -84,7 +72,7 @@ impl Engine {
             if let Some((frame, payload)) = frame.zip(control.unread().get(HEADER_BYTES..end)) {
                 let payload = payload.to_vec();
                 control.consume(end);
-                self.control_activity = true;
+                self.driver.control_activity = true;
                 self.handle_control(peer, &frame, &payload);
                 continue;
             }
@@ -107,7 +95,7 @@ impl Engine {
         // The peer will never read these bytes. A caller that waits until its frames are sent would wait in
         // vain.
         place.control_out.clear();
-        self.control_activity = true;
+        self.driver.control_activity = true;
     }
 
     fn protocol_error(&mut self, peer: usize, error: impl Into<PeerMisbehaved>) {
@@ -161,105 +149,24 @@ impl Engine {
         }
     }
 
-    /// Compares the calls that other ranks report to wait in with this rank's calls of the same sequence
-    /// numbers, and fails the group if two differ. This finds different calls even if the two ranks exchange
-    /// no data.
+    /// Fails the group if another rank reports to wait in a call that differs from this rank's call of that
+    /// number.
     pub(super) fn compare_with_reports(&mut self) {
-        let differs = |seq: u64, call: &Call| {
-            self.history
-                .iter()
-                .find(|(ours_seq, ours)| *ours_seq == seq && ours != call)
-                .map(|(_, ours)| *ours)
-        };
-        let found = self.peers.iter().enumerate().find_map(|(rank, peer)| {
-            let WaitReport { seq, call, .. } = peer.wait_report.as_ref()?;
-            if call.kind == CallKind::PointToPoint {
-                return None;
-            }
-            Some((rank, *seq, *call, differs(*seq, call)?))
-        });
-        if let Some((rank, seq, theirs, ours)) = found {
-            let cause = Cause::Mismatch { rank, theirs, theirs_seq: seq, ours, ours_seq: seq };
+        if let Some(cause) = self.collectives.mismatch(&self.peers) {
             self.fail(Report::new(self.settings.me, cause));
         }
     }
 
-    /// Returns the call that this rank waits in, and for which ranks: its first collective, else its
-    /// messages. `None` if nothing is pending.
-    fn current_wait(&self) -> Option<Wait> {
-        if let Some(first) = self.collectives.front() {
-            let awaits = first.awaited(self.settings.me, &self.peers).take(MAX_REPORTED_RANKS).collect();
-            return Some((first.execution.seq(), first.execution.call(), awaits));
-        }
-        let (_, call, _) = self.message_waits().next()?;
-        let awaits: BTreeSet<usize> = self.message_waits().flat_map(|(.., awaits)| awaits).collect();
-        Some((0, call, awaits.into_iter().take(MAX_REPORTED_RANKS).collect()))
-    }
-
-    /// Returns the wait that this rank reports to another rank, which waits in a collective (`in_collective`)
-    /// or for messages.
-    ///
-    /// If no caller waits for a pending operation, the program computes, and the other rank may wait for its
-    /// next call: nothing is reported. But a pending collective is always reported to a rank that waits in a
-    /// collective.
-    fn reportable_wait(&self, in_collective: bool) -> Option<Wait> {
-        let has_waiter =
-            || self.has_waiter || self.message_waits().any(|(completion, ..)| completion.is_awaited());
-        let is_reportable = |kind| in_collective && kind != CallKind::PointToPoint || has_waiter();
-        self.current_wait().filter(|(_, call, _)| is_reportable(call.kind))
-    }
-
-    fn wait_report(&self, (seq, call, awaits): &Wait) -> (Frame, Vec<u8>) {
-        let payload = awaits.iter().flat_map(|&rank| (rank as u32).to_le_bytes()).collect();
-        (Frame { call: call.encode(), ..self.frame(Kind::State, *seq) }, payload)
-    }
-
-    /// Reports to all ranks which call this rank waits in, if it has waited for [`REPORT_DELAY`] and has not
-    /// reported the same wait before.
-    fn report_wait(&mut self, now: Instant) {
-        if self.report_wait_at().is_none_or(|at| now < at) {
+    /// If the current collective is a monitored barrier, tells all other ranks once that this rank has
+    /// arrived.
+    pub(super) fn announce_arrival(&mut self) {
+        let Some(first) = self.collectives.first_mut() else { return };
+        if !first.must_announce() {
             return;
         }
-        let wait = self.reportable_wait(true).filter(|wait| self.reported_wait.as_ref() != Some(wait));
-        let Some(wait) = wait else { return };
-        let (frame, payload) = self.wait_report(&wait);
-        self.reported_wait = Some(wait);
-        self.broadcast_control(&frame, &payload);
-    }
-
-    /// Returns the time at which this rank reports its wait to the other ranks; `None` if data moves or
-    /// nothing is pending.
-    fn report_wait_at(&self) -> Option<Instant> {
-        Some(self.stalled_since? + REPORT_DELAY.min(self.deadline_bounds()?.shortest / 4))
-    }
-
-    /// Shortly before the deadline of a call, asks all ranks which calls they wait in. Their earlier reports
-    /// may be out of date, and a rank that does not answer waits for no other rank.
-    fn query_waits(&mut self, now: Instant) {
-        if self.deadline_bounds().is_none_or(|bounds| now < bounds.query_at) {
-            return;
-        }
-        let due = |completion: &Completion| {
-            now >= query_at(completion) && self.queried_at.is_none_or(|at| at < query_at(completion))
-        };
-        if self.completions().any(due) {
-            self.queried_at = Some(now);
-            let query = self.wait_query();
-            self.broadcast_control(&query, &[]);
-        }
-    }
-
-    /// Returns the frame that asks a rank which call it waits in.
-    pub(super) fn wait_query(&self) -> Frame {
-        self.frame(Kind::StateQuery, u64::from(self.collectives.is_empty()))
-    }
-
-    /// Returns when a call times out: at its deadline, or later if this rank asked the other ranks late, so
-    /// that they have time to answer.
-    pub(super) fn times_out_at(&self, completion: &Completion) -> Instant {
-        let answered =
-            self.queried_at.map_or(completion.deadline, |asked| asked + query_lead_time(completion));
-        answered.clamp(completion.deadline, completion.deadline + QUERY_LEAD_TIME)
+        let (seq, call) = (first.execution.seq(), first.execution.call().encode());
+        let frame = Frame { call, ..self.frame(Kind::State, seq) };
+        self.broadcast_control(&frame, &[]);
     }
 
     /// Reads the launcher's reports of processes that ended.
@@ -286,35 +193,4 @@ impl Engine {
             self.read_control(peer);
         }
     }
-
-    /// Returns the time at which the timers must be checked again, even if no descriptor is ready.
-    pub(super) fn wake_at(&self, now: Instant) -> Instant {
-        let tell = self.report_wait_at().filter(|&at| at > now);
-        // The completions are scanned one by one only after the earliest time to ask other ranks.
-        let bounds = self.deadline_bounds().map(|bounds| bounds.query_at);
-        let late = || bounds.is_some_and(|at| now >= at).then(|| self.completions()).into_iter().flatten();
-        let asks = late().map(query_at).filter(|&at| self.queried_at.is_none_or(|asked| asked < at));
-        let suspects = self.peers.iter().filter_map(|peer| peer.suspect.as_ref().map(|(until, _)| *until));
-        let deadlines = late().map(|completion| self.times_out_at(completion));
-        let first = bounds.filter(|&at| now < at);
-        let finishing = self.finishing.as_ref().map(Finishing::wake_at);
-        let times = deadlines.chain(asks).chain(first).chain(suspects).chain(tell).chain(finishing);
-        let times = times.chain(self.links.wake_at());
-        times.min().unwrap_or(now + LONGEST_SLEEP).min(now + LONGEST_SLEEP)
-    }
-
-    pub(super) fn check_timers(&mut self, now: Instant) {
-        self.report_wait(now);
-        self.query_waits(now);
-        self.check_deadlines(now);
-    }
-}
-
-fn query_lead_time(completion: &Completion) -> Duration {
-    QUERY_LEAD_TIME.min(completion.timeout / 4)
-}
-
-/// Returns when to ask the other ranks which calls they wait in, if this call is still pending then.
-pub(super) fn query_at(completion: &Completion) -> Instant {
-    completion.deadline - query_lead_time(completion)
 }

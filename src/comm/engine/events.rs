@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use nix::poll::PollFlags;
 
 use super::mux::Event;
+use super::peer::Peer;
 use super::poller::{Poller, Source};
-use super::progress::Engine;
 use super::progress_lock::Goal;
-use super::state::Peer;
+use super::state::Engine;
 use crate::collectives::plan::Direction;
 use crate::error::cause::{Cause, Report};
 use crate::limits;
@@ -75,7 +75,7 @@ impl Engine {
                 .iter()
                 .any(|&conn_kind| peer.requested[conn_kind as usize] && !peer.is_open(conn_kind))
         };
-        self.connecting || self.peers.iter().any(asked)
+        self.lifecycle.connecting || self.peers.iter().any(asked)
     }
 
     fn connection_opened(&mut self, peer: usize, conn_kind: ConnectionKind, conn: Conn) {
@@ -104,7 +104,7 @@ impl Engine {
     }
 
     fn out_of_descriptors(&mut self, error: &std::io::Error) {
-        let (size, local) = (self.settings.size, self.local_peers.len() + 1);
+        let (size, local) = (self.settings.size, self.host.ranks.len() + 1);
         let limit = limits::descriptor_limit_message(error, size, local);
         let what = format!("file descriptors: {limit}");
         self.fail(Report::new(self.settings.me, Cause::Exhausted { what }));
@@ -126,7 +126,7 @@ impl Engine {
     /// this thread drive. Then polls once.
     pub(super) fn sleep(&mut self, goal: &Goal<'_>) {
         let now = Instant::now();
-        self.stalled_since.get_or_insert(now);
+        self.waits.stalled_since.get_or_insert(now);
         self.check_lost_peers(now);
         if self.failure.is_some() {
             return;
@@ -141,7 +141,7 @@ impl Engine {
             && self.may_sleep_on_memory(goal)
         {
             let mut others = Vec::new();
-            if let Some(first) = self.collectives.front() {
+            if let Some(first) = self.collectives.first() {
                 for (peer, direction) in first.execution.blocked() {
                     let flags = match direction {
                         Direction::Send => PollFlags::POLLOUT,

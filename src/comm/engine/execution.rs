@@ -1,97 +1,60 @@
-//! A collective in progress: by streams over connections, or through shared memory.
+//! A collective in progress, whatever carries it out.
+//!
+//! [`Streams`](super::streams::Streams) carries out a plan over connections,
+//! [`ShmCollective`](crate::shm::collective::ShmCollective) a schedule in shared memory. The engine starts a
+//! collective, polls it until it is finished, and otherwise only asks it for its progress.
 
-use super::state::{CollectiveConnections, Peer};
-use super::streams::Streams;
+use std::fmt::Debug;
+
 use crate::collectives::call::Call;
 use crate::collectives::plan::{Algorithm, Direction};
 use crate::error::ExecutionError;
-use crate::shm::{self, HostMemory};
+use crate::shm::HostMemory;
+use crate::transport::links::conn::Conn;
 
-#[derive(Debug)]
-pub(super) enum Execution {
-    Streams(Streams),
-    Memory(shm::collective::ShmCollective),
+/// Gives a collective its connections to the peers.
+pub(crate) trait PeerConnections {
+    /// Returns the connection to `peer`, or `None` as long as there is none.
+    fn connection(&mut self, peer: usize) -> Option<&mut Conn>;
 }
 
-impl Execution {
-    /// Sends and receives what can move without waiting. Returns whether anything moved.
-    pub(super) fn progress(
-        &mut self,
-        peers: &mut [Peer],
-        node: Option<&mut HostMemory>,
-    ) -> Result<bool, ExecutionError> {
-        match (self, node) {
-            (Self::Streams(streams), _) => streams.progress(&mut CollectiveConnections(peers)),
-            (Self::Memory(run), Some(node)) => run.progress(node),
-            (Self::Memory(_), None) => Ok(false),
-        }
-    }
+/// What a collective moves its data through.
+pub(super) struct Paths<'a> {
+    pub(super) connections: &'a mut dyn PeerConnections,
+    /// The memory that this rank shares with other ranks of its host.
+    pub(super) memory: Option<&'a mut HostMemory>,
+}
 
-    pub(super) fn call(&self) -> Call {
-        match self {
-            Self::Streams(streams) => streams.call,
-            Self::Memory(run) => run.call,
-        }
-    }
+pub(super) trait Execution: Debug + Send {
+    fn call(&self) -> Call;
 
     /// Returns the number of this collective in its group.
-    pub(super) fn seq(&self) -> u64 {
-        match self {
-            Self::Streams(streams) => streams.seq,
-            Self::Memory(run) => run.seq,
-        }
-    }
+    fn seq(&self) -> u64;
 
-    pub(super) fn is_finished(&self) -> bool {
-        match self {
-            Self::Streams(streams) => streams.is_finished(),
-            Self::Memory(run) => run.is_finished(),
-        }
-    }
+    /// Moves what can move without waiting. Returns whether anything moved.
+    fn poll(&mut self, paths: Paths<'_>) -> Result<bool, ExecutionError>;
+
+    fn is_finished(&self) -> bool;
 
     /// Returns the bytes that this rank has received in this collective, and the bytes to receive in total.
-    pub(super) fn received(&self) -> (u64, u64) {
-        match self {
-            Self::Streams(streams) => streams.received(),
-            Self::Memory(run) => run.received(),
-        }
-    }
+    fn received(&self) -> (u64, u64);
 
     /// Returns the bytes that this rank has sent in this collective, and the bytes to send in total.
-    pub(super) fn sent(&self) -> (u64, u64) {
-        match self {
-            Self::Streams(streams) => streams.sent(),
-            Self::Memory(run) => run.sent(),
-        }
-    }
+    fn sent(&self) -> (u64, u64);
 
     /// Returns the algorithm; `None` if there is only one for this collective.
-    pub(super) fn algorithm(&self) -> Option<Algorithm> {
-        match self {
-            Self::Streams(streams) => streams.algorithm(),
-            Self::Memory(_) => Some(Algorithm::Memory),
-        }
-    }
+    fn algorithm(&self) -> Option<Algorithm>;
 
     /// Returns the peers that the collective waits for.
-    pub(super) fn awaited(&self) -> Vec<usize> {
-        match self {
-            Self::Streams(streams) => streams.awaited().collect(),
-            Self::Memory(run) => run.awaited().collect(),
-        }
-    }
+    fn awaited(&self) -> Vec<usize>;
 
     /// Returns the peers whose connection blocks the collective, and whether it blocks sending or receiving.
     /// There are none in shared memory.
-    pub(super) fn blocked(&self) -> impl Iterator<Item = (usize, Direction)> + '_ {
-        let streams = match self {
-            Self::Streams(streams) => Some(streams),
-            Self::Memory(_) => None,
-        };
-        streams.into_iter().flat_map(Streams::blocked)
+    fn blocked(&self) -> Vec<(usize, Direction)> {
+        Vec::new()
     }
 
-    pub(super) fn is_in_memory(&self) -> bool {
-        matches!(self, Self::Memory(_))
+    fn is_in_memory(&self) -> bool {
+        false
     }
 }

@@ -10,20 +10,20 @@ use std::time::Instant;
 use convoke_recorder::layout;
 
 use super::completion::{Completion, Outcome, TimeLimit};
-use super::execution::Execution;
+use super::execution::{Execution, Paths};
 use super::messages::direct::{RecvProgress, SendProgress};
-use super::progress::Engine;
+use super::operation::{Operation, Transport};
 use super::recording::{message_entry, small_entry};
-use super::state::Collective;
+use super::state::Engine;
 use super::wait_policy::{Oversubscription, WaitAction, WaitPolicy};
-use super::{Operation, Transport};
 use crate::collectives::call::{Call, Status};
 use crate::collectives::dtype::ReduceOp;
 use crate::error::ExecutionError;
 use crate::fault::fault_point;
 use crate::flight::{self, now_ns};
+use crate::shm::HostMemory;
+use crate::shm::collective::ShmCollective;
 use crate::shm::small_call::SmallCall;
-use crate::shm::{self, HostMemory};
 
 /// Attempts between two `pause` instructions, each of which takes about as long as the awaited data.
 const SPINS_PER_PAUSE: u32 = 8;
@@ -67,20 +67,20 @@ impl Engine {
         operation: &mut Option<Operation<'static>>,
         limit: TimeLimit,
     ) -> Option<FastPath> {
-        self.rounds = self.rounds.wrapping_add(1);
-        if self.rounds.is_multiple_of(CALLS_BETWEEN_POLLS) {
+        self.driver.rounds = self.driver.rounds.wrapping_add(1);
+        if self.driver.rounds.is_multiple_of(CALLS_BETWEEN_POLLS) {
             self.poll_events(Instant::now());
         }
         let is_collective = matches!(operation, Some(Operation::Collective { .. }));
         let between = if is_collective { CALLS_BETWEEN_CORE_CHECKS } else { CALLS_BETWEEN_POLLS };
-        if self.rounds.is_multiple_of(between) {
+        if self.driver.rounds.is_multiple_of(between) {
             // Linux would not move a thread that yields and never sleeps to another core.
-            self.move_to_assigned_core();
+            self.driver.affinity.move_to_assigned_core();
         }
         let idle = self.failure.is_none()
-            && !self.left
+            && !self.lifecycle.left
             && self.collectives.is_empty()
-            && self.node.as_ref().is_some_and(|node| !node.has_failed())
+            && self.host.memory.as_ref().is_some_and(|node| !node.has_failed())
             && !self.submissions.has_submissions();
         if !idle {
             return None;
@@ -89,10 +89,10 @@ impl Engine {
             Some(Operation::Collective { transport: Transport::SharedMemory, .. }) => {
                 self.try_collective_inline(operation, limit)
             }
-            Some(Operation::Send { to: peer, .. }) if self.local_peers.contains(peer) => {
+            Some(Operation::Send { to: peer, .. }) if self.host.ranks.contains(peer) => {
                 self.try_send_inline(operation, limit)
             }
-            Some(Operation::Recv { from: Some(peer), .. }) if self.local_peers.contains(peer) => {
+            Some(Operation::Recv { from: Some(peer), .. }) if self.host.ranks.contains(peer) => {
                 self.try_recv_inline(operation, limit)
             }
             _ => None,
@@ -148,7 +148,7 @@ impl Engine {
         while let Ok(state @ (RecvProgress::Nothing | RecvProgress::Partial(_))) = received {
             step.get_or_insert_with(|| self.settings.flight.begin(&entry()));
             let received_bytes = if let RecvProgress::Partial(bytes) = state { bytes } else { 0 };
-            let node = &mut self.node;
+            let node = &mut self.host.memory;
             if !budget.may_retry(received_bytes > std::mem::replace(&mut done, received_bytes), || {
                 shares_core(node, [from])
             }) {
@@ -193,7 +193,7 @@ impl Engine {
                 return FastPath::Done(outcome);
             }
             let moved = self.progress_messages(peer);
-            let node = &mut self.node;
+            let node = &mut self.host.memory;
             if self.failure.is_some() || !budget.may_retry(moved, || shares_core(node, [peer])) {
                 return FastPath::Pending(completion);
             }
@@ -210,22 +210,22 @@ impl Engine {
             SmallCallResult::NotSmall => None,
             SmallCallResult::Pending(rest) => Some(*rest),
         };
-        let Some(Operation::Collective { call, transport, buffer, kernel }) = operation.take() else {
+        let Some(Operation::Collective { call, buffer, kernel, .. }) = operation.take() else {
             return None;
         };
         let Some(PendingSmall { small, step, error }) = rest else {
-            let run = self.start_collective(call, transport, buffer, kernel);
+            let run = self.start_in_memory(call, buffer, kernel);
             return Some(self.try_large_inline(run, limit));
         };
-        let run = shm::collective::ShmCollective::from_small(
-            self.node.as_mut()?,
+        let run = ShmCollective::from_small(
+            self.host.memory.as_mut()?,
             call,
             &small,
             buffer,
             kernel,
             error.is_some(),
         );
-        Some(self.enqueue(Execution::Memory(run), limit, step, error))
+        Some(self.enqueue(run, limit, step, error))
     }
 
     /// Runs a small collective as far as possible with short waits only.
@@ -237,15 +237,17 @@ impl Engine {
         // A scaling kernel may need a copy of this rank's elements, which a small call does not make.
         let scaled = kernel.as_ref().is_some_and(|kernel| kernel.scale().is_some());
         let schedule = |node: &mut HostMemory| node.small_schedule(call).filter(|_| !scaled);
-        let Some(schedule) = self.node.as_mut().and_then(schedule) else { return SmallCallResult::NotSmall };
+        let Some(schedule) = self.host.memory.as_mut().and_then(schedule) else {
+            return SmallCallResult::NotSmall;
+        };
         let seq = self.next_number(*call);
-        let Some(node) = &mut self.node else { return SmallCallResult::NotSmall };
+        let Some(node) = &mut self.host.memory else { return SmallCallResult::NotSmall };
         let mut small = node.start_small(call, schedule, seq);
         node.publish_small(&mut small, buffer);
         let mut budget = RetryBudget::new(self);
         let flight = &self.settings.flight;
         let entry = |small: &SmallCall| small_entry(*call, small, now_ns());
-        let Some(node) = &mut self.node else { return SmallCallResult::NotSmall };
+        let Some(node) = &mut self.host.memory else { return SmallCallResult::NotSmall };
         let begin = |node: &HostMemory, small: &SmallCall| {
             node.wake_sleepers();
             flight.begin(&entry(small))
@@ -276,10 +278,14 @@ impl Engine {
         SmallCallResult::Done
     }
 
-    fn try_large_inline(&mut self, mut run: Execution, limit: TimeLimit) -> FastPath {
+    fn paths(&mut self) -> Paths<'_> {
+        Paths { connections: &mut self.peers, memory: self.host.memory.as_mut() }
+    }
+
+    fn try_large_inline(&mut self, mut run: impl Execution + 'static, limit: TimeLimit) -> FastPath {
         let started_ns = now_ns();
         let recorded = runs_function(run.call()).then(|| self.record_collective(&run, started_ns));
-        let mut result = run.progress(&mut self.peers, self.node.as_mut());
+        let mut result = run.poll(self.paths());
         let step = recorded.unwrap_or_else(|| self.record_collective(&run, started_ns));
         let mut budget = RetryBudget::new(self);
         let error = loop {
@@ -289,11 +295,12 @@ impl Engine {
                     step.end(true);
                     return FastPath::Done(Ok(None));
                 }
-                Ok(moved) if budget.may_retry(moved, || shares_core(&mut self.node, run.awaited())) => {}
+                Ok(moved)
+                    if budget.may_retry(moved, || shares_core(&mut self.host.memory, run.awaited())) => {}
                 Ok(_) => break None,
                 Err(error) => break Some(error),
             }
-            result = run.progress(&mut self.peers, self.node.as_mut());
+            result = run.poll(self.paths());
         };
         self.enqueue(run, limit, step, error)
     }
@@ -302,18 +309,14 @@ impl Engine {
     #[cold]
     fn enqueue(
         &mut self,
-        run: Execution,
+        run: impl Execution + 'static,
         limit: TimeLimit,
         step: flight::CallRecord,
         error: Option<ExecutionError>,
     ) -> FastPath {
         let completion = Arc::new(Completion::new(limit));
         let _ = completion.step.set(step);
-        self.collectives.push_back(Collective {
-            execution: run,
-            completion: Arc::clone(&completion),
-            arrival_announced: false,
-        });
+        self.collectives.push(Box::new(run), Arc::clone(&completion));
         self.compare_with_reports();
         if let Some(error) = error {
             self.execution_failed(error);
@@ -350,7 +353,7 @@ impl RetryBudget {
     fn new(engine: &Engine) -> Self {
         let oversubscribed = engine.settings.sharing.oversubscription == Oversubscription::Cores;
         Self {
-            wait_policy: engine.wait_policy.for_inline(),
+            wait_policy: engine.driver.wait_policy.for_inline(),
             rounds: 0,
             failed_spins: 0,
             oversubscribed,

@@ -3,8 +3,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::progress::Engine;
-use super::state::Peer;
+use super::peer::Peer;
+use super::state::Engine;
 use crate::error::LossReason;
 use crate::error::cause::{Cause, Report};
 use crate::transport::links::conn::{Conn, ConnError};
@@ -38,7 +38,7 @@ impl Engine {
     /// although a call of this rank needs it. This is checked when nothing moves.
     pub(super) fn check_lost_peers(&mut self, now: Instant) {
         // A peer that is gone may have written the awaited data before. Shared memory still holds the data.
-        if self.collectives.front().is_some_and(|first| first.execution.is_in_memory()) && self.progress() {
+        if self.collectives.first().is_some_and(|first| first.execution.is_in_memory()) && self.progress() {
             return;
         }
         let is_gone = |peer: &Peer| peer.control_closed.is_some() && !peer.left;
@@ -53,7 +53,7 @@ impl Engine {
             return;
         }
         // Next come peers that have left with a goodbye although a call of this rank waits for them.
-        let first = self.collectives.front();
+        let first = self.collectives.first();
         let awaited = first.into_iter().flat_map(|first| first.execution.awaited());
         let in_memory = first.is_some_and(|first| first.execution.is_in_memory());
         let awaited = awaited.filter(|&rank| in_memory || self.peers[rank].collective.is_none());
@@ -65,7 +65,7 @@ impl Engine {
         });
         let is_gone = |rank: usize| self.peers[rank].left && self.peers[rank].messages.conn.is_none();
         let mut others = (0..self.settings.size).filter(|&rank| rank != self.settings.me);
-        let probed = self.probes.iter().filter_map(|probe| probe.from).find(|&rank| is_gone(rank));
+        let probed = self.any_source.probes.iter().filter_map(|probe| probe.from).find(|&rank| is_gone(rank));
         let open = self.any_source_completions().next().and_then(|_| others.clone().next());
         let nobody = open.filter(|_| others.all(is_gone));
         if let Some(rank) = awaited.find(|&rank| self.peers[rank].left).or(messages).or(probed).or(nobody) {

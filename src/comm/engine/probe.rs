@@ -3,17 +3,10 @@
 use std::sync::Arc;
 
 use super::completion::Completion;
-use super::progress::Engine;
+use super::messages::Probe;
+use super::state::Engine;
 use crate::collectives::call::{Call, Status};
 use crate::transport::links::hello::ConnectionKind;
-
-/// A probe that waits for a message.
-#[derive(Debug)]
-pub(super) struct Probe {
-    pub(super) from: Option<usize>,
-    pub(super) call: Call,
-    pub(super) completion: Arc<Completion>,
-}
 
 impl Engine {
     pub(super) fn probe(&mut self, from: Option<usize>, call: Call, wait: bool, completion: Arc<Completion>) {
@@ -23,15 +16,15 @@ impl Engine {
         }
         self.poll_ready();
         match self.first_unexpected(from, call.root) {
-            None if wait => self.probes.push(Probe { from, call, completion }),
+            None if wait => self.any_source.probes.push(Probe { from, call, completion }),
             found => completion.complete(Ok(found)),
         }
     }
 
     /// Completes the waiting probes for which a message has arrived. Returns whether there were any.
     pub(super) fn complete_probes(&mut self) -> bool {
-        let waiting = self.probes.len();
-        let mut probes = std::mem::take(&mut self.probes);
+        let waiting = self.any_source.probes.len();
+        let mut probes = std::mem::take(&mut self.any_source.probes);
         probes.retain(|probe| match self.first_unexpected(probe.from, probe.call.root) {
             Some(found) => {
                 probe.completion.complete(Ok(Some(found)));
@@ -39,8 +32,8 @@ impl Engine {
             }
             None => true,
         });
-        self.probes = probes;
-        self.probes.len() < waiting
+        self.any_source.probes = probes;
+        self.any_source.probes.len() < waiting
     }
 
     /// Returns the first unexpected message with this tag, from rank `from` or from any rank.

@@ -2,10 +2,10 @@
 
 use convoke_recorder::layout;
 
-use super::Operation;
 use super::completion::Completion;
 use super::execution::Execution;
-use super::progress::Engine;
+use super::operation::Operation;
+use super::state::Engine;
 use crate::collectives::call::Call;
 use crate::collectives::plan::Algorithm;
 use crate::error::cause::Report;
@@ -15,7 +15,7 @@ use crate::shm::small_call::SmallCall;
 impl Engine {
     /// Records a new collective in the flight recorder, begun at the time `at_ns`. It runs after the
     /// collectives that are queued.
-    pub(super) fn record_collective(&self, run: &Execution, at_ns: u64) -> CallRecord {
+    pub(super) fn record_collective(&self, run: &dyn Execution, at_ns: u64) -> CallRecord {
         let entry = CallInfo {
             operation: layout::Operation::Collective,
             call: run.call(),
@@ -35,7 +35,7 @@ impl Engine {
     pub(super) fn record_message(&self, operation: &Operation<'_>, completion: &Completion) {
         let (kind, peer, call) = match *operation {
             Operation::Collective { .. } | Operation::Probe { wait: false, .. } => return,
-            Operation::OnEngine(_) | Operation::Leave => return,
+            Operation::Request(_) | Operation::Leave => return,
             Operation::Send { to, call, .. } => (layout::Operation::Send, Some(to), call),
             Operation::Recv { from, call, .. } => (layout::Operation::Recv, from, call),
             Operation::Probe { from, call, wait: true } => (layout::Operation::Probe, from, call),
@@ -46,7 +46,7 @@ impl Engine {
 
     /// Records in the flight recorder that the first queued collective starts.
     pub(super) fn record_start(&self) {
-        if let Some(step) = self.collectives.front().and_then(|first| first.completion.step.get()) {
+        if let Some(step) = self.collectives.first().and_then(|first| first.completion.step.get()) {
             step.start();
         }
     }
@@ -54,7 +54,7 @@ impl Engine {
     /// Records in the flight recorder that the current collective waits: for which ranks, and how many bytes
     /// it has received and sent.
     pub(super) fn record_waiting(&self) {
-        let Some(first) = self.collectives.front() else { return };
+        let Some(first) = self.collectives.first() else { return };
         if let Some(step) = first.completion.step.get() {
             step.wait(
                 first.awaited(self.settings.me, &self.peers),

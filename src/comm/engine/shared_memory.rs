@@ -1,21 +1,23 @@
 //! Shared memory between the ranks of a host: how the engine sets it up and uses it.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::poll::PollFlags;
 
-use super::mux::Mux;
-use super::progress::Engine;
+use super::execution::{Execution, Paths};
 use super::progress_lock::Goal;
-use super::state::Settings;
-use crate::error::CommError;
+use super::settings::{ParentLinks, Settings};
+use super::state::Engine;
+use crate::collectives::call::Call;
+use crate::collectives::plan::Algorithm;
 use crate::error::cause::{Cause, Report};
+use crate::error::{CommError, ExecutionError};
 use crate::shm::allocations::Allocations;
 use crate::shm::bootstrap::{self, Follower, HostBootstrap, Leader, LocalGroup};
+use crate::shm::collective::ShmCollective;
 use crate::shm::unavailable::Unavailable;
-use crate::shm::{HostMemory, HostShare, Layout, RingChannel};
+use crate::shm::{HostMemory, Layout, RingChannel};
 use crate::transport::frame::Kind;
 use crate::transport::links::conn::Conn;
 
@@ -23,16 +25,43 @@ use crate::transport::links::conn::Conn;
 /// memory as failed.
 const FAILURE_REPORT_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// What groups that are made from a group share with it. The ranks are those of that group.
-#[derive(Debug, Clone)]
-pub(crate) struct ParentLinks {
-    pub(crate) mux: Arc<Mux>,
-    /// The process of each rank.
-    pub(crate) processes: Vec<usize>,
-    /// The address at which the process of each rank listens.
-    pub(crate) addresses: Vec<SocketAddr>,
-    /// The ranks of this host that share memory, and what they share; `None` without an arena.
-    pub(crate) host: Option<(Vec<usize>, HostShare)>,
+impl Execution for ShmCollective {
+    fn call(&self) -> Call {
+        self.call
+    }
+
+    fn seq(&self) -> u64 {
+        self.seq
+    }
+
+    fn poll(&mut self, paths: Paths<'_>) -> Result<bool, ExecutionError> {
+        let Some(memory) = paths.memory else { unreachable!("the memory stays as long as the engine") };
+        self.progress(memory)
+    }
+
+    fn is_finished(&self) -> bool {
+        self.is_finished()
+    }
+
+    fn received(&self) -> (u64, u64) {
+        self.received()
+    }
+
+    fn sent(&self) -> (u64, u64) {
+        self.sent()
+    }
+
+    fn algorithm(&self) -> Option<Algorithm> {
+        Some(Algorithm::Memory)
+    }
+
+    fn awaited(&self) -> Vec<usize> {
+        self.awaited().collect()
+    }
+
+    fn is_in_memory(&self) -> bool {
+        true
+    }
 }
 
 impl Engine {
@@ -95,7 +124,7 @@ impl Engine {
     /// Returns the registry of buffers that users allocate in memory shared with the other ranks of this
     /// host; `None` if these ranks share no memory.
     pub(crate) fn allocations(&self) -> Option<Arc<Allocations>> {
-        self.node.as_ref().map(|node| Arc::clone(node.allocations()))
+        self.host.memory.as_ref().map(|node| Arc::clone(node.allocations()))
     }
 
     fn start_memory_bootstrap(
@@ -142,8 +171,8 @@ impl Engine {
             self.peers[rank].collective = Some(conn(RingChannel::Collectives));
         }
         self.links.set_memory(Arc::clone(node.doorbells()));
-        self.local_peers = node.others().map(|(_, rank)| rank).collect();
-        self.node = Some(node);
+        self.host.ranks = node.others().map(|(_, rank)| rank).collect();
+        self.host.memory = Some(node);
     }
 
     /// Returns what groups that are made from this group share with it.
@@ -154,25 +183,25 @@ impl Engine {
             mux: Arc::clone(self.links.mux()),
             processes: self.links.processes().to_vec(),
             addresses: addresses.clone(),
-            host: self.node.as_ref().and_then(share),
+            host: self.host.memory.as_ref().and_then(share),
         }
     }
 
     /// Asks the other ranks of the host to ring this rank's doorbell when they write to shared memory.
     /// Returns whether this rank may sleep: what they wrote before leaves nothing to do.
     pub(super) fn may_sleep_on_memory(&mut self, goal: &Goal<'_>) -> bool {
-        let Some(node) = &self.node else { return true };
+        let Some(node) = &self.host.memory else { return true };
         node.mark_sleeping();
-        self.control_activity = false;
+        self.driver.control_activity = false;
         let moved = self.progress_local_messages() | self.progress();
         // A control frame that the goal waits for may have arrived just now, and no descriptor will report it
         // again.
-        let still = !moved && !self.control_activity && self.failure.is_none() && !goal.is_reached();
-        still && self.node.as_ref().is_some_and(HostMemory::is_marked_sleeping)
+        let still = !moved && !self.driver.control_activity && self.failure.is_none() && !goal.is_reached();
+        still && self.host.memory.as_ref().is_some_and(HostMemory::is_marked_sleeping)
     }
 
     pub(super) fn end_memory_sleep(&self) {
-        if let Some(node) = &self.node {
+        if let Some(node) = &self.host.memory {
             node.clear_sleeping();
         }
     }
@@ -182,7 +211,7 @@ impl Engine {
     /// written before the failure.
     pub(super) fn wait_for_failure_report(&mut self) {
         let until = Instant::now() + FAILURE_REPORT_TIMEOUT;
-        while self.failure.is_none() && self.node.as_ref().is_some_and(HostMemory::has_failed) {
+        while self.failure.is_none() && self.host.memory.as_ref().is_some_and(HostMemory::has_failed) {
             self.read_all_controls();
             if Instant::now() >= until {
                 return;
@@ -195,8 +224,8 @@ impl Engine {
     /// descriptor becomes readable when one arrives.
     pub(super) fn progress_local_messages(&mut self) -> bool {
         let mut moved = false;
-        for index in 0..self.local_peers.len() {
-            moved |= self.progress_messages(self.local_peers[index]);
+        for index in 0..self.host.ranks.len() {
+            moved |= self.progress_messages(self.host.ranks[index]);
         }
         moved
     }

@@ -1,133 +1,134 @@
-//! The state of an engine: its settings, its peers, its calls in progress.
+//! The engine of a group: its parts, each of which has methods of its own. `impl Engine` in the other files
+//! of this folder connects the parts.
 
-use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use convoke_store::Store;
-
-use super::affinity::CoreSharing;
-use super::completion::Completion;
-use super::execution::Execution;
-use super::messages::PeerMessages;
-use super::streams::PeerConnections;
-use crate::collectives::call::Call;
-use crate::flight::GroupRecorder;
-use crate::transport::links::conn::{Conn, ConnError};
-use crate::transport::links::hello::{ConnectionKind, Credentials};
-
-/// The settings of an engine, which do not change.
-#[derive(Debug)]
-pub(crate) struct Settings {
-    /// Name of the group, for error messages.
-    pub(crate) name: String,
-    pub(crate) me: usize,
-    pub(crate) size: usize,
-    pub(crate) credentials: Credentials,
-    /// The address at which each rank listens.
-    pub(crate) addresses: Vec<SocketAddr>,
-    /// The store in which the ranks agree on the cause of a failure, under the key `abort_key`.
-    pub(crate) store: Arc<dyn Store>,
-    pub(crate) abort_key: Vec<u8>,
-    /// The rank whose process serves the store; `None` if no rank does.
-    pub(crate) store_rank: Option<usize>,
-    /// Longest time until a dead host or network path is detected.
-    pub(crate) peer_timeout: Duration,
-    pub(crate) sharing: CoreSharing,
-    /// The flight recorder's entries of this group.
-    pub(crate) flight: Arc<GroupRecorder>,
-}
-
-/// The state of one other rank.
-#[derive(Debug)]
-pub(super) struct Peer {
-    pub(super) control: Option<Conn>,
-    /// Bytes of control frames that are not written to the control connection yet.
-    pub(super) control_out: Vec<u8>,
-    pub(super) collective: Option<Conn>,
-    pub(super) messages: PeerMessages,
-    /// The peer has left the group: its Goodbye frame has arrived.
-    pub(super) left: bool,
-    /// The time at which the peer's control connection ended, and the error; `None` before that.
-    pub(super) control_closed: Option<(Instant, ConnError)>,
-    /// Set if a data connection of the peer has ended: the time until which its control connection must show
-    /// why, and the error.
-    pub(super) suspect: Option<(Instant, String)>,
-    /// The last monitored barrier at which the peer said that it has arrived.
-    pub(super) last_barrier: Option<u64>,
-    /// The peer's last report of the call that it waits in, and of the ranks that it waits for.
-    pub(super) wait_report: Option<WaitReport>,
-    /// The peer's offer to share memory, which says how this rank can reach the memory.
-    pub(super) offer: Option<Vec<u8>>,
-    /// For each [`ConnectionKind`], whether this rank has asked the peer to open that connection.
-    pub(super) requested: [bool; 3],
-}
+use super::affinity::Affinity;
+use super::collectives::Collectives;
+use super::failure::Failure;
+use super::lifecycle::Lifecycle;
+use super::messages::AnySourceQueue;
+use super::mux::{self, Membership, Mux};
+use super::operation::Task;
+use super::peer::{Peer, Wait};
+use super::poller::Poller;
+use super::settings::Settings;
+use super::submission::SubmissionQueue;
+use super::wait_policy::{CoreSharing, WaitPolicy};
+use crate::error::CommError;
+use crate::shm::HostMemory;
+use crate::transport::links::hello::ConnectionKind;
+use crate::transport::links::tcp::Listener;
 
 #[derive(Debug)]
-pub(super) struct WaitReport {
-    pub(super) seq: u64,
-    pub(super) call: Call,
-    pub(super) awaits: Vec<usize>,
-    pub(super) received_at: Instant,
+pub(crate) struct Engine {
+    pub(super) settings: Settings,
+    pub(super) peers: Vec<Peer>,
+    /// This group's part of what the groups of this process share.
+    pub(super) links: Membership,
+    /// The connections for messages; `None` while the group has none.
+    pub(super) poller: Option<Poller>,
+    pub(super) submissions: Arc<SubmissionQueue<Task, Arc<mux::Slot>>>,
+    pub(super) collectives: Collectives,
+    /// Receives and probes that no message has matched, from any source.
+    pub(super) any_source: AnySourceQueue,
+    pub(super) host: LocalPeers,
+    pub(super) waits: Waits,
+    pub(super) failure: Option<Failure>,
+    pub(super) lifecycle: Lifecycle,
+    pub(super) driver: Driver,
 }
 
+/// The other ranks of this host that share memory with this rank.
+#[derive(Debug, Default)]
+pub(super) struct LocalPeers {
+    /// The shared memory; `None` if there is none.
+    pub(super) memory: Option<HostMemory>,
+    pub(super) ranks: Vec<usize>,
+}
+
+/// What this rank and the other ranks have told each other about their waits.
+#[derive(Debug, Default)]
+pub(super) struct Waits {
+    /// The time since which no data has moved; `None` while data moves.
+    pub(super) stalled_since: Option<Instant>,
+    /// The call that this rank last reported to the other ranks as the one that it waits in.
+    pub(super) reported: Option<Wait>,
+    /// The time at which this rank last asked the other ranks which calls they wait in.
+    pub(super) queried_at: Option<Instant>,
+}
+
+/// The state of the thread that drives the engine.
 #[derive(Debug)]
-pub(super) struct Collective {
-    pub(super) execution: Execution,
-    pub(super) completion: Arc<Completion>,
-    /// In a monitored barrier: this rank has told the other ranks that it has arrived.
-    pub(super) arrival_announced: bool,
+pub(super) struct Driver {
+    pub(super) wait_policy: WaitPolicy,
+    pub(super) affinity: Affinity,
+    /// True while a caller runs the engine and waits for an operation; false while the background thread runs
+    /// the engine.
+    pub(super) has_waiter: bool,
+    /// A control frame has arrived, or a control connection has ended, since this flag was last cleared.
+    pub(super) control_activity: bool,
+    /// Passes of the progress loop, and inline calls, so far. The count goes on from call to call, so that
+    /// many short calls also lead to polls.
+    pub(super) rounds: u32,
 }
 
-/// What a rank waits in: the number of the call, the call, and the ranks that it waits for.
-pub(super) type Wait = (u64, Call, Vec<usize>);
+impl Engine {
+    /// Makes the engine of the first group of a process; the launcher reports to it through `agent`. Other
+    /// ranks connect to `listener`; it is `None` if no other rank is to connect.
+    pub(crate) fn new(
+        settings: Settings,
+        agent: Option<mux::Agent>,
+        listener: Option<Listener>,
+    ) -> Result<Self, CommError> {
+        let Settings { me, size, ref credentials, peer_timeout, .. } = settings;
+        let mux = Mux::new(credentials, size, agent, peer_timeout, listener)?;
+        let links = mux.join(credentials.group, me, (0..size).collect());
+        let mut engine = Self::with_links(settings, links);
+        let events = engine.links.poll_agent();
+        engine.handle_events(events);
+        Ok(engine)
+    }
 
-impl Peer {
-    pub(super) fn new(rank: usize) -> Self {
+    /// Makes the engine of a group whose ranks are connected already.
+    pub(crate) fn joined(settings: Settings, links: Membership) -> Self {
+        let mut engine = Self::with_links(settings, links);
+        for rank in (0..engine.settings.size).filter(|&rank| rank != engine.settings.me) {
+            let peer = &mut engine.peers[rank];
+            peer.control = Some(engine.links.channel(rank));
+            peer.collective = Some(engine.links.data_link(rank, ConnectionKind::Collective));
+            peer.messages.conn = Some(engine.links.data_link(rank, ConnectionKind::Message));
+        }
+        engine
+    }
+
+    /// Returns how this rank shares cores with other ranks, for groups that are made from this group.
+    pub(crate) fn sharing(&self) -> CoreSharing {
+        self.settings.sharing
+    }
+
+    fn with_links(settings: Settings, links: Membership) -> Self {
+        let sharing = settings.sharing;
         Self {
-            control: None,
-            control_out: Vec::new(),
-            collective: None,
-            messages: PeerMessages::new(rank),
-            left: false,
-            control_closed: None,
-            suspect: None,
-            last_barrier: None,
-            wait_report: None,
-            offer: None,
-            requested: [false; 3],
+            peers: (0..settings.size).map(Peer::new).collect(),
+            submissions: Arc::new(SubmissionQueue::with_doorbell(Arc::clone(links.slot()))),
+            links,
+            poller: None,
+            collectives: Collectives::default(),
+            any_source: AnySourceQueue::default(),
+            host: LocalPeers::default(),
+            waits: Waits::default(),
+            failure: None,
+            lifecycle: Lifecycle::default(),
+            driver: Driver {
+                wait_policy: WaitPolicy::new(sharing.oversubscription),
+                affinity: Affinity::new(sharing),
+                has_waiter: false,
+                control_activity: false,
+                rounds: 0,
+            },
+            settings,
         }
-    }
-
-    fn link(&self, conn_kind: ConnectionKind) -> Option<&Conn> {
-        match conn_kind {
-            ConnectionKind::Control => self.control.as_ref(),
-            ConnectionKind::Collective => self.collective.as_ref(),
-            ConnectionKind::Message => self.messages.conn.as_ref(),
-        }
-    }
-
-    /// Returns whether data can be sent to this rank.
-    pub(super) fn is_linked(&self, conn_kind: ConnectionKind) -> bool {
-        self.link(conn_kind).is_some()
-    }
-
-    /// Returns whether there is a link that works without a connection of its own, and would take one.
-    pub(super) fn awaits_connection(&self, conn_kind: ConnectionKind) -> bool {
-        self.link(conn_kind).is_some_and(Conn::awaits_connection)
-    }
-
-    /// Returns whether the connection is open, or a link that needs none.
-    pub(super) fn is_open(&self, conn_kind: ConnectionKind) -> bool {
-        self.is_linked(conn_kind) && !self.awaits_connection(conn_kind)
-    }
-}
-
-/// The connections of all peers for collectives.
-pub(super) struct CollectiveConnections<'a>(pub(super) &'a mut [Peer]);
-
-impl PeerConnections for CollectiveConnections<'_> {
-    fn connection(&mut self, peer: usize) -> Option<&mut Conn> {
-        self.0.get_mut(peer)?.collective.as_mut()
     }
 }

@@ -1,16 +1,13 @@
 //! The submission queue: tasks and abort requests that threads hand over to the thread that drives the
 //! engine.
 
-use std::sync::Arc;
-
-use super::Task;
-use super::mux::{Doorbell, Slot};
+use super::mux::Doorbell;
 use super::sync::{
     AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, Thread, current, fence,
 };
 
 #[derive(Debug)]
-pub(crate) struct SubmissionQueue<T = Task, B = Arc<Slot>> {
+pub(crate) struct SubmissionQueue<T, B> {
     entries: Mutex<Submissions<T>>,
     /// Flags that describe the content of `entries`, so that readers need no lock: tasks or an abort
     /// ([`HAS_SUBMISSIONS`]), threads that wait for the progress lock ([`HAS_LOCK_WAITERS`]). The higher bits

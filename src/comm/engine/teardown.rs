@@ -1,42 +1,21 @@
 //! Teardown of an engine: it sends a Goodbye frame to each peer and leaves no connection open.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
+use super::lifecycle::{Finishing, SETTLE};
 use super::mux::ClosingConn;
-use super::progress::Engine;
+use super::state::Engine;
 use crate::collectives::call::CallKind;
 use crate::error::cause::{Cause, Report};
 use crate::error::{CommError, LossReason};
 use crate::fault::fault_point;
 use crate::transport::frame::Kind;
 
-/// Interval at which a leaving rank asks the other ranks which calls they wait in. A reported wait for a
-/// message counts only if it comes this long after the last bytes were on the way to that rank: it then has
-/// them.
-const SETTLE: Duration = Duration::from_millis(250);
-
-/// The state of a rank that leaves the group as soon as its operations are done.
-#[derive(Debug)]
-pub(super) struct Finishing {
-    since: Instant,
-    /// The time at which this rank last asked the other ranks which calls they wait in.
-    queried_at: Instant,
-    /// For each peer, the time at which bytes that this rank sent were last seen on the way to the peer.
-    last_in_flight: Vec<Instant>,
-}
-
-impl Finishing {
-    /// Returns when to ask the other ranks again which calls they wait in.
-    pub(super) fn wake_at(&self) -> Instant {
-        self.queried_at + SETTLE
-    }
-}
-
 impl Engine {
     /// Leaves because the thread that held this rank's last handle panics. This ends the group for all ranks.
     /// Else the other ranks would assume that this rank has left in good order.
     pub(crate) fn leave_on_panic(&mut self) {
-        if !self.left {
+        if !self.lifecycle.left {
             let rank = self.settings.me;
             self.fail(Report::new(rank, Cause::PeerLost { rank, how: LossReason::Panicked }));
         }
@@ -52,7 +31,7 @@ impl Engine {
             cancelled.chain(self.any_source.recvs.drain(..).map(|recv| recv.completion)).collect();
         cancelled.iter().for_each(|completion| completion.complete(Err(self.destroyed())));
         let now = Instant::now();
-        self.finishing =
+        self.lifecycle.finishing =
             Some(Finishing { since: now, queried_at: now, last_in_flight: vec![now; self.settings.size] });
         // The other ranks may have reported their waits before, and do not repeat a report unless they are
         // asked.
@@ -82,7 +61,7 @@ impl Engine {
     /// which this rank is finishing.
     fn waiting_peer(&mut self) -> Option<(usize, Instant)> {
         let now = Instant::now();
-        let finishing = self.finishing.as_mut()?;
+        let finishing = self.lifecycle.finishing.as_mut()?;
         for (last_in_flight, peer) in finishing.last_in_flight.iter_mut().zip(&self.peers) {
             if peer.messages.has_bytes_in_flight() {
                 *last_in_flight = now;
@@ -93,7 +72,7 @@ impl Engine {
             let query = self.wait_query();
             self.broadcast_control(&query, &[]);
         }
-        let Finishing { since, last_in_flight, .. } = self.finishing.as_ref()?;
+        let Finishing { since, last_in_flight, .. } = self.lifecycle.finishing.as_ref()?;
         self.peers.iter().enumerate().find_map(|(rank, peer)| {
             let report = peer.wait_report.as_ref().filter(|report| report.received_at >= *since)?;
             let has_begun = match report.call.kind {
@@ -101,7 +80,7 @@ impl Engine {
                     peer.messages.has_message_for(&report.call)
                         || report.received_at < last_in_flight[rank] + SETTLE
                 }
-                _ => report.seq < self.next_seq,
+                _ => report.seq < self.collectives.next_seq(),
             };
             (report.awaits.contains(&self.settings.me) && !has_begun).then_some((rank, *since))
         })
@@ -113,7 +92,7 @@ impl Engine {
 
     /// Sends a Goodbye frame to every peer and closes the channels and connections of the group.
     pub(crate) fn leave(&mut self) {
-        if std::mem::replace(&mut self.left, true) {
+        if std::mem::replace(&mut self.lifecycle.left, true) {
             return;
         }
         fault_point("leaving", 0, 0);

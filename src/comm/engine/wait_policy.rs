@@ -61,6 +61,23 @@ pub(crate) enum Oversubscription {
     Sessions,
 }
 
+/// Describes how a rank shares the cores of its host with other ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct CoreSharing {
+    pub(crate) oversubscription: Oversubscription,
+    /// The index by which this rank chooses its core, if there are more ranks than cores, each rank may use
+    /// all cores, and threads may move. Else `None`: no core is assigned.
+    pub(crate) core_index: Option<usize>,
+    /// This rank has a core, and leaves it while the rank that it waits for runs there.
+    pub(crate) leaves_shared_core: bool,
+}
+
+impl CoreSharing {
+    /// The sharing of a group of one rank.
+    pub(crate) const SINGLE_RANK: Self =
+        Self { oversubscription: Oversubscription::No, core_index: None, leaves_shared_core: false };
+}
+
 #[derive(Debug)]
 pub(super) struct WaitPolicy {
     oversubscription: Oversubscription,

@@ -4,7 +4,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use super::{CONNECT_TIMEOUT, HANDSHAKE_BYTES, HandshakeEvent, handshake_frame, nonce, send};
+use super::exchange::{CONNECT_TIMEOUT, HANDSHAKE_BYTES, HandshakeEvent, handshake_frame, nonce, send};
 use crate::engine::poller::{Poller, Source};
 use crate::fault::fault_point;
 use crate::limits;

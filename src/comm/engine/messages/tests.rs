@@ -8,6 +8,7 @@ use convoke_env::Generation;
 use super::*;
 use crate::collectives::call::CallKind;
 use crate::collectives::dtype::Dtype;
+use crate::error::CommError;
 use crate::transport::links::fake::{self, FaultScript};
 use convoke_testkit::Random;
 

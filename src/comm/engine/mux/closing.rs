@@ -19,7 +19,7 @@ use crate::transport::links::conn::Conn;
 const LINGER: Duration = Duration::from_secs(2);
 
 /// A connection that is about to be closed.
-pub(in crate::engine) struct ClosingConn {
+pub(crate) struct ClosingConn {
     conn: Conn,
     /// Bytes that the connection has not taken yet: a Goodbye frame, or the cause of the group's failure.
     unsent: Vec<u8>,
@@ -30,12 +30,12 @@ pub(in crate::engine) struct ClosingConn {
 }
 
 impl ClosingConn {
-    pub(in crate::engine) fn new(conn: Conn, unsent: Vec<u8>, is_channel: bool) -> Self {
+    pub(crate) fn new(conn: Conn, unsent: Vec<u8>, is_channel: bool) -> Self {
         Self { conn, unsent, is_channel, closed: false }
     }
 
     /// Closes `closing`, for at most two seconds.
-    pub(in crate::engine) fn close_all(poller: &Poller, mut closing: Vec<Self>) {
+    pub(crate) fn close_all(poller: &Poller, mut closing: Vec<Self>) {
         let deadline = Instant::now() + LINGER;
         loop {
             closing.retain_mut(|closing| !closing.try_close());

@@ -1,7 +1,7 @@
 //! A data link between two ranks of a group that was made from another group.
 //!
 //! It begins on the connection between the processes of the ranks, so that a group which moves few bytes needs
-//! no connection of its own. In each direction it may carry [`MAX_BYTES`] in this way, in Stream frames, which
+//! no connection of its own. In each direction it may carry [`MAX_STREAM_BYTES`] in this way, in Stream frames, which
 //! the receiver always keeps; so the data of one group never holds up another. A rank that has more to send
 //! asks for a connection of the link's own. When that is open, each rank ends its Stream frames with an empty
 //! one, and sends the rest over the new connection.
@@ -11,15 +11,13 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::channel::ended;
-use super::{Event, Mux};
+use super::inbox::{MAX_STREAM_BYTES, ended, stream_index};
+use super::state::{Event, Mux};
 use crate::transport::frame::{CONTROL_PAYLOAD_BYTES, Frame, Kind};
 use crate::transport::links::Link;
 use crate::transport::links::conn::{Conn, ConnError};
 use crate::transport::links::hello::ConnectionKind;
 
-/// Most bytes that a link sends before it has a connection of its own.
-const MAX_BYTES: usize = 64 << 10;
 /// A rank asks for a connection when it has this many bytes to send, together with those that it has sent.
 const MANY_BYTES: usize = 32 << 10;
 
@@ -38,44 +36,6 @@ pub(super) struct DataLink {
     sends_on_own: bool,
     /// The peer sends over its own connection, and all bytes of Stream frames have been read.
     receives_on_own: bool,
-}
-
-/// The bytes of one link that came in Stream frames and were not read yet.
-#[derive(Debug, Default)]
-pub(super) struct StreamBytes {
-    bytes: Vec<u8>,
-    received: usize,
-    ended: bool,
-}
-
-impl StreamBytes {
-    /// Keeps the bytes of a Stream frame. Returns false if they are more than a link may send.
-    pub(super) fn push(&mut self, bytes: &[u8]) -> bool {
-        self.received += bytes.len();
-        self.ended |= bytes.is_empty();
-        self.bytes.extend_from_slice(bytes);
-        self.received <= MAX_BYTES
-    }
-
-    fn take(&mut self, into: &mut [u8]) -> usize {
-        let bytes = self.bytes.len().min(into.len());
-        into[..bytes].copy_from_slice(&self.bytes[..bytes]);
-        self.bytes.drain(..bytes);
-        if self.bytes.is_empty() {
-            self.bytes = Vec::new();
-        }
-        bytes
-    }
-}
-
-/// Returns the place of a kind of data link among the streams of a channel; `None` for a number of no such
-/// kind.
-pub(super) fn stream_index(number: u64) -> Option<usize> {
-    match u8::try_from(number).ok().and_then(ConnectionKind::from_wire)? {
-        ConnectionKind::Control => None,
-        ConnectionKind::Collective => Some(0),
-        ConnectionKind::Message => Some(1),
-    }
 }
 
 impl DataLink {
@@ -107,7 +67,7 @@ impl DataLink {
         if self.sent + total > MANY_BYTES && !std::mem::replace(&mut self.has_asked, true) {
             state.push(self.group, Event::NeedsConnection(self.rank, self.kind));
         }
-        let bytes = total.min(MAX_BYTES - self.sent);
+        let bytes = total.min(MAX_STREAM_BYTES - self.sent);
         if bytes == 0 && total > 0 {
             return Err(io::ErrorKind::WouldBlock.into());
         }

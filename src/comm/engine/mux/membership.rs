@@ -7,10 +7,12 @@ use std::time::{Duration, Instant};
 
 use nix::poll::PollFlags;
 
-use super::channel::{Channel, Inbox};
+use super::channel::Channel;
 use super::closing::{ClosingConn, close_links};
 use super::data::DataLink;
-use super::{Event, GroupState, Mux, Sleep, Slot};
+use super::inbox::{Inbox, copy_end};
+use super::sleepers::{Sleep, Slot};
+use super::state::{Event, GroupState, Mux, State};
 use crate::engine::handshake::Handshakes;
 use crate::engine::poller::{Poller, Source};
 use crate::shm::doorbells::Doorbells;
@@ -44,7 +46,7 @@ impl Mux {
         };
         for (rank, &process) in processes.iter().enumerate().filter(|&(rank, _)| rank != me) {
             if let Some(how) = &state.links[process].ended {
-                joined.inboxes[rank].ended = Some(super::copy_end(how));
+                joined.inboxes[rank].ended = Some(copy_end(how));
                 joined.announce(rank);
             }
             let exits = state.exits.iter().filter(|(of, _)| *of == process);
@@ -82,21 +84,21 @@ impl Membership {
     }
 
     /// Polls all descriptors of the process except those of handshakes. Returns the events of this group.
-    pub(in crate::engine) fn poll_ready(&self) -> Vec<Event> {
+    pub(crate) fn poll_ready(&self) -> Vec<Event> {
         let mut state = self.mux.lock();
         state.poll_ready(&self.mux.poller);
         state.take_events(self.group)
     }
 
     /// Advances the handshakes of the process. Returns the events of this group.
-    pub(in crate::engine) fn poll_handshakes(&self, now: Instant) -> Vec<Event> {
+    pub(crate) fn poll_handshakes(&self, now: Instant) -> Vec<Event> {
         let mut state = self.mux.lock();
         state.poll_handshakes(&self.mux.poller, now);
         state.take_events(self.group)
     }
 
     /// Reads the launcher's reports. Returns the events of this group.
-    pub(in crate::engine) fn poll_agent(&self) -> Vec<Event> {
+    pub(crate) fn poll_agent(&self) -> Vec<Event> {
         let mut state = self.mux.lock();
         state.poll_agent(&self.mux.poller);
         state.take_events(self.group)
@@ -164,7 +166,7 @@ impl Membership {
 
     /// Sleeps until an event comes, `own` has one, or one of `others` is ready, at most `timeout`. Returns
     /// false if only one of `others` is ready or the time is over.
-    pub(in crate::engine) fn sleep(
+    pub(crate) fn sleep(
         &self,
         sleep: &mut Sleep,
         own: Option<&Poller>,
@@ -190,7 +192,7 @@ impl Membership {
     }
 
     /// Closes the channels and connections of the group, and leaves it.
-    pub(in crate::engine) fn close(&self, connections: Vec<ClosingConn>) {
+    pub(crate) fn close(&self, connections: Vec<ClosingConn>) {
         ClosingConn::close_all(&self.mux.poller, connections);
         self.leave();
     }
@@ -210,7 +212,7 @@ impl Membership {
     }
 }
 
-impl super::State {
+impl State {
     fn take_events(&mut self, group: u64) -> Vec<Event> {
         let Some(group) = self.groups.get_mut(&group) else { return Vec::new() };
         for event in &group.events {

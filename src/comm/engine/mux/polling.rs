@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use convoke_env::{ChannelError, ExitCause, ToWorker};
 
-use super::channel::copy;
-use super::{Event, State};
+use super::inbox::copy;
+use super::state::{Event, State};
 use crate::engine::handshake::HandshakeEvent;
 use crate::engine::poller::{Poller, Source};
 use crate::error::LossReason;

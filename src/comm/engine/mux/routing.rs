@@ -3,9 +3,9 @@
 use std::io::{self, IoSlice};
 use std::os::fd::AsFd;
 
-use super::channel::Inbox;
+use super::inbox::{Inbox, copy_end};
 use super::link::{Input, ProcessLink};
-use super::{Event, State, copy_end};
+use super::state::{Event, State};
 use crate::engine::poller::{Poller, Source};
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
 use crate::transport::links::conn::{Conn, ConnError};
@@ -188,7 +188,7 @@ mod tests {
 
     use convoke_env::Generation;
 
-    use super::super::Mux;
+    use super::super::state::Mux;
     use super::*;
     use crate::transport::links::Link;
     use crate::transport::links::fake::{self, FaultScript};

@@ -4,6 +4,7 @@
 use std::io::IoSlice;
 use std::sync::Arc;
 
+use super::execution::{Execution, Paths, PeerConnections};
 use crate::buffer::{BorrowedBuffer, Fragment, PlanBuffer};
 use crate::collectives::call::Call;
 use crate::collectives::kernels::Kernel;
@@ -25,17 +26,11 @@ const SEQUENTIAL_BYTES: usize = 64 << 10;
 /// Most pieces of memory that one send system call takes.
 const MAX_PARTS: usize = 8;
 
-/// Gives a collective its connections to the peers.
-pub(crate) trait PeerConnections {
-    /// Returns the connection to `peer`, or `None` as long as there is none.
-    fn connection(&mut self, peer: usize) -> Option<&mut Conn>;
-}
-
 /// A collective in progress over connections.
 #[derive(Debug)]
 pub(crate) struct Streams {
-    pub(crate) call: Call,
-    pub(crate) seq: u64,
+    call: Call,
+    seq: u64,
     plan: Arc<Plan>,
     buffer: PlanBuffer<'static>,
     rank: usize,
@@ -117,45 +112,14 @@ impl Streams {
         Self { call, seq, plan, buffer, rank, header, moved, flows, unfinished, unsent, short }
     }
 
-    pub(crate) fn is_finished(&self) -> bool {
-        self.unfinished == 0
-    }
-
-    /// Returns the bytes that this rank has received in this collective, and the bytes to receive in total.
-    pub(crate) fn received(&self) -> (u64, u64) {
-        self.bytes(Direction::Recv)
-    }
-
-    /// Returns the bytes that this rank has sent in this collective, and the bytes to send in total.
-    pub(crate) fn sent(&self) -> (u64, u64) {
-        self.bytes(Direction::Send)
-    }
-
     fn bytes(&self, direction: Direction) -> (u64, u64) {
         let flows = self.flows.iter().filter(|flow| flow.direction == direction);
         flows.fold((0, 0), |(done, total), flow| (done + flow.done as u64, total + flow.total as u64))
     }
 
-    /// Returns the algorithm of the plan; `None` if there is only one for this collective.
-    pub(crate) fn algorithm(&self) -> Option<Algorithm> {
-        self.plan.algorithm
-    }
-
     /// Returns the peers with which this collective exchanges data.
     pub(crate) fn peers(&self) -> impl Iterator<Item = usize> + '_ {
         self.flows.iter().map(|flow| flow.peer)
-    }
-
-    /// Returns the peers that this collective waits for: they must send data, or accept data from this rank.
-    pub(crate) fn awaited(&self) -> impl Iterator<Item = usize> + '_ {
-        self.flows.iter().filter(|flow| !flow.finished && self.is_open(flow)).map(|flow| flow.peer)
-    }
-
-    /// Returns the peers whose connection blocks this collective, and whether it blocks sending or receiving.
-    pub(crate) fn blocked(&self) -> impl Iterator<Item = (usize, Direction)> + '_ {
-        let waiting = self.flows.iter().filter(|flow| flow.blocked && !flow.finished && !flow.broken);
-        let most = if self.waits_sequentially() { 1 } else { usize::MAX };
-        waiting.map(|flow| (flow.peer, flow.direction)).take(most)
     }
 
     /// Returns whether this rank may wait for one peer after the other: no peer waits for this rank, and this
@@ -421,6 +385,47 @@ enum FlowError {
     Mismatch(Call, u64),
     Protocol(PeerMisbehaved),
     Function(String),
+}
+
+impl Execution for Streams {
+    fn call(&self) -> Call {
+        self.call
+    }
+
+    fn seq(&self) -> u64 {
+        self.seq
+    }
+
+    fn poll(&mut self, paths: Paths<'_>) -> Result<bool, ExecutionError> {
+        self.progress(paths.connections)
+    }
+
+    fn is_finished(&self) -> bool {
+        self.unfinished == 0
+    }
+
+    fn received(&self) -> (u64, u64) {
+        self.bytes(Direction::Recv)
+    }
+
+    fn sent(&self) -> (u64, u64) {
+        self.bytes(Direction::Send)
+    }
+
+    fn algorithm(&self) -> Option<Algorithm> {
+        self.plan.algorithm
+    }
+
+    /// Returns the peers that must send data, or accept data from this rank.
+    fn awaited(&self) -> Vec<usize> {
+        self.flows.iter().filter(|flow| !flow.finished && self.is_open(flow)).map(|flow| flow.peer).collect()
+    }
+
+    fn blocked(&self) -> Vec<(usize, Direction)> {
+        let waiting = self.flows.iter().filter(|flow| flow.blocked && !flow.finished && !flow.broken);
+        let most = if self.waits_sequentially() { 1 } else { usize::MAX };
+        waiting.map(|flow| (flow.peer, flow.direction)).take(most).collect()
+    }
 }
 
 impl Flow {

@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 use convoke_env::{Generation, Token};
 use convoke_store::{MemoryStore, Store};
 
-use super::progress::Engine;
-use super::state::Settings;
+use super::Engine;
+use super::Settings;
 use super::{CoreSharing, Oversubscription};
 use crate::api::group::Group;
 use crate::bootstrap::options::GroupOptions;
@@ -305,7 +305,7 @@ fn sum(shared: &super::Shared) -> i32 {
     let plan = Arc::new(crate::collectives::plan::all_reduce(algorithm, rounding, FAKE, &topology, 1, 4));
     let kernel = crate::collectives::kernels::Kernel::of(Dtype::I32, ReduceOp::Sum, 3);
     let mut mine = [4_i32];
-    let buffer = super::BorrowedBuffer::default().with_mut(0, &mut mine[..]);
+    let buffer = crate::buffer::BorrowedBuffer::default().with_mut(0, &mut mine[..]);
     shared
         .call(
             &mut Some(super::Operation::Collective {

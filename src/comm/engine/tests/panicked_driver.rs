@@ -6,11 +6,12 @@ use std::sync::Arc;
 use convoke_testkit::TimedBarrier;
 
 use super::{FAKE, LONG, with_scripted_peer};
+use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::{Call, CallKind};
 use crate::collectives::dtype::Dtype;
-use crate::engine::progress::Engine;
+use crate::engine::Engine;
 use crate::engine::progress_lock::Drive;
-use crate::engine::{BorrowedBuffer, Completion, Operation, Shared};
+use crate::engine::{Completion, Operation, Shared};
 use crate::error::CommError;
 
 fn panic_while_driving(shared: &Shared) {

@@ -1,0 +1,158 @@
+//! The end of a group by a failure: a rank that detects a failure sends its cause to every rank, and completes
+//! every pending call with an error.
+
+use std::sync::Arc;
+#[cfg(feature = "nccl")]
+use std::time::Instant;
+
+use super::completion::{Completion, Outcome};
+use super::failure::Failure;
+use super::operation::{LiveRanks, Request};
+use super::state::Engine;
+use crate::collectives::call::Call;
+use crate::error::CommError;
+use crate::error::cause::{Cause, Report};
+use crate::fault::fault_point;
+use crate::transport::frame::Kind;
+
+/// Most attempts to move data after the group has failed, so that calls whose data has already arrived
+/// succeed.
+const FINAL_ROUNDS: u32 = 64;
+
+/// A call that was taken out of the engine: the call, its number, bytes received and expected, and its
+/// completion.
+pub(super) type TakenOperation = (Call, u64, (u64, u64), Arc<Completion>);
+
+impl Engine {
+    /// Ends the group with `report`: sends it to the other ranks, agrees with them on one cause, and
+    /// completes every pending call with an error.
+    pub(super) fn fail(&mut self, report: Report) {
+        if self.failure.is_some() {
+            return;
+        }
+        // The other ranks are told first, so that they learn the cause even if this process dies at once.
+        // `failure` is set before that, so that incoming frames do not fail the group again.
+        self.failure = Some(Failure::unconfirmed(report.clone()));
+        fault_point("failing", 0, 0);
+        self.announce_failure(&report);
+        fault_point("told", 0, 0);
+        let failure = Failure::confirm(&self.settings, report);
+        failure.report.record(self.settings.me);
+        log::error!("{}", self.error(&failure, None, 0, (0, 0)));
+        self.failure = Some(failure);
+        // A call whose data has all arrived succeeds, even if this rank handled the report of a later failure
+        // first.
+        let _ = (0..FINAL_ROUNDS).find(|_| !self.progress());
+        self.fail_pending();
+        self.settings.flight.save();
+    }
+
+    /// Sends `report` to the other ranks, marks the shared memory as failed, and records the failure in the
+    /// flight recorder.
+    fn announce_failure(&mut self, report: &Report) {
+        let abort = self.frame(Kind::Abort, 0);
+        self.broadcast_control(&abort, &report.encode());
+        if let Some(node) = &self.host.memory {
+            node.fail();
+        }
+        self.record_failure(report);
+    }
+
+    /// Completes all pending calls with an error if the group has failed.
+    pub(super) fn fail_pending(&mut self) {
+        let Some(failure) = self.failure.clone() else { return };
+        for (call, seq, received, completion) in self.take_all_operations() {
+            completion.complete(Err(self.error(&failure, Some(call), seq, received)));
+        }
+    }
+
+    /// Handles a panic of the thread that drove the engine: ends all tasks with an error. Their memory may be
+    /// freed next, so no task may be touched again.
+    pub(super) fn fail_after_panic(&mut self) {
+        let me = self.settings.me;
+        let cause = Cause::Aborted { reason: format!("a thread of rank {me} panicked inside a call") };
+        let report = Report::new(me, cause);
+        let announced = self.failure.is_some();
+        self.failure.get_or_insert_with(|| Failure::unconfirmed(report.clone()));
+        let tasks = self.submissions.collect().map(|(tasks, _)| tasks);
+        self.fail_pending();
+        for task in tasks.into_iter().flatten() {
+            self.start(task);
+        }
+        if !announced {
+            self.announce_failure(&report);
+            self.settings.flight.save();
+        }
+    }
+
+    /// Answers a request, also after the group has ended.
+    pub(super) fn answer(&mut self, request: Request) -> Outcome {
+        match request {
+            Request::Finish => self.finish(),
+            // A request has one answer, so the cell is empty.
+            Request::ParentLinks(answer) => drop(answer.set(self.parent_links())),
+            Request::LiveRanks(answer) => drop(answer.set(self.live_ranks())),
+            #[cfg(feature = "nccl")]
+            Request::Check(call) => self.check(call)?,
+            #[cfg(feature = "nccl")]
+            Request::End(cause) => self.fail(Report::new(self.settings.me, cause)),
+        }
+        Ok(None)
+    }
+
+    fn live_ranks(&mut self) -> LiveRanks {
+        self.read_all_controls();
+        let lost = self.failure.as_ref().and_then(Failure::lost_rank);
+        let is_live = |rank: &usize| !self.peers[*rank].left && self.peers[*rank].control_closed.is_none();
+        LiveRanks { live: (0..self.peers.len()).filter(is_live).collect(), lost }
+    }
+
+    /// Returns `Ok` if the group still works, else the error that `call` returns in the failed group.
+    #[cfg(feature = "nccl")]
+    fn check(&mut self, call: Option<Call>) -> Result<(), CommError> {
+        if self.lifecycle.left {
+            return Err(CommError::Destroyed { group: self.settings.name.clone() });
+        }
+        self.read_all_controls();
+        self.check_lost_peers(Instant::now());
+        match &self.failure {
+            Some(failure) => Err(self.error(failure, call, self.collectives.next_seq(), (0, 0))),
+            None => Ok(()),
+        }
+    }
+
+    /// Takes all pending operations out of the engine and closes the connections for messages.
+    pub(super) fn take_all_operations(&mut self) -> Vec<TakenOperation> {
+        let mut ended = Vec::new();
+        for collective in self.collectives.take_all() {
+            let run = collective.execution;
+            ended.push((run.call(), run.seq(), run.received(), collective.completion));
+        }
+        for peer in &mut self.peers {
+            for send in peer.messages.sends.drain(..) {
+                ended.push((send.call, send.seq, (0, 0), send.completion));
+            }
+            for recv in peer.messages.recvs.drain(..) {
+                let received = (recv.done as u64).min(recv.call.bytes());
+                ended.push((recv.call, 0, (received, recv.call.bytes()), recv.completion));
+            }
+            peer.messages.stop();
+        }
+        let open = self.any_source.recvs.drain(..).map(|recv| (recv.call, recv.completion));
+        let open = open.chain(self.any_source.probes.drain(..).map(|probe| (probe.call, probe.completion)));
+        ended.extend(open.map(|(call, completion)| (call, 0, (0, call.bytes()), completion)));
+        ended
+    }
+
+    /// Returns the error that `call`, with number `seq`, returns because of `failure`. `received` holds the
+    /// bytes that the call has received and expects.
+    pub(super) fn error(
+        &self,
+        failure: &Failure,
+        call: Option<Call>,
+        seq: u64,
+        received: (u64, u64),
+    ) -> CommError {
+        failure.error(&self.settings, call, seq, received)
+    }
+}

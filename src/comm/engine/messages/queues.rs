@@ -1,0 +1,232 @@
+//! What the messages of a rank consist of while they are queued.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::buffer::BorrowedBuffer;
+use crate::collectives::call::{Call, CallError, Status};
+use crate::collectives::kernels::SourceBytes;
+use crate::engine::completion::Completion;
+use crate::error::{CommError, PeerMisbehaved};
+use crate::transport::frame::{Frame, FrameError, HEADER_BYTES, Kind};
+use crate::transport::links::conn::ConnError;
+use crate::transport::links::hello::Credentials;
+
+/// A message that this rank sends.
+#[derive(Debug)]
+pub(crate) struct PendingSend {
+    pub(crate) seq: u64,
+    pub(crate) call: Call,
+    pub(crate) completion: Arc<Completion>,
+    pub(super) buffer: BorrowedBuffer<'static>,
+    pub(super) stage: Stage,
+}
+
+/// How much of a message this rank has sent to the receiver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stage {
+    /// Nothing was sent, because too many messages are announced already.
+    Held,
+    /// Only the announcement was sent or queued (Rts frame).
+    Announced,
+    /// The elements of the message were sent or queued.
+    Sent,
+}
+
+/// A receive that waits for its message.
+#[derive(Debug)]
+pub(crate) struct PendingRecv {
+    pub(super) id: u64,
+    /// The index of this receive among all receives of the group.
+    pub(super) order: u64,
+    pub(crate) call: Call,
+    pub(crate) completion: Arc<Completion>,
+    pub(super) buffer: BorrowedBuffer<'static>,
+    /// The message that this receive was matched with; `None` until there is one.
+    pub(super) matched: Option<Match>,
+    /// The call of the matched message.
+    pub(super) theirs: Call,
+    /// Bytes of the message that were received.
+    pub(crate) done: usize,
+}
+
+impl PendingRecv {
+    /// Returns the bytes of the matched message.
+    pub(super) fn message_bytes(&self) -> usize {
+        self.theirs.bytes() as usize
+    }
+
+    /// Stores the next bytes of the message, and discards those for which the buffer has no room.
+    pub(super) fn store(&mut self, bytes: &[u8]) {
+        let room = self.buffer.len().saturating_sub(self.done).min(bytes.len());
+        SourceBytes::from(&bytes[..room]).copy_to(&mut self.buffer.bytes_mut(self.done..self.done + room));
+        self.done += bytes.len();
+    }
+
+    /// Completes the receive: all bytes of the message were stored or discarded.
+    pub(super) fn complete(self, from: usize) {
+        let (count, room) = (self.theirs.count(), self.call.count());
+        self.completion.complete(if count > room {
+            Err(CommError::Truncated { from, tag: self.call.root, count, room })
+        } else {
+            Ok(Some(Status { source: from, call: self.theirs }))
+        });
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Match {
+    /// A small message that is being read.
+    Eager,
+    /// A large message with this sequence number, which this rank has requested.
+    Large(u64),
+}
+
+/// An unexpected message: it came before a receive matched it.
+#[derive(Debug)]
+pub(super) struct UnexpectedMessage {
+    /// A number that this rank gives the message. `seq` cannot identify it, because a peer may send any
+    /// `seq`.
+    pub(super) id: u64,
+    pub(super) seq: u64,
+    /// The index of this message among all unexpected messages of the group.
+    pub(super) arrival_index: u64,
+    pub(super) call: Call,
+    pub(super) content: UnexpectedContent,
+    /// The `id` of the receive that takes the message when all of its bytes have arrived.
+    pub(super) claimed_by: Option<u64>,
+}
+
+/// The part of an unexpected message that has arrived so far.
+#[derive(Debug)]
+pub(super) enum UnexpectedContent {
+    /// The announcement of a large message, whose elements the sender keeps until this rank requests them.
+    Announcement,
+    /// The first bytes of a small message that is being read.
+    Partial(Vec<u8>),
+    /// All bytes of a small message.
+    Complete(Vec<u8>),
+}
+
+/// A frame that is being sent.
+#[derive(Debug)]
+pub(super) struct OutgoingFrame {
+    pub(super) header: [u8; HEADER_BYTES],
+    /// The sequence number of the message whose elements follow the header; `None` for a frame without
+    /// elements.
+    pub(super) body: Option<u64>,
+    pub(super) sent: usize,
+}
+
+/// What the next bytes from the peer belong to.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum ReadState {
+    Header,
+    /// The rest of the small unexpected message `id`, which is the last of `unexpected` and has `total`
+    /// bytes.
+    Unexpected {
+        total: usize,
+        id: u64,
+    },
+    /// The rest of a message for the receive `id`; `eager` says that the message used credit.
+    Posted {
+        id: u64,
+        eager: bool,
+    },
+}
+
+/// The reasons why the messages with a peer stop.
+#[derive(Debug)]
+pub(crate) enum MessageError {
+    Broken(ConnError),
+    Mismatch { theirs: Call, ours: Call, seq: u64 },
+    Protocol(PeerMisbehaved),
+}
+
+/// State shared by all peers: receives from any source, and the counters that order them.
+#[derive(Debug, Default)]
+pub(crate) struct AnySourceQueue {
+    pub(crate) recvs: VecDeque<AnySourceRecv>,
+    /// Probes that wait for a message.
+    pub(crate) probes: Vec<Probe>,
+    /// Number of receives of the group so far.
+    pub(super) posted: u64,
+    /// Number of unexpected messages of the group so far.
+    pub(super) unexpected_count: u64,
+}
+
+/// A probe that waits for a message.
+#[derive(Debug)]
+pub(crate) struct Probe {
+    pub(crate) from: Option<usize>,
+    pub(crate) call: Call,
+    pub(crate) completion: Arc<Completion>,
+}
+
+/// A receive from any source.
+#[derive(Debug)]
+pub(crate) struct AnySourceRecv {
+    pub(super) order: u64,
+    pub(crate) call: Call,
+    pub(crate) completion: Arc<Completion>,
+    pub(super) buffer: BorrowedBuffer<'static>,
+}
+
+impl From<PeerMisbehaved> for MessageError {
+    fn from(error: PeerMisbehaved) -> Self {
+        Self::Protocol(error)
+    }
+}
+
+impl From<FrameError> for MessageError {
+    fn from(error: FrameError) -> Self {
+        Self::Protocol(error.into())
+    }
+}
+
+impl From<CallError> for MessageError {
+    fn from(error: CallError) -> Self {
+        Self::Protocol(error.into())
+    }
+}
+
+impl AnySourceQueue {
+    /// Counts one more receive of the group and returns its index.
+    pub(crate) fn order(&mut self) -> u64 {
+        self.posted += 1;
+        self.posted
+    }
+
+    pub(crate) fn post(&mut self, call: Call, buffer: BorrowedBuffer<'static>, completion: Arc<Completion>) {
+        let order = self.order();
+        self.recvs.push_back(AnySourceRecv { order, call, completion, buffer });
+    }
+}
+
+/// The shortest timeout, and the earliest time to ask other ranks what they wait in, of all sends and
+/// receives since last no message was pending. With these bounds, a check of the clock costs little even with
+/// many messages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct DeadlineBounds {
+    pub(crate) shortest: Duration,
+    pub(crate) query_at: Instant,
+}
+
+/// Returns the index in `sends` of the message with sequence number `seq`.
+pub(super) fn send_index(sends: &VecDeque<PendingSend>, seq: u64) -> Option<usize> {
+    sends.binary_search_by_key(&seq, |send| send.seq).ok()
+}
+
+/// Returns a frame header without a call and with payload length 0.
+pub(super) fn plain_frame(ours: &Credentials, kind: Kind, seq: u64) -> Frame {
+    Frame { kind, generation: ours.generation, group: ours.group, seq, call: [0; 16], len: 0 }
+}
+
+/// Checks that a message has the type that its receive asks for; its length may differ.
+pub(super) fn check_type(theirs: Call, ours: Call, seq: u64) -> Result<(), MessageError> {
+    if (theirs.kind, theirs.dtype, theirs.root) == (ours.kind, ours.dtype, ours.root) {
+        return Ok(());
+    }
+    Err(MessageError::Mismatch { theirs, ours, seq })
+}

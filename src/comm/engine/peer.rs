@@ -1,0 +1,92 @@
+//! The state of another rank: its connections, its messages, and what is known of its waits.
+
+use std::time::Instant;
+
+use super::execution::PeerConnections;
+use super::messages::PeerMessages;
+use crate::collectives::call::Call;
+use crate::transport::links::conn::{Conn, ConnError};
+use crate::transport::links::hello::ConnectionKind;
+
+/// The state of one other rank.
+#[derive(Debug)]
+pub(super) struct Peer {
+    pub(super) control: Option<Conn>,
+    /// Bytes of control frames that are not written to the control connection yet.
+    pub(super) control_out: Vec<u8>,
+    pub(super) collective: Option<Conn>,
+    pub(super) messages: PeerMessages,
+    /// The peer has left the group: its Goodbye frame has arrived.
+    pub(super) left: bool,
+    /// The time at which the peer's control connection ended, and the error; `None` before that.
+    pub(super) control_closed: Option<(Instant, ConnError)>,
+    /// Set if a data connection of the peer has ended: the time until which its control connection must show
+    /// why, and the error.
+    pub(super) suspect: Option<(Instant, String)>,
+    /// The last monitored barrier at which the peer said that it has arrived.
+    pub(super) last_barrier: Option<u64>,
+    /// The peer's last report of the call that it waits in, and of the ranks that it waits for.
+    pub(super) wait_report: Option<WaitReport>,
+    /// The peer's offer to share memory, which says how this rank can reach the memory.
+    pub(super) offer: Option<Vec<u8>>,
+    /// For each [`ConnectionKind`], whether this rank has asked the peer to open that connection.
+    pub(super) requested: [bool; 3],
+}
+
+#[derive(Debug)]
+pub(super) struct WaitReport {
+    pub(super) seq: u64,
+    pub(super) call: Call,
+    pub(super) awaits: Vec<usize>,
+    pub(super) received_at: Instant,
+}
+
+/// What a rank waits in: the number of the call, the call, and the ranks that it waits for.
+pub(super) type Wait = (u64, Call, Vec<usize>);
+
+impl Peer {
+    pub(super) fn new(rank: usize) -> Self {
+        Self {
+            control: None,
+            control_out: Vec::new(),
+            collective: None,
+            messages: PeerMessages::new(rank),
+            left: false,
+            control_closed: None,
+            suspect: None,
+            last_barrier: None,
+            wait_report: None,
+            offer: None,
+            requested: [false; 3],
+        }
+    }
+
+    fn link(&self, conn_kind: ConnectionKind) -> Option<&Conn> {
+        match conn_kind {
+            ConnectionKind::Control => self.control.as_ref(),
+            ConnectionKind::Collective => self.collective.as_ref(),
+            ConnectionKind::Message => self.messages.conn.as_ref(),
+        }
+    }
+
+    /// Returns whether data can be sent to this rank.
+    pub(super) fn is_linked(&self, conn_kind: ConnectionKind) -> bool {
+        self.link(conn_kind).is_some()
+    }
+
+    /// Returns whether there is a link that works without a connection of its own, and would take one.
+    pub(super) fn awaits_connection(&self, conn_kind: ConnectionKind) -> bool {
+        self.link(conn_kind).is_some_and(Conn::awaits_connection)
+    }
+
+    /// Returns whether the connection is open, or a link that needs none.
+    pub(super) fn is_open(&self, conn_kind: ConnectionKind) -> bool {
+        self.is_linked(conn_kind) && !self.awaits_connection(conn_kind)
+    }
+}
+
+impl PeerConnections for Vec<Peer> {
+    fn connection(&mut self, peer: usize) -> Option<&mut Conn> {
+        self.get_mut(peer)?.collective.as_mut()
+    }
+}
