@@ -55,6 +55,30 @@ fn messages_are_received_in_arrival_order() {
 }
 
 #[test]
+fn many_messages_that_wait_in_a_subgroup_are_received_from_any_rank() {
+    let sent = TimedBarrier::new(2);
+    let options = GroupOptions::default().shared_memory(false);
+    run_with_options(2, options, |world| {
+        let group = world.subgroup(&[0, 1]).unwrap().unwrap();
+        for round in 0..20_u64 {
+            if group.rank() == 1 {
+                (0..30).for_each(|number| group.send(&[round, number, 0, 0, 0], 0, 1).unwrap());
+                sent.wait();
+                group.recv(&mut [0_u8], 0, 2).unwrap();
+                continue;
+            }
+            sent.wait();
+            for number in 0..30 {
+                let mut got = [0; 5];
+                group.recv_any(&mut got, 1).unwrap();
+                assert_eq!(got, [round, number, 0, 0, 0]);
+            }
+            group.send(&[0_u8], 1, 2).unwrap();
+        }
+    });
+}
+
+#[test]
 fn receives_match_in_call_order() {
     // No rank leaves earlier: a receive is left that names one of them.
     let done = TimedBarrier::new(3);

@@ -97,7 +97,12 @@ impl DataLink {
                 }
                 0 if attempt == 0 => state.read_channel(&self.mux.poller, self.group, self.rank),
                 0 => return Some(ended(inbox).unwrap_or_else(|| Err(io::ErrorKind::WouldBlock.into()))),
-                bytes => return Some(Ok(bytes)),
+                bytes => {
+                    if !stream.is_empty() {
+                        state.announce_data(self.group, self.rank);
+                    }
+                    return Some(Ok(bytes));
+                }
             }
         }
         unreachable!("the second attempt returns")
@@ -126,6 +131,8 @@ impl Link for DataLink {
         }
     }
 
+    /// Receives what has arrived. If bytes remain that no descriptor reports, announces them again: a reader of
+    /// messages reads once for each event.
     fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize> {
         if !self.receives_on_own
             && let Some(received) = self.recv_frames(into)
@@ -138,6 +145,9 @@ impl Link for DataLink {
         if ahead > 0 {
             into[..ahead].copy_from_slice(&own.unread()[..ahead]);
             own.consume(ahead);
+            if !own.unread().is_empty() {
+                self.mux.lock().announce_data(self.group, self.rank);
+            }
             return Ok(ahead);
         }
         match own.recv(into) {

@@ -121,6 +121,10 @@ pub(super) struct StreamBytes {
 }
 
 impl StreamBytes {
+    pub(super) fn is_empty(&self) -> bool {
+        self.bytes.is_empty()
+    }
+
     /// Keeps the bytes of a Stream frame. Returns false if they are more than a link may send.
     pub(super) fn push(&mut self, bytes: &[u8]) -> bool {
         self.received += bytes.len();

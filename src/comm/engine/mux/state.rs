@@ -137,6 +137,13 @@ impl State {
             group.push(event);
         }
     }
+
+    /// Tells a group that there are bytes of data links from `rank`.
+    pub(super) fn announce_data(&mut self, group: u64, rank: usize) {
+        if let Some(group) = self.groups.get_mut(&group) {
+            group.announce_data(rank);
+        }
+    }
 }
 
 impl GroupState {
