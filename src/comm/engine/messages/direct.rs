@@ -57,7 +57,7 @@ impl PeerMessages {
     ) -> Result<SendProgress, MessageError> {
         let (len, cost) = (buffer.len(), buffer.len() + HEADER_BYTES);
         let first = self.outgoing.is_empty() && self.held == 0;
-        let Some(conn) = self.conn.as_mut().filter(|_| first && cost <= self.credit) else {
+        let Some(conn) = self.conn.as_mut().filter(|_| first && cost <= self.credit.left) else {
             return Ok(SendProgress::Nothing);
         };
         let bytes = buffer.bytes(0..len);
@@ -73,7 +73,7 @@ impl PeerMessages {
             return Ok(SendProgress::Nothing);
         }
         self.next_seq += 1;
-        self.credit -= cost;
+        self.credit.left -= cost;
         fault_point("message sent", seq, sent.saturating_sub(HEADER_BYTES));
         Ok(if sent == cost {
             SendProgress::Complete

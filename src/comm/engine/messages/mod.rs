@@ -17,6 +17,7 @@ pub(crate) mod direct;
 mod queues;
 mod read;
 mod to_self;
+mod unexpected;
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -31,18 +32,13 @@ use crate::transport::links::conn::{Conn, MAX_READ_AHEAD_BYTES};
 use crate::transport::links::hello::Credentials;
 pub(crate) use queues::{AnySourceQueue, DeadlineBounds, MessageError, Probe};
 use queues::{
-    Match, OutgoingFrame, PendingRecv, PendingSend, ReadState, Stage, UnexpectedContent, UnexpectedMessage,
-    check_type, plain_frame, send_index,
+    Match, OutgoingFrame, PendingRecv, PendingSend, ReadState, Stage, check_type, plain_frame, send_index,
 };
+
+use unexpected::{Credit, MAX_ANNOUNCEMENTS, UnexpectedContent, UnexpectedMessage, UnexpectedQueue};
 
 /// Largest message that is sent eagerly, before a receive matches it.
 pub(crate) const EAGER_BYTES: usize = 64 << 10;
-/// Bytes of unexpected messages that a receiver keeps for each peer, headers included.
-pub(crate) const CREDIT_BYTES: usize = 1 << 20;
-/// Most announced messages from one peer that no receive has matched. The sender holds further messages back,
-/// in order, until a receive matches one of those. The limit is low in tests of this module.
-pub(crate) const MAX_ANNOUNCEMENTS: usize = if cfg!(test) { 50 } else { 1 << 20 };
-
 /// All messages with one peer.
 #[derive(Debug)]
 pub(crate) struct PeerMessages {
@@ -56,17 +52,10 @@ pub(crate) struct PeerMessages {
     announced: usize,
     pub(crate) recvs: VecDeque<PendingRecv>,
     deadline_bounds: Option<DeadlineBounds>,
-    unexpected: VecDeque<UnexpectedMessage>,
-    /// Totals of `unexpected`: bytes kept, headers included, and announcements.
-    unexpected_bytes: usize,
-    unexpected_announcements: usize,
+    unexpected: UnexpectedQueue,
     outgoing: VecDeque<OutgoingFrame>,
     reading: ReadState,
-    /// Bytes of eager messages, headers included, that this rank may send before the peer returns credit.
-    credit: usize,
-    /// Bytes of eager messages, headers included, that receives have taken and for which no credit was
-    /// returned to the peer.
-    credit_owed: usize,
+    credit: Credit,
     next_seq: u64,
     next_id: u64,
     /// The connection took no bytes at the last write, so this rank must wait until it is writable.
@@ -83,13 +72,10 @@ impl PeerMessages {
             announced: 0,
             recvs: VecDeque::new(),
             deadline_bounds: None,
-            unexpected: VecDeque::new(),
-            unexpected_bytes: 0,
-            unexpected_announcements: 0,
+            unexpected: UnexpectedQueue::default(),
             outgoing: VecDeque::new(),
             reading: ReadState::Header,
-            credit: CREDIT_BYTES,
-            credit_owed: 0,
+            credit: Credit::new(),
             next_seq: 0,
             next_id: 0,
             write_blocked: false,
@@ -119,9 +105,9 @@ impl PeerMessages {
     /// before.
     pub(crate) fn stop(&mut self) {
         self.conn = None;
-        self.unexpected.clear();
+        self.unexpected = UnexpectedQueue::default();
         self.outgoing.clear();
-        (self.held, self.announced, self.unexpected_bytes, self.unexpected_announcements) = (0, 0, 0, 0);
+        (self.held, self.announced) = (0, 0);
         self.write_blocked = false;
     }
 
@@ -146,10 +132,10 @@ impl PeerMessages {
             let index = self.sends.len() - self.held;
             let PendingSend { seq, call, ref buffer, .. } = self.sends[index];
             let (bytes, cost) = (buffer.len(), buffer.len() + HEADER_BYTES);
-            let eager = bytes <= EAGER_BYTES && cost <= self.credit;
+            let eager = bytes <= EAGER_BYTES && cost <= self.credit.left;
             let (kind, len) = if eager { (Kind::Eager, bytes as u64) } else { (Kind::Rts, 0) };
             if eager {
-                self.credit -= cost;
+                self.credit.left -= cost;
                 self.sends[index].stage = Stage::Sent;
             } else if self.announced < MAX_ANNOUNCEMENTS {
                 self.announced += 1;
@@ -159,7 +145,6 @@ impl PeerMessages {
             }
             self.held -= 1;
             self.push(
-                ours,
                 Frame { len, call: call.encode(), ..plain_frame(ours, kind, seq) },
                 eager.then_some(seq),
             );
@@ -169,14 +154,8 @@ impl PeerMessages {
     /// Returns the first unexpected message with this tag that no receive has claimed: its index among all
     /// unexpected messages of the group, and its status.
     pub(crate) fn unexpected(&self, tag: u32) -> Option<(u64, Status)> {
-        let unexpected = &self.unexpected[self.unexpected_index(tag)?];
+        let unexpected = self.unexpected.first(tag)?;
         Some((unexpected.arrival_index, Status { source: self.peer, call: unexpected.call }))
-    }
-
-    fn unexpected_index(&self, tag: u32) -> Option<usize> {
-        self.unexpected
-            .iter()
-            .position(|unexpected| unexpected.call.root == tag && unexpected.claimed_by.is_none())
     }
 
     /// Posts a receive with the index `order`, and gives it the first unexpected message with its tag, if
@@ -191,38 +170,31 @@ impl PeerMessages {
     ) -> Result<(), MessageError> {
         let mut recv = self.pending_recv(order, call, buffer, completion);
         let id = recv.id;
-        if let Some(index) = self.unexpected_index(call.root) {
-            let unexpected = &mut self.unexpected[index];
+        if let Some(index) = self.unexpected.index(call.root) {
+            let unexpected = self.unexpected.get_mut(index);
             if let Err(error) = check_type(unexpected.call, call, unexpected.seq) {
                 self.recvs.push_back(recv);
                 return Err(error);
             }
             recv.theirs = unexpected.call;
-            match &mut unexpected.content {
-                UnexpectedContent::Announcement => {
-                    let seq = unexpected.seq;
-                    recv.matched = Some(Match::Large(seq));
-                    self.unexpected.remove(index);
-                    self.unexpected_announcements -= 1;
-                    self.push(ours, plain_frame(ours, Kind::Cts, seq), None);
-                }
-                UnexpectedContent::Complete(bytes) => {
-                    let bytes = std::mem::take(bytes);
-                    self.unexpected.remove(index);
-                    self.unexpected_bytes -= bytes.len() + HEADER_BYTES;
-                    recv.store(&bytes);
-                    // A message of this rank to itself used no credit, and a peer that is gone needs none.
-                    if self.conn.is_some() {
-                        self.return_credit(ours, bytes.len());
-                    }
-                    recv.complete(self.peer);
-                    return Ok(());
-                }
-                UnexpectedContent::Partial(_) => {
-                    unexpected.claimed_by = Some(id);
-                    recv.matched = Some(Match::Eager);
-                }
+            if let UnexpectedContent::Partial(_) = unexpected.content {
+                unexpected.claimed_by = Some(id);
+                recv.matched = Some(Match::Eager);
+                self.recvs.push_back(recv);
+                return Ok(());
             }
+            let unexpected = self.unexpected.remove(index);
+            if let UnexpectedContent::Complete(bytes) = unexpected.content {
+                recv.store(&bytes);
+                // A message of this rank to itself used no credit, and a peer that is gone needs none.
+                if self.conn.is_some() {
+                    self.return_credit(ours, bytes.len());
+                }
+                recv.complete(self.peer);
+                return Ok(());
+            }
+            recv.matched = Some(Match::Large(unexpected.seq));
+            self.push(plain_frame(ours, Kind::Cts, unexpected.seq), None);
         }
         self.recvs.push_back(recv);
         Ok(())
@@ -309,14 +281,12 @@ impl PeerMessages {
     }
 
     fn return_credit(&mut self, ours: &Credentials, bytes: usize) {
-        self.credit_owed += bytes + HEADER_BYTES;
-        if self.credit_owed >= CREDIT_BYTES / 2 {
-            self.push(ours, plain_frame(ours, Kind::Credit, self.credit_owed as u64), None);
-            self.credit_owed = 0;
+        if let Some(credit) = self.credit.owe(bytes) {
+            self.push(plain_frame(ours, Kind::Credit, credit), None);
         }
     }
 
-    fn push(&mut self, _: &Credentials, frame: Frame, body: Option<u64>) {
+    fn push(&mut self, frame: Frame, body: Option<u64>) {
         self.outgoing.push_back(OutgoingFrame { header: frame.encode(), body, sent: 0 });
     }
 }

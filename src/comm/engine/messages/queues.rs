@@ -83,32 +83,6 @@ pub(super) enum Match {
     Large(u64),
 }
 
-/// An unexpected message: it came before a receive matched it.
-#[derive(Debug)]
-pub(super) struct UnexpectedMessage {
-    /// A number that this rank gives the message. `seq` cannot identify it, because a peer may send any
-    /// `seq`.
-    pub(super) id: u64,
-    pub(super) seq: u64,
-    /// The index of this message among all unexpected messages of the group.
-    pub(super) arrival_index: u64,
-    pub(super) call: Call,
-    pub(super) content: UnexpectedContent,
-    /// The `id` of the receive that takes the message when all of its bytes have arrived.
-    pub(super) claimed_by: Option<u64>,
-}
-
-/// The part of an unexpected message that has arrived so far.
-#[derive(Debug)]
-pub(super) enum UnexpectedContent {
-    /// The announcement of a large message, whose elements the sender keeps until this rank requests them.
-    Announcement,
-    /// The first bytes of a small message that is being read.
-    Partial(Vec<u8>),
-    /// All bytes of a small message.
-    Complete(Vec<u8>),
-}
-
 /// A frame that is being sent.
 #[derive(Debug)]
 pub(super) struct OutgoingFrame {

@@ -1,8 +1,8 @@
 //! Reads message frames from the connection of a peer, and matches them with receives.
 
 use super::{
-    AnySourceQueue, CREDIT_BYTES, EAGER_BYTES, MAX_ANNOUNCEMENTS, Match, MessageError, PeerMessages,
-    PendingRecv, ReadState, Stage, UnexpectedContent, UnexpectedMessage, check_type, plain_frame, send_index,
+    AnySourceQueue, EAGER_BYTES, Match, MessageError, PeerMessages, PendingRecv, ReadState, Stage,
+    UnexpectedContent, UnexpectedMessage, check_type, plain_frame, send_index,
 };
 use crate::collectives::call::Call;
 use crate::error::PeerMisbehaved;
@@ -73,8 +73,7 @@ impl PeerMessages {
                 Ok(true)
             }
             ReadState::Unexpected { total, id } => {
-                let unexpected = self.unexpected.iter_mut().find(|unexpected| unexpected.id == id);
-                let unexpected = unexpected.expect("a message stays queued while it is read");
+                let unexpected = self.unexpected.get_mut(self.unexpected.index_of(id));
                 let UnexpectedContent::Partial(bytes) = &mut unexpected.content else {
                     unreachable!("only small messages are read into the queue, until they are complete");
                 };
@@ -117,11 +116,10 @@ impl PeerMessages {
     /// Copies the unexpected message `unexpected`, now complete (`bytes`), to the receive that claimed it
     /// while it was being read. Completes that receive.
     fn deliver_claimed(&mut self, ours: &Credentials, unexpected: u64, bytes: &[u8], recv: u64) {
-        self.unexpected.retain(|message| message.id != unexpected);
+        self.unexpected.remove(self.unexpected.index_of(unexpected));
         let recv = self.recvs.iter().position(|waiting| waiting.id == recv);
         let recv = recv.and_then(|index| self.recvs.remove(index));
         let mut recv = recv.expect("a receive that has claimed a message is not cancelled");
-        self.unexpected_bytes -= bytes.len() + HEADER_BYTES;
         recv.store(bytes);
         self.return_credit(ours, bytes.len());
         recv.complete(self.peer);
@@ -151,7 +149,7 @@ impl PeerMessages {
                 }
                 let (len, call) = (send.buffer.len() as u64, send.call.encode());
                 let header = Frame { len, call, ..plain_frame(ours, Kind::Message, frame.seq) };
-                self.push(ours, header, Some(frame.seq));
+                self.push(header, Some(frame.seq));
                 self.announced -= 1;
                 self.send_held(ours);
                 Ok(())
@@ -168,11 +166,7 @@ impl PeerMessages {
                 Ok(())
             }
             Kind::Credit => {
-                let credit = usize::try_from(frame.seq).unwrap_or(usize::MAX).saturating_add(self.credit);
-                if credit > CREDIT_BYTES {
-                    return Err(PeerMisbehaved::CreditTooLarge { bytes: frame.seq }.into());
-                }
-                self.credit = credit;
+                self.credit.restore(frame.seq)?;
                 self.send_held(ours);
                 Ok(())
             }
@@ -209,19 +203,11 @@ impl PeerMessages {
             if eager {
                 self.reading = ReadState::Posted { id: recv.id, eager: true };
             } else {
-                self.push(ours, plain_frame(ours, Kind::Cts, seq), None);
+                self.push(plain_frame(ours, Kind::Cts, seq), None);
             }
             return Ok(());
         }
         let total = frame.len as usize;
-        if eager {
-            self.unexpected_bytes += total + HEADER_BYTES;
-        } else {
-            self.unexpected_announcements += 1;
-        }
-        if self.unexpected_bytes > CREDIT_BYTES || self.unexpected_announcements > MAX_ANNOUNCEMENTS {
-            return Err(PeerMisbehaved::CreditExceeded.into());
-        }
         let (id, arrival_index) = (self.next_id, any_source.unexpected_count);
         (self.next_id, any_source.unexpected_count) = (id + 1, arrival_index + 1);
         let content = match (eager, total) {
@@ -229,14 +215,11 @@ impl PeerMessages {
             (true, 0) => UnexpectedContent::Complete(Vec::new()),
             (true, _) => UnexpectedContent::Partial(Vec::with_capacity(total)),
         };
-        self.unexpected.push_back(UnexpectedMessage {
-            id,
-            seq,
-            arrival_index,
-            call,
-            content,
-            claimed_by: None,
-        });
+        let message = UnexpectedMessage { id, seq, arrival_index, call, content, claimed_by: None };
+        self.unexpected.push(message);
+        if self.unexpected.is_over_limit() {
+            return Err(PeerMisbehaved::CreditExceeded.into());
+        }
         if eager && total > 0 {
             self.reading = ReadState::Unexpected { total, id };
         }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use convoke_env::Generation;
 
+use super::unexpected::CREDIT_BYTES;
 use super::*;
 use crate::collectives::call::CallKind;
 use crate::collectives::dtype::Dtype;
@@ -128,7 +129,7 @@ fn random_messages_keep_their_order_for_each_tag() {
                 .all(|message| message.sending.as_ref().is_some_and(|completion| completion.is_done()))
         );
         assert!(right.unexpected.is_empty() && right.recvs.is_empty() && left.sends.is_empty());
-        assert_eq!(left.credit + right.credit_owed, CREDIT_BYTES, "credit is lost or made");
+        assert_eq!(left.credit.left + right.credit.owed, CREDIT_BYTES, "credit is lost or made");
         for message in &messages {
             let both = message.got.len().min(message.sent.len());
             assert!(message.got[..both] == message.sent[..both]);
@@ -166,7 +167,7 @@ fn messages_beyond_the_announcement_limit_wait_at_the_sender() {
         messages.iter_mut().for_each(|message| message.send(&mut left));
         exchange(&mut left, &mut right);
         assert_eq!(
-            (right.unexpected.len(), right.unexpected_announcements),
+            (right.unexpected.len(), right.unexpected.announcements),
             (eager + MAX_ANNOUNCEMENTS, MAX_ANNOUNCEMENTS),
             "{len}"
         );
@@ -179,11 +180,11 @@ fn messages_beyond_the_announcement_limit_wait_at_the_sender() {
             assert!(message.sending.as_ref().is_some_and(|completion| completion.is_done()));
         }
         assert_eq!(
-            (left.held, left.announced, right.unexpected_bytes, right.unexpected_announcements),
+            (left.held, left.announced, right.unexpected.bytes, right.unexpected.announcements),
             (0, 0, 0, 0),
             "{len}"
         );
-        assert_eq!(left.credit + right.credit_owed, CREDIT_BYTES, "credit is lost or made");
+        assert_eq!(left.credit.left + right.credit.owed, CREDIT_BYTES, "credit is lost or made");
     }
 }
 

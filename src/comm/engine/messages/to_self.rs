@@ -12,7 +12,6 @@ use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::Call;
 use crate::engine::completion::Completion;
 use crate::error::CommError;
-use crate::transport::frame::HEADER_BYTES;
 
 impl PeerMessages {
     /// Sends a message from this rank to itself. `self` holds the messages of this rank with itself.
@@ -58,9 +57,8 @@ impl PeerMessages {
         bytes.extend_from_slice(buffer.bytes(0..buffer.len()));
         let (id, arrival_index) = (self.next_id, any_source.unexpected_count);
         (self.next_id, any_source.unexpected_count) = (id + 1, arrival_index + 1);
-        self.unexpected_bytes += bytes.len() + HEADER_BYTES;
         let (content, claimed_by) = (UnexpectedContent::Complete(bytes), None);
-        self.unexpected.push_back(UnexpectedMessage { id, seq, arrival_index, call, content, claimed_by });
+        self.unexpected.push(UnexpectedMessage { id, seq, arrival_index, call, content, claimed_by });
         Ok(())
     }
 }

@@ -1,0 +1,143 @@
+//! Messages of a peer that no receive has matched yet, and the credit that bounds them.
+
+use std::collections::VecDeque;
+
+use crate::collectives::call::Call;
+use crate::error::PeerMisbehaved;
+use crate::transport::frame::HEADER_BYTES;
+
+/// Bytes of unexpected messages that a receiver keeps for each peer, headers included.
+pub(crate) const CREDIT_BYTES: usize = 1 << 20;
+/// Most announced messages from one peer that no receive has matched. The sender holds further messages back,
+/// in order, until a receive matches one of those. The limit is low in tests of this module.
+pub(crate) const MAX_ANNOUNCEMENTS: usize = if cfg!(test) { 50 } else { 1 << 20 };
+
+/// An unexpected message: it came before a receive matched it.
+#[derive(Debug)]
+pub(super) struct UnexpectedMessage {
+    /// A number that this rank gives the message. `seq` cannot identify it, because a peer may send any
+    /// `seq`.
+    pub(super) id: u64,
+    pub(super) seq: u64,
+    /// The index of this message among all unexpected messages of the group.
+    pub(super) arrival_index: u64,
+    pub(super) call: Call,
+    pub(super) content: UnexpectedContent,
+    /// The `id` of the receive that takes the message when all of its bytes have arrived.
+    pub(super) claimed_by: Option<u64>,
+}
+
+/// The part of an unexpected message that has arrived so far.
+#[derive(Debug)]
+pub(super) enum UnexpectedContent {
+    /// The announcement of a large message, whose elements the sender keeps until this rank requests them.
+    Announcement,
+    /// The first bytes of a small message that is being read.
+    Partial(Vec<u8>),
+    /// All bytes of a small message.
+    Complete(Vec<u8>),
+}
+
+/// The unexpected messages of a peer, in the order of their arrival.
+#[derive(Debug, Default)]
+pub(super) struct UnexpectedQueue {
+    messages: VecDeque<UnexpectedMessage>,
+    /// Bytes that are kept, headers included, and announcements.
+    pub(super) bytes: usize,
+    pub(super) announcements: usize,
+}
+
+/// The credit for small messages, in bytes, headers included.
+#[derive(Debug)]
+pub(super) struct Credit {
+    /// Bytes that this rank may send before the peer returns credit.
+    pub(super) left: usize,
+    /// Bytes that receives have taken and for which no credit was returned to the peer.
+    pub(super) owed: usize,
+}
+
+impl UnexpectedMessage {
+    /// Returns the bytes that are kept for the message when it is complete; `None` for an announcement.
+    fn kept_bytes(&self) -> Option<usize> {
+        match self.content {
+            UnexpectedContent::Announcement => None,
+            UnexpectedContent::Partial(_) | UnexpectedContent::Complete(_) => {
+                Some(self.call.bytes() as usize + HEADER_BYTES)
+            }
+        }
+    }
+}
+
+impl UnexpectedQueue {
+    #[cfg(test)]
+    pub(super) fn len(&self) -> usize {
+        self.messages.len()
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.messages.is_empty()
+    }
+
+    /// Returns the first message with this tag that no receive has claimed.
+    pub(super) fn first(&self, tag: u32) -> Option<&UnexpectedMessage> {
+        self.messages.get(self.index(tag)?)
+    }
+
+    pub(super) fn index(&self, tag: u32) -> Option<usize> {
+        self.messages.iter().position(|message| message.call.root == tag && message.claimed_by.is_none())
+    }
+
+    pub(super) fn get_mut(&mut self, index: usize) -> &mut UnexpectedMessage {
+        &mut self.messages[index]
+    }
+
+    pub(super) fn index_of(&self, id: u64) -> usize {
+        let index = self.messages.iter().position(|message| message.id == id);
+        index.expect("a message stays queued while it is read")
+    }
+
+    pub(super) fn push(&mut self, message: UnexpectedMessage) {
+        match message.kept_bytes() {
+            Some(bytes) => self.bytes += bytes,
+            None => self.announcements += 1,
+        }
+        self.messages.push_back(message);
+    }
+
+    /// Returns whether these are more messages than a peer may send.
+    pub(super) fn is_over_limit(&self) -> bool {
+        self.bytes > CREDIT_BYTES || self.announcements > MAX_ANNOUNCEMENTS
+    }
+
+    pub(super) fn remove(&mut self, index: usize) -> UnexpectedMessage {
+        let message = self.messages.remove(index).expect("the index is that of a message");
+        match message.kept_bytes() {
+            Some(bytes) => self.bytes -= bytes,
+            None => self.announcements -= 1,
+        }
+        message
+    }
+}
+
+impl Credit {
+    pub(super) fn new() -> Self {
+        Self { left: CREDIT_BYTES, owed: 0 }
+    }
+
+    /// Adds credit that the peer has returned.
+    pub(super) fn restore(&mut self, bytes: u64) -> Result<(), PeerMisbehaved> {
+        let left = usize::try_from(bytes).unwrap_or(usize::MAX).saturating_add(self.left);
+        if left > CREDIT_BYTES {
+            return Err(PeerMisbehaved::CreditTooLarge { bytes });
+        }
+        self.left = left;
+        Ok(())
+    }
+
+    /// Notes that a receive has taken a message of `bytes` bytes. Returns the credit to return to the peer if
+    /// that is worth a frame.
+    pub(super) fn owe(&mut self, bytes: usize) -> Option<u64> {
+        self.owed += bytes + HEADER_BYTES;
+        (self.owed >= CREDIT_BYTES / 2).then(|| std::mem::take(&mut self.owed) as u64)
+    }
+}
