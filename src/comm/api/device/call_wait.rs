@@ -3,8 +3,8 @@
 
 use std::time::{Duration, Instant};
 
-use super::backend::Core;
-use super::operation::Backoff;
+use super::backoff::Backoff;
+use super::core::Core;
 use super::pending::CHECK_INTERVAL;
 use crate::collectives::call::Call;
 use crate::engine::TimeLimit;

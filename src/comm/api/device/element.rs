@@ -5,20 +5,17 @@ use crate::nccl::DataType;
 
 pub use float8::{F8E4M3, F8E5M2};
 
-pub(crate) mod sealed {
-    use super::ElementType;
-
-    pub trait Sealed {
-        /// The type as a value.
-        const ELEMENT_TYPE: ElementType;
-    }
+/// Seals [`DeviceElement`]: this module is private.
+pub trait HasElementType {
+    /// The type as a value.
+    const ELEMENT_TYPE: ElementType;
 }
 
 /// A type whose values can be sent from devices and reduced there: every [`Element`], and the floating-point
 /// numbers of 8 bits, `F8E4M3` and `F8E5M2`, which NCCL adds from 2.24 on.
-pub trait DeviceElement: sealed::Sealed + Send + Sync + 'static {}
+pub trait DeviceElement: HasElementType + Send + Sync + 'static {}
 
-impl<T: Element> sealed::Sealed for T {
+impl<T: Element> HasElementType for T {
     const ELEMENT_TYPE: ElementType = ElementType { dtype: T::DTYPE, float8: None };
 }
 
@@ -26,7 +23,7 @@ impl<T: Element> DeviceElement for T {}
 
 macro_rules! float8 {
     ($($rust:ty, $of:ident;)*) => {$(
-        impl sealed::Sealed for $rust {
+        impl HasElementType for $rust {
             const ELEMENT_TYPE: ElementType = ElementType { dtype: Dtype::U8, float8: Some(DataType::$of) };
         }
 

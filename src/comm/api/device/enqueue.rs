@@ -6,14 +6,13 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use cudarc::driver::{CudaStream, DriverError, sys};
 use smallvec::SmallVec;
 
-use super::backend::{Core, DeviceTransport, lock, try_lock};
 use super::call_wait::CallWait;
+use super::core::{Core, EnqueuedOperation, Failure};
 use super::driver::bind;
 use super::element::ElementType;
-use super::operation::DeviceOperation;
 use super::pending::{Search, commands};
 use super::staged::Staging;
-use super::teardown::Failure;
+use super::transport::{DeviceTransport, NcclTransport, try_lock};
 use super::type_mapping::{DeviceReduction, peers, to_nccl};
 use crate::collectives::call::Call;
 use crate::engine::{Completion, TimeLimit};
@@ -35,7 +34,7 @@ impl Core {
         (steps, buffers): (&[NcclCall<ElementType, DeviceReduction>], usize),
         stream: &CudaStream,
         limit: TimeLimit,
-    ) -> Result<Option<Arc<DeviceOperation>>, CommError> {
+    ) -> Result<Option<Arc<EnqueuedOperation>>, CommError> {
         let seq = self.seq.fetch_add(1, Ordering::Relaxed);
         self.check(call, seq)?;
         let limit = limit.started();
@@ -76,13 +75,13 @@ impl Core {
         };
         let (deadline, key) = (completion.deadline, stream.cu_stream() as usize);
         let (peers, core) = (peers(steps), Arc::downgrade(self));
-        let operation = Arc::new(DeviceOperation { completion, call, seq, recorded, peers, core });
+        let operation = Arc::new(EnqueuedOperation { completion, call, seq, recorded, peers, core });
         let mut pending = self.pending();
         let many = pending.add(Arc::clone(&operation), key, deadline, commands(steps.len(), buffers));
         let must_wake = pending.must_wake_watchdog();
         drop((pending, nccl_guard));
         if must_wake {
-            self.wakeup.notify_all();
+            self.watchdog.wake();
         }
         if many {
             self.reap(Search::Quick);
@@ -112,13 +111,13 @@ impl Core {
             (!self.pending().is_full()).then_some(())
         })?;
         match &self.transport {
-            DeviceTransport::Nccl { library, communicator } => {
-                let version = library.version();
+            DeviceTransport::Nccl(nccl) => {
+                let version = nccl.library.version();
                 let steps: Result<SmallVec<[NcclCall; 2]>, String> =
                     steps.iter().map(|step| to_nccl(*step, version)).collect();
                 let steps = steps.map_err(CommError::Unsupported)?;
                 // SAFETY: the caller promises it.
-                unsafe { self.enqueue_nccl(communicator, &steps, stream, call_wait) }.map(Some)
+                unsafe { self.enqueue_nccl(nccl, &steps, stream, call_wait) }.map(Some)
             }
             DeviceTransport::Staged(staging) => {
                 // SAFETY: the caller promises it.
@@ -130,17 +129,17 @@ impl Core {
     /// # Safety
     /// As [`Self::enqueue`].
     #[allow(unsafe_code)]
-    unsafe fn enqueue_nccl(
-        self: &Arc<Self>,
-        communicator: &Mutex<Option<Communicator>>,
+    unsafe fn enqueue_nccl<'a>(
+        self: &'a Arc<Self>,
+        nccl: &'a NcclTransport,
         steps: &[NcclCall],
         stream: &CudaStream,
         call_wait: &mut CallWait,
-    ) -> Result<MutexGuard<'_, ()>, CommError> {
+    ) -> Result<MutexGuard<'a, ()>, CommError> {
         let (call, seq) = (call_wait.call, call_wait.seq);
-        let nccl_guard = self.wait_for(call_wait, || self.try_lock_nccl())?;
+        let nccl_guard = self.wait_for(call_wait, || nccl.try_lock_calls())?;
         let ask = |ask: &dyn Fn(&Communicator) -> Result<Progress, NcclError>| {
-            let guard = lock(communicator);
+            let guard = nccl.communicator();
             let Some(known) = &*guard else { return Err(self.error(call, seq)) };
             let progress = ask(known);
             drop(guard);

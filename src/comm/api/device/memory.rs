@@ -16,27 +16,25 @@ use crate::api::op::buffers::sealed::Sealed;
 use crate::collectives::dtype::Element;
 use crate::nccl::Address;
 
-pub(super) mod sealed {
-    use super::{Address, Arc, CudaContext, CudaStream, SyncOnDrop};
+/// Seals [`DeviceSource`]: this module is private.
+pub trait Readable {
+    fn count(&self) -> usize;
 
-    pub trait Source {
-        fn count(&self) -> usize;
+    fn context(&self) -> &Arc<CudaContext>;
 
-        fn context(&self) -> &Arc<CudaContext>;
+    /// Returns the address, and a guard. The guard keeps the memory, and orders other streams behind the work
+    /// that is on `stream` when it is dropped.
+    fn read<'a>(self, stream: &'a CudaStream) -> (Address, SyncOnDrop<'a>)
+    where
+        Self: 'a;
+}
 
-        /// Returns the address, and a guard. The guard keeps the memory, and orders other streams behind the
-        /// work that is on `stream` when it is dropped.
-        fn read<'a>(self, stream: &'a CudaStream) -> (Address, SyncOnDrop<'a>)
-        where
-            Self: 'a;
-    }
-
-    pub trait Target: Source {
-        /// As [`Source::read`], for an operation that writes.
-        fn write<'a>(self, stream: &'a CudaStream) -> (Address, SyncOnDrop<'a>)
-        where
-            Self: 'a;
-    }
+/// Seals [`DeviceTarget`].
+pub trait Writable: Readable {
+    /// As [`Readable::read`], for an operation that writes.
+    fn write<'a>(self, stream: &'a CudaStream) -> (Address, SyncOnDrop<'a>)
+    where
+        Self: 'a;
 }
 
 /// Elements in device memory that an operation reads: references to cudarc's `CudaSlice`, `CudaView` and
@@ -44,15 +42,15 @@ pub(super) mod sealed {
 ///
 /// The trait is sealed: the memory must live until the stream has executed the operation, which holds for
 /// these types.
-pub trait DeviceSource: Elements<Element: DeviceElement> + sealed::Source {}
+pub trait DeviceSource: Elements<Element: DeviceElement> + Readable {}
 
 /// Elements in device memory that an operation fills or changes: mutable references to the types of
 /// [`DeviceSource`], except `CudaView`.
-pub trait DeviceTarget: DeviceSource + sealed::Target {}
+pub trait DeviceTarget: DeviceSource + Writable {}
 
-impl<B: Elements<Element: DeviceElement> + sealed::Source> DeviceSource for B {}
+impl<B: Elements<Element: DeviceElement> + Readable> DeviceSource for B {}
 
-impl<B: DeviceSource + sealed::Target> DeviceTarget for B {}
+impl<B: DeviceSource + Writable> DeviceTarget for B {}
 
 macro_rules! sources {
     ($(<$($life:lifetime)?> $Reference:ty, $Buffer:ty, $Bound:ident;)*) => {$(
@@ -62,7 +60,7 @@ macro_rules! sources {
             type Element = T;
         }
 
-        impl<'b, $($life,)? T: $Bound> sealed::Source for $Reference {
+        impl<'b, $($life,)? T: $Bound> Readable for $Reference {
             fn count(&self) -> usize {
                 <$Buffer as DeviceSlice<T>>::len(self)
             }
@@ -88,7 +86,7 @@ macro_rules! targets {
             <$($life)?> &'b mut $Buffer, $Buffer, $Bound;
         )*}
 
-        $(impl<'b, $($life,)? T: $Bound> sealed::Target for &'b mut $Buffer {
+        $(impl<'b, $($life,)? T: $Bound> Writable for &'b mut $Buffer {
             fn write<'a>(self, stream: &'a CudaStream) -> (Address, SyncOnDrop<'a>)
             where
                 Self: 'a,

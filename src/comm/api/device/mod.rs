@@ -17,14 +17,17 @@
 //! failure of the device also ends the host side. Host side and device report the same cause.
 
 mod backend;
+mod backoff;
 mod batch;
 mod buffer;
 mod call_wait;
 mod capabilities;
+mod core;
 mod driver;
 mod element;
 mod enqueue;
 mod events;
+mod failure;
 mod join;
 mod memory;
 mod operation;
@@ -36,6 +39,7 @@ mod registered;
 mod staged;
 mod stream;
 mod teardown;
+mod transport;
 mod type_mapping;
 mod watchdog;
 

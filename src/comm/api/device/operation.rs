@@ -1,34 +1,20 @@
-//! Enqueued operations, and how threads wait for them.
+//! How operations are found to be done, and how threads wait for them.
 
-use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use cudarc::driver::CudaStream;
-use smallvec::SmallVec;
 
-use super::backend::Core;
-use super::events::RecordedEvent;
+use super::backoff::Backoff;
+use super::core::{Core, EnqueuedOperation};
+use super::pending::{CHECK_INTERVAL, Search};
 use crate::api::group::Group;
 use crate::api::group::device::DeviceWork;
-use crate::collectives::call::Call;
 use crate::engine::Completion;
 use crate::error::DeviceError;
 
-/// An operation that was enqueued.
-pub(super) struct DeviceOperation {
-    pub(super) completion: Completion,
-    pub(super) call: Call,
-    pub(super) seq: u64,
-    pub(super) recorded: RecordedEvent,
-    /// The ranks with which the operation exchanges messages; `None` if it needs all ranks.
-    pub(super) peers: Option<SmallVec<[usize; 2]>>,
-    pub(super) core: Weak<Core>,
-}
-
-impl DeviceOperation {
+impl EnqueuedOperation {
     /// Returns whether the operation needs rank `rank` to take part.
     pub(super) fn needs(&self, rank: usize) -> bool {
         self.peers.as_ref().is_none_or(|peers| peers.contains(&rank))
@@ -47,7 +33,7 @@ impl DeviceOperation {
     }
 }
 
-impl DeviceWork for DeviceOperation {
+impl DeviceWork for EnqueuedOperation {
     fn completion(&self) -> &Completion {
         &self.completion
     }
@@ -74,7 +60,7 @@ impl DeviceWork for DeviceOperation {
     fn request_fast_poll(&self) {
         if let Some(core) = self.core() {
             core.pending().request_fast_poll();
-            core.wakeup.notify_all();
+            core.watchdog.wake();
         }
     }
 
@@ -83,63 +69,9 @@ impl DeviceWork for DeviceOperation {
     }
 }
 
-/// Pauses between a thread's polls: first it spins, then it yields, then it sleeps for growing times.
-#[derive(Default)]
-pub(super) struct Backoff {
-    polls: u32,
-    yields_since: Option<Instant>,
-}
-
-impl Backoff {
-    const SPINS: u32 = 100;
-    /// How long the thread yields before it sleeps: a sleeping thread would wake too late for a short wait.
-    const YIELDS: Duration = Duration::from_micros(200);
-    const MAX_SLEEP: Duration = Duration::from_millis(10);
-
-    /// Returns how long to sleep. `None` if it spun or yielded instead, because it is too early to sleep.
-    fn next(&mut self) -> Option<Duration> {
-        self.polls += 1;
-        let Some(beyond) = self.polls.checked_sub(Self::SPINS) else {
-            std::hint::spin_loop();
-            return None;
-        };
-        if self.yields_since.get_or_insert_with(Instant::now).elapsed() < Self::YIELDS {
-            self.polls = Self::SPINS;
-            thread::yield_now();
-            return None;
-        }
-        Some(Self::MAX_SLEEP.min(Duration::from_micros(20) * (1 + beyond / 16)))
-    }
-
-    pub(super) fn pause(&mut self) {
-        if let Some(time) = self.next() {
-            thread::sleep(time);
-        }
-    }
-
-    /// Calls `ask` until it returns a value or `until` has passed; at least once.
-    pub(super) fn poll_until<T>(until: Instant, mut ask: impl FnMut() -> Option<T>) -> Option<T> {
-        let mut wait = Self::default();
-        loop {
-            let answer = ask();
-            if answer.is_some() || Instant::now() >= until {
-                return answer;
-            }
-            wait.pause();
-        }
-    }
-
-    fn park(&mut self, until: Option<Instant>) {
-        if let Some(time) = self.next() {
-            let left = until.map(|until| until.saturating_duration_since(Instant::now()));
-            thread::park_timeout(left.unwrap_or(time).min(time));
-        }
-    }
-}
-
 impl Core {
     /// Waits until an operation is done, or until `until`.
-    pub(super) fn wait(&self, operation: &DeviceOperation, until: Option<Instant>) {
+    pub(super) fn wait(&self, operation: &EnqueuedOperation, until: Option<Instant>) {
         let mut wait = Backoff::default();
         while !self.poll_operation(operation) {
             if until.is_some_and(|until| Instant::now() >= until) {
@@ -153,14 +85,16 @@ impl Core {
     }
 
     /// Returns whether an operation is done, successfully or not.
-    pub(super) fn poll_operation(&self, operation: &DeviceOperation) -> bool {
+    pub(super) fn poll_operation(&self, operation: &EnqueuedOperation) -> bool {
         // After a failure only the watchdog completes operations: one whose event passed because of an abort
         // has not succeeded. While NCCL aborts, a query of the driver may have to wait for a kernel.
         if operation.completion.is_done() || self.has_failed() {
             return operation.completion.is_done();
         }
         match operation.recorded.is_complete() {
-            Ok(true) if !self.aborting.load(Ordering::SeqCst) => operation.completion.complete(Ok(None)),
+            Ok(true) if !self.abort.ends_operations.load(Ordering::SeqCst) => {
+                operation.completion.complete(Ok(None))
+            }
             Ok(_) => return false,
             Err(error) => {
                 operation.completion.complete(Err(self.driver_failed(error, operation.call, operation.seq)))
@@ -169,13 +103,47 @@ impl Core {
         self.notify_callbacks();
         true
     }
-}
 
-impl fmt::Debug for DeviceOperation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DeviceOperation")
-            .field("call", &self.call)
-            .field("seq", &self.seq)
-            .finish_non_exhaustive()
+    /// Removes and completes the operations that are done.
+    pub(super) fn reap(&self, search: Search) {
+        let (done, failed) = self.pending().reap(search, |operation| operation.recorded.is_complete());
+        // Operations found done before an abort began have succeeded.
+        if !self.abort.ends_operations.load(Ordering::SeqCst) {
+            done.iter().for_each(|operation| operation.completion.complete(Ok(None)));
+        } else {
+            done.iter().for_each(|operation| {
+                operation.completion.complete(Err(self.error(operation.call, operation.seq)))
+            });
+        }
+        if let Some(error) = failed {
+            self.query_failed(error);
+        }
+    }
+    /// Waits until no operation is in progress or the device backend has failed. Returns false if `until`
+    /// passes before. Operations are still subject to their own timeouts.
+    pub(super) fn finish_all(&self, until: Instant) -> bool {
+        let mut last_check = Instant::now();
+        let finished = Backoff::poll_until(until, || {
+            if self.pending().is_empty() || self.has_failed() {
+                return Some(());
+            }
+            self.reap(Search::Exact);
+            self.check_timeouts();
+            if last_check.elapsed() >= CHECK_INTERVAL {
+                self.check_health();
+                last_check = Instant::now();
+            }
+            None
+        });
+        finished.is_some()
+    }
+
+    /// Ends the group if an operation has timed out.
+    pub(super) fn check_timeouts(&self) {
+        let timed_out =
+            self.pending().first_timed_out(Instant::now()).map(|operation| operation.completion.timeout);
+        if let Some(timeout) = timed_out {
+            self.operation_timed_out(timeout);
+        }
     }
 }

@@ -6,73 +6,98 @@
 //! their registration. The handler of this module is registered after the driver's, so it runs first.
 
 use std::process;
-use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, Once, PoisonError, Weak};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, Once, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use nix::libc;
 use nix::unistd::gettid;
 
-use super::backend::Core;
-use super::operation::Backoff;
+use super::backoff::Backoff;
 
 /// The longest time that the exit of the process waits for threads inside CUDA and NCCL.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The device backends of this process.
-static BACKENDS: Mutex<Vec<Weak<Core>>> = Mutex::new(Vec::new());
+/// The watchdogs of this process.
+static WATCHDOGS: Mutex<Vec<Weak<WatchdogThread>>> = Mutex::new(Vec::new());
 /// The process that registered the handler.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
 
-/// The thread id of a watchdog while it runs, [`STARTING`] before, and [`ENDED`] after.
-#[derive(Debug)]
-pub(super) struct WatchdogThread(AtomicI32);
+/// The sleep and the end of a watchdog thread. The exit of the process ends it too.
+pub(super) struct WatchdogThread {
+    /// The thread id while the watchdog runs, [`STARTING`] before, and [`ENDED`] after.
+    id: AtomicI32,
+    closing: AtomicBool,
+    /// Notified when the watchdog has something to check, or must end.
+    wakeup: Condvar,
+}
 
 const STARTING: i32 = -1;
 const ENDED: i32 = 0;
-
-impl Default for WatchdogThread {
-    fn default() -> Self {
-        Self(AtomicI32::new(STARTING))
-    }
-}
 
 /// Marks a watchdog as ended when dropped.
 pub(super) struct Running<'a>(&'a WatchdogThread);
 
 impl WatchdogThread {
+    /// For a watchdog that starts next. CUDA's driver must be initialised.
+    pub(super) fn new() -> Arc<Self> {
+        static REGISTERED: Once = Once::new();
+        let this = Arc::new(Self {
+            id: AtomicI32::new(STARTING),
+            closing: AtomicBool::new(false),
+            wakeup: Condvar::new(),
+        });
+        let mut watchdogs = WATCHDOGS.lock().unwrap_or_else(PoisonError::into_inner);
+        watchdogs.retain(|known| known.strong_count() > 0);
+        watchdogs.push(Arc::downgrade(&this));
+        drop(watchdogs);
+        REGISTERED.call_once(|| {
+            PROCESS.store(process::id(), Ordering::SeqCst);
+            // SAFETY: `stop_all` is a function of this library that does not unwind. A failure (no memory)
+            // leaves the exit as it would be without the handler.
+            #[allow(unsafe_code)]
+            let _ = unsafe { libc::atexit(stop_all) };
+        });
+        this
+    }
+
     /// Records the calling thread as the watchdog, until the returned value is dropped.
     pub(super) fn enter(&self) -> Running<'_> {
-        self.0.store(gettid().as_raw(), Ordering::SeqCst);
+        self.id.store(gettid().as_raw(), Ordering::SeqCst);
         Running(self)
+    }
+
+    /// Asks the watchdog to end when it wakes.
+    pub(super) fn close(&self) {
+        self.closing.store(true, Ordering::SeqCst);
+    }
+
+    pub(super) fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::SeqCst)
+    }
+
+    /// Sleeps until it is woken, at most for `time`, with the mutex of `guard` unlocked.
+    pub(super) fn sleep<T>(&self, guard: MutexGuard<'_, T>, time: Option<Duration>) {
+        match time {
+            Some(time) => drop(self.wakeup.wait_timeout(guard, time).unwrap_or_else(PoisonError::into_inner)),
+            None => drop(self.wakeup.wait(guard).unwrap_or_else(PoisonError::into_inner)),
+        }
+    }
+
+    pub(super) fn wake(&self) {
+        self.wakeup.notify_all();
     }
 
     /// Returns whether the watchdog runs on another thread: one of its callbacks may have called `exit`.
     fn runs_elsewhere(&self) -> bool {
-        ![ENDED, gettid().as_raw()].contains(&self.0.load(Ordering::SeqCst))
+        ![ENDED, gettid().as_raw()].contains(&self.id.load(Ordering::SeqCst))
     }
 }
 
 impl Drop for Running<'_> {
     fn drop(&mut self) {
-        self.0.0.store(ENDED, Ordering::SeqCst);
+        self.0.id.store(ENDED, Ordering::SeqCst);
     }
-}
-
-/// Stops the watchdog of `core` when the process exits.
-pub(super) fn stop_at_exit(core: &Arc<Core>) {
-    static REGISTERED: Once = Once::new();
-    let mut backends = BACKENDS.lock().unwrap_or_else(PoisonError::into_inner);
-    backends.retain(|known| known.strong_count() > 0);
-    backends.push(Arc::downgrade(core));
-    drop(backends);
-    REGISTERED.call_once(|| {
-        PROCESS.store(process::id(), Ordering::SeqCst);
-        // SAFETY: `stop_all` is a function of this library that does not unwind. A failure (no memory) leaves
-        // the exit as it would be without the handler.
-        #[allow(unsafe_code)]
-        let _ = unsafe { libc::atexit(stop_all) };
-    });
 }
 
 extern "C" fn stop_all() {
@@ -81,13 +106,13 @@ extern "C" fn stop_all() {
         return;
     }
     let until = Instant::now() + EXIT_TIMEOUT;
-    let backends = std::mem::take(&mut *BACKENDS.lock().unwrap_or_else(PoisonError::into_inner));
-    let cores: Vec<Arc<Core>> = backends.iter().filter_map(Weak::upgrade).collect();
-    cores.iter().for_each(|core| core.closing.store(true, Ordering::SeqCst));
+    let watchdogs = std::mem::take(&mut *WATCHDOGS.lock().unwrap_or_else(PoisonError::into_inner));
+    let watchdogs: Vec<_> = watchdogs.iter().filter_map(Weak::upgrade).collect();
+    watchdogs.iter().for_each(|watchdog| watchdog.close());
     Backoff::poll_until(until, || {
-        let watched = cores.iter().filter(|core| core.watchdog.runs_elsewhere());
+        let running = watchdogs.iter().filter(|watchdog| watchdog.runs_elsewhere());
         // Repeated, since a watchdog may have checked `closing` just before it was set.
-        let running = watched.map(|core| core.wakeup.notify_all()).count();
+        let running = running.map(|watchdog| watchdog.wake()).count();
         (running == 0 && !crate::nccl::is_freeing()).then_some(())
     });
 }

@@ -8,7 +8,8 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop, sys};
 
-use super::backend::{Core, DeviceBackend};
+use super::backend::DeviceBackend;
+use super::core::Core;
 use super::driver::bind;
 use crate::api::group::Group;
 use crate::error::{CommError, DeviceError};
@@ -68,10 +69,11 @@ impl Group {
             let what = "another NCCL call of this process has not returned yet".to_owned();
             DeviceError::from(NcclError::Call { function: "ncclCommRegister", what, detail: None })
         };
-        let _nccl_guard = core.lock_nccl(self.limit().deadline()).ok_or_else(busy)?;
-        let Some((library, communicator)) = core.nccl() else {
+        let Some(nccl) = core.transport.nccl() else {
             return unsupported("when data are staged through host memory");
         };
+        let _nccl_guard = nccl.lock_calls(self.limit().deadline()).ok_or_else(busy)?;
+        let communicator = nccl.communicator();
         let Some(communicator) = &*communicator else {
             return Err(CommError::Destroyed { group: self.name().to_owned() });
         };
@@ -83,7 +85,7 @@ impl Group {
             unsafe { communicator.register(at, buffer.num_bytes()) }.map_err(DeviceError::from)?;
         match registration {
             Some(registration) => Ok((registration, Arc::downgrade(core))),
-            None => unsupported(&format!("with NCCL {}", library.version())),
+            None => unsupported(&format!("with NCCL {}", nccl.library.version())),
         }
     }
 }
@@ -98,14 +100,13 @@ impl<T> Registration<T> {
         if core.group.check_process().is_err() {
             return false;
         }
+        let Some(nccl) = core.transport.nccl() else { unreachable!("only NCCL registers memory") };
         let until = Instant::now() + DEREGISTER_TIMEOUT;
         if !core.finish_all(until) {
             return false;
         }
-        let Some(_nccl_guard) = core.lock_nccl(until) else { return false };
-        if let Some((_, communicator)) = core.nccl()
-            && let Some(communicator) = &*communicator
-        {
+        let Some(_nccl_guard) = nccl.lock_calls(until) else { return false };
+        if let Some(communicator) = &*nccl.communicator() {
             if bind(&core.context).is_err() {
                 return false;
             }

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use cudarc::driver::CudaStream;
 
-use super::backend::{Core, DeviceBackend};
-use super::batch::{DeviceBatch, DeviceOperation, check_context};
+use super::backend::DeviceBackend;
+use super::batch::{DeviceBatch, DeviceOperation};
+use super::core::Core;
 use crate::api::group::Group;
 use crate::api::group::work::Work;
 use crate::error::CommError;
@@ -30,7 +31,7 @@ impl Group {
     /// stream.
     pub fn on<'a>(&'a self, stream: &'a Arc<CudaStream>) -> Result<OnStream<'a>, CommError> {
         let core = Arc::clone(&DeviceBackend::of(self)?.core);
-        check_context("a stream", stream.context(), &core.context)?;
+        core.check_context("a stream", stream.context())?;
         // NCCL enqueues from its own threads, in which this handle means another stream.
         if stream.cu_stream() as usize == PER_THREAD {
             let what = "the per-thread default stream (CudaContext::per_thread_stream) is another stream in \

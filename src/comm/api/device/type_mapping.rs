@@ -168,13 +168,13 @@ fn factor_bytes(dtype: Dtype, factor: [u8; 16]) -> [u8; 8] {
 
 #[cfg(test)]
 mod tests {
-    use super::super::element::{F8E4M3, sealed::Sealed};
+    use super::super::element::{F8E4M3, HasElementType};
     use super::*;
     use crate::collectives::dtype::Element;
 
     const NEW: Version = Version { major: 2, minor: 30, patch: 0 };
 
-    fn sum<T: Sealed>(op: ReduceOp, version: Version) -> Result<NcclCall, String> {
+    fn sum<T: HasElementType>(op: ReduceOp, version: Version) -> Result<NcclCall, String> {
         let by = DeviceReduction { op, factor: None };
         to_nccl(
             NcclCall::AllReduce { send: 1, recv: 2, count: 10, datatype: T::ELEMENT_TYPE, op: by },

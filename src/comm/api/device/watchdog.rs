@@ -2,13 +2,15 @@
 //! checks the group.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::backend::Core;
+use super::core::Core;
 use super::driver::bind;
 use super::pending::{CHECK_INTERVAL, Search};
+use crate::error::LossReason;
+use crate::error::cause::Cause;
 
 /// The interval of checks while no operation is in progress. A rank whose group has ended must abort NCCL,
 /// since the other ranks of its host wait for that abort.
@@ -34,7 +36,7 @@ impl Core {
                     if last_check - since >= LEFT_RANK_GRACE
                         && self.pending().any(|operation| operation.needs(rank))
                     {
-                        self.peer_left(rank);
+                        self.fail_with(Cause::PeerLost { rank, how: LossReason::Left });
                     }
                 }
             }
@@ -60,20 +62,15 @@ impl Core {
     /// Sleeps until there is something to check. Returns whether the backend is being closed.
     fn wait_for_work(&self) -> bool {
         let mut pending = self.pending();
-        let closing = || self.closing.load(Ordering::SeqCst);
-        let abort_started = self.abort_started.load(Ordering::SeqCst);
+        let closing = || self.watchdog.is_closing();
+        let abort_started = self.abort.started.load(Ordering::SeqCst);
         if closing() || self.callback_queue.has_queued() || (self.has_failed() && !abort_started) {
             return closing();
         }
         pending.watchdog_sleeps();
         let time = pending.next_check_in(Instant::now()).or_else(|| (!abort_started).then_some(IDLE));
-        match time {
-            Some(time) => {
-                drop(self.wakeup.wait_timeout(pending, time).unwrap_or_else(PoisonError::into_inner))
-            }
-            // The backend has ended and all operations are completed: wait until the backend is closed.
-            None => drop(self.wakeup.wait(pending).unwrap_or_else(PoisonError::into_inner)),
-        }
+        // Without a time the backend has ended and all operations are completed: only its close is left.
+        self.watchdog.sleep(pending, time);
         closing()
     }
 }

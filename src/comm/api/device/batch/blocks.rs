@@ -3,7 +3,7 @@
 
 use smallvec::SmallVec;
 
-use super::{DeviceBatch, call, check, datatype, device_reduction, sealed};
+use super::{DeviceBatch, Enqueue, call, check, datatype, device_reduction};
 use crate::api::device::element::ElementType;
 use crate::api::device::memory::{DeviceSource, DeviceTarget};
 use crate::api::op::{AllGatherV, AllToAll, AllToAllV, Gather, GatherV, ReduceScatterV, Scatter, ScatterV};

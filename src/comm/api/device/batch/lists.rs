@@ -1,44 +1,27 @@
 //! Lists of device operations.
 
-use super::{CommError, DeviceBatch, sealed::Enqueue};
+use super::{DeviceBatch, Enqueue};
+use crate::error::CommError;
 
-impl<O: Enqueue> Enqueue for Vec<O> {
-    const HAS_BARRIER: bool = O::HAS_BARRIER;
-
-    fn add<'a>(self, batch: &mut DeviceBatch<'a>) -> Result<(), CommError>
-    where
-        Self: 'a,
-    {
-        self.into_iter().try_for_each(|operation| operation.add(batch))
+device_operations! {
+    [O: Enqueue] Vec<O>, HAS_BARRIER = O::HAS_BARRIER, |list, batch| {
+        list.into_iter().try_for_each(|operation| operation.add(batch))?;
     }
-}
 
-impl<O: Enqueue, const N: usize> Enqueue for [O; N] {
-    const HAS_BARRIER: bool = O::HAS_BARRIER;
-
-    fn add<'a>(self, batch: &mut DeviceBatch<'a>) -> Result<(), CommError>
-    where
-        Self: 'a,
-    {
-        self.into_iter().try_for_each(|operation| operation.add(batch))
+    [O: Enqueue, const N: usize] [O; N], HAS_BARRIER = O::HAS_BARRIER, |list, batch| {
+        list.into_iter().try_for_each(|operation| operation.add(batch))?;
     }
 }
 
 macro_rules! tuples {
-    ($(($($Operation:ident $operation:ident),*);)*) => {$(
-        impl<$($Operation: Enqueue),*> Enqueue for ($($Operation,)*) {
-            const HAS_BARRIER: bool = false $(|| $Operation::HAS_BARRIER)*;
-
-            fn add<'a>(self, batch: &mut DeviceBatch<'a>) -> Result<(), CommError>
-            where
-                Self: 'a,
-            {
-                let ($($operation,)*) = self;
+    ($(($($Operation:ident $operation:ident),*);)*) => {
+        device_operations! {$(
+            [$($Operation: Enqueue),*] ($($Operation,)*), HAS_BARRIER = false $(|| $Operation::HAS_BARRIER)*, |list, batch| {
+                let ($($operation,)*) = list;
                 $($operation.add(batch)?;)*
-                Ok(())
             }
-        }
-    )*};
+        )*}
+    };
 }
 
 tuples! {
