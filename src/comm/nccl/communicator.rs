@@ -12,7 +12,8 @@ use super::free::{FreeCall, SetDevice};
 use super::functions::Functions;
 use super::library::Library;
 use super::types::{
-    Address, Comm, Config, DataType, HOST_IMMEDIATE, IN_PROGRESS, NcclCall, RedOp, SUCCESS, UniqueId,
+    Address, Comm, Config, DataType, HOST_IMMEDIATE, IN_PROGRESS, NcclCall, NcclFunction, RedOp, SUCCESS,
+    UniqueId,
 };
 
 /// The state of an NCCL call.
@@ -111,7 +112,7 @@ impl Communicator {
             let called = unsafe { self.call(step, stream) }?;
             // Up to 2.23 NCCL reports a single message as done while its thread still connects, and enqueues
             // it later.
-            let is_message = matches!(step, NcclCall::Send { .. } | NcclCall::Recv { .. });
+            let is_message = matches!(step.function, NcclFunction::Send { .. } | NcclFunction::Recv { .. });
             return if is_message { self.progress() } else { Ok(called) };
         }
         // SAFETY: has no arguments.
@@ -129,53 +130,38 @@ impl Communicator {
     /// # Safety
     /// As of [`Self::enqueue`].
     unsafe fn call(&self, step: &NcclCall, stream: *mut c_void) -> Result<Progress, NcclError> {
-        let (functions, comm) = (self.functions, self.raw());
-        let read = |at: Address| at as *const c_void;
-        let written = |at: Address| at as *mut c_void;
-        let made = match *step {
-            NcclCall::AllReduce { op, datatype, .. }
-            | NcclCall::Reduce { op, datatype, .. }
-            | NcclCall::ReduceScatter { op, datatype, .. } => Some(self.create_reduction(op, datatype)?),
-            _ => None,
-        };
+        let (functions, comm, NcclCall { function, count, .. }) = (self.functions, self.raw(), *step);
+        let (send, recv) = (step.send as *const c_void, step.recv as *mut c_void);
+        let datatype = step.datatype as c_int;
+        let made = function.reduction().map(|op| self.create_reduction(op, step.datatype)).transpose()?;
         let op = made.as_ref().map_or(0, |made| made.number);
         // SAFETY: the caller promises it.
         let (name, result) = unsafe {
-            match *step {
-                NcclCall::AllReduce { send, recv, count, datatype, .. } => {
-                    let call = functions.all_reduce;
-                    (
-                        "ncclAllReduce",
-                        call(read(send), written(recv), count, datatype as c_int, op, comm, stream),
-                    )
+            match function {
+                NcclFunction::AllReduce(_) => {
+                    ("ncclAllReduce", (functions.all_reduce)(send, recv, count, datatype, op, comm, stream))
                 }
-                NcclCall::Broadcast { send, recv, count, datatype, root } => {
-                    let (call, datatype, root) = (functions.broadcast, datatype as c_int, root as c_int);
-                    ("ncclBroadcast", call(read(send), written(recv), count, datatype, root, comm, stream))
+                NcclFunction::Broadcast { root } => {
+                    let root = root as c_int;
+                    ("ncclBroadcast", (functions.broadcast)(send, recv, count, datatype, root, comm, stream))
                 }
-                NcclCall::Reduce { send, recv, count, datatype, root, .. } => {
-                    let (call, datatype, root) = (functions.reduce, datatype as c_int, root as c_int);
-                    ("ncclReduce", call(read(send), written(recv), count, datatype, op, root, comm, stream))
+                NcclFunction::Reduce { root, .. } => {
+                    let root = root as c_int;
+                    ("ncclReduce", (functions.reduce)(send, recv, count, datatype, op, root, comm, stream))
                 }
-                NcclCall::AllGather { send, recv, count, datatype } => {
-                    let call = functions.all_gather;
-                    ("ncclAllGather", call(read(send), written(recv), count, datatype as c_int, comm, stream))
+                NcclFunction::AllGather => {
+                    ("ncclAllGather", (functions.all_gather)(send, recv, count, datatype, comm, stream))
                 }
-                NcclCall::ReduceScatter { send, recv, count, datatype, .. } => {
+                NcclFunction::ReduceScatter(_) => {
                     let call = functions.reduce_scatter;
-                    (
-                        "ncclReduceScatter",
-                        call(read(send), written(recv), count, datatype as c_int, op, comm, stream),
-                    )
+                    ("ncclReduceScatter", call(send, recv, count, datatype, op, comm, stream))
                 }
-                NcclCall::Send { send, count, datatype, to } => (
-                    "ncclSend",
-                    (functions.send)(read(send), count, datatype as c_int, to as c_int, comm, stream),
-                ),
-                NcclCall::Recv { recv, count, datatype, from } => (
-                    "ncclRecv",
-                    (functions.recv)(written(recv), count, datatype as c_int, from as c_int, comm, stream),
-                ),
+                NcclFunction::Send { to } => {
+                    ("ncclSend", (functions.send)(send, count, datatype, to as c_int, comm, stream))
+                }
+                NcclFunction::Recv { from } => {
+                    ("ncclRecv", (functions.recv)(recv, count, datatype, from as c_int, comm, stream))
+                }
             }
         };
         self.check(name, result)

@@ -27,4 +27,4 @@ pub use error::{NcclError, Version};
 pub(crate) use free::{FREE_TIMEOUT, SetDevice, is_freeing};
 pub use library::Library;
 #[allow(unused)]
-pub(crate) use types::{Address, DataType, NcclCall, RedOp, UniqueId};
+pub(crate) use types::{Address, DataType, NcclCall, NcclFunction, RedOp, UniqueId};

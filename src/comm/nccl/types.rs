@@ -116,17 +116,51 @@ impl RedOp {
 /// An address on a device.
 pub(crate) type Address = u64;
 
-/// One NCCL call on elements of type `T` with the reduction `O`; the defaults are NCCL's own types. Counts
-/// are of elements; those of `AllGather` and `ReduceScatter` are of one rank's block.
+/// One NCCL call on elements of type `T` with the reduction `O`; the defaults are NCCL's own types.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) enum NcclCall<T = DataType, O = RedOp> {
-    AllReduce { send: Address, recv: Address, count: usize, datatype: T, op: O },
-    Broadcast { send: Address, recv: Address, count: usize, datatype: T, root: usize },
-    Reduce { send: Address, recv: Address, count: usize, datatype: T, op: O, root: usize },
-    AllGather { send: Address, recv: Address, count: usize, datatype: T },
-    ReduceScatter { send: Address, recv: Address, count: usize, datatype: T, op: O },
-    Send { send: Address, count: usize, datatype: T, to: usize },
-    Recv { recv: Address, count: usize, datatype: T, from: usize },
+pub(crate) struct NcclCall<T = DataType, O = RedOp> {
+    pub(crate) function: NcclFunction<O>,
+    /// The memory that the call reads; unused by `Recv`.
+    pub(crate) send: Address,
+    /// The memory that the call writes; unused by `Send`.
+    pub(crate) recv: Address,
+    /// The number of elements; for `AllGather` and `ReduceScatter` those of one rank's block.
+    pub(crate) count: usize,
+    pub(crate) datatype: T,
+}
+
+/// The function of a call, with its arguments apart from the memory.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) enum NcclFunction<O = RedOp> {
+    AllReduce(O),
+    Broadcast { root: usize },
+    Reduce { op: O, root: usize },
+    AllGather,
+    ReduceScatter(O),
+    Send { to: usize },
+    Recv { from: usize },
+}
+
+impl<O> NcclFunction<O> {
+    pub(crate) fn reduction(self) -> Option<O> {
+        match self {
+            Self::AllReduce(op) | Self::Reduce { op, .. } | Self::ReduceScatter(op) => Some(op),
+            Self::Broadcast { .. } | Self::AllGather | Self::Send { .. } | Self::Recv { .. } => None,
+        }
+    }
+
+    /// Converts the reduction, if there is one.
+    pub(crate) fn try_map<P, E>(self, convert: impl FnOnce(O) -> Result<P, E>) -> Result<NcclFunction<P>, E> {
+        Ok(match self {
+            Self::AllReduce(op) => NcclFunction::AllReduce(convert(op)?),
+            Self::Broadcast { root } => NcclFunction::Broadcast { root },
+            Self::Reduce { op, root } => NcclFunction::Reduce { op: convert(op)?, root },
+            Self::AllGather => NcclFunction::AllGather,
+            Self::ReduceScatter(op) => NcclFunction::ReduceScatter(convert(op)?),
+            Self::Send { to } => NcclFunction::Send { to },
+            Self::Recv { from } => NcclFunction::Recv { from },
+        })
+    }
 }
 
 #[cfg(test)]

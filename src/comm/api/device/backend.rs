@@ -93,7 +93,7 @@ impl DeviceBackend {
 
 impl GroupDevice for DeviceBackend {
     fn abort(&self, reason: &str) {
-        self.core.fail_with(Cause::Aborted { reason: reason.to_owned() });
+        self.core.fail(Failure::Own(Cause::Aborted { reason: reason.to_owned() }));
     }
 
     fn destroy(&self) {
@@ -124,7 +124,7 @@ impl Drop for DeviceBackend {
         if thread::panicking() {
             // As on the host side, a panic ends the group, so that other ranks do not wait for this rank.
             let rank = self.core.group.rank();
-            self.core.fail_with(Cause::PeerLost { rank, how: LossReason::Panicked });
+            self.core.fail(Failure::Own(Cause::PeerLost { rank, how: LossReason::Panicked }));
         }
         self.core.watchdog.close();
         self.core.wake_watchdog();

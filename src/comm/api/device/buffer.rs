@@ -83,54 +83,45 @@ impl<T: Element> DeviceBuffer<T> {
     }
 }
 
-impl<T: Element> DeviceSlice<T> for DeviceBuffer<T> {
-    fn len(&self) -> usize {
-        self.len
-    }
-
-    fn stream(&self) -> &Arc<CudaStream> {
-        self.bytes.stream()
-    }
-}
-
-impl<T: Element> DevicePtr<T> for DeviceBuffer<T> {
-    fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (sys::CUdeviceptr, SyncOnDrop<'a>) {
-        self.bytes.device_ptr(stream)
-    }
-}
-
-impl<T: Element> DevicePtrMut<T> for DeviceBuffer<T> {
-    fn device_ptr_mut<'a>(&'a mut self, stream: &'a CudaStream) -> (sys::CUdeviceptr, SyncOnDrop<'a>) {
-        self.bytes.device_ptr_mut(stream)
-    }
-}
-
 /// The first elements of a [`DeviceBuffer`].
 pub struct DevicePrefix<'a, T: Element> {
     buffer: &'a mut DeviceBuffer<T>,
     len: usize,
 }
 
-impl<T: Element> DeviceSlice<T> for DevicePrefix<'_, T> {
-    fn len(&self) -> usize {
-        self.len
-    }
+/// Implements cudarc's traits of device memory for a buffer of `len` elements, by those of the memory in it.
+macro_rules! device_memory {
+    ($([$($generics:tt)*] $Buffer:ty, |$buffer:ident| $len:expr, $($memory:ident).+;)*) => {$(
+        impl<$($generics)*> DeviceSlice<T> for $Buffer {
+            fn len(&self) -> usize {
+                let $buffer = self;
+                $len
+            }
 
-    fn stream(&self) -> &Arc<CudaStream> {
-        self.buffer.bytes.stream()
-    }
+            fn stream(&self) -> &Arc<CudaStream> {
+                self.$($memory).+.stream()
+            }
+        }
+
+        impl<$($generics)*> DevicePtr<T> for $Buffer {
+            fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (sys::CUdeviceptr, SyncOnDrop<'a>) {
+                self.$($memory).+.device_ptr(stream)
+            }
+        }
+
+        impl<$($generics)*> DevicePtrMut<T> for $Buffer {
+            fn device_ptr_mut<'a>(&'a mut self, stream: &'a CudaStream) -> (sys::CUdeviceptr, SyncOnDrop<'a>) {
+                self.$($memory).+.device_ptr_mut(stream)
+            }
+        }
+    )*};
 }
 
-impl<T: Element> DevicePtr<T> for DevicePrefix<'_, T> {
-    fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (sys::CUdeviceptr, SyncOnDrop<'a>) {
-        self.buffer.bytes.device_ptr(stream)
-    }
-}
+pub(super) use device_memory;
 
-impl<T: Element> DevicePtrMut<T> for DevicePrefix<'_, T> {
-    fn device_ptr_mut<'a>(&'a mut self, stream: &'a CudaStream) -> (sys::CUdeviceptr, SyncOnDrop<'a>) {
-        self.buffer.bytes.device_ptr_mut(stream)
-    }
+device_memory! {
+    [T: Element] DeviceBuffer<T>, |buffer| buffer.len, bytes;
+    [T: Element] DevicePrefix<'_, T>, |prefix| prefix.len, buffer.bytes;
 }
 
 impl<T: Element> fmt::Debug for DeviceBuffer<T> {

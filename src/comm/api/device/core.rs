@@ -17,7 +17,7 @@ use crate::api::group::Group;
 use crate::collectives::call::Call;
 use crate::engine::Completion;
 use crate::engine::callbacks::CallbackQueue;
-use crate::error::cause::Report;
+use crate::error::cause::Cause;
 use crate::error::{CommError, DeviceError};
 use crate::flight::{FlightRecorder, GroupRecorder};
 
@@ -47,8 +47,8 @@ type Pending = PendingOperations<Arc<EnqueuedOperation>, Group>;
 pub(super) enum Failure {
     /// The host side has ended, and knows the reason.
     Group,
-    /// A failure that this rank found in the device backend, such as a time-out, with its cause.
-    Own(Report),
+    /// A failure that this rank found in the device backend, such as a time-out.
+    Own(Cause),
     /// A failure of the device or NCCL.
     Device(DeviceError),
 }

@@ -9,11 +9,10 @@ use smallvec::SmallVec;
 use super::call_wait::CallWait;
 use super::core::{Core, EnqueuedOperation, Failure};
 use super::driver::bind;
-use super::element::ElementType;
 use super::pending::{Search, commands};
 use super::staged::Staging;
 use super::transport::{DeviceTransport, NcclTransport, try_lock};
-use super::type_mapping::{DeviceReduction, peers, to_nccl};
+use super::type_mapping::{Step, peers, to_nccl};
 use crate::collectives::call::Call;
 use crate::engine::{Completion, TimeLimit};
 use crate::error::CommError;
@@ -31,7 +30,7 @@ impl Core {
     pub(super) unsafe fn enqueue(
         self: &Arc<Self>,
         call: Call,
-        (steps, buffers): (&[NcclCall<ElementType, DeviceReduction>], usize),
+        (steps, buffers): (&[Step], usize),
         stream: &CudaStream,
         limit: TimeLimit,
     ) -> Result<Option<Arc<EnqueuedOperation>>, CommError> {
@@ -98,7 +97,7 @@ impl Core {
     #[allow(unsafe_code)]
     unsafe fn carry_out(
         self: &Arc<Self>,
-        steps: &[NcclCall<ElementType, DeviceReduction>],
+        steps: &[Step],
         stream: &CudaStream,
         call_wait: &mut CallWait,
     ) -> Result<Option<MutexGuard<'_, ()>>, CommError> {
@@ -165,7 +164,7 @@ impl Core {
     unsafe fn stage(
         &self,
         staging: &Mutex<Staging>,
-        steps: &[NcclCall<ElementType, DeviceReduction>],
+        steps: &[Step],
         stream: &CudaStream,
         call_wait: &mut CallWait,
     ) -> Result<(), CommError> {

@@ -36,7 +36,7 @@ impl Core {
     pub(super) fn fail(&self, failure: Failure) {
         let cause = match &failure {
             Failure::Group => None,
-            Failure::Own(report) => Some(report.cause.clone()),
+            Failure::Own(cause) => Some(cause.clone()),
             Failure::Device(error) => {
                 let reason = format!("the device of rank {} failed: {error}", self.group.rank());
                 Some(Cause::Aborted { reason })
@@ -50,11 +50,6 @@ impl Core {
             self.group.end(cause);
         }
         self.wake_watchdog();
-    }
-
-    /// Ends the group with a cause that this rank found.
-    pub(super) fn fail_with(&self, cause: Cause) {
-        self.fail(Failure::Own(Report::new(self.group.rank(), cause)));
     }
 
     pub(super) fn has_failed(&self) -> bool {
@@ -74,14 +69,15 @@ impl Core {
 
     /// Ends the group because an operation has timed out.
     pub(super) fn operation_timed_out(&self, timeout: Duration) {
-        self.fail_with(Cause::Timeout { missing: Vec::new(), after_ms: timeout.as_millis() as u64 });
+        let after_ms = timeout.as_millis() as u64;
+        self.fail(Failure::Own(Cause::Timeout { missing: Vec::new(), after_ms }));
     }
 
     /// Ends the group because a query of an event failed.
     pub(super) fn query_failed(&self, error: DriverError) {
-        let ends = error.0 == sys::CUresult::CUDA_ERROR_DEINITIALIZED;
+        let exiting = error.0 == sys::CUresult::CUDA_ERROR_DEINITIALIZED;
         let failure = Failure::Device(DeviceError::driver("the device failed")(error));
-        if ends {
+        if exiting {
             // The process is exiting and unloads the driver, so the error says nothing about the device.
             let _ = self.failure.set(failure);
         } else {
@@ -92,7 +88,8 @@ impl Core {
     /// The error that a call returns after the device backend has ended.
     pub(super) fn error(&self, call: Call, seq: u64) -> CommError {
         let of_group = || self.group.check(Some(call)).err();
-        let own = |report: &Report| {
+        let own = |cause: Cause| {
+            let report = Report::new(self.group.rank(), cause);
             let context = CallContext {
                 group: self.group.name().to_owned(),
                 call: Some(call),
@@ -107,11 +104,10 @@ impl Core {
         match self.failure.get() {
             Some(Failure::Device(error)) => error.clone().into(),
             // The host side may have ended before, for another reason; then all ranks report that reason.
-            Some(Failure::Own(report)) => of_group().unwrap_or_else(|| own(report)),
-            Some(Failure::Group) | None => of_group().unwrap_or_else(|| {
-                let reason = "the group has ended".to_owned();
-                own(&Report::new(self.group.rank(), Cause::Aborted { reason }))
-            }),
+            Some(Failure::Own(cause)) => of_group().unwrap_or_else(|| own(cause.clone())),
+            Some(Failure::Group) | None => {
+                of_group().unwrap_or_else(|| own(Cause::Aborted { reason: "the group has ended".to_owned() }))
+            }
         }
     }
 }

@@ -1,17 +1,25 @@
 //! Groups whose buffers are on GPUs: ordinary groups with a device backend.
 //!
-//! ```text
-//! driver ─► join ─► backend ◄─ stream ─► batch ─► enqueue ─► type_mapping, staged, call_wait
-//!            │         └─► watchdog ─► pending       └─► operation
-//!            └► capabilities   └─► teardown
-//! ```
+//! Each file uses only files of lower lines:
 //!
-//! `driver` opens CUDA without panics. `join` sets up the devices if the capabilities that ranks exchange
-//! allow it (`capabilities`, pure). `backend` holds the communicator and the unfinished operations of a rank.
-//! `stream` takes operations, `batch` makes NCCL's calls of them (`memory`: their buffers), and `enqueue` puts them on a stream. `type_mapping` (pure) maps
-//! types and operations to NCCL's; `staged` does without NCCL, through host memory. `call_wait` bounds how
-//! long a call may block, and `operation` waits for operations. `watchdog` checks progress by the rules of
-//! `pending` (pure); `teardown` handles failure and shutdown, `process_exit` the end of the process.
+//! ```text
+//! stream                           a program's operations on a CUDA stream
+//! batch                            NCCL's calls for a list of operations
+//! memory                           the buffers of operations
+//! registered                       buffers that NCCL accesses directly
+//! backend                          setup, subgroups and end of a group's device backend
+//! join, enqueue, watchdog          connects devices; puts calls on a stream; checks progress
+//! call_wait, teardown              bounds how long a call may block; aborts or shuts down NCCL
+//! operation                        finds the operations that are done, and waits for them
+//! failure                          the reason why the backend has ended
+//! core                             the state of the backend and of its operations
+//! events, transport, process_exit  CUDA events; NCCL or host memory; threads at the end of the process
+//! staged                           operations without NCCL, through host memory
+//! type_mapping                     maps types and reductions to NCCL's (pure)
+//! element, buffer, raw             types of elements; buffers of convoke and of other libraries
+//! driver, backoff                  opens CUDA without panics; pauses between polls
+//! capabilities, pending, options   comparison of all ranks' devices; unfinished operations (both pure)
+//! ```
 //!
 //! If the host side learns of a failure, such as the death of a rank, operations on GPUs end as well. A
 //! failure of the device also ends the host side. Host side and device report the same cause.

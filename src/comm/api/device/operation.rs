@@ -71,7 +71,7 @@ impl DeviceWork for EnqueuedOperation {
 
 impl Core {
     /// Waits until an operation is done, or until `until`.
-    pub(super) fn wait(&self, operation: &EnqueuedOperation, until: Option<Instant>) {
+    fn wait(&self, operation: &EnqueuedOperation, until: Option<Instant>) {
         let mut wait = Backoff::default();
         while !self.poll_operation(operation) {
             if until.is_some_and(|until| Instant::now() >= until) {
@@ -85,7 +85,7 @@ impl Core {
     }
 
     /// Returns whether an operation is done, successfully or not.
-    pub(super) fn poll_operation(&self, operation: &EnqueuedOperation) -> bool {
+    fn poll_operation(&self, operation: &EnqueuedOperation) -> bool {
         // After a failure only the watchdog completes operations: one whose event passed because of an abort
         // has not succeeded. While NCCL aborts, a query of the driver may have to wait for a kernel.
         if operation.completion.is_done() || self.has_failed() {
@@ -108,17 +108,16 @@ impl Core {
     pub(super) fn reap(&self, search: Search) {
         let (done, failed) = self.pending().reap(search, |operation| operation.recorded.is_complete());
         // Operations found done before an abort began have succeeded.
-        if !self.abort.ends_operations.load(Ordering::SeqCst) {
-            done.iter().for_each(|operation| operation.completion.complete(Ok(None)));
-        } else {
-            done.iter().for_each(|operation| {
-                operation.completion.complete(Err(self.error(operation.call, operation.seq)))
-            });
+        let aborted = self.abort.ends_operations.load(Ordering::SeqCst);
+        for operation in done {
+            let error = aborted.then(|| self.error(operation.call, operation.seq));
+            operation.completion.complete(error.map_or(Ok(None), Err));
         }
         if let Some(error) = failed {
             self.query_failed(error);
         }
     }
+
     /// Waits until no operation is in progress or the device backend has failed. Returns false if `until`
     /// passes before. Operations are still subject to their own timeouts.
     pub(super) fn finish_all(&self, until: Instant) -> bool {

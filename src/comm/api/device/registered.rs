@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, SyncOnDrop, sys};
 
 use super::backend::DeviceBackend;
+use super::buffer::device_memory;
 use super::core::Core;
 use super::driver::bind;
 use crate::api::group::Group;
@@ -137,27 +138,7 @@ impl<T> std::ops::Deref for Registration<T> {
 }
 
 // The buffer is not accessible as a `CudaSlice`, so it cannot be moved out while NCCL knows it.
-impl<T> DeviceSlice<T> for Registration<T> {
-    fn len(&self) -> usize {
-        self.buffer.len()
-    }
-
-    fn stream(&self) -> &Arc<CudaStream> {
-        self.buffer.stream()
-    }
-}
-
-impl<T> DevicePtr<T> for Registration<T> {
-    fn device_ptr<'a>(&'a self, stream: &'a CudaStream) -> (sys::CUdeviceptr, SyncOnDrop<'a>) {
-        self.buffer.device_ptr(stream)
-    }
-}
-
-impl<T> DevicePtrMut<T> for Registration<T> {
-    fn device_ptr_mut<'a>(&'a mut self, stream: &'a CudaStream) -> (sys::CUdeviceptr, SyncOnDrop<'a>) {
-        self.buffer.device_ptr_mut(stream)
-    }
-}
+device_memory! { [T] Registration<T>, |registration| registration.buffer.len(), buffer; }
 
 impl<T> fmt::Debug for Registration<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

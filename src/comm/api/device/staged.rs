@@ -6,19 +6,16 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use cudarc::driver::{CudaContext, CudaStream, result};
-use num_complex::Complex;
 
 use super::driver::bind;
-use super::element::ElementType;
-use super::type_mapping::DeviceReduction;
+use super::type_mapping::{DeviceReduction, Step};
 use crate::api::group::Group;
 use crate::api::op;
 use crate::api::reduction::Reduction;
 use crate::collectives::dtype::sealed::Factor;
-use crate::collectives::dtype::{Dtype, Element, ReduceOp};
+use crate::collectives::dtype::{Dtype, Element, ReduceOp, with_element_type};
 use crate::error::{CommError, DeviceError};
-use crate::nccl::{Address, NcclCall};
-use half::{bf16, f16};
+use crate::nccl::NcclFunction;
 
 /// The alignment of buffers in pinned memory.
 const ALIGNMENT: usize = 64;
@@ -40,9 +37,9 @@ pub(crate) struct Staging {
 #[allow(unsafe_code)]
 unsafe impl Send for Staging {}
 
-/// A step, with the ranges of pinned memory for its input and output.
+/// A step, with the ranges of pinned memory for its input and output on this rank; empty if it has none.
 struct StagedCall {
-    step: NcclCall<ElementType, DeviceReduction>,
+    step: Step,
     send: Range<usize>,
     recv: Range<usize>,
 }
@@ -63,7 +60,7 @@ impl Staging {
     pub(super) unsafe fn carry_out(
         &mut self,
         group: &Group,
-        steps: &[NcclCall<ElementType, DeviceReduction>],
+        steps: &[Step],
         stream: &CudaStream,
         mut settle: impl FnMut() -> Result<(), CommError>,
     ) -> Result<(), CommError> {
@@ -76,28 +73,26 @@ impl Staging {
         let staged: Vec<StagedCall> =
             steps.iter().map(|step| assign_ranges(*step, group, &mut end)).collect();
         self.grow(end)?;
-        let copied = DeviceError::driver("a copy between device and host failed");
         let raw = stream.cu_stream();
-        let sends = staged.iter().filter_map(|staged| Some((source(&staged.step, group)?, &staged.send)));
         self.busy = true;
-        let all = sends.filter(|(_, range)| !range.is_empty()).try_for_each(|(at, range)| {
-            // SAFETY: the caller promises it for the device; the host range is within our memory, which is
-            // otherwise unused now.
-            unsafe { result::memcpy_dtoh_async(self.slice::<u8>(range), at, raw) }
+        let mut sends = staged.iter().filter(|staged| !staged.send.is_empty());
+        // SAFETY: the caller promises it for the device; the host range is within our memory, which is otherwise
+        // unused now.
+        let copied = sends.try_for_each(|StagedCall { step, send, .. }| unsafe {
+            result::memcpy_dtoh_async(self.slice::<u8>(send), step.send, raw)
         });
-        all.map_err(copied)?;
+        copied.map_err(DeviceError::driver("a copy between device and host failed"))?;
         settle()?;
         self.busy = false;
         // SAFETY: all ranges are disjoint.
         unsafe { self.run_on_host(group, &staged)? };
-        let copied = DeviceError::driver("a copy between host and device failed");
         self.busy = true;
-        let recvs = staged.iter().filter_map(|staged| Some((target(&staged.step, group)?, &staged.recv)));
-        let all = recvs.filter(|(_, range)| !range.is_empty()).try_for_each(|(at, range)| {
-            // SAFETY: the caller promises it for the device; the host range is ours, and unused otherwise.
-            unsafe { result::memcpy_htod_async(at, &*self.slice::<u8>(range), raw) }
+        let mut recvs = staged.iter().filter(|staged| !staged.recv.is_empty());
+        // SAFETY: the caller promises it for the device; the host range is ours, and unused otherwise.
+        let copied = recvs.try_for_each(|StagedCall { step, recv, .. }| unsafe {
+            result::memcpy_htod_async(step.recv, &*self.slice::<u8>(recv), raw)
         });
-        all.map_err(copied)?;
+        copied.map_err(DeviceError::driver("a copy between host and device failed"))?;
         settle()?;
         self.busy = false;
         Ok(())
@@ -114,19 +109,15 @@ impl Staging {
         let slice = |range: &Range<usize>| unsafe { self.slice::<u8>(range) };
         let (mut sends, mut recvs) = (Vec::new(), Vec::new());
         // Sends of this rank to itself, in order; its receives from itself copy from them.
-        let mut own =
-            staged.iter().filter(|staged| matches!(staged.step, NcclCall::Send { to, .. } if to == me));
+        let mut own = staged.iter().filter(|staged| staged.step.function == NcclFunction::Send { to: me });
         for StagedCall { step, send, recv } in staged {
-            match *step {
-                NcclCall::Send { to, .. } if to != me => sends.push(op::send(slice(send), to).tag(TAG)),
-                NcclCall::Recv { from, .. } if from != me => recvs.push(op::recv(slice(recv), from).tag(TAG)),
-                NcclCall::Recv { .. } => {
+            match step.function {
+                NcclFunction::Send { to } if to != me => sends.push(op::send(slice(send), to).tag(TAG)),
+                NcclFunction::Recv { from } if from != me => recvs.push(op::recv(slice(recv), from).tag(TAG)),
+                NcclFunction::Recv { .. } => {
                     let sent = own.next().filter(|sent| sent.send.len() == recv.len());
-                    let what = || {
-                        "a receive of this rank from itself has no send of equal length in the batch"
-                            .to_owned()
-                    };
-                    let sent = sent.ok_or_else(|| CommError::InvalidArgument(what()))?;
+                    let what = "a receive of this rank from itself has no send of equal length in the batch";
+                    let sent = sent.ok_or_else(|| CommError::InvalidArgument(what.to_owned()))?;
                     slice(recv).copy_from_slice(slice(&sent.send));
                 }
                 _ => {}
@@ -141,21 +132,21 @@ impl Staging {
             return Err(CommError::InvalidArgument(what));
         }
         for StagedCall { step, send, recv } in staged {
-            match *step {
-                NcclCall::Send { .. } | NcclCall::Recv { .. } => {}
-                NcclCall::Broadcast { root, .. } => {
+            match step.function {
+                NcclFunction::Send { .. } | NcclFunction::Recv { .. } => {}
+                NcclFunction::Broadcast { root } => {
                     let all = if me == root { send } else { recv };
                     group.broadcast(slice(all), root)?;
                     if me == root {
                         slice(recv).copy_from_slice(slice(send));
                     }
                 }
-                NcclCall::AllGather { .. } => group.all_gather(&*slice(send), slice(recv))?,
-                NcclCall::AllReduce { datatype, op, .. }
-                | NcclCall::Reduce { datatype, op, .. }
-                | NcclCall::ReduceScatter { datatype, op, .. } => {
+                NcclFunction::AllGather => group.all_gather(&*slice(send), slice(recv))?,
+                NcclFunction::AllReduce(by)
+                | NcclFunction::Reduce { op: by, .. }
+                | NcclFunction::ReduceScatter(by) => {
                     // SAFETY: the caller promises it.
-                    unsafe { self.reduce(group, step, (datatype, op), send, recv)? };
+                    unsafe { self.reduce(group, step, by, send, recv)? };
                 }
             }
         }
@@ -167,11 +158,12 @@ impl Staging {
     unsafe fn reduce(
         &self,
         group: &Group,
-        step: &NcclCall<ElementType, DeviceReduction>,
-        (datatype, by): (ElementType, DeviceReduction),
+        step: &Step,
+        by: DeviceReduction,
         send: &Range<usize>,
         recv: &Range<usize>,
     ) -> Result<(), CommError> {
+        let datatype = step.datatype;
         if datatype.float8.is_some() {
             return Err(CommError::Unsupported(format!(
                 "{} of {} when data are staged through host memory",
@@ -179,32 +171,22 @@ impl Staging {
                 datatype.name()
             )));
         }
-        macro_rules! by_type {
-            ($($dtype:ident => $rust:ty,)*) => {
-                match datatype.dtype {
-                    $(Dtype::$dtype => {
-                        // SAFETY: the caller promises it.
-                        let (send, recv) = unsafe { (self.slice::<$rust>(send), self.slice::<$rust>(recv)) };
-                        run_reduction(group, step, send, recv, reduction::<$rust>(by)?)
-                    })*
-                    Dtype::Bool => {
-                        // Reduced as bytes, not as `bool`: a device's boolean values may be any bytes.
-                        let op = match by.op {
-                            ReduceOp::Sum | ReduceOp::Max | ReduceOp::Bor => ReduceOp::Max,
-                            ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => ReduceOp::Min,
-                            other => other,
-                        };
-                        // SAFETY: the caller promises it.
-                        let (send, recv) = unsafe { (self.slice::<u8>(send), self.slice::<u8>(recv)) };
-                        run_reduction(group, step, send, recv, op.into())
-                    }
-                }
+        if datatype.dtype == Dtype::Bool {
+            // Reduced as bytes, not as `bool`: a device's boolean values may be any bytes.
+            let op = match by.op {
+                ReduceOp::Sum | ReduceOp::Max | ReduceOp::Bor => ReduceOp::Max,
+                ReduceOp::Product | ReduceOp::Min | ReduceOp::Band => ReduceOp::Min,
+                other => other,
             };
+            // SAFETY: the caller promises it.
+            let (send, recv) = unsafe { (self.slice::<u8>(send), self.slice::<u8>(recv)) };
+            return run_reduction(group, step, send, recv, op.into());
         }
-        by_type! {
-            I8 => i8, U8 => u8, I16 => i16, U16 => u16, I32 => i32, U32 => u32, I64 => i64, U64 => u64,
-            F32 => f32, F64 => f64, F16 => f16, Bf16 => bf16, ComplexF32 => Complex<f32>, ComplexF64 => Complex<f64>,
-        }
+        with_element_type!(datatype.dtype, T => {
+            // SAFETY: the caller promises it. Of the element types only `bool` does not allow all bytes.
+            let (send, recv) = unsafe { (self.slice::<T>(send), self.slice::<T>(recv)) };
+            run_reduction(group, step, send, recv, reduction::<T>(by))
+        })
     }
 
     fn grow(&mut self, bytes: usize) -> Result<(), CommError> {
@@ -253,72 +235,45 @@ impl Drop for Staging {
     }
 }
 
-/// Assigns ranges of pinned memory, from `end` on, to the buffers of a step.
-fn assign_ranges(step: NcclCall<ElementType, DeviceReduction>, group: &Group, end: &mut usize) -> StagedCall {
-    let ranks = group.size();
-    let (sent, received, datatype) = match step {
-        NcclCall::AllReduce { count, datatype, .. }
-        | NcclCall::Reduce { count, datatype, .. }
-        | NcclCall::Broadcast { count, datatype, .. } => (count, count, datatype),
-        NcclCall::AllGather { count, datatype, .. } => (count, count * ranks, datatype),
-        NcclCall::ReduceScatter { count, datatype, .. } => (count * ranks, count, datatype),
-        NcclCall::Send { count, datatype, .. } => (count, 0, datatype),
-        NcclCall::Recv { count, datatype, .. } => (0, count, datatype),
+/// Assigns ranges of pinned memory, from `end` on, to the buffers that a step reads and writes on this rank.
+fn assign_ranges(step: Step, group: &Group, end: &mut usize) -> StagedCall {
+    let (count, ranks) = (step.count, group.size());
+    let on_root = |root| if group.rank() == root { count } else { 0 };
+    let (sent, received) = match step.function {
+        NcclFunction::AllReduce(_) => (count, count),
+        NcclFunction::Broadcast { root } => (on_root(root), count),
+        NcclFunction::Reduce { root, .. } => (count, on_root(root)),
+        NcclFunction::AllGather => (count, count * ranks),
+        NcclFunction::ReduceScatter(_) => (count * ranks, count),
+        NcclFunction::Send { .. } => (count, 0),
+        NcclFunction::Recv { .. } => (0, count),
     };
     let mut next = |count: usize| {
         let start = *end;
-        let range = start..start + count * datatype.size_bytes();
+        let range = start..start + count * step.datatype.size_bytes();
         *end = range.end.next_multiple_of(ALIGNMENT);
         range
     };
     StagedCall { step, send: next(sent), recv: next(received) }
 }
 
-/// The device address of the step's input on this rank, if it has one.
-fn source(step: &NcclCall<ElementType, DeviceReduction>, group: &Group) -> Option<Address> {
-    match *step {
-        NcclCall::AllReduce { send, .. }
-        | NcclCall::Reduce { send, .. }
-        | NcclCall::AllGather { send, .. }
-        | NcclCall::ReduceScatter { send, .. }
-        | NcclCall::Send { send, .. } => Some(send),
-        NcclCall::Broadcast { send, root, .. } => (group.rank() == root).then_some(send),
-        NcclCall::Recv { .. } => None,
-    }
-}
-
-/// The device address of the step's output on this rank, if it has one.
-fn target(step: &NcclCall<ElementType, DeviceReduction>, group: &Group) -> Option<Address> {
-    match *step {
-        NcclCall::AllReduce { recv, .. }
-        | NcclCall::Broadcast { recv, .. }
-        | NcclCall::AllGather { recv, .. }
-        | NcclCall::ReduceScatter { recv, .. }
-        | NcclCall::Recv { recv, .. } => Some(recv),
-        NcclCall::Reduce { recv, root, .. } => (group.rank() == root).then_some(recv),
-        NcclCall::Send { .. } => None,
-    }
-}
-
 /// The host side's reduction that is equivalent to the device reduction `by`, on elements `T`.
-fn reduction<T: Element>(by: DeviceReduction) -> Result<Reduction<T>, CommError> {
-    match by.factor.and_then(T::Factor::from_bytes) {
-        Some(factor) => Ok(Reduction::premul_sum(factor)),
-        None => Ok(by.op.into()),
-    }
+fn reduction<T: Element>(by: DeviceReduction) -> Reduction<T> {
+    let factor = by.factor.and_then(T::Factor::from_bytes);
+    factor.map_or_else(|| by.op.into(), Reduction::premul_sum)
 }
 
 fn run_reduction<T: Element>(
     group: &Group,
-    step: &NcclCall<ElementType, DeviceReduction>,
+    step: &Step,
     send: &mut [T],
     recv: &mut [T],
     op: Reduction<T>,
 ) -> Result<(), CommError> {
-    match *step {
-        NcclCall::AllReduce { .. } => group.all_reduce_into(send, recv, op),
-        NcclCall::Reduce { root, .. } => group.reduce_into(send, recv, op, root),
-        NcclCall::ReduceScatter { .. } => group.reduce_scatter(send, recv, op),
+    match step.function {
+        NcclFunction::AllReduce(_) => group.all_reduce_into(send, recv, op),
+        NcclFunction::Reduce { root, .. } => group.reduce_into(send, recv, op, root),
+        NcclFunction::ReduceScatter(_) => group.reduce_scatter(send, recv, op),
         _ => Ok(()),
     }
 }

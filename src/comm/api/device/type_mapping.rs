@@ -5,7 +5,7 @@ use smallvec::SmallVec;
 
 use super::element::ElementType;
 use crate::collectives::dtype::{Dtype, ReduceOp};
-use crate::nccl::{DataType, NcclCall, RedOp, Version};
+use crate::nccl::{DataType, NcclCall, NcclFunction, RedOp, Version};
 
 /// The first version of NCCL with 8-bit floating-point types.
 const FLOAT8_SINCE: Version = Version { major: 2, minor: 24, patch: 0 };
@@ -18,58 +18,28 @@ pub(crate) struct DeviceReduction {
     pub(crate) factor: Option<[u8; 16]>,
 }
 
+/// A part of a device operation: an NCCL call, described by convoke's types.
+pub(super) type Step = NcclCall<ElementType, DeviceReduction>;
+
 /// The ranks with which `steps` exchange messages; `None` if a step is not a message.
-pub(super) fn peers(steps: &[NcclCall<ElementType, DeviceReduction>]) -> Option<SmallVec<[usize; 2]>> {
-    let peer = |step: &NcclCall<ElementType, DeviceReduction>| match *step {
-        NcclCall::Send { to: peer, .. } | NcclCall::Recv { from: peer, .. } => Some(peer),
+pub(super) fn peers(steps: &[Step]) -> Option<SmallVec<[usize; 2]>> {
+    let peer = |step: &Step| match step.function {
+        NcclFunction::Send { to: peer } | NcclFunction::Recv { from: peer } => Some(peer),
         _ => None,
     };
     steps.iter().map(peer).collect()
 }
 
-/// Translates a call on convoke's element types to NCCL's types. The error says what NCCL `version` lacks.
-pub(crate) fn to_nccl(
-    step: NcclCall<ElementType, DeviceReduction>,
-    version: Version,
-) -> Result<NcclCall, String> {
-    let moved = |datatype: ElementType, count: usize| {
-        let (datatype, times) = transfer_type(datatype);
-        (datatype, count * times)
-    };
-    let reduced = |datatype: ElementType, count: usize, op: DeviceReduction| {
-        let (datatype, times, op) = reduction_type(datatype, op, version)?;
-        Ok::<_, String>((datatype, count * times, op))
-    };
-    Ok(match step {
-        NcclCall::AllReduce { send, recv, count, datatype, op } => {
-            let (datatype, count, op) = reduced(datatype, count, op)?;
-            NcclCall::AllReduce { send, recv, count, datatype, op }
-        }
-        NcclCall::Reduce { send, recv, count, datatype, op, root } => {
-            let (datatype, count, op) = reduced(datatype, count, op)?;
-            NcclCall::Reduce { send, recv, count, datatype, op, root }
-        }
-        NcclCall::ReduceScatter { send, recv, count, datatype, op } => {
-            let (datatype, count, op) = reduced(datatype, count, op)?;
-            NcclCall::ReduceScatter { send, recv, count, datatype, op }
-        }
-        NcclCall::Broadcast { send, recv, count, datatype, root } => {
-            let (datatype, count) = moved(datatype, count);
-            NcclCall::Broadcast { send, recv, count, datatype, root }
-        }
-        NcclCall::AllGather { send, recv, count, datatype } => {
-            let (datatype, count) = moved(datatype, count);
-            NcclCall::AllGather { send, recv, count, datatype }
-        }
-        NcclCall::Send { send, count, datatype, to } => {
-            let (datatype, count) = moved(datatype, count);
-            NcclCall::Send { send, count, datatype, to }
-        }
-        NcclCall::Recv { recv, count, datatype, from } => {
-            let (datatype, count) = moved(datatype, count);
-            NcclCall::Recv { recv, count, datatype, from }
-        }
-    })
+/// Translates a step to NCCL's types. The error says what NCCL `version` lacks.
+pub(super) fn to_nccl(step: Step, version: Version) -> Result<NcclCall, String> {
+    let Step { send, recv, count, .. } = step;
+    let (mut datatype, mut times) = transfer_type(step.datatype);
+    let function = step.function.try_map(|by| {
+        let op;
+        (datatype, times, op) = reduction_type(step.datatype, by, version)?;
+        Ok::<_, String>(op)
+    })?;
+    Ok(NcclCall { function, send, recv, count: count * times, datatype })
 }
 
 /// Returns whether NCCL can reduce elements of `dtype` by `op`.
@@ -176,22 +146,20 @@ mod tests {
 
     fn sum<T: HasElementType>(op: ReduceOp, version: Version) -> Result<NcclCall, String> {
         let by = DeviceReduction { op, factor: None };
-        to_nccl(
-            NcclCall::AllReduce { send: 1, recv: 2, count: 10, datatype: T::ELEMENT_TYPE, op: by },
-            version,
-        )
+        let function = NcclFunction::AllReduce(by);
+        to_nccl(Step { function, send: 1, recv: 2, count: 10, datatype: T::ELEMENT_TYPE }, version)
     }
 
     fn all_reduce(count: usize, datatype: DataType, op: RedOp) -> Result<NcclCall, String> {
-        Ok(NcclCall::AllReduce { send: 1, recv: 2, count, datatype, op })
+        Ok(NcclCall { function: NcclFunction::AllReduce(op), send: 1, recv: 2, count, datatype })
     }
 
     #[test]
     fn every_type_maps_to_an_nccl_type_of_equal_size() {
         for dtype in Dtype::ALL {
-            let step =
-                NcclCall::Send { send: 1, count: 10, datatype: ElementType { dtype, float8: None }, to: 0 };
-            let Ok(NcclCall::Send { count, datatype, .. }) = to_nccl(step, NEW) else { panic!("{dtype}") };
+            let (function, datatype) = (NcclFunction::Send { to: 0 }, ElementType { dtype, float8: None });
+            let step = to_nccl(Step { function, send: 1, recv: 1, count: 10, datatype }, NEW);
+            let Ok(NcclCall { count, datatype, .. }) = step else { panic!("{dtype}") };
             assert_eq!(count * datatype.size_bytes(), 10 * dtype.size_bytes(), "{dtype}");
         }
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use super::core::Core;
+use super::core::{Core, Failure};
 use super::driver::bind;
 use super::pending::{CHECK_INTERVAL, Search};
 use crate::error::LossReason;
@@ -36,7 +36,7 @@ impl Core {
                     if last_check - since >= LEFT_RANK_GRACE
                         && self.pending().any(|operation| operation.needs(rank))
                     {
-                        self.fail_with(Cause::PeerLost { rank, how: LossReason::Left });
+                        self.fail(Failure::Own(Cause::PeerLost { rank, how: LossReason::Left }));
                     }
                 }
             }

@@ -562,7 +562,7 @@ fn call(value: ValueType, kind: CallKind, op: Option<ReduceOp>, root: u32, count
     Call::new(kind, value.dtype, op, root, (count * value.units) as u64)
 }
 
-fn check_len(what: &str, len: usize, expected: usize) -> Result<(), CommError> {
+pub(in crate::api) fn check_len(what: &str, len: usize, expected: usize) -> Result<(), CommError> {
     if len == expected {
         return Ok(());
     }

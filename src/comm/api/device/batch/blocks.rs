@@ -1,16 +1,17 @@
 //! Device operations with one block for each rank. They consist of NCCL sends and receives, or of one
 //! broadcast or reduction for each root.
 
-use smallvec::SmallVec;
-
-use super::{DeviceBatch, Enqueue, call, check, datatype, device_reduction};
-use crate::api::device::element::ElementType;
+use super::{DeviceBatch, Enqueue, call, datatype, device_reduction};
 use crate::api::device::memory::{DeviceSource, DeviceTarget};
+use crate::api::device::type_mapping::{DeviceReduction, Step};
+use crate::api::group::check_len;
 use crate::api::op::{AllGatherV, AllToAll, AllToAllV, Gather, GatherV, ReduceScatterV, Scatter, ScatterV};
 use crate::collectives::call::CallKind;
 use crate::collectives::plan::Blocks;
 use crate::error::CommError;
-use crate::nccl::{Address, NcclCall};
+use crate::nccl::{Address, NcclFunction};
+
+type Function = NcclFunction<DeviceReduction>;
 
 device_operations! {
     [S: DeviceSource, R: DeviceTarget<Element = S::Element>] Gather<S, R>, |operation, batch| {
@@ -35,27 +36,25 @@ device_operations! {
 
     ['l, S: DeviceSource, R: DeviceTarget<Element = S::Element>] AllGatherV<'l, S, R>, |operation, batch| {
         let ((send, recv), lens) = (operation.buffers, operation.lens);
-        let (me, datatype, blocks) = (batch.group.rank(), datatype::<S>(), batch.group.blocks(lens)?);
-        check("send", send.count(), lens[me])?;
-        check("recv", recv.count(), blocks.end())?;
+        let (me, blocks) = (batch.group.rank(), batch.group.blocks(lens)?);
+        check_len("send", send.count(), lens[me])?;
+        check_len("recv", recv.count(), blocks.end())?;
         let (send, recv) = (batch.input(send)?, batch.output(recv)?);
-        let steps = nonempty_blocks(&blocks, datatype, recv).map(|(root, recv, count)| {
-            let send = if root == me { send } else { recv };
-            NcclCall::Broadcast { send, recv, count, datatype, root }
+        let steps = block_steps::<S>(&blocks, recv, |root, recv| {
+            (NcclFunction::Broadcast { root }, if root == me { send } else { recv }, recv)
         });
         batch.add(call::<S>(CallKind::AllGatherV, None, 0, blocks.end()), steps);
     }
 
     ['l, S: DeviceSource, R: DeviceTarget<Element = S::Element>] ReduceScatterV<'l, S, R>, |operation, batch| {
         let ((send, recv), lens) = (operation.buffers, operation.lens);
-        let (me, datatype, op) = (batch.group.rank(), datatype::<S>(), device_reduction(&operation.op)?);
+        let (me, op) = (batch.group.rank(), device_reduction(&operation.op)?);
         let blocks = batch.group.blocks(lens)?;
-        check("send", send.count(), blocks.end())?;
-        check("recv", recv.count(), lens[me])?;
+        check_len("send", send.count(), blocks.end())?;
+        check_len("recv", recv.count(), lens[me])?;
         let (send, recv) = (batch.input(send)?, batch.output(recv)?);
-        let steps = nonempty_blocks(&blocks, datatype, send).map(|(root, send, count)| {
-            let recv = if root == me { recv } else { send };
-            NcclCall::Reduce { send, recv, count, datatype, op, root }
+        let steps = block_steps::<S>(&blocks, send, |root, send| {
+            (NcclFunction::Reduce { op, root }, send, if root == me { recv } else { send })
         });
         batch.add(call::<S>(CallKind::ReduceScatterV, Some(op.op), 0, blocks.end()), steps);
     }
@@ -81,27 +80,20 @@ impl<'a> DeviceBatch<'a> {
         lens: &[usize],
         root: usize,
     ) -> Result<(), CommError> {
-        self.check_rank(root, "root")?;
-        let (datatype, count, is_root) = (datatype::<S>(), send.count(), self.group.rank() == root);
-        let blocks = if is_root { Some(self.group.blocks(lens)?) } else { None };
+        self.group.check_rank(root, "root")?;
+        let count = send.count();
+        let blocks = if self.group.rank() == root { Some(self.group.blocks(lens)?) } else { None };
         if let Some(blocks) = &blocks {
-            check("send", count, lens[root])?;
-            check("recv", recv.count(), blocks.end())?;
+            check_len("send", count, lens[root])?;
+            check_len("recv", recv.count(), blocks.end())?;
         }
-        let mut steps = SmallVec::<[_; 8]>::new();
-        if count > 0 {
-            steps.push(NcclCall::Send { send: self.input(send)?, count, datatype, to: root });
-        }
+        let call = call::<S>(kind, None, root, compared_count(kind, count));
+        let send = if count > 0 { Some(self.input(send)?) } else { None };
+        self.add(call, send.map(|at| message::<S>(NcclFunction::Send { to: root }, at, count)));
         if let Some(blocks) = &blocks {
-            let at = self.output(recv)?;
-            steps.extend(nonempty_blocks(blocks, datatype, at).map(|(from, recv, count)| NcclCall::Recv {
-                recv,
-                count,
-                datatype,
-                from,
-            }));
+            let recv = self.output(recv)?;
+            self.add(call, block_steps::<S>(blocks, recv, |from, at| (NcclFunction::Recv { from }, at, at)));
         }
-        self.add(call::<S>(kind, None, root, compared_count(kind, count)), steps);
         Ok(())
     }
 
@@ -112,25 +104,18 @@ impl<'a> DeviceBatch<'a> {
         lens: &[usize],
         root: usize,
     ) -> Result<(), CommError> {
-        self.check_rank(root, "root")?;
-        let (datatype, count, is_root) = (datatype::<S>(), recv.count(), self.group.rank() == root);
-        let mut steps = SmallVec::<[_; 8]>::new();
-        if is_root {
+        self.group.check_rank(root, "root")?;
+        let count = recv.count();
+        let call = call::<S>(kind, None, root, compared_count(kind, count));
+        if self.group.rank() == root {
             let blocks = self.group.blocks(lens)?;
-            check("recv", count, lens[root])?;
-            check("send", send.count(), blocks.end())?;
-            let at = self.input(send)?;
-            steps.extend(nonempty_blocks(&blocks, datatype, at).map(|(to, send, count)| NcclCall::Send {
-                send,
-                count,
-                datatype,
-                to,
-            }));
+            check_len("recv", count, lens[root])?;
+            check_len("send", send.count(), blocks.end())?;
+            let send = self.input(send)?;
+            self.add(call, block_steps::<S>(&blocks, send, |to, at| (NcclFunction::Send { to }, at, at)));
         }
-        if count > 0 {
-            steps.push(NcclCall::Recv { recv: self.output(recv)?, count, datatype, from: root });
-        }
-        self.add(call::<S>(kind, None, root, compared_count(kind, count)), steps);
+        let recv = if count > 0 { Some(self.output(recv)?) } else { None };
+        self.add(call, recv.map(|at| message::<S>(NcclFunction::Recv { from: root }, at, count)));
         Ok(())
     }
 
@@ -140,25 +125,13 @@ impl<'a> DeviceBatch<'a> {
         (send, recv): (S, R),
         (send_lens, recv_lens): (&[usize], &[usize]),
     ) -> Result<(), CommError> {
-        let datatype = datatype::<S>();
         let (sent, received) = (self.group.blocks(send_lens)?, self.group.blocks(recv_lens)?);
-        check("send", send.count(), sent.end())?;
-        check("recv", recv.count(), received.end())?;
-        let count = compared_count(kind, send_lens[0]);
+        check_len("send", send.count(), sent.end())?;
+        check_len("recv", recv.count(), received.end())?;
+        let call = call::<S>(kind, None, 0, compared_count(kind, send_lens[0]));
         let (send, recv) = (self.input(send)?, self.output(recv)?);
-        let sends = nonempty_blocks(&sent, datatype, send).map(|(to, send, count)| NcclCall::Send {
-            send,
-            count,
-            datatype,
-            to,
-        });
-        let recvs = nonempty_blocks(&received, datatype, recv).map(|(from, recv, count)| NcclCall::Recv {
-            recv,
-            count,
-            datatype,
-            from,
-        });
-        self.add(call::<S>(kind, None, 0, count), sends.chain(recvs));
+        self.add(call, block_steps::<S>(&sent, send, |to, at| (NcclFunction::Send { to }, at, at)));
+        self.add(call, block_steps::<S>(&received, recv, |from, at| (NcclFunction::Recv { from }, at, at)));
         Ok(())
     }
 }
@@ -171,15 +144,22 @@ fn compared_count(kind: CallKind, count: usize) -> usize {
     }
 }
 
-/// The non-empty blocks of a buffer: rank, device address, number of elements.
-fn nonempty_blocks(
+/// A message of `count` elements like those of `B`, from or to the address `at`.
+fn message<B: DeviceSource>(function: Function, at: Address, count: usize) -> Step {
+    Step { function, send: at, recv: at, count, datatype: datatype::<B>() }
+}
+
+/// The steps on the non-empty blocks of a buffer of elements like those of `B` at `start`. For a rank and the address
+/// of its block, `step` returns the function, and the addresses to read and write.
+fn block_steps<B: DeviceSource>(
     blocks: &Blocks,
-    datatype: ElementType,
     start: Address,
-) -> impl Iterator<Item = (usize, Address, usize)> {
-    let location = move |rank: usize| {
+    step: impl Fn(usize, Address) -> (Function, Address, Address),
+) -> impl Iterator<Item = Step> {
+    let datatype = datatype::<B>();
+    (0..blocks.world()).filter(move |&rank| !blocks.range(rank).is_empty()).map(move |rank| {
         let range = blocks.range(rank);
-        (rank, start + (range.start * datatype.size_bytes()) as Address, range.len())
-    };
-    (0..blocks.world()).map(location).filter(|&(.., count)| count > 0)
+        let (function, send, recv) = step(rank, start + (range.start * datatype.size_bytes()) as Address);
+        Step { function, send, recv, count: range.len(), datatype }
+    })
 }

@@ -9,14 +9,14 @@ use smallvec::SmallVec;
 use super::core::Core;
 use super::element::{DeviceElement, ElementType, HasElementType as _};
 use super::memory::{DeviceSource, DeviceTarget};
-use super::type_mapping::DeviceReduction;
+use super::type_mapping::{DeviceReduction, Step};
 use crate::api::group::Group;
 use crate::api::group::work::Work;
 use crate::api::reduction::Reduction;
 use crate::collectives::call::{Call, CallKind};
 use crate::collectives::dtype::ReduceOp;
 use crate::error::CommError;
-use crate::nccl::{Address, NcclCall};
+use crate::nccl::{Address, NcclFunction};
 
 /// Implements [`Enqueue`] for a type: adds a value of it, as `$operation`, to a batch.
 macro_rules! device_operations {
@@ -64,7 +64,7 @@ pub struct DeviceBatch<'a> {
     group: &'a Group,
     core: &'a Arc<Core>,
     stream: &'a CudaStream,
-    steps: SmallVec<[NcclCall<ElementType, DeviceReduction>; 2]>,
+    steps: SmallVec<[Step; 2]>,
     /// Guards of cudarc's buffers. Dropping them after the batch is enqueued makes other streams wait for it.
     guards: SmallVec<[SyncOnDrop<'a>; 2]>,
     call: Option<Call>,
@@ -103,10 +103,26 @@ impl<'a> DeviceBatch<'a> {
         Ok(Work::on_device(self.group.clone(), operation.map(|operation| operation as _)))
     }
 
-    fn add(&mut self, call: Call, steps: impl IntoIterator<Item = NcclCall<ElementType, DeviceReduction>>) {
+    fn add(&mut self, call: Call, steps: impl IntoIterator<Item = Step>) {
         self.call.get_or_insert(call);
         self.messages |= call.kind == CallKind::PointToPoint;
         self.steps.extend(steps);
+    }
+
+    /// Adds a call that is one step on `count` elements like those of `B`, from and to these addresses.
+    fn add_step<B: DeviceSource>(
+        &mut self,
+        kind: CallKind,
+        function: NcclFunction<DeviceReduction>,
+        (send, recv): (Address, Address),
+        count: usize,
+    ) {
+        let root = match function {
+            NcclFunction::Broadcast { root } | NcclFunction::Reduce { root, .. } => root,
+            _ => 0,
+        };
+        let call = call::<B>(kind, function.reduction().map(|by| by.op), root, count);
+        self.add(call, [Step { function, send, recv, count, datatype: datatype::<B>() }]);
     }
 
     fn input(&mut self, buf: impl DeviceSource + 'a) -> Result<Address, CommError> {
@@ -121,10 +137,6 @@ impl<'a> DeviceBatch<'a> {
         let (at, guard) = buf.write(self.stream);
         self.guards.push(guard);
         Ok(at)
-    }
-
-    fn check_rank(&self, rank: usize, what: &str) -> Result<(), CommError> {
-        self.group.check_rank(rank, what)
     }
 }
 
@@ -158,11 +170,4 @@ fn device_reduction<T: DeviceElement>(op: &Reduction<T>) -> Result<DeviceReducti
         }
         _ => Ok(by),
     }
-}
-
-fn check(what: &str, len: usize, expected: usize) -> Result<(), CommError> {
-    if len == expected {
-        return Ok(());
-    }
-    Err(CommError::InvalidArgument(format!("{what} has {len} elements, not {expected}")))
 }
