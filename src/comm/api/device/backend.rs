@@ -14,6 +14,8 @@ use super::transport::DeviceTransport;
 use crate::api::group::Group;
 use crate::api::group::device::{AttachDevice, GroupDevice};
 use crate::engine::TimeLimit;
+#[cfg(doc)]
+use crate::error::DeviceError;
 use crate::error::cause::Cause;
 use crate::error::{CommError, LossReason};
 

@@ -76,8 +76,8 @@ impl Staging {
         let raw = stream.cu_stream();
         self.busy = true;
         let mut sends = staged.iter().filter(|staged| !staged.send.is_empty());
-        // SAFETY: the caller promises it for the device; the host range is within our memory, which is otherwise
-        // unused now.
+        // SAFETY: the caller promises it for the device; the host range is within our memory, which is
+        // otherwise unused now.
         let copied = sends.try_for_each(|StagedCall { step, send, .. }| unsafe {
             result::memcpy_dtoh_async(self.slice::<u8>(send), step.send, raw)
         });
