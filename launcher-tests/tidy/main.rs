@@ -115,7 +115,7 @@ const DEFAULTS: &[(&str, &[(&str, usize)])] = &[
         &[
             ("src/comm/api/group/objects.rs", 1),
             ("src/comm/api/group/shrink.rs", 1),
-            ("src/comm/shm/bootstrap.rs", 1),
+            ("src/comm/shm/bootstrap/leader.rs", 1),
             ("src/launcher/agent/reporting.rs", 1),
             ("src/launcher/config/accelerators/mod.rs", 1),
             ("src/launcher/gpus/visible.rs", 1),

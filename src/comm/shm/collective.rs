@@ -4,9 +4,10 @@
 use super::allocations::{Direct, Exposure, PublishedLocation};
 use super::copy_reduce::{self, AreaAddress, Location};
 use super::layout::{Counter, INLINE_BYTES, ROUNDS_IN_MEMORY};
+use super::numbering::CallNumber;
 use super::schedule::{Area, Peers, Schedule, ScheduleStep};
 use super::small_call::SmallCall;
-use super::{AwaitedRanks, CallNumber, HostMemory};
+use super::{AwaitedRanks, HostMemory};
 use crate::buffer::{BorrowedBuffer, PlanBuffer};
 use crate::collectives::call::Call;
 use crate::collectives::kernels::Kernel;
@@ -50,7 +51,7 @@ impl ShmCollective {
         kernel: Option<Kernel>,
     ) -> Self {
         let schedule = memory.schedule(&call);
-        let call_number = memory.number_call(&call, seq, schedule.rounds(), schedule.round_bytes());
+        let call_number = memory.calls.start(&call, seq, schedule.rounds(), schedule.round_bytes());
         let mut collective =
             Self::with_schedule(memory, (call, seq), (buffer, kernel), schedule, call_number);
         let range = collective.buffer.single_range().filter(|_| collective.schedule.may_be_direct());

@@ -105,7 +105,7 @@ pub(super) fn publish(
         location
             .at_rank(location.rank, range.start - start)
             .view(memory, bytes.len())
-            .write_with(&memory.policy_for_all, bytes);
+            .write_with(&memory.store_policies.for_all, bytes);
         range.start += bytes.len();
     }
     range.start - start
@@ -161,8 +161,9 @@ pub(super) fn reduce(
             |rank: usize, at: usize, len: usize| location_at(rank, at).view(host, len).source();
         let publish_sums = |at: usize, sums: &[u8]| {
             if publishes {
-                non_temporal |=
-                    location_at(host.me, at).view(host, sums.len()).write_part(&host.policy_for_all, sums);
+                non_temporal |= location_at(host.me, at)
+                    .view(host, sums.len())
+                    .write_part(&host.store_policies.for_all, sums);
             }
         };
         result = kernel.reduce_all(ranks, &mut own, &mut scratch, contribution, publish_sums);
@@ -188,7 +189,7 @@ pub(super) fn reduce_direct(
     direct: &Direct,
 ) -> Result<usize, String> {
     let ranks = Contributors { count: memory.ranks.len(), me: memory.me };
-    let (policies, mut non_temporal) = (&memory.policy_for_rank, false);
+    let (policies, mut non_temporal) = (&memory.store_policies.for_rank, false);
     let (mut own, Some(kernel)) = elements.operands(range.clone()) else { return Ok(0) };
     debug_assert_eq!(own.len(), range.len());
     let contribution = |rank: usize, at: usize, len: usize| direct.view(rank, range.start + at, len).source();

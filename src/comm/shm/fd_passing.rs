@@ -1,17 +1,17 @@
 //! Shared memory that the ranks of a host create after the bootstrap. The first rank of the host creates it
 //! and passes its file descriptor to the other ranks of the host.
 //!
-//! The descriptor is sent over a unix socket with an abstract name, as in the [bootstrap](super::bootstrap).
-//! The caller runs a collective after each step, so all ranks learn whether the step succeeded, and no
+//! The descriptor is sent over a [unix socket](super::unix_socket), as in the [bootstrap](super::bootstrap). The
+//! caller runs a collective after each step, so all ranks learn whether the step succeeded, and no
 //! function of this module blocks.
 
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 
-use super::bootstrap::{SECRET_BYTES, connect, listen, receive, send};
 use super::region::PAGE_BYTES;
 use super::segment;
+use super::unix_socket::{SECRET_BYTES, accept, connect, listen, receive, send};
 
 /// The name of the socket, and the secret by which its intended receivers are recognised.
 pub(crate) type SocketInfo = [u8; 2 * SECRET_BYTES];
@@ -46,7 +46,7 @@ impl FdSender {
     /// Creates `bytes` bytes of memory, whose pages are not allocated yet, and the socket to pass it over.
     pub(crate) fn new(bytes: usize) -> io::Result<(Self, SocketInfo)> {
         let mut socket_info = [0; 2 * SECRET_BYTES];
-        getrandom::fill(&mut socket_info).map_err(|error| io::Error::other(error.to_string()))?;
+        getrandom::fill(&mut socket_info).map_err(io::Error::other)?;
         let (name, secret) = split_socket_info(&socket_info);
         let sender = Self { memory: segment::create(bytes)?, listener: listen(&name)?, secret };
         Ok((sender, socket_info))
@@ -58,7 +58,7 @@ impl FdSender {
         // Processes without the secret may have connected as well. The backlog of the socket bounds their
         // number.
         while sent < receivers {
-            let conn = rustix::net::accept_with(&self.listener, super::bootstrap::SOCKET)?;
+            let conn = accept(&self.listener)?;
             let secret = receive(&conn).ok().flatten().map(|(bytes, _)| bytes);
             if secret.as_deref() == Some(&self.secret) {
                 send(&conn, &[0], &[self.memory.as_fd()])?;

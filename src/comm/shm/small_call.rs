@@ -3,8 +3,9 @@
 
 use super::copy_reduce::{self, AreaAddress, Location, PlainElements};
 use super::layout::{INLINE_BYTES, SLOTS};
+use super::numbering::CallNumber;
 use super::schedule::{Area, Peers, Schedule, ScheduleStep};
-use super::{AwaitedRanks, CallNumber, HostMemory};
+use super::{AwaitedRanks, HostMemory};
 use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::Call;
 use crate::collectives::kernels::Kernel;
@@ -29,7 +30,7 @@ impl HostMemory {
     #[inline]
     pub(crate) fn small_schedule(&mut self, call: &Call) -> Option<Schedule> {
         let schedule = self.schedule(call);
-        let has_slots = self.has_slots(self.calls.wrapping_add(1));
+        let has_slots = self.has_slots(self.calls.next());
         (schedule.is_small() && has_slots && self.is_next_slot_free()).then_some(schedule)
     }
 
@@ -37,7 +38,7 @@ impl HostMemory {
     /// [`small_schedule`](Self::small_schedule).
     #[inline(always)]
     pub(crate) fn start_small(&mut self, call: &Call, schedule: Schedule, seq: u64) -> SmallCall {
-        let (call_number, inline) = (self.number_call(call, seq, 0, 0), schedule.fits_in(INLINE_BYTES));
+        let (call_number, inline) = (self.calls.start(call, seq, 0, 0), schedule.fits_in(INLINE_BYTES));
         SmallCall { seq, schedule, call_number, published: 0, inline, matched: 0 }
     }
 
