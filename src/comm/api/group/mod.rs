@@ -6,8 +6,10 @@ mod coalesced;
 mod collectives;
 #[cfg(feature = "nccl")]
 pub(crate) mod device;
+mod formation;
 pub(crate) mod messages;
 mod objects;
+mod prepare;
 mod scan;
 mod shrink;
 mod subgroup;
@@ -19,37 +21,28 @@ use std::fmt;
 #[cfg(feature = "nccl")]
 use std::sync::Weak;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 use convoke_env::Generation;
-use convoke_store::{PrefixStore, Store};
 
 use crate::api::reduction::{Reduction, UntypedReduction, untyped};
+use crate::bootstrap::BootstrapConfig;
 use crate::bootstrap::options::GroupOptions;
-use crate::bootstrap::{self, BootstrapConfig, ConnectedGroup};
 use crate::buffer::{BorrowedBuffer, Scratch, Slice, SliceMut, ValueType};
 use crate::collectives::call::{Call, CallKind, Status};
 use crate::collectives::dtype::{Element, ReduceOp, Transfer};
-use crate::collectives::kernels::{self, Kernel};
-use crate::collectives::plan::{self, Algorithm, Algorithms, Blocks, Plan, Rounding, Topology};
-use crate::engine::{self, Completion, CoreSharing, Engine, Operation, Shared, TimeLimit, Transport};
+use crate::collectives::kernels;
+use crate::collectives::plan::{Algorithms, Plan, Topology};
+use crate::engine::{Completion, Engine, Operation, Shared, TimeLimit};
 use crate::error::CommError;
-use crate::shm;
 use crate::shm::allocations::Allocations;
 use crate::transport::links::fork::fork_count;
 #[cfg(feature = "nccl")]
 use device::GroupDevice;
+pub(in crate::api) use prepare::Prepared;
+use prepare::{call, check_len};
 pub(crate) use subgroup::SubgroupAgreement;
-
-/// Number of cached plans (schedules of transfers). Later calls with an equal descriptor use the cached plan.
-const PLANS: usize = 16;
-
-/// A checked operation with its buffers, ready to start; `None` if nothing is left to do.
-///
-/// Each operation has a `prepare_*` function. The blocking form runs the prepared operation; the nonblocking
-/// form starts it.
-pub(in crate::api) type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
 
 /// A process group: ranks that communicate, like an MPI communicator.
 ///
@@ -102,11 +95,9 @@ pub struct Group {
 type KeepAlive = Arc<dyn Any + Send + Sync>;
 
 struct Inner {
-    name: String,
-    rank: usize,
-    size: usize,
+    /// What the group was made from.
+    config: BootstrapConfig,
     generation: Generation,
-    tuning: Algorithms,
     topology: Topology,
     /// The shared-memory allocations of [`Group::alloc`]; `None` unless all ranks share memory.
     memory: Option<Arc<Allocations>>,
@@ -124,136 +115,31 @@ struct Inner {
     /// The device backends of all handles, so that a handle that ends the group ends all of them.
     #[cfg(feature = "nccl")]
     device_backends: Mutex<Vec<Weak<dyn GroupDevice>>>,
-    /// The store through which the ranks met; subgroups use it too.
-    store: Arc<dyn Store>,
-    store_rank: Option<usize>,
-    options: GroupOptions,
     /// Number of subgroups made so far, equal on all ranks. Locked while the ranks agree on the next
     /// subgroup.
     subgroups: Mutex<u64>,
     /// True once [`Group::shrink`] has decided on a new group. Locked during that call.
     shrunk: Mutex<bool>,
-    /// For each rank of this group, its rank in the first ancestor, from which this group was made.
-    origin: Vec<usize>,
-    /// How this rank shares CPU cores with other ranks of its host; `None` in a group of one.
-    sharing: Option<CoreSharing>,
 }
 
 impl Group {
-    /// Connects to the other ranks of a group, which meet in `store`.
-    ///
-    /// Reads no environment variables. All ranks pass an equal `size`, and equal options except for the
-    /// listen address; each passes its own `rank`.
-    ///
-    /// # Errors
-    /// [`CommError::Bootstrap`] names the ranks that are missing or differ. [`CommError::Concurrent`] if
-    /// another thread of this process is joining as this rank through this store. Also
-    /// [`CommError::InvalidArgument`], [`CommError::Unauthorized`], [`CommError::PeerLost`],
-    /// [`CommError::Store`] and [`CommError::System`].
-    pub fn new(
-        store: Arc<dyn Store>,
-        rank: usize,
-        size: usize,
-        options: GroupOptions,
-    ) -> Result<Self, CommError> {
-        // The pointer identifies the store, so two handles of one store give one store id.
-        let store_id = format!("the store {:p}", Arc::as_ptr(&store).cast::<()>());
-        let store = Arc::new(PrefixStore::new("convoke", store));
-        let config = BootstrapConfig::new(store, store_id, (rank, size), options);
-        Self::join(config, None)
-    }
-
-    pub(crate) fn join(config: BootstrapConfig, keep: Option<KeepAlive>) -> Result<Self, CommError> {
-        let BootstrapConfig { rank, size, .. } = config;
-        if rank >= size || size > 1 << 24 {
-            let what = format!("rank {rank} of {size}: ranks are 0 to {}", size.saturating_sub(1));
-            return Err(CommError::InvalidArgument(what));
-        }
-        if size == 1 {
-            let generation = match config.options.generation {
-                Some(generation) => generation,
-                None => Generation::random()
-                    .map_err(|error| CommError::system("cannot get random numbers", error))?,
-            };
-            return Ok(Self::from_parts(&config, generation, (Topology::one_host(1), None), None, keep));
-        }
-        let formed = bootstrap::connect(&config)?;
-        Ok(Self::from_bootstrap(config, formed, keep))
-    }
-
-    fn from_bootstrap(config: BootstrapConfig, formed: ConnectedGroup, keep: Option<KeepAlive>) -> Self {
-        let ConnectedGroup { engine, generation, topology, in_memory } = formed;
-        let memory = engine.allocations().filter(|_| in_memory);
-        let config = BootstrapConfig { sharing: Some(engine.sharing()), ..config };
-        Self::from_parts(&config, generation, (topology, memory), Some(Shared::new(*engine)), keep)
-    }
-
-    fn from_parts(
-        config: &BootstrapConfig,
-        generation: Generation,
-        (topology, memory): (Topology, Option<Arc<Allocations>>),
-        shared: Option<Shared>,
-        keep: Option<KeepAlive>,
-    ) -> Self {
-        if config.rank == 0 {
-            for what in config.tuning.unusable(&topology) {
-                log::warn!("{}: {what}", config.options.name);
-            }
-        }
-        let inner = Inner {
-            name: config.options.name.clone(),
-            rank: config.rank,
-            size: config.size,
-            generation,
-            tuning: config.tuning,
-            topology,
-            memory,
-            shared,
-            self_engine: OnceLock::new(),
-            plans: Mutex::default(),
-            pid: std::process::id(),
-            forks: fork_count(),
-            keep,
-            store: Arc::clone(&config.store),
-            store_rank: config.store_rank,
-            options: config.options.clone(),
-            destroyed: AtomicBool::new(false),
-            #[cfg(feature = "nccl")]
-            device_backends: Mutex::default(),
-            subgroups: Mutex::default(),
-            shrunk: Mutex::default(),
-            origin: config.origin.clone(),
-            sharing: config.sharing,
-        };
-        let timeout = config.options.timeout;
-        Self {
-            inner: Arc::new(inner),
-            timeout,
-            fixed_limit: None,
-            subgroup_name: None,
-            tuning: None,
-            #[cfg(feature = "nccl")]
-            device: None,
-        }
-    }
-
     /// Returns this rank, below [`Self::size`].
     #[must_use]
     pub fn rank(&self) -> usize {
-        self.inner.rank
+        self.inner.config.rank
     }
 
     /// Returns the number of ranks.
     #[must_use]
     pub fn size(&self) -> usize {
-        self.inner.size
+        self.inner.config.size
     }
 
     /// Returns the index of this rank among the ranks of the group on its host, and their number. Ranks of
     /// one host are those that could share memory.
     #[must_use]
     pub fn local_rank_and_size(&self) -> (usize, usize) {
-        let Inner { rank, ref topology, .. } = *self.inner;
+        let (rank, topology) = (self.rank(), &self.inner.topology);
         (topology.host_and_index(rank).1, topology.local_ranks(rank).len())
     }
 
@@ -276,7 +162,7 @@ impl Group {
     /// Returns the name of the group.
     #[must_use]
     pub fn name(&self) -> &str {
-        &self.inner.name
+        &self.inner.config.options.name
     }
 
     /// Returns the incarnation of the job to which this group belongs; equal on all ranks.
@@ -374,44 +260,6 @@ impl Group {
     fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
     }
-
-    /// Prepares a collective over `buffer`; `plan` returns its schedule of transfers.
-    fn collective<'a>(
-        &self,
-        call: Call,
-        plan: impl FnOnce() -> Arc<Plan>,
-        buffer: BorrowedBuffer<'a>,
-        kernel: Option<Kernel>,
-    ) -> Prepared<'a> {
-        self.inner.check_caller()?;
-        if self.inner.shared.is_none() {
-            engine::run_single_rank(buffer, kernel, call.dtype, &plan());
-            return Ok(None);
-        }
-        Ok(Some(Operation::Collective { call, transport: Transport::Connections(plan()), buffer, kernel }))
-    }
-
-    /// Prepares a collective whose plan (schedule of transfers) depends only on the descriptor `call`.
-    #[inline(always)]
-    fn planned<'a>(&self, call: Call, buffer: BorrowedBuffer<'a>, kernel: Option<Kernel>) -> Prepared<'a> {
-        if self.inner.runs_in_shared_memory(&call) {
-            self.inner.check_caller()?;
-            return Ok(Some(Operation::Collective {
-                call,
-                transport: Transport::SharedMemory,
-                buffer,
-                kernel,
-            }));
-        }
-        self.collective(call, || self.inner.plan(call), buffer, kernel)
-    }
-
-    pub(crate) fn check_rank(&self, rank: usize, what: &str) -> Result<(), CommError> {
-        if rank < self.size() {
-            return Ok(());
-        }
-        Err(CommError::InvalidArgument(format!("{what} {rank}: ranks are 0 to {}", self.size() - 1)))
-    }
 }
 
 impl Inner {
@@ -424,29 +272,11 @@ impl Inner {
         self.shared.as_ref().or_else(|| self.self_engine.get())
     }
 
-    /// Creates the engine of a group of one, if it does not exist yet.
-    fn ensure_shared(&self) -> Result<(), CommError> {
-        if self.shared().is_some() {
-            return Ok(());
-        }
-        let config = BootstrapConfig {
-            store: Arc::clone(&self.store),
-            store_rank: self.store_rank,
-            origin: self.origin.clone(),
-            tuning: self.tuning,
-            ..BootstrapConfig::single_rank(self.options.clone())
-        };
-        let shared = Shared::new(bootstrap::single_rank_engine(&config, self.generation)?);
-        // If another thread has set the engine first, this second engine is dropped unused.
-        let _ = self.self_engine.set(shared);
-        Ok(())
-    }
-
     /// Returns an error if the group was destroyed, this thread runs a reduction function, or this process is
     /// a fork.
     fn check_caller(&self) -> Result<(), CommError> {
         if self.destroyed.load(Ordering::Relaxed) {
-            return Err(CommError::Destroyed { group: self.name.clone() });
+            return Err(CommError::Destroyed { group: self.config.options.name.clone() });
         }
         if kernels::is_in_reduction_function() {
             let what = "a reduction function cannot use a group: it is called in the middle of an operation";
@@ -455,77 +285,9 @@ impl Inner {
         if !self.is_forked() {
             return Ok(());
         }
-        let what = format!("group {} belongs to process {}; this is a fork of it", self.name, self.pid);
+        let (name, pid) = (&self.config.options.name, self.pid);
+        let what = format!("group {name} belongs to process {pid}; this is a fork of it");
         Err(CommError::InvalidArgument(what))
-    }
-
-    /// Returns true if a collective runs in the memory that all ranks share; the answer is equal on all
-    /// ranks.
-    fn runs_in_shared_memory(&self, call: &Call) -> bool {
-        // Wide inputs (`f32` for 16-bit elements) need a copy of the buffer, which only plans over
-        // connections make.
-        let wide = matches!(Rounding::of(call), Rounding::Once { wide_inputs: true });
-        self.memory.is_some() && shm::is_supported(call.kind) && !wide && !self.tuning.has_override(call.kind)
-    }
-
-    /// Returns true if a reduce-scatter overwrites the blocks of other ranks, so that it needs a copy of the
-    /// input. The ring and hierarchy algorithms overwrite these blocks.
-    fn needs_scratch_copy(&self, call: &Call) -> bool {
-        let (bytes, rounding) = (call.bytes() as usize, Rounding::of(call));
-        !self.runs_in_shared_memory(call)
-            && self.tuning.for_reduce_scatter(bytes, &self.topology, rounding) != Algorithm::Direct
-    }
-
-    fn plan(&self, call: Call) -> Arc<Plan> {
-        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((_, plan)) = plans.iter().find(|(known, _)| *known == call) {
-            return Arc::clone(plan);
-        }
-        let Self { rank, size: world, ref tuning, ref topology, .. } = *self;
-        let (count, root) = (call.count() as usize, call.root as usize);
-        let (bytes, element_bytes) = (call.bytes() as usize, call.dtype.size_bytes());
-        let rounding = Rounding::of(&call);
-        let blocks = || Blocks::uniform(world, count);
-        let plan = Arc::new(match call.kind {
-            CallKind::AllReduce => {
-                let algorithm = tuning.for_all_reduce(bytes, topology, rounding);
-                plan::all_reduce(algorithm, rounding, rank, topology, count, element_bytes)
-            }
-            CallKind::Broadcast => plan::broadcast(tuning.for_broadcast(bytes), rank, topology, count, root),
-            CallKind::Reduce => {
-                let algorithm = tuning.for_reduce(bytes, topology, rounding);
-                plan::reduce(algorithm, rounding, rank, topology, count, root)
-            }
-            CallKind::AllGather | CallKind::Subgroup => {
-                let algorithm = tuning.for_all_gather(bytes, topology);
-                plan::all_gather(algorithm, rank, topology, &blocks(), element_bytes)
-            }
-            CallKind::ReduceScatter => {
-                let algorithm = tuning.for_reduce_scatter(bytes, topology, rounding);
-                plan::reduce_scatter(algorithm, rounding, rank, topology, &blocks(), element_bytes)
-            }
-            CallKind::Gather => plan::gather(rank, &blocks(), root),
-            CallKind::Scatter => plan::scatter(rank, &blocks(), root),
-            CallKind::Scan => plan::scan(rounding, rank, world, count),
-            CallKind::ExclusiveScan => plan::exclusive_scan(rounding, rank, world, count),
-            CallKind::AllToAll => plan::all_to_all(rank, &blocks(), &blocks()),
-            // The ranks exchange no data, only notices that they have arrived.
-            CallKind::MonitoredBarrier => Plan::default(),
-            // Descriptors of calls do not contain unequal block lengths, so callers make the plans of these
-            // calls.
-            CallKind::Barrier
-            | CallKind::PointToPoint
-            | CallKind::AllGatherV
-            | CallKind::ReduceScatterV
-            | CallKind::GatherV
-            | CallKind::ScatterV
-            | CallKind::AllToAllV => plan::barrier(rank, topology),
-        });
-        if plans.len() == PLANS {
-            plans.remove(0);
-        }
-        plans.push((call, Arc::clone(&plan)));
-        plan
     }
 }
 
@@ -549,22 +311,10 @@ impl Drop for Inner {
 impl fmt::Debug for Group {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Group")
-            .field("name", &self.inner.name)
-            .field("rank", &self.inner.rank)
-            .field("size", &self.inner.size)
-            .field("generation", &self.inner.generation)
+            .field("name", &self.name())
+            .field("rank", &self.rank())
+            .field("size", &self.size())
+            .field("generation", &self.generation())
             .finish_non_exhaustive()
     }
-}
-
-/// Returns the descriptor of a call on `count` values. Plain data are described as bytes.
-fn call(value: ValueType, kind: CallKind, op: Option<ReduceOp>, root: u32, count: usize) -> Call {
-    Call::new(kind, value.dtype, op, root, (count * value.units) as u64)
-}
-
-pub(in crate::api) fn check_len(what: &str, len: usize, expected: usize) -> Result<(), CommError> {
-    if len == expected {
-        return Ok(());
-    }
-    Err(CommError::InvalidArgument(format!("{what} has {len} elements, not {expected}")))
 }

@@ -99,7 +99,8 @@ impl Group {
             *shrunk = true;
             let came = failed_group.key("came");
             failed_group = FailedGroup { name: format!("{}/shrunk", failed_group.name), generation, ranks };
-            let options = self.inner.options.clone().name(failed_group.name.clone()).generation(generation);
+            let options =
+                self.inner.config.options.clone().name(failed_group.name.clone()).generation(generation);
             let Some(mut config) = self.bootstrap_config(&survivors, options) else { continue };
             // The dead ranks have freed CPU cores, so the sharing of cores is computed again.
             config.sharing = None;
@@ -107,7 +108,7 @@ impl Group {
                 Ok(group) => match group.with_timeout(within).barrier() {
                     Ok(()) => {
                         if group.rank() == 0 {
-                            let _ = self.inner.store.delete(&came, Instant::now() + STORE_TIMEOUT);
+                            let _ = self.inner.config.store.delete(&came, Instant::now() + STORE_TIMEOUT);
                         }
                         return Ok(group);
                     }
@@ -131,7 +132,7 @@ impl Group {
         within: Duration,
         gone: impl Fn() -> BTreeSet<usize>,
     ) -> Result<(Generation, Vec<usize>), CommError> {
-        let (store, me) = (&self.inner.store, self.inner.origin[self.rank()]);
+        let (store, me) = (&self.inner.config.store, self.inner.config.origin[self.rank()]);
         let deadline = Instant::now().checked_add(within);
         let soon = || Instant::now() + STORE_TIMEOUT;
         let (came_key, decided) = (failed_group.key("came"), failed_group.key("decided"));

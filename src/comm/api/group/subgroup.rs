@@ -123,7 +123,7 @@ impl Group {
     #[must_use]
     #[doc(alias = "get_process_group_ranks")]
     pub fn global_ranks(&self) -> &[usize] {
-        &self.inner.origin
+        &self.inner.config.origin
     }
 
     /// Returns the rank that rank `rank` of this group has in the group's first ancestor; `None` if there is
@@ -131,7 +131,7 @@ impl Group {
     #[must_use]
     #[doc(alias = "get_global_rank")]
     pub fn global_rank(&self, rank: usize) -> Option<usize> {
-        self.inner.origin.get(rank).copied()
+        self.inner.config.origin.get(rank).copied()
     }
 
     /// Returns the rank in this group of the member with rank `global_rank` in the group's first ancestor;
@@ -139,7 +139,7 @@ impl Group {
     #[must_use]
     #[doc(alias = "get_group_rank")]
     pub fn group_rank(&self, global_rank: usize) -> Option<usize> {
-        self.inner.origin.iter().position(|&origin| origin == global_rank)
+        self.inner.config.origin.iter().position(|&origin| origin == global_rank)
     }
 
     /// Agrees with all ranks on the subgroup to make next, and exchanges the two numbers `values` of each
@@ -204,7 +204,7 @@ impl Group {
         let own = self.subgroup_name.as_deref().unwrap_or_default();
         let dash = if own.is_empty() { "" } else { "-" };
         let name = format!("{}/{number}{dash}{own}.{first}", self.name());
-        let mut options = self.inner.options.clone().name(name).generation(self.generation());
+        let mut options = self.inner.config.options.clone().name(name).generation(self.generation());
         options.id =
             fingerprint(&[options.id as usize, number as usize, first, name_fingerprint(own) as usize]);
         // Ranks outside `ranks` take part too: NCCL splits a communicator with all of its ranks.
@@ -222,7 +222,7 @@ impl Group {
         let joining = config.as_ref().zip(agreed.links.as_ref()).filter(|(config, _)| config.size > 1);
         let joining =
             joining.map(|(config, links)| Joining::new(config, links, ranks, &self.inner.topology, part));
-        let tuning = self.tuning.unwrap_or(self.inner.tuning).to_string();
+        let tuning = self.tuning.unwrap_or(self.inner.config.tuning).to_string();
         let succeeded = joining.as_ref().is_none_or(Joining::succeeded);
         let all = self.exchange([name_fingerprint(&tuning).cast_signed(), i64::from(succeeded)])?;
         agreed.formed.set(agreed.formed.get() + u64::from(ranks.len() > 1));
@@ -269,19 +269,19 @@ impl Group {
     /// if this rank is not in `ranks`.
     pub(super) fn bootstrap_config(&self, ranks: &[usize], options: GroupOptions) -> Option<BootstrapConfig> {
         Some(BootstrapConfig {
-            store: Arc::clone(&self.inner.store),
+            store: Arc::clone(&self.inner.config.store),
             store_id: format!("generation {}", self.generation()),
-            store_rank: ranks.iter().position(|&rank| Some(rank) == self.inner.store_rank),
+            store_rank: ranks.iter().position(|&rank| Some(rank) == self.inner.config.store_rank),
             rank: ranks.iter().position(|&rank| rank == self.rank())?,
             size: ranks.len(),
             store_location: StoreLocation::default(),
             entry_guard: None,
-            origin: ranks.iter().map(|&rank| self.inner.origin[rank]).collect(),
+            origin: ranks.iter().map(|&rank| self.inner.config.origin[rank]).collect(),
             options: options.timeout(self.timeout),
-            tuning: self.tuning.unwrap_or(self.inner.tuning),
+            tuning: self.tuning.unwrap_or(self.inner.config.tuning),
             // Only the group that a session makes receives the launcher's notices of dead peers.
             agent: None,
-            sharing: self.inner.sharing,
+            sharing: self.inner.config.sharing,
         })
     }
 
@@ -299,7 +299,7 @@ impl Group {
     /// made from it inherit the option.
     fn restore_init_timeout(&self, mut group: Self) -> Self {
         if let Some(inner) = Arc::get_mut(&mut group.inner) {
-            inner.options.init_timeout = self.inner.options.init_timeout;
+            inner.config.options.init_timeout = self.inner.config.options.init_timeout;
         }
         group
     }
@@ -327,7 +327,7 @@ mod tests {
                     scope.spawn(move || {
                         let group = Group::new(store, rank, size, options).unwrap();
                         let half = group.split(Some((2 * rank / size) as u32), 0).unwrap().unwrap();
-                        [group, half].map(|group| group.inner.sharing.unwrap())
+                        [group, half].map(|group| group.inner.config.sharing.unwrap())
                     })
                 })
                 .collect();

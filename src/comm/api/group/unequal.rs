@@ -45,7 +45,7 @@ impl Group {
         let value = send.value_type();
         let call = call(value, CallKind::AllGatherV, None, blocks.fingerprint(), blocks.end());
         let topology = &self.inner.topology;
-        let algorithm = self.inner.tuning.for_all_gather(recv.size_bytes() / self.size(), topology);
+        let algorithm = self.inner.config.tuning.for_all_gather(recv.size_bytes() / self.size(), topology);
         let bytes = value.dtype.size_bytes();
         let plan =
             || Arc::new(plan::all_gather(algorithm, self.rank(), topology, &units(value, blocks), bytes));
@@ -91,7 +91,7 @@ impl Group {
         let call = call(value, CallKind::ReduceScatterV, Some(op.op()), blocks.fingerprint(), blocks.end());
         let (rank, rounding, topology) = (self.rank(), Rounding::of(&call), &self.inner.topology);
         let algorithm =
-            self.inner.tuning.for_reduce_scatter(send.size_bytes() / self.size(), topology, rounding);
+            self.inner.config.tuning.for_reduce_scatter(send.size_bytes() / self.size(), topology, rounding);
         let bytes = value.size_bytes();
         let plan = || Arc::new(plan::reduce_scatter(algorithm, rounding, rank, topology, &blocks, bytes));
         self.collective(

@@ -1,0 +1,151 @@
+//! The preparation of operations: checked arguments, the transport, and the plan of a collective.
+
+use std::sync::{Arc, PoisonError};
+
+use super::{BorrowedBuffer, Call, CallKind, CommError, Group, Inner, Operation, ReduceOp, ValueType};
+use crate::bootstrap::BootstrapConfig;
+use crate::collectives::kernels::Kernel;
+use crate::collectives::plan::{self, Algorithm, Blocks, Plan, Rounding};
+use crate::engine::{self, Transport};
+use crate::shm;
+
+/// Number of cached plans (schedules of transfers). Later calls with an equal descriptor use the cached plan.
+const PLANS: usize = 16;
+
+/// A checked operation with its buffers, ready to start; `None` if nothing is left to do.
+///
+/// Each operation has a `prepare_*` function. The blocking form runs the prepared operation; the nonblocking
+/// form starts it.
+pub(in crate::api) type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
+
+impl Group {
+    /// Prepares a collective over `buffer`; `plan` returns its schedule of transfers.
+    pub(super) fn collective<'a>(
+        &self,
+        call: Call,
+        plan: impl FnOnce() -> Arc<Plan>,
+        buffer: BorrowedBuffer<'a>,
+        kernel: Option<Kernel>,
+    ) -> Prepared<'a> {
+        self.inner.check_caller()?;
+        if self.inner.shared.is_none() {
+            engine::run_single_rank(buffer, kernel, call.dtype, &plan());
+            return Ok(None);
+        }
+        Ok(Some(Operation::Collective { call, transport: Transport::Connections(plan()), buffer, kernel }))
+    }
+
+    /// Prepares a collective whose plan (schedule of transfers) depends only on the descriptor `call`.
+    #[inline(always)]
+    pub(super) fn planned<'a>(
+        &self,
+        call: Call,
+        buffer: BorrowedBuffer<'a>,
+        kernel: Option<Kernel>,
+    ) -> Prepared<'a> {
+        if self.inner.runs_in_shared_memory(&call) {
+            self.inner.check_caller()?;
+            return Ok(Some(Operation::Collective {
+                call,
+                transport: Transport::SharedMemory,
+                buffer,
+                kernel,
+            }));
+        }
+        self.collective(call, || self.inner.plan(call), buffer, kernel)
+    }
+
+    pub(crate) fn check_rank(&self, rank: usize, what: &str) -> Result<(), CommError> {
+        if rank < self.size() {
+            return Ok(());
+        }
+        Err(CommError::InvalidArgument(format!("{what} {rank}: ranks are 0 to {}", self.size() - 1)))
+    }
+}
+
+impl Inner {
+    /// Returns true if a collective runs in the memory that all ranks share; the answer is equal on all
+    /// ranks.
+    pub(super) fn runs_in_shared_memory(&self, call: &Call) -> bool {
+        // Wide inputs (`f32` for 16-bit elements) need a copy of the buffer, which only plans over
+        // connections make.
+        let wide = matches!(Rounding::of(call), Rounding::Once { wide_inputs: true });
+        self.memory.is_some()
+            && shm::is_supported(call.kind)
+            && !wide
+            && !self.config.tuning.has_override(call.kind)
+    }
+
+    /// Returns true if a reduce-scatter overwrites the blocks of other ranks, so that it needs a copy of the
+    /// input. The ring and hierarchy algorithms overwrite these blocks.
+    pub(super) fn needs_scratch_copy(&self, call: &Call) -> bool {
+        let (bytes, rounding) = (call.bytes() as usize, Rounding::of(call));
+        !self.runs_in_shared_memory(call)
+            && self.config.tuning.for_reduce_scatter(bytes, &self.topology, rounding) != Algorithm::Direct
+    }
+
+    fn plan(&self, call: Call) -> Arc<Plan> {
+        let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, plan)) = plans.iter().find(|(known, _)| *known == call) {
+            return Arc::clone(plan);
+        }
+        let Self { ref config, ref topology, .. } = *self;
+        let BootstrapConfig { rank, size: world, ref tuning, .. } = *config;
+        let (count, root) = (call.count() as usize, call.root as usize);
+        let (bytes, element_bytes) = (call.bytes() as usize, call.dtype.size_bytes());
+        let rounding = Rounding::of(&call);
+        let blocks = || Blocks::uniform(world, count);
+        let plan = Arc::new(match call.kind {
+            CallKind::AllReduce => {
+                let algorithm = tuning.for_all_reduce(bytes, topology, rounding);
+                plan::all_reduce(algorithm, rounding, rank, topology, count, element_bytes)
+            }
+            CallKind::Broadcast => plan::broadcast(tuning.for_broadcast(bytes), rank, topology, count, root),
+            CallKind::Reduce => {
+                let algorithm = tuning.for_reduce(bytes, topology, rounding);
+                plan::reduce(algorithm, rounding, rank, topology, count, root)
+            }
+            CallKind::AllGather | CallKind::Subgroup => {
+                let algorithm = tuning.for_all_gather(bytes, topology);
+                plan::all_gather(algorithm, rank, topology, &blocks(), element_bytes)
+            }
+            CallKind::ReduceScatter => {
+                let algorithm = tuning.for_reduce_scatter(bytes, topology, rounding);
+                plan::reduce_scatter(algorithm, rounding, rank, topology, &blocks(), element_bytes)
+            }
+            CallKind::Gather => plan::gather(rank, &blocks(), root),
+            CallKind::Scatter => plan::scatter(rank, &blocks(), root),
+            CallKind::Scan => plan::scan(rounding, rank, world, count),
+            CallKind::ExclusiveScan => plan::exclusive_scan(rounding, rank, world, count),
+            CallKind::AllToAll => plan::all_to_all(rank, &blocks(), &blocks()),
+            // The ranks exchange no data, only notices that they have arrived.
+            CallKind::MonitoredBarrier => Plan::default(),
+            // Descriptors of calls do not contain unequal block lengths, so callers make the plans of these
+            // calls.
+            CallKind::Barrier
+            | CallKind::PointToPoint
+            | CallKind::AllGatherV
+            | CallKind::ReduceScatterV
+            | CallKind::GatherV
+            | CallKind::ScatterV
+            | CallKind::AllToAllV => plan::barrier(rank, topology),
+        });
+        if plans.len() == PLANS {
+            plans.remove(0);
+        }
+        plans.push((call, Arc::clone(&plan)));
+        plan
+    }
+}
+
+/// Returns the descriptor of a call on `count` values. Plain data are described as bytes.
+pub(super) fn call(value: ValueType, kind: CallKind, op: Option<ReduceOp>, root: u32, count: usize) -> Call {
+    Call::new(kind, value.dtype, op, root, (count * value.units) as u64)
+}
+
+pub(in crate::api) fn check_len(what: &str, len: usize, expected: usize) -> Result<(), CommError> {
+    if len == expected {
+        return Ok(());
+    }
+    Err(CommError::InvalidArgument(format!("{what} has {len} elements, not {expected}")))
+}
