@@ -122,7 +122,7 @@ const DEFAULTS: &[(&str, &[(&str, usize)])] = &[
             ("src/launcher/rendezvous/elastic/registry/file.rs", 1),
             ("src/launcher/rendezvous/mod.rs", 1),
             ("src/launcher/report/short.rs", 2),
-            ("src/recorder/layout.rs", 1),
+            ("src/recorder/layout/groups.rs", 1),
             ("src/recorder/names.rs", 1),
             ("src/store/answer.rs", 1),
             ("src/store/file/mod.rs", 2),
