@@ -83,15 +83,11 @@ impl PublishedLocation {
     pub(super) const BYTES: usize = 16;
 
     pub(super) fn encode(self) -> [u8; Self::BYTES] {
-        let mut bytes = [0; Self::BYTES];
-        bytes[..8].copy_from_slice(&self.id.to_le_bytes());
-        bytes[8..].copy_from_slice(&self.at.to_le_bytes());
-        bytes
+        bytemuck::cast([self.id.to_le(), self.at.to_le()])
     }
 
     pub(super) fn decode(bytes: [u8; Self::BYTES]) -> Self {
-        let (id, at) = bytes.split_at(8);
-        let [id, at] = [id, at].map(|half| half.try_into().map_or(0, u64::from_le_bytes));
+        let [id, at] = bytemuck::cast::<_, [u64; 2]>(bytes).map(u64::from_le);
         Self { id, at }
     }
 }

@@ -160,7 +160,7 @@ impl ShmCollective {
             }
             // The step is cloned, since executing it changes the rest of `self`.
             let step = self.steps[self.next_step].clone();
-            if !self.execute_step(memory, &step)? {
+            if !self.execute_step(memory, step)? {
                 return Ok(any || self.buffer.copy_some());
             }
             self.waits.clear();
@@ -171,7 +171,7 @@ impl ShmCollective {
     }
 
     /// Does one step. Returns false if the step has to wait.
-    fn execute_step(&mut self, memory: &mut HostMemory, step: &ScheduleStep) -> Result<bool, ExecutionError> {
+    fn execute_step(&mut self, memory: &mut HostMemory, step: ScheduleStep) -> Result<bool, ExecutionError> {
         match step {
             ScheduleStep::AwaitSlot => {
                 self.waits = memory.slot_readers(self.call_number.number);
@@ -188,45 +188,40 @@ impl ShmCollective {
                 memory.wake_sleepers();
                 fault_point("sent", self.seq, self.published as usize);
             }
-            ScheduleStep::MatchCall(peers) => return self.match_calls(memory, *peers),
+            ScheduleStep::MatchCall(peers) => return self.match_calls(memory, peers),
             ScheduleStep::DecideDirect => self.decide_direct(memory)?,
             ScheduleStep::AwaitRound(round) => {
                 let count = (self.call_number.rounds + round + 1).saturating_sub(ROUNDS_IN_MEMORY);
                 return Ok(self.check_counter(memory, Peers::All, Counter::Done, count));
             }
             ScheduleStep::AwaitCounter(counter, round, peers) => {
-                return Ok(self.check_counter(memory, *peers, *counter, self.call_number.rounds + round + 1));
+                return Ok(self.check_counter(memory, peers, counter, self.call_number.rounds + round + 1));
             }
             ScheduleStep::SetCounter(counter, round) => {
-                memory.set_counter(*counter, self.call_number.rounds + round + 1);
-                if *counter == Counter::Published {
+                memory.set_counter(counter, self.call_number.rounds + round + 1);
+                if counter == Counter::Published {
                     fault_point("sent", self.seq, self.published as usize);
                 }
             }
             ScheduleStep::Publish { range, area, at } => {
-                self.published += copy_reduce::publish(
-                    memory,
-                    &self.buffer,
-                    range.clone(),
-                    self.location(memory.me, *area, *at),
-                ) as u64;
+                let location = self.location(memory.me, area, at);
+                self.published += copy_reduce::publish(memory, &self.buffer, range, location) as u64;
             }
             ScheduleStep::Fetch { from, area, at, range } => {
-                let location = self.location(*from, *area, *at);
-                self.fetched += copy_reduce::fetch(memory, &mut self.buffer, range.clone(), location) as u64;
+                let location = self.location(from, area, at);
+                self.fetched += copy_reduce::fetch(memory, &mut self.buffer, range, location) as u64;
                 fault_point("received", self.seq, self.fetched as usize);
             }
             ScheduleStep::ReduceDirect { range } => {
                 let Some(direct) = &self.direct else { return Ok(true) };
-                let added = copy_reduce::reduce_direct(memory, &mut self.buffer, range.clone(), direct);
+                let added = copy_reduce::reduce_direct(memory, &mut self.buffer, range, direct);
                 self.published += added.as_ref().map_or(0, |&bytes| bytes as u64);
                 fault_point("sent", self.seq, self.published as usize);
                 self.record_reduced(added)?;
             }
             ScheduleStep::Reduce { area, at, range, publishes } => {
-                let location = self.location(memory.me, *area, *at);
-                let added =
-                    copy_reduce::reduce(memory, &mut self.buffer, range.clone(), location, *publishes);
+                let location = self.location(memory.me, area, at);
+                let added = copy_reduce::reduce(memory, &mut self.buffer, range, location, publishes);
                 self.record_reduced(added)?;
             }
         }
@@ -275,21 +270,11 @@ impl ShmCollective {
     /// if not, `waits` becomes the missing ranks.
     fn match_calls(&mut self, memory: &mut HostMemory, peers: Peers) -> Result<bool, ExecutionError> {
         self.waits.clear();
-        let (me, ranks) = (memory.me, memory.ranks.len());
-        let all = match peers {
-            Peers::All => 0..ranks,
-            Peers::One(local_rank) => local_rank..local_rank + 1,
-        };
+        let (me, all) = (memory.me, peers.range(memory.ranks.len()));
+        let CallNumber { number, ref header, .. } = self.call_number;
         // Ranks whose calls were found equal already are not checked again.
         for local_rank in all.start + self.matched..all.end {
-            if local_rank == me
-                || memory.match_call(
-                    local_rank,
-                    self.call_number.number,
-                    &self.call_number.header,
-                    self.seq,
-                )?
-            {
+            if local_rank == me || memory.match_call(local_rank, number, header, self.seq)? {
                 self.matched += usize::from(self.waits.is_empty());
             } else {
                 self.waits.push(memory.ranks[local_rank]);

@@ -4,7 +4,7 @@
 use super::copy_reduce::{self, AreaAddress, Location, PlainElements};
 use super::layout::{INLINE_BYTES, SLOTS};
 use super::numbering::CallNumber;
-use super::schedule::{Area, Peers, Schedule, ScheduleStep};
+use super::schedule::{Area, Schedule, ScheduleStep};
 use super::{AwaitedRanks, HostMemory};
 use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::Call;
@@ -66,11 +66,8 @@ impl HostMemory {
     /// One of these ranks made another collective call instead.
     #[inline]
     pub(crate) fn match_small(&mut self, small: &mut SmallCall) -> Result<bool, ExecutionError> {
-        let these = match small.schedule.sources() {
-            None => return Ok(true),
-            Some(Peers::One(rank)) => rank..rank + 1,
-            Some(Peers::All) => 0..self.ranks.len(),
-        };
+        let Some(sources) = small.schedule.sources() else { return Ok(true) };
+        let these = sources.range(self.ranks.len());
         while let Some(rank) = these.clone().nth(small.matched) {
             if rank != self.me
                 && !self.match_call(rank, small.call_number.number, &small.call_number.header, small.seq)?
@@ -88,12 +85,8 @@ impl HostMemory {
     /// a context switch costs more than it gains.
     pub(crate) fn should_yield(&mut self, small: &SmallCall) -> bool {
         self.publish_core();
-        let (me, number) = (self.me, small.call_number.number);
-        let awaited = match small.schedule.sources() {
-            None => return false,
-            Some(Peers::One(rank)) => rank..rank + 1,
-            Some(Peers::All) => 0..self.ranks.len(),
-        };
+        let Some(sources) = small.schedule.sources() else { return false };
+        let (me, number, awaited) = (self.me, small.call_number.number, sources.range(self.ranks.len()));
         let same_core: AwaitedRanks = (0..self.ranks.len())
             .filter(|&local_rank| local_rank != me && self.shares_core(local_rank))
             .collect();

@@ -60,6 +60,17 @@ pub(crate) enum Peers {
     One(usize),
 }
 
+impl Peers {
+    /// Returns the local ranks, of `ranks` ranks of the host.
+    #[inline]
+    pub(super) fn range(self, ranks: usize) -> Range<usize> {
+        match self {
+            Self::All => 0..ranks,
+            Self::One(local_rank) => local_rank..local_rank + 1,
+        }
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum ScheduleStep {
     /// Waits until no rank reads the slot that this rank uses for the call.
