@@ -5,7 +5,7 @@ use std::ops::{Deref, DerefMut, Range};
 
 use smallvec::SmallVec;
 
-use super::slice::{Scratch, Slice, SliceMut, ValueType};
+use super::slice::{Place, Scratch, Slice, SliceMut};
 use crate::collectives::dtype::Dtype;
 use crate::collectives::kernels::copy;
 
@@ -65,30 +65,27 @@ impl<'a> BorrowedBuffer<'a> {
     /// Adds memory that is filled or changed, beginning at value `at` of the buffer.
     #[inline]
     pub(crate) fn with_mut(self, at: usize, buf: impl Into<SliceMut<'a>>) -> Self {
-        let buf = buf.into();
-        self.part(at, buf.start(), buf.len(), buf.value_type(), true)
+        self.part(at, *buf.into(), true)
     }
 
     /// Adds memory that is only read, beginning at value `at` of the buffer.
     #[inline]
     pub(crate) fn with_ref(self, at: usize, buf: impl Into<Slice<'a>>) -> Self {
-        let buf = buf.into();
-        self.part(at, buf.start().cast_mut(), buf.len(), buf.value_type(), false)
+        self.part(at, *buf.into(), false)
     }
 
     /// Adds owned memory, beginning at value `at` of the buffer.
     pub(crate) fn with_scratch(self, at: usize, mut scratch: Scratch) -> Self {
-        let mut buffer = self.part(at, scratch.start(), scratch.len(), scratch.value_type(), true);
+        let mut buffer = self.part(at, *scratch.as_mut(), true);
         buffer.scratch = Some(scratch.into_memory());
         buffer
     }
 
     /// Adds owned memory for all values except `hole`. The part of `scratch` inside `hole` is not used.
     pub(crate) fn with_scratch_around(self, hole: Range<usize>, mut scratch: Scratch) -> Self {
-        let (start, value) = (scratch.start(), scratch.value_type());
-        let behind = start.wrapping_add(hole.end * value.size_bytes());
-        let mut buffer = self.part(0, start, hole.start, value, true);
-        buffer = buffer.part(hole.end, behind, scratch.len() - hole.end, value, true);
+        let all = *scratch.as_mut();
+        let mut buffer = self.part(0, all.part(0..hole.start), true);
+        buffer = buffer.part(hole.end, all.part(hole.end..all.len()), true);
         buffer.scratch = Some(scratch.into_memory());
         buffer
     }
@@ -106,12 +103,13 @@ impl<'a> BorrowedBuffer<'a> {
     }
 
     #[inline]
-    fn part(mut self, at: usize, start: *mut u8, len: usize, value: ValueType, writable: bool) -> Self {
+    fn part(mut self, at: usize, place: Place, writable: bool) -> Self {
+        let value = place.value_type();
         self.bools |= value.dtype == Dtype::Bool;
-        let (at, len) = (at.saturating_mul(value.size_bytes()), len * value.size_bytes());
+        let (at, len) = (at.saturating_mul(value.size_bytes()), place.size_bytes());
         if len > 0 {
             let index = self.parts.partition_point(|part| part.at < at);
-            self.parts.insert(index, Part { start, len, writable, at });
+            self.parts.insert(index, Part { start: place.start(), len, writable, at });
         }
         self
     }
@@ -242,6 +240,7 @@ mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
     use super::*;
+    use crate::buffer::ValueType;
 
     fn scratch(values: &[u8]) -> Scratch {
         Scratch::copy_of(ValueType::of::<u8>(), std::iter::once(Slice::from(values)))

@@ -2,7 +2,7 @@
 //! are sent. The typed calls and the untyped ones (`api/raw`) meet here.
 
 use std::marker::PhantomData;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 
 use crate::collectives::dtype::{Dtype, Transfer};
 use crate::collectives::kernels::copy;
@@ -32,21 +32,25 @@ impl ValueType {
     }
 }
 
+/// The place of values in memory.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Place {
+    start: *mut u8,
+    len: usize,
+    value: ValueType,
+}
+
 /// Values that are borrowed for reading.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Slice<'a> {
-    start: *const u8,
-    len: usize,
-    value: ValueType,
+    place: Place,
     borrowed: PhantomData<&'a [u8]>,
 }
 
 /// Values that are borrowed exclusively.
 #[derive(Debug)]
 pub(crate) struct SliceMut<'a> {
-    start: *mut u8,
-    len: usize,
-    value: ValueType,
+    place: Place,
     borrowed: PhantomData<&'a mut [u8]>,
 }
 
@@ -59,116 +63,111 @@ pub(crate) struct Scratch {
     value: ValueType,
 }
 
+impl Place {
+    #[inline]
+    pub(super) fn start(&self) -> *mut u8 {
+        self.start
+    }
+
+    /// Returns the number of values.
+    #[inline]
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    #[inline]
+    pub(crate) fn value_type(&self) -> ValueType {
+        self.value
+    }
+
+    #[inline]
+    pub(crate) fn size_bytes(&self) -> usize {
+        self.len * self.value.size_bytes()
+    }
+
+    /// Returns the place of the values of a range.
+    #[inline]
+    pub(super) fn part(self, range: Range<usize>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} values", self.len);
+        let start = self.start.wrapping_add(range.start * self.value.size_bytes());
+        Self { start, len: range.len(), ..self }
+    }
+}
+
+impl Deref for Slice<'_> {
+    type Target = Place;
+
+    #[inline]
+    fn deref(&self) -> &Place {
+        &self.place
+    }
+}
+
+impl Deref for SliceMut<'_> {
+    type Target = Place;
+
+    #[inline]
+    fn deref(&self) -> &Place {
+        &self.place
+    }
+}
+
 impl<'a, T: Transfer> From<&'a [T]> for Slice<'a> {
     #[inline]
     fn from(values: &'a [T]) -> Self {
-        Self {
-            start: values.as_ptr().cast(),
-            len: values.len(),
-            value: ValueType::of::<T>(),
-            borrowed: PhantomData,
-        }
+        let start = values.as_ptr().cast_mut().cast();
+        let place = Place { start, len: values.len(), value: ValueType::of::<T>() };
+        Self { place, borrowed: PhantomData }
     }
 }
 
 impl<'a, T: Transfer> From<&'a mut [T]> for SliceMut<'a> {
     #[inline]
     fn from(values: &'a mut [T]) -> Self {
-        Self {
-            start: values.as_mut_ptr().cast(),
-            len: values.len(),
-            value: ValueType::of::<T>(),
-            borrowed: PhantomData,
-        }
+        let start = values.as_mut_ptr().cast();
+        let place = Place { start, len: values.len(), value: ValueType::of::<T>() };
+        Self { place, borrowed: PhantomData }
     }
 }
 
 #[allow(unsafe_code)]
-impl<'a> Slice<'a> {
+impl Slice<'_> {
     /// # Safety
-    /// For `'a`, `len` valid values of type `value` are at `start`, which is aligned for them, and nobody
-    /// writes to them.
+    /// For the lifetime of the result, `len` valid values of type `value` are at `start`, which is aligned for
+    /// them, and nobody writes to them.
     #[inline]
     pub(crate) unsafe fn from_raw_parts(start: *const u8, len: usize, value: ValueType) -> Self {
-        Self { start, len, value, borrowed: PhantomData }
-    }
-
-    /// Returns the number of values.
-    #[inline]
-    pub(crate) fn len(&self) -> usize {
-        self.len
-    }
-
-    #[inline]
-    pub(crate) fn value_type(&self) -> ValueType {
-        self.value
-    }
-
-    #[inline]
-    pub(crate) fn start(&self) -> *const u8 {
-        self.start
-    }
-
-    #[inline]
-    pub(crate) fn size_bytes(&self) -> usize {
-        self.len * self.value.size_bytes()
+        Self { place: Place { start: start.cast_mut(), len, value }, borrowed: PhantomData }
     }
 
     /// Returns the values of a range.
     #[inline]
     pub(crate) fn part(&self, range: Range<usize>) -> Self {
-        assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} values", self.len);
-        let start = self.start.wrapping_add(range.start * self.value.size_bytes());
-        Self { start, len: range.len(), ..*self }
+        Self { place: self.place.part(range), borrowed: PhantomData }
     }
 }
 
 #[allow(unsafe_code)]
-impl<'a> SliceMut<'a> {
+impl SliceMut<'_> {
     /// # Safety
-    /// For `'a`, `len` valid values of type `value` are at `start`, which is aligned for them, and nobody
-    /// else accesses them.
+    /// For the lifetime of the result, `len` valid values of type `value` are at `start`, which is aligned for
+    /// them, and nobody else accesses them.
     #[inline]
     pub(crate) unsafe fn from_raw_parts(start: *mut u8, len: usize, value: ValueType) -> Self {
-        Self { start, len, value, borrowed: PhantomData }
-    }
-
-    /// Returns the number of values.
-    #[inline]
-    pub(crate) fn len(&self) -> usize {
-        self.len
-    }
-
-    #[inline]
-    pub(crate) fn value_type(&self) -> ValueType {
-        self.value
-    }
-
-    #[inline]
-    pub(crate) fn start(&self) -> *mut u8 {
-        self.start
-    }
-
-    #[inline]
-    pub(crate) fn size_bytes(&self) -> usize {
-        self.len * self.value.size_bytes()
+        Self { place: Place { start, len, value }, borrowed: PhantomData }
     }
 
     /// Returns the values for reading.
     #[inline]
     pub(crate) fn as_slice(&self) -> Slice<'_> {
-        Slice { start: self.start, len: self.len, value: self.value, borrowed: PhantomData }
+        Slice { place: self.place, borrowed: PhantomData }
     }
 
     /// Returns the values before `at`, and the rest.
     #[inline]
     pub(crate) fn split_at(self, at: usize) -> (Self, Self) {
-        assert!(at <= self.len, "{at} of {} values", self.len);
-        let start = self.start.wrapping_add(at * self.value.size_bytes());
-        (
-            Self { len: at, ..self },
-            Self { start, len: self.len - at, value: self.value, borrowed: PhantomData },
-        )
+        let (before, rest) = (self.place.part(0..at), self.place.part(at..self.len));
+        (Self { place: before, ..self }, Self { place: rest, borrowed: PhantomData })
     }
 
     /// Splits the values into those before the range `own`, in the range, and after it.
@@ -217,25 +216,10 @@ impl Scratch {
     }
 
     #[inline]
-    fn as_mut(&mut self) -> SliceMut<'_> {
+    pub(super) fn as_mut(&mut self) -> SliceMut<'_> {
         // SAFETY: the memory is aligned, has room for the values, and is borrowed exclusively. All zeros are
         // valid values of every type.
         unsafe { SliceMut::from_raw_parts(self.memory.as_mut_ptr().cast(), self.len, self.value) }
-    }
-
-    #[inline]
-    pub(super) fn start(&mut self) -> *mut u8 {
-        self.memory.as_mut_ptr().cast()
-    }
-
-    #[inline]
-    pub(super) fn len(&self) -> usize {
-        self.len
-    }
-
-    #[inline]
-    pub(super) fn value_type(&self) -> ValueType {
-        self.value
     }
 
     #[inline]
