@@ -198,19 +198,12 @@ macro_rules! complex {
         impl NativeBytes<{ 2 * size_of::<$float>() }> for Complex<$float> {
             #[inline(always)]
             fn read(bytes: [u8; 2 * size_of::<$float>()]) -> Self {
-                let mut parts = [0.0; 2];
-                for (part, bytes) in parts.iter_mut().zip(bytes.as_chunks().0) {
-                    *part = <$float>::from_ne_bytes(*bytes);
-                }
-                Self::new(parts[0], parts[1])
+                let [re, im] = bytemuck::cast::<_, [$float; 2]>(bytes);
+                Self::new(re, im)
             }
             #[inline(always)]
             fn write(self) -> [u8; 2 * size_of::<$float>()] {
-                let mut bytes = [0; 2 * size_of::<$float>()];
-                for (part, bytes) in [self.re, self.im].iter().zip(bytes.as_chunks_mut().0) {
-                    *bytes = part.to_ne_bytes();
-                }
-                bytes
+                bytemuck::cast([self.re, self.im])
             }
         }
     )*};

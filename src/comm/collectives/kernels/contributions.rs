@@ -60,6 +60,7 @@ impl Kernel {
         scratch: &mut [u8],
         contribution: impl Fn(usize) -> SourceBytes<'a>,
     ) -> Result<(), String> {
+        let F32Conversion { widen, narrow } = *self.f32_conversion.unwrap_or(&F32Conversion::IDENTITY);
         let wider = self
             .f32_conversion
             .map_or(own.len(), |_| own.len() / F32Conversion::HALF_BYTES * ACCUMULATOR_BYTES);
@@ -72,19 +73,12 @@ impl Kernel {
             } else {
                 contribution(rank).copy_to(copy);
             }
-            let into = if rank == 0 { &mut *sums } else { &mut *next };
-            match self.f32_conversion {
-                Some(conversion) => (conversion.widen)(copy, into),
-                None => SourceBytes::from(&*copy).copy_to(into),
-            }
+            widen(copy, if rank == 0 { &mut *sums } else { &mut *next });
             if rank > 0 {
                 self.reduce(sums, next, false, self.f32_conversion.is_some() && rank + 1 == ranks.count)?;
             }
         }
-        match self.f32_conversion {
-            Some(conversion) => (conversion.narrow)(sums, own),
-            None => SourceBytes::from(&*sums).copy_to(own),
-        }
+        narrow(sums, own);
         Ok(())
     }
 }
