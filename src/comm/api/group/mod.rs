@@ -95,8 +95,6 @@ pub struct Group {
 type KeepAlive = Arc<dyn Any + Send + Sync>;
 
 struct Inner {
-    /// What the group was made from.
-    config: BootstrapConfig,
     generation: Generation,
     topology: Topology,
     /// The shared-memory allocations of [`Group::alloc`]; `None` unless all ranks share memory.
@@ -115,6 +113,9 @@ struct Inner {
     /// The device backends of all handles, so that a handle that ends the group ends all of them.
     #[cfg(feature = "nccl")]
     device_backends: Mutex<Vec<Weak<dyn GroupDevice>>>,
+    /// What the group was made from; subgroups use the store in it too. It is dropped after the engine and
+    /// `keep`.
+    config: BootstrapConfig,
     /// Number of subgroups made so far, equal on all ranks. Locked while the ranks agree on the next
     /// subgroup.
     subgroups: Mutex<u64>,
