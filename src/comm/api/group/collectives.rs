@@ -208,24 +208,19 @@ impl Group {
     /// Counterpart of `torch.distributed.monitored_barrier` with `wait_all_ranks` always on. That costs no
     /// time, since the ranks report to each other instead of to one rank.
     pub fn monitored_barrier(&self, timeout: Duration) -> Result<(), CommError> {
-        self.with_timeout(timeout).carry_out(self.prepare_monitored_barrier()).map(drop)
-    }
-
-    fn prepare_monitored_barrier(&self) -> Prepared<'static> {
-        self.planned(call(BYTES, CallKind::MonitoredBarrier, None, 0, 0), BorrowedBuffer::default(), None)
+        let call = call(BYTES, CallKind::MonitoredBarrier, None, 0, 0);
+        let prepared = self.planned(call, BorrowedBuffer::default(), None);
+        self.with_timeout(timeout).carry_out(prepared).map(drop)
     }
 
     #[inline]
     pub(in crate::api) fn prepare_barrier(&self) -> Prepared<'static> {
         let call = call(BYTES, CallKind::Barrier, None, 0, 0);
-        let elements = |_| Scratch::zeros(plan::barrier_elements(&self.inner.topology), BYTES);
-        let memory = Some(call).filter(|call| !self.inner.runs_in_shared_memory(call)).map(elements);
-        self.planned(
-            call,
-            memory.map_or_else(BorrowedBuffer::default, |memory| {
-                BorrowedBuffer::default().with_scratch(0, memory)
-            }),
-            None,
-        )
+        let mut buffer = BorrowedBuffer::default();
+        if !self.inner.runs_in_shared_memory(&call) {
+            let elements = plan::barrier_elements(&self.inner.topology);
+            buffer = buffer.with_scratch(0, Scratch::zeros(elements, BYTES));
+        }
+        self.planned(call, buffer, None)
     }
 }

@@ -24,7 +24,8 @@ impl Group {
 
     #[inline]
     pub(in crate::api) fn prepare_send<'a>(&self, buf: Slice<'a>, to: usize, tag: u32) -> Prepared<'a> {
-        self.check_peer(to, "send to")?;
+        self.check_rank(to, "send to")?;
+        self.check_message()?;
         let call = message(buf.value_type(), tag, buf.len());
         let buffer = BorrowedBuffer::default().with_ref(0, buf);
         Ok(Some(Operation::Send { to, call, buffer }))
@@ -64,10 +65,7 @@ impl Group {
         from: Option<usize>,
         tag: u32,
     ) -> Prepared<'a> {
-        match from {
-            Some(from) => self.check_peer(from, "receive from")?,
-            None => self.check_message()?,
-        }
+        self.check_source(from)?;
         let call = message(buf.value_type(), tag, buf.len());
         Ok(Some(Operation::Recv { from, call, buffer: BorrowedBuffer::default().with_mut(0, buf) }))
     }
@@ -95,10 +93,7 @@ impl Group {
     }
 
     fn probe_message(&self, from: Option<usize>, tag: u32, wait: bool) -> Result<Option<Status>, CommError> {
-        match from {
-            Some(from) => self.check_peer(from, "receive from")?,
-            None => self.check_message()?,
-        }
+        self.check_source(from)?;
         self.carry_out(Ok(Some(Operation::Probe {
             from,
             call: message(ValueType::of::<u8>(), tag, 0),
@@ -106,8 +101,8 @@ impl Group {
         })))
     }
 
-    fn check_peer(&self, rank: usize, what: &str) -> Result<(), CommError> {
-        self.check_rank(rank, what)?;
+    fn check_source(&self, from: Option<usize>) -> Result<(), CommError> {
+        from.map_or(Ok(()), |from| self.check_rank(from, "receive from"))?;
         self.check_message()
     }
 

@@ -62,10 +62,7 @@ impl Group {
         object: &T,
     ) -> Result<Vec<T>, CommError> {
         let group = self.with_fixed_deadline();
-        let mine = serialize(object);
-        let mut sizes = vec![0; self.size()];
-        group.all_gather(&[serialized_size(&mine)], &mut sizes)?;
-        let (lens, mine) = self.lens(&sizes, mine)?;
+        let (lens, mine) = group.announce(object)?;
         let mut bytes = buffer(lens.iter().sum())?;
         group.all_gather_v(&mine, &mut bytes, &lens)?;
         deserialize_all(&bytes, &lens)
@@ -86,10 +83,7 @@ impl Group {
     ) -> Result<Option<Vec<T>>, CommError> {
         let group = self.with_fixed_deadline();
         self.check_rank(root, "root")?;
-        let mine = serialize(object);
-        let mut sizes = vec![0; self.size()];
-        group.all_gather(&[serialized_size(&mine)], &mut sizes)?;
-        let (lens, mine) = self.lens(&sizes, mine)?;
+        let (lens, mine) = group.announce(object)?;
         let is_root = self.rank() == root;
         let mut bytes = buffer(if is_root { lens.iter().sum() } else { 0 })?;
         group.gather_v(&mine, &mut bytes, &lens, root)?;
@@ -145,9 +139,11 @@ impl Group {
         deserialize(root, &bytes)
     }
 
-    /// Checks the sizes of all ranks' serialized objects; returns them, with this rank's serialized object
-    /// `mine`.
-    fn lens(&self, sizes: &[u64], mine: Serialized) -> Result<(Vec<usize>, Vec<u8>), CommError> {
+    /// Gathers and checks the sizes of all ranks' serialized objects; returns them, with this rank's object.
+    fn announce<T: Serialize>(&self, object: &T) -> Result<(Vec<usize>, Vec<u8>), CommError> {
+        let mine = serialize(object);
+        let mut sizes = vec![0; self.size()];
+        self.all_gather(&[serialized_size(&mine)], &mut sizes)?;
         for (rank, &size) in sizes.iter().enumerate() {
             check_size(rank, size, Some(&mine).filter(|_| rank == self.rank()))?;
         }
