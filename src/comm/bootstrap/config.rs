@@ -123,6 +123,11 @@ impl BootstrapConfig {
         }
     }
 
+    /// Returns whether the ranks `local_ranks` of a host are to share memory.
+    pub(super) fn wants_memory(&self, local_ranks: &[usize]) -> bool {
+        self.options.shared_memory && local_ranks.len() > 1
+    }
+
     pub(super) fn group_recorder(&self) -> GroupRecorder {
         let Self { rank, size, origin, options, .. } = self;
         FlightRecorder::for_process().group(

@@ -145,10 +145,10 @@ impl Bootstrap<'_> {
         generation: Generation,
         topology: &Topology,
     ) -> Result<Result<bool, Generation>, CommError> {
-        let BootstrapConfig { rank, size, ref options, .. } = *self.config;
+        let BootstrapConfig { rank, size, .. } = *self.config;
         let (local_ranks, one_host) = (topology.local_ranks(rank), topology.hosts().len() == 1);
         let mut in_memory = false;
-        if options.shared_memory && local_ranks.len() > 1 {
+        if self.config.wants_memory(local_ranks) {
             // Data that goes through shared memory needs no connection, so only control connections are
             // opened first.
             if let Some(announced) =

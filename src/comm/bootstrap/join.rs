@@ -54,19 +54,13 @@ impl<'a> Joining<'a> {
 
     /// Maps the part of the arena that the first of the group's ranks on this host has reserved.
     fn map_memory(&self, part: impl Fn(usize) -> Option<u64>) -> Option<io::Result<HostMemory>> {
-        let local_ranks = self.local_ranks_to_share()?;
-        let (on_host, share) = self.parent.host.as_ref()?;
+        let local_ranks = self.topology.local_ranks(self.config.rank);
+        let (on_host, share) = self.parent.host.as_ref().filter(|_| self.config.wants_memory(local_ranks))?;
         let index = |&rank: &usize| on_host.iter().position(|&other| other == self.ranks[rank]);
         let chosen: Vec<usize> = local_ranks.iter().map(index).collect::<Option<_>>()?;
         let number = part(self.ranks[local_ranks[0]])?;
         let me = self.topology.host_and_index(self.config.rank).1;
         Some(HostMemory::of_part(&share.of(&chosen), number, local_ranks.to_vec(), me))
-    }
-
-    /// Returns the ranks of this host if they are to share memory.
-    fn local_ranks_to_share(&self) -> Option<&[usize]> {
-        let local_ranks = self.topology.local_ranks(self.config.rank);
-        (self.config.options.shared_memory && local_ranks.len() > 1).then_some(local_ranks)
     }
 
     /// Returns whether this rank has all that the group needs.
@@ -99,7 +93,7 @@ impl<'a> Joining<'a> {
         let settings = config.settings(generation, addresses, sharing, Arc::clone(&flight));
         let mut engine = Box::new(Engine::joined(settings, links));
         let local_ranks = topology.local_ranks(config.rank);
-        let wanted = config.options.shared_memory && local_ranks.len() > 1;
+        let wanted = config.wants_memory(local_ranks);
         let unavailable = match memory {
             None if wanted => {
                 let deadline = Instant::now() + config.options.init_timeout;

@@ -254,19 +254,7 @@ impl CommError {
             Self::Truncated { from, .. } => Some(*from),
             #[cfg(feature = "nccl")]
             Self::Device(error) => error.suspect_rank(),
-            Self::Unauthorized { .. }
-            | Self::InvalidArgument(_)
-            | Self::Url { .. }
-            | Self::Concurrent { .. }
-            | Self::AlreadyJoined { .. }
-            | Self::Destroyed { .. }
-            | Self::Excluded { .. }
-            | Self::Unsupported(_)
-            | Self::System { .. }
-            | Self::Env(_)
-            | Self::Channel(_)
-            | Self::Token(_)
-            | Self::Store(_) => None,
+            _ => None,
         }
     }
 

@@ -178,17 +178,15 @@ impl CallInfo {
     /// Describes a collective on a GPU. The recorder learns only when it ends, not its progress.
     #[cfg(feature = "nccl")]
     pub(crate) fn device(call: Call, seq: u64, at_ns: u64) -> Self {
-        let operation = Operation::Collective;
-        let (to_receive_bytes, to_send_bytes) = (call.bytes(), call.bytes());
         Self {
-            operation,
+            operation: Operation::Collective,
             call,
             at_ns,
             seq,
             algorithm: None,
             peer: None,
-            to_receive_bytes,
-            to_send_bytes,
+            to_receive_bytes: call.bytes(),
+            to_send_bytes: call.bytes(),
             queued: false,
         }
     }
