@@ -7,9 +7,9 @@ use std::time::Instant;
 use convoke_env::ExitCause;
 use nix::libc::SIGTERM;
 use serde::Serialize;
-use serde_json::ser::{Formatter, Serializer};
 
 use crate::config::{Config, Endpoint, EventHandler, Rendezvous};
+use crate::formatting::python_json;
 use crate::rendezvous::Assignment;
 use crate::report::{describe, full_host_name};
 
@@ -197,30 +197,6 @@ fn line(job: &Job, change: &StatusChange<'_>) -> String {
             duration_ms: *duration_ms,
         },
     })
-}
-
-/// Serializes to JSON with Python's separators `", "` and `": "`.
-fn python_json(value: &impl Serialize) -> String {
-    let mut out = Vec::new();
-    // Only maps with keys that are not text cannot be written, and there are none.
-    let _ = value.serialize(&mut Serializer::with_formatter(&mut out, PythonFormatter));
-    String::from_utf8_lossy(&out).into_owned()
-}
-
-struct PythonFormatter;
-
-impl Formatter for PythonFormatter {
-    fn begin_array_value<W: Write + ?Sized>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { out.write_all(b", ") }
-    }
-
-    fn begin_object_key<W: Write + ?Sized>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { out.write_all(b", ") }
-    }
-
-    fn begin_object_value<W: Write + ?Sized>(&mut self, out: &mut W) -> io::Result<()> {
-        out.write_all(b": ")
-    }
 }
 
 #[cfg(test)]

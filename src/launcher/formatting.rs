@@ -1,6 +1,10 @@
-//! Formats signals, numbers and addresses for messages. Pure.
+//! Formats signals, numbers, addresses and data as text. Pure.
+
+use std::io::{self, Write};
 
 use nix::sys::signal::Signal;
+use serde::Serialize;
+use serde_json::ser::{Formatter, Serializer};
 
 /// Formats a signal as `SIGTERM`, or as `signal 40` if it has no name.
 pub(crate) fn signal(number: i32) -> String {
@@ -36,4 +40,28 @@ pub(crate) fn address(host: &str, port: u16) -> String {
 /// Formats a number with its noun: `1 node`, `2 nodes`.
 pub(crate) fn count(number: usize, noun: &str) -> String {
     if number == 1 { format!("1 {noun}") } else { format!("{number} {noun}s") }
+}
+
+/// Serializes plain data to JSON as Python does, with a space after `,` and `:`.
+pub(crate) fn python_json(value: &impl Serialize) -> String {
+    let mut out = Vec::new();
+    let mut serializer = Serializer::with_formatter(&mut out, PythonFormatter);
+    value.serialize(&mut serializer).expect("the value is plain data");
+    String::from_utf8(out).expect("JSON is text")
+}
+
+struct PythonFormatter;
+
+impl Formatter for PythonFormatter {
+    fn begin_array_value<W: Write + ?Sized>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        out.write_all(if first { b"" } else { b", " })
+    }
+
+    fn begin_object_key<W: Write + ?Sized>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        self.begin_array_value(out, first)
+    }
+
+    fn begin_object_value<W: Write + ?Sized>(&mut self, out: &mut W) -> io::Result<()> {
+        out.write_all(b": ")
+    }
 }

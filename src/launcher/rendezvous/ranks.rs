@@ -20,39 +20,12 @@ pub(crate) fn assign(nodes: &[RoleInfo]) -> Vec<Ranks> {
     membership::assign(nodes.iter().map(|node| (node.role.as_str(), node.local_world_size)))
 }
 
-/// Encodes JSON as Python does, with a space after `,` and `:`.
-pub(crate) fn encode(value: &impl Serialize) -> String {
-    struct Python;
-    impl serde_json::ser::Formatter for Python {
-        fn begin_array_value<W: ?Sized + std::io::Write>(
-            &mut self,
-            out: &mut W,
-            first: bool,
-        ) -> std::io::Result<()> {
-            out.write_all(if first { b"" } else { b", " })
-        }
-        fn begin_object_key<W: ?Sized + std::io::Write>(
-            &mut self,
-            out: &mut W,
-            first: bool,
-        ) -> std::io::Result<()> {
-            out.write_all(if first { b"" } else { b", " })
-        }
-        fn begin_object_value<W: ?Sized + std::io::Write>(&mut self, out: &mut W) -> std::io::Result<()> {
-            out.write_all(b": ")
-        }
-    }
-    let mut out = Vec::new();
-    let mut serializer = serde_json::Serializer::with_formatter(&mut out, Python);
-    value.serialize(&mut serializer).expect("the value is plain data");
-    String::from_utf8(out).expect("JSON is text")
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::formatting::python_json;
 
     fn node(role: &str, rank: usize, local_world_size: usize) -> RoleInfo {
         RoleInfo { role: role.to_owned(), rank, local_world_size }
@@ -72,7 +45,7 @@ mod tests {
             sizes in prop::collection::vec(prop_oneof![4 => 1..9_usize, 1 => any::<usize>()], 1..6),
         ) {
             let nodes: Vec<_> = (0..).zip(&sizes).map(|(rank, &size)| node("x", rank, size)).collect();
-            let texts: Vec<_> = nodes.iter().map(encode).collect();
+            let texts: Vec<_> = nodes.iter().map(python_json).collect();
             let read = texts.iter().map(|text| serde_json::from_str::<RoleInfo>(text).unwrap());
             prop_assert!(read.eq(nodes.iter().cloned()));
             let ranks = assign(&nodes);
@@ -86,7 +59,7 @@ mod tests {
 
     #[test]
     fn rank_messages_match_the_json_of_torchrun() {
-        assert_eq!(encode(&node("a\"b", 1, 2)), r#"{"role": "a\"b", "rank": 1, "local_world_size": 2}"#);
-        assert_eq!(encode(&assign(&[node("x", 0, 1)])[0]), "[0, 1, 0, 1]");
+        assert_eq!(python_json(&node("a\"b", 1, 2)), r#"{"role": "a\"b", "rank": 1, "local_world_size": 2}"#);
+        assert_eq!(python_json(&assign(&[node("x", 0, 1)])[0]), "[0, 1, 0, 1]");
     }
 }

@@ -14,9 +14,10 @@ use convoke_store::{PrefixStore, Store, StoreError, StoreServer, TcpStore};
 use serde::{Deserialize, Serialize};
 
 use super::connect::connect_to_node_0;
-use super::ranks::{Ranks, RoleInfo, assign, encode};
+use super::ranks::{Ranks, RoleInfo, assign};
 use super::{Assignment, FailureProtocol, OutcomeKind, RendezvousError};
 use crate::config::Config;
+use crate::formatting::python_json;
 use crate::messages::{Progress, print_message};
 use crate::report::full_host_name;
 use generation::{generation_key, read_generation};
@@ -145,7 +146,7 @@ impl StaticRendezvous {
         if let Some(generation) = generation {
             job.set(generation_key(0).as_bytes(), generation.to_string().as_bytes(), deadline)?;
         }
-        job.set(format!("{ROLE_INFO}{}", self.node).as_bytes(), encode(&info).as_bytes(), deadline)?;
+        job.set(format!("{ROLE_INFO}{}", self.node).as_bytes(), python_json(&info).as_bytes(), deadline)?;
         if self.node == 0 {
             self.assign_all(job, outcomes, deadline)?;
         }
@@ -185,7 +186,7 @@ impl StaticRendezvous {
         let host = full_host_name();
         let me =
             Registration { version: VERSION.to_owned(), host, pid: std::process::id(), nodes: self.nodes };
-        let mine = encode(&me);
+        let mine = python_json(&me);
         let key = format!("{NODE}{}", self.node);
         let there = job.compare_set(key.as_bytes(), b"", mine.as_bytes(), deadline)?;
         if there != mine.as_bytes() {
@@ -249,7 +250,7 @@ impl StaticRendezvous {
         let pairs: Vec<(String, String)> = assign(&infos)
             .iter()
             .enumerate()
-            .map(|(node, ranks)| (format!("{ASSIGNED_RANKS}{node}"), encode(ranks)))
+            .map(|(node, ranks)| (format!("{ASSIGNED_RANKS}{node}"), python_json(ranks)))
             .collect();
         let pairs: Vec<(&[u8], &[u8])> =
             pairs.iter().map(|(key, value)| (key.as_bytes(), value.as_bytes())).collect();
