@@ -32,7 +32,7 @@ use crate::formatting;
 use error_file::ErrorFileContent;
 pub(crate) use host::{full_host_name, host_name};
 pub(crate) use model::{Failure, FlightSummary, Outcome, Report};
-use model::{SignalName, VERSION, root_cause_of};
+use model::{SignalName, VERSION, keep_last_lines, root_cause_of};
 
 /// Tolerance for the time in an error file. A time further outside the attempt is not of this host's clock.
 const CLOCK_SLACK: Duration = Duration::from_secs(5);
@@ -257,7 +257,7 @@ fn failure(
     if let Some((_, range)) = &picked {
         stderr.drain(range.clone());
     }
-    keep_last_lines(&mut stderr, job.stderr_lines);
+    keep_last_lines(&mut stderr, job.stderr_lines, STDERR_MAX_BYTES);
     let (exitcode, signal) = match &worker.end {
         WorkerEnd::Exited(cause @ ExitCause::Code(_)) => (Some(exit_code(*cause)), None),
         WorkerEnd::Exited(cause @ ExitCause::Signal(number)) => {
@@ -308,17 +308,6 @@ fn early_exit<'a>(ended: &'a [EndedWorker], failures: &[Failure]) -> Option<&'a 
     }
     // The named worker may have exited after other workers had failed.
     ended.iter().filter(is_well).find(|worker| named.contains(&worker.rank))
-}
-
-/// Keeps the last `count` lines, and at most [`STDERR_MAX_BYTES`] of them.
-fn keep_last_lines(lines: &mut Vec<String>, count: usize) {
-    let mut bytes = 0;
-    let kept = lines.iter().rev().take(count).take_while(|line| {
-        bytes += line.len() + 1;
-        bytes <= STDERR_MAX_BYTES
-    });
-    let kept = kept.count();
-    lines.drain(..lines.len() - kept);
 }
 
 /// Converts a time to milliseconds since 1970.

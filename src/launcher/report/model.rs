@@ -240,15 +240,7 @@ impl Failure {
 
     fn cut(&self, bytes: usize) -> Self {
         let mut failure = self.clone();
-        let lines = &mut failure.stderr_tail;
-        let mut left = bytes;
-        let kept = lines.iter().rev().take_while(|line| {
-            let fits = line.len() < left;
-            left = left.saturating_sub(line.len() + 1);
-            fits
-        });
-        let kept = kept.count();
-        lines.drain(..lines.len() - kept);
+        keep_last_lines(&mut failure.stderr_tail, usize::MAX, bytes);
         for text in [&mut failure.host, &mut failure.explanation] {
             shorten(text, bytes);
         }
@@ -261,14 +253,24 @@ impl Failure {
     }
 }
 
+/// Keeps the last `count` lines, and at most `bytes` bytes of them.
+pub(super) fn keep_last_lines(lines: &mut Vec<String>, count: usize, bytes: usize) {
+    let mut total = 0;
+    let kept = lines.iter().rev().take(count).take_while(|line| {
+        total += line.len() + 1;
+        total <= bytes
+    });
+    let kept = kept.count();
+    lines.drain(..lines.len() - kept);
+}
+
 /// Shortens `text` to its start and its end, about `bytes` bytes in total.
 fn shorten(text: &mut String, bytes: usize) {
     if text.len() <= bytes {
         return;
     }
     let half = bytes / 2;
-    let start = (0..=half).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
-    let end = (text.len() - half..text.len()).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len());
+    let (start, end) = (text.floor_char_boundary(half), text.ceil_char_boundary(text.len() - half));
     *text = format!("{} [... {} bytes ...] {}", &text[..start], end - start, &text[end..]);
 }
 

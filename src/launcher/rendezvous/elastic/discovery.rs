@@ -103,20 +103,18 @@ impl Discovery {
         rules: Rules,
         close_timeout: Duration,
     ) -> Self {
-        let (tried, seen, job, server) = ((0, 0), RefCell::default(), None, None);
-        let by_registry = RegistryDiscovery {
+        Self::Registry(Box::new(RegistryDiscovery {
             registry,
             run_id,
             agent,
             token,
             rules,
             close_timeout,
-            tried,
-            seen,
-            job,
-            server,
-        };
-        Self::Registry(Box::new(by_registry))
+            tried: (0, 0),
+            seen: RefCell::default(),
+            job: None,
+            server: None,
+        }))
     }
 
     /// Returns addresses at which the coordinator may be. `last` is the result of the attempt to connect to

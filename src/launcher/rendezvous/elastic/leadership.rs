@@ -146,11 +146,13 @@ impl Leadership {
         self.registry.changed(&seen).await?;
         let now = self.registry.read().await?;
         let is_empty = now.entry.is_none();
-        if self.observe(now) && is_empty {
-            let seen = self.seen.borrow().clone();
-            if let Some(entry) = &seen.entry {
-                self.replace(&seen, entry).await?;
-            }
+        if self.observe(now) && is_empty { self.write_entry_again().await } else { Ok(()) }
+    }
+
+    async fn write_entry_again(&self) -> Result<(), RegistryError> {
+        let seen = self.seen();
+        if let Some(entry) = &seen.entry {
+            self.replace(&seen, entry).await?;
         }
         Ok(())
     }
@@ -165,10 +167,7 @@ impl Leadership {
         if self.renew().await? {
             // The old lease had expired. If no other node has taken over yet, this write makes this
             // coordinator the leader again.
-            let seen = self.seen.borrow().clone();
-            if let Some(entry) = &seen.entry {
-                self.replace(&seen, entry).await?;
-            }
+            self.write_entry_again().await?;
         }
         self.confirmed.set(sent_at);
         self.note_recovery();
