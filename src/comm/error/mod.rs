@@ -291,7 +291,7 @@ impl CommError {
 
     /// Returns whether the error ended the group on all ranks. Then [`Group::shrink`](crate::Group::shrink)
     /// makes a group of the ranks that are left. `false` for an error that concerns this call only, and for
-    /// [`Self::Device`], after which a later call returns the cause if the group has ended.
+    /// `Device` (with the feature `nccl`), after which a later call returns the cause if the group has ended.
     #[must_use]
     pub fn ends_group(&self) -> bool {
         self.context().is_some()
