@@ -40,8 +40,8 @@ use crate::shm::allocations::Allocations;
 use crate::transport::links::fork::fork_count;
 #[cfg(feature = "nccl")]
 use device::GroupDevice;
-pub(in crate::api) use prepare::Prepared;
-use prepare::{call, check_len};
+use prepare::call;
+pub(in crate::api) use prepare::{Prepared, check_len};
 pub(crate) use subgroup::SubgroupAgreement;
 
 /// A process group: ranks that communicate, like an MPI communicator.
