@@ -87,8 +87,8 @@ pub use api::op;
 pub use api::raw;
 pub mod algorithms {
     //! The algorithms of collectives, to measure one against another.
-    pub use crate::collectives::plan::tuning::{
-        Algorithms, AllGather, AllReduce, ParseAlgorithmsError, ReduceScatter, Rooted,
+    pub use crate::collectives::plan::algorithms::{
+        Algorithms, AllGather, AllReduce, Broadcast, ParseAlgorithmsError, Reduce, ReduceScatter,
     };
 }
 pub use api::reduction::Reduction;

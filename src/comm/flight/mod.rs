@@ -394,7 +394,7 @@ fn header(env: Option<&WorkerEnv>) -> Header {
             &CallKind::ALL.map(CallKind::template),
             &Dtype::ALL.map(Dtype::name),
             &ReduceOp::ALL.map(ReduceOp::name),
-            &Algorithm::ALL.map(Algorithm::name),
+            &Algorithm::ALL.iter().map(|algorithm| algorithm.name()).collect::<Vec<_>>(),
         ),
     }
 }

@@ -13,9 +13,10 @@ use convoke_store::{MemoryStore, Store};
 use super::calls;
 use super::handles::{PendingHandles, TestError};
 use super::model::case;
-use super::random_program::{Collective, KINDS};
+use super::random_program::{Collective, CollectiveKind, KINDS};
 use super::rank::describe;
 use super::values::{TYPES, Value, hash, with_any_type, with_type};
+use crate::algorithms::Algorithms;
 use crate::{Dtype, Group, GroupOptions, ReduceOp};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -108,16 +109,43 @@ fn every_collective_type_operation_and_world_size() {
     for &world in WORLDS[usize::from(full)] {
         let cases = cases(world, THRESHOLDS[usize::from(full)]);
         for in_memory in [true, false] {
-            let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
-            std::thread::scope(|scope| {
-                for rank in 0..world {
-                    let (store, cases) = (Arc::clone(&store), &cases);
-                    scope.spawn(move || {
-                        let options = GroupOptions::default().timeout(TIMEOUT).init_timeout(TIMEOUT);
-                        let group = Group::new(store, rank, world, options.shared_memory(in_memory));
-                        run(&group.unwrap_or_else(|error| panic!("rank {rank}: {error}")), cases);
-                    });
-                }
+            run_group(world, &cases, |_| GroupOptions::default().shared_memory(in_memory));
+        }
+    }
+}
+
+/// Runs the cases on `world` ranks.
+fn run_group(world: usize, cases: &[Collective], options: impl Fn(usize) -> GroupOptions) {
+    let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
+    std::thread::scope(|scope| {
+        for rank in 0..world {
+            let options = options(rank).timeout(TIMEOUT).init_timeout(TIMEOUT);
+            let store = Arc::clone(&store);
+            scope.spawn(move || {
+                let group = Group::new(store, rank, world, options);
+                run(&group.unwrap_or_else(|error| panic!("rank {rank}: {error}")), cases);
+            });
+        }
+    });
+}
+
+/// Returns whether calls of this kind use the choice of algorithms for `collective`.
+fn uses_choice(kind: CollectiveKind, collective: &str) -> bool {
+    let name = format!("{kind:?}");
+    let form = ["InPlace", "Into", "List", "V"].iter().find_map(|form| name.strip_suffix(form));
+    form.unwrap_or(&name).to_lowercase() == collective.replace('_', "")
+}
+
+#[test]
+fn every_algorithm_that_can_be_chosen() {
+    for (collective, algorithm) in Algorithms::choices() {
+        let algorithms: Algorithms = format!("{collective}:{algorithm}").parse().unwrap();
+        for world in [2, 4, 5] {
+            let mut cases = cases(world, THRESHOLDS[1]);
+            cases.retain(|call| uses_choice(call.kind, collective));
+            assert!(!cases.is_empty(), "{collective}");
+            run_group(world, &cases, |rank| {
+                GroupOptions::default().algorithms(algorithms).locality_domain((rank / 2).to_string())
             });
         }
     }

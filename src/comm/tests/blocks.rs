@@ -5,8 +5,8 @@
 mod common;
 
 use common::{
-    Group, GroupOptions, HOSTS, ReduceOp, Sample, WITH_HIERARCHIES, for_every_type, is_full_test_run,
-    run_on_hosts, run_ranks, run_with_options,
+    Group, GroupOptions, HOSTS, ReduceOp, Sample, WITH_HIERARCHIES, algorithms_of, for_every_type,
+    is_full_test_run, run_on_hosts, run_ranks, run_with_options,
 };
 use convoke_comm::{CommError, bf16};
 
@@ -103,10 +103,7 @@ fn collectives_work_on_any_distribution_of_ranks_over_hosts() {
 
 #[test]
 fn every_algorithm_is_correct_for_few_and_many_bytes() {
-    for algorithms in [
-        "reduce:chain,all_gather:ring,reduce_scatter:ring",
-        "reduce:binomial,all_gather:direct,reduce_scatter:direct",
-    ] {
+    for algorithms in algorithms_of(&["reduce", "all_gather", "reduce_scatter"]) {
         for world in [2, 3, 5] {
             run_with_options(
                 world,
@@ -123,7 +120,7 @@ fn every_algorithm_is_correct_for_few_and_many_bytes() {
 
 #[test]
 fn averages_divide_once_and_inexact_sums_repeat_exactly() {
-    for algorithms in ["", "reduce:chain,reduce_scatter:ring", "reduce:binomial,reduce_scatter:direct"] {
+    for algorithms in algorithms_of(&["reduce", "reduce_scatter"]) {
         let run = || {
             run_with_options(3, GroupOptions::default().algorithms(algorithms.parse().unwrap()), |group| {
                 let me = group.rank();

@@ -5,8 +5,8 @@
 mod common;
 
 use common::{
-    Group, HOSTS, ReduceOp, Sample, TimedBarrier, WITH_HIERARCHIES, for_every_type, is_full_test_run,
-    run_on_hosts, run_ranks,
+    Group, HOSTS, ReduceOp, Sample, TimedBarrier, WITH_HIERARCHIES, algorithms_of, for_every_type,
+    is_full_test_run, run_on_hosts, run_ranks,
 };
 use convoke_comm::{CommError, op};
 use convoke_testkit::{assert_one_passed, subprocess_test};
@@ -114,13 +114,13 @@ fn subgroups_work_across_hosts() {
 
 #[test]
 fn inexact_sums_are_bitwise_equal_on_all_ranks_and_reruns() {
-    let flat = ["", "all_reduce:ring", "all_reduce:direct", "all_reduce:doubling"]
+    let flat = algorithms_of(&["all_reduce"])
         .into_iter()
-        .flat_map(|algorithm| [2, 3, 5].map(|world| (algorithm, vec![0; world])));
-    let deep = HOSTS.into_iter().map(|hosts| ("all_reduce:hierarchy", hosts.to_vec()));
+        .flat_map(|algorithm| [2, 3, 5].map(|world| (algorithm.clone(), vec![0; world])));
+    let deep = HOSTS.into_iter().map(|hosts| ("all_reduce:hierarchy".to_owned(), hosts.to_vec()));
     for (algorithm, hosts) in flat.chain(deep) {
         let run = || {
-            run_on_hosts(&hosts, algorithm, |group| {
+            run_on_hosts(&hosts, &algorithm, |group| {
                 let mut all = Vec::new();
                 for count in [1, 77, 5000, 100_003] {
                     for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product] {
@@ -141,8 +141,8 @@ fn inexact_sums_are_bitwise_equal_on_all_ranks_and_reruns() {
 
 #[test]
 fn averages_divide_the_sum() {
-    for algorithm in ["all_reduce:ring", "all_reduce:direct", "all_reduce:doubling", "all_reduce:hierarchy"] {
-        run_on_hosts(&[0, 0, 1], algorithm, |group| {
+    for algorithm in algorithms_of(&["all_reduce"]) {
+        run_on_hosts(&[0, 0, 1], &algorithm, |group| {
             let mut buf = vec![(group.rank() * 3) as f64; 1001];
             group.all_reduce(&mut buf, ReduceOp::Avg).unwrap();
             assert!(buf.iter().all(|&x| x == 3.0));

@@ -7,8 +7,8 @@ mod common;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use common::{
-    CommError, Group, GroupOptions, HOSTS, ReduceOp, WITH_HIERARCHIES, run_on_hosts, run_ranks,
-    run_with_options,
+    CommError, Group, GroupOptions, HOSTS, ReduceOp, WITH_HIERARCHIES, algorithms_of, run_on_hosts,
+    run_ranks, run_with_options,
 };
 use convoke_comm::{Complex, Element, Reduction, bf16, f16, op};
 
@@ -161,9 +161,7 @@ fn half_partial_sums_are_not_rounded() {
             assert!(recv.iter().enumerate().all(|(i, &x)| x == sum(me * count + i)), "scatter of {count}");
         }
     };
-    for algorithms in
-        ["all_reduce:ring,reduce:chain,reduce_scatter:ring", "all_reduce:doubling,reduce:binomial"]
-    {
+    for algorithms in algorithms_of(&["all_reduce", "reduce", "reduce_scatter"]) {
         run_with_options(3, GroupOptions::default().algorithms(algorithms.parse().unwrap()), check);
     }
     run_ranks(17, check);
@@ -278,8 +276,8 @@ fn user_functions_combine_elements() {
 /// results.
 #[test]
 fn non_commutative_functions_produce_equal_bits_on_all_ranks() {
-    for algorithm in ["all_reduce:ring", "all_reduce:direct", "all_reduce:doubling", "all_reduce:hierarchy"] {
-        let results = run_on_hosts(&[0, 1, 1, 0, 1], algorithm, |group| {
+    for algorithm in algorithms_of(&["all_reduce"]) {
+        let results = run_on_hosts(&[0, 1, 1, 0, 1], &algorithm, |group| {
             let farther = Reduction::new(|into: &mut [f32], from: &[f32]| {
                 for (a, b) in into.iter_mut().zip(from) {
                     *a = if b.abs() > a.abs() { *b } else { *a };

@@ -60,8 +60,8 @@ pub(crate) struct Flags {
     #[arg(short, long, value_name = "RANK", help_heading = "Calls")]
     root: Option<usize>,
 
-    /// Algorithms to compare, with commas, or `all` that a collective has: ring, direct, doubling, hierarchy,
-    /// binomial, chain, and `table` for the default choice. Collectives with none of them are measured as
+    /// Algorithms to compare, with commas, or `all` that a collective has, for instance ring,direct. `table`
+    /// is the default choice, and an unknown name lists all. Collectives with none of them are measured as
     /// they are
     #[arg(long, value_name = "NAMES", value_delimiter = ',', help_heading = "Calls")]
     pub(crate) algorithms: Vec<String>,

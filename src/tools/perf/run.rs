@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use convoke_comm::algorithms::Algorithms;
 use convoke_comm::device::cudarc::driver::CudaStream;
 use convoke_comm::{CommError, Group, World};
 
@@ -16,9 +17,6 @@ use super::report::{HostRanks, Report};
 use super::rows::Row;
 use super::values::{Value, with_type};
 use super::{memory, pairs, plot, sizes};
-
-/// Names of all algorithms. The group decides which of them a collective has.
-const ALGORITHMS: [&str; 7] = ["table", "ring", "direct", "doubling", "hierarchy", "binomial", "chain"];
 
 /// Runs the measurements that `flags` request, with all ranks of the job.
 ///
@@ -178,12 +176,24 @@ fn largest_bytes(flags: &Flags, case: &BenchCase, world: &World) -> usize {
     most.saturating_mul(case.dtype.size_bytes())
 }
 
+/// Returns the names of all algorithms. The group decides which of them a collective has.
+fn algorithms() -> Vec<&'static str> {
+    let mut names = vec!["table"];
+    for (_, name) in Algorithms::choices() {
+        if !names.contains(&name) {
+            names.push(name);
+        }
+    }
+    names
+}
+
 /// Checks names of algorithms before anything is measured.
 fn check_algorithms(flags: &Flags) -> Result<(), PerfError> {
-    let known = |name: &&String| *name == "all" || ALGORITHMS.contains(&name.as_str());
+    let algorithms = algorithms();
+    let known = |name: &&String| *name == "all" || algorithms.contains(&name.as_str());
     match flags.algorithms.iter().find(|name| !known(name)) {
         Some(name) => {
-            let there = ALGORITHMS.join(", ");
+            let there = algorithms.join(", ");
             Err(PerfError::Usage(format!("--algorithms: {name:?} is unknown: choose {there}, or all")))
         }
         None => Ok(()),
@@ -202,15 +212,15 @@ fn algorithm_groups(
     let asked = |name: &&str| all || flags.algorithms.iter().any(|asked| asked == name);
     let everybody: Vec<usize> = (0..world.size()).collect();
     let mut algorithm_groups = Vec::new();
-    for name in ALGORITHMS.iter().filter(|name| asked(name)) {
-        let overrides = match *name {
+    for name in algorithms().into_iter().filter(asked) {
+        let overrides = match name {
             "table" => String::new(),
             _ => format!("{}:{name}", collective.tuned_as()),
         };
         // An error means that the collective has no such algorithm.
         let Ok(algorithms) = overrides.parse() else { continue };
         if let Some(group) = world.with_algorithms(algorithms).subgroup(&everybody)? {
-            algorithm_groups.push((Some((*name).to_owned()), group));
+            algorithm_groups.push((Some(name.to_owned()), group));
         }
     }
     match algorithm_groups.as_slice() {

@@ -5,7 +5,7 @@ use std::sync::{Arc, PoisonError};
 use super::{BorrowedBuffer, Call, CallKind, CommError, Group, Inner, Operation, ReduceOp, ValueType};
 use crate::bootstrap::BootstrapConfig;
 use crate::collectives::kernels::Kernel;
-use crate::collectives::plan::{self, Algorithm, Blocks, Plan, Rounding};
+use crate::collectives::plan::{self, Algorithm, Blocks, Input, Plan, Rounding};
 use crate::engine::{self, Transport};
 use crate::shm;
 
@@ -92,26 +92,22 @@ impl Inner {
         let Self { ref config, ref topology, .. } = *self;
         let BootstrapConfig { rank, size: world, ref tuning, .. } = *config;
         let (count, root) = (call.count() as usize, call.root as usize);
-        let (bytes, element_bytes) = (call.bytes() as usize, call.dtype.size_bytes());
-        let rounding = Rounding::of(&call);
+        let (bytes, rounding) = (call.bytes() as usize, Rounding::of(&call));
+        let input = Input { rank, topology, rounding, element_bytes: call.dtype.size_bytes() };
         let blocks = || Blocks::uniform(world, count);
         let plan = Arc::new(match call.kind {
             CallKind::AllReduce => {
-                let algorithm = tuning.for_all_reduce(bytes, topology, rounding);
-                plan::all_reduce(algorithm, rounding, rank, topology, count, element_bytes)
+                plan::all_reduce(tuning.for_all_reduce(bytes, topology, rounding), &input, count)
             }
-            CallKind::Broadcast => plan::broadcast(tuning.for_broadcast(bytes), rank, topology, count, root),
+            CallKind::Broadcast => plan::broadcast(tuning.for_broadcast(bytes), &input, count, root),
             CallKind::Reduce => {
-                let algorithm = tuning.for_reduce(bytes, topology, rounding);
-                plan::reduce(algorithm, rounding, rank, topology, count, root)
+                plan::reduce(tuning.for_reduce(bytes, topology, rounding), &input, count, root)
             }
             CallKind::AllGather | CallKind::Subgroup => {
-                let algorithm = tuning.for_all_gather(bytes, topology);
-                plan::all_gather(algorithm, rank, topology, &blocks(), element_bytes)
+                plan::all_gather(tuning.for_all_gather(bytes, topology), &input, &blocks())
             }
             CallKind::ReduceScatter => {
-                let algorithm = tuning.for_reduce_scatter(bytes, topology, rounding);
-                plan::reduce_scatter(algorithm, rounding, rank, topology, &blocks(), element_bytes)
+                plan::reduce_scatter(tuning.for_reduce_scatter(bytes, topology, rounding), &input, &blocks())
             }
             CallKind::Gather => plan::gather(rank, &blocks(), root),
             CallKind::Scatter => plan::scatter(rank, &blocks(), root),
@@ -120,15 +116,15 @@ impl Inner {
             CallKind::AllToAll => plan::all_to_all(rank, &blocks(), &blocks()),
             // The ranks exchange no data, only notices that they have arrived.
             CallKind::MonitoredBarrier => Plan::default(),
-            // Descriptors of calls do not contain unequal block lengths, so callers make the plans of these
-            // calls.
-            CallKind::Barrier
-            | CallKind::PointToPoint
-            | CallKind::AllGatherV
+            CallKind::Barrier => plan::barrier(rank, topology),
+            CallKind::AllGatherV
             | CallKind::ReduceScatterV
             | CallKind::GatherV
             | CallKind::ScatterV
-            | CallKind::AllToAllV => plan::barrier(rank, topology),
+            | CallKind::AllToAllV => {
+                unreachable!("a descriptor has no unequal lengths, so callers make the plan of {}", call.kind)
+            }
+            CallKind::PointToPoint => unreachable!("messages have no plan"),
         });
         if plans.len() == PLANS {
             plans.remove(0);

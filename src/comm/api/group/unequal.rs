@@ -7,7 +7,7 @@ use super::{
     BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, Slice, SliceMut, Transfer,
     UntypedReduction, ValueType, call, check_len, untyped,
 };
-use crate::collectives::plan::{self, Algorithm, Blocks, Rounding};
+use crate::collectives::plan::{self, Algorithm, Blocks, Input, Rounding};
 
 impl Group {
     /// Fills `recv` with the `send` of all ranks, in rank order, on every rank; rank i has `lens[i]`
@@ -46,9 +46,9 @@ impl Group {
         let call = call(value, CallKind::AllGatherV, None, blocks.fingerprint(), blocks.end());
         let topology = &self.inner.topology;
         let algorithm = self.inner.config.tuning.for_all_gather(recv.size_bytes() / self.size(), topology);
-        let bytes = value.dtype.size_bytes();
-        let plan =
-            || Arc::new(plan::all_gather(algorithm, self.rank(), topology, &units(value, blocks), bytes));
+        let (rank, rounding) = (self.rank(), Rounding::Stepwise);
+        let input = Input { rank, topology, rounding, element_bytes: value.dtype.size_bytes() };
+        let plan = || Arc::new(plan::all_gather(algorithm, &input, &units(value, blocks)));
         self.collective(call, plan, recv_around_own(send, recv, own.clone()).with_ref(own.start, send), None)
     }
 
@@ -92,8 +92,8 @@ impl Group {
         let (rank, rounding, topology) = (self.rank(), Rounding::of(&call), &self.inner.topology);
         let algorithm =
             self.inner.config.tuning.for_reduce_scatter(send.size_bytes() / self.size(), topology, rounding);
-        let bytes = value.size_bytes();
-        let plan = || Arc::new(plan::reduce_scatter(algorithm, rounding, rank, topology, &blocks, bytes));
+        let input = Input { rank, topology, rounding, element_bytes: value.size_bytes() };
+        let plan = || Arc::new(plan::reduce_scatter(algorithm, &input, &blocks));
         self.collective(
             call,
             plan,

@@ -16,7 +16,7 @@ use crate::api::group::Group;
 use crate::api::logger;
 use crate::bootstrap::options::{GroupOptions, Listen, ThreadMigration};
 use crate::bootstrap::{BootstrapConfig, WorldEntryGuard};
-use crate::collectives::plan::tuning::ParseAlgorithmsError;
+use crate::collectives::plan::algorithms::ParseAlgorithmsError;
 use crate::error::CommError;
 use agent::AgentHello;
 pub use live_worlds::is_initialized;

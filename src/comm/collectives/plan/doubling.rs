@@ -85,19 +85,3 @@ pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
 fn order(rank: usize, world: usize) -> Vec<usize> {
     (0..world).map(|distance| rank ^ distance).collect()
 }
-
-#[cfg(test)]
-mod tests {
-    use crate::collectives::plan::check::{all_gather_is_right, all_reduce_is_right, flat};
-
-    #[test]
-    fn every_rank_receives_every_block() {
-        let powers = |world: usize| if world.is_power_of_two() { flat(world) } else { Vec::new() };
-        all_gather_is_right(powers, |rank, _, blocks| super::all_gather(rank, blocks));
-    }
-
-    #[test]
-    fn result_includes_every_rank_exactly_once() {
-        all_reduce_is_right(flat, |rank, topology, count| super::all_reduce(rank, topology.world(), count));
-    }
-}

@@ -11,6 +11,7 @@
 //!
 //! The tests of each algorithm run all ranks' plans against each other symbolically ([`check`]).
 
+pub(crate) mod algorithms;
 mod blocks;
 mod chain;
 #[cfg(test)]
@@ -24,16 +25,18 @@ mod ordered;
 mod ring;
 mod topology;
 mod tree;
-pub(crate) mod tuning;
+mod tuning;
 
 use std::ops::Range;
 
 use crate::collectives::call::Call;
 use crate::collectives::dtype::ReduceOp;
 use crate::collectives::kernels::OrderedReduceStep;
+pub(crate) use algorithms::{
+    Algorithm, Algorithms, all_gather, all_reduce, broadcast, reduce, reduce_scatter,
+};
 pub(crate) use blocks::{Blocks, fingerprint};
 pub(crate) use topology::Topology;
-pub(crate) use tuning::{Algorithm, Algorithms};
 
 /// The size of a wide element (`f32`) divided by the size of the half-precision element that it is rounded
 /// to.
@@ -121,22 +124,49 @@ impl Rounding {
             Some(_) | None => Self::Stepwise,
         }
     }
-}
 
-impl Rounding {
-    /// Returns the window of an ordered reduction, in elements, if the adding rank receives every single
-    /// contribution instead of partial sums.
-    fn ordered_window(self, algorithm: Algorithm) -> Option<usize> {
-        let all = matches!(algorithm, Algorithm::Direct | Algorithm::Flat | Algorithm::Linear);
-        (all && self != Self::Stepwise).then_some(ordered::WINDOW)
-    }
-
-    /// Returns whether contributions and partial sums are sent as wide elements.
+    /// Returns whether `algorithm` sends contributions and partial sums as wide elements.
     fn is_wide(self, algorithm: Algorithm) -> bool {
         match self {
             Self::Stepwise => false,
-            Self::Once { wide_inputs } => wide_inputs || self.ordered_window(algorithm).is_none(),
+            Self::Once { wide_inputs } => wide_inputs || !algorithm.sends_single_contributions(),
         }
+    }
+}
+
+/// The inputs of a plan besides the number of elements and the root. Except for `rank`, they are equal on all
+/// ranks.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Input<'a> {
+    /// The rank that the plan is for.
+    pub(crate) rank: usize,
+    pub(crate) topology: &'a Topology,
+    /// [`Rounding::Stepwise`] if the collective does not reduce.
+    pub(crate) rounding: Rounding,
+    pub(crate) element_bytes: usize,
+}
+
+impl Input<'_> {
+    fn world(&self) -> usize {
+        self.topology.world()
+    }
+
+    /// Returns the elements of a chunk, which an algorithm that sends partial sums or blocks processes at a
+    /// time: [`BLOCK_BYTES`] for each of `owners` ranks that own a part.
+    fn chunk(&self, owners: usize) -> usize {
+        let wide = if self.rounding == Rounding::Stepwise { 1 } else { WIDE_FACTOR };
+        owners * BLOCK_BYTES / (wide * self.element_bytes)
+    }
+
+    /// Returns the elements of a chunk of which the rails of each host own parts.
+    fn rail_chunk(&self) -> usize {
+        self.chunk(self.topology.hosts().len() * self.topology.rails())
+    }
+
+    /// Returns the window in elements if the reduction is ordered: the adding rank receives every single
+    /// contribution and rounds once.
+    fn ordered_window(&self) -> Option<usize> {
+        (self.rounding != Rounding::Stepwise).then_some(ordered::WINDOW)
     }
 }
 
@@ -185,129 +215,6 @@ pub(crate) fn block(index: usize, blocks: usize, count: usize) -> Range<usize> {
     let (size, longer) = (count / blocks, count % blocks);
     let start = index * size + index.min(longer);
     start..start + size + usize::from(index < longer)
-}
-
-/// Returns the plan of `rank` for an all-reduce of `count` elements of `element_bytes` each.
-pub(crate) fn all_reduce(
-    algorithm: Algorithm,
-    rounding: Rounding,
-    rank: usize,
-    topology: &Topology,
-    count: usize,
-    element_bytes: usize,
-) -> Plan {
-    let (world, wide) = (topology.world(), rounding.is_wide(algorithm));
-    let chunk = chunk_elements(algorithm, topology, wide, element_bytes);
-    let plan = match algorithm {
-        Algorithm::Ring => ring::all_reduce(rank, world, count, chunk),
-        Algorithm::Hierarchy => hierarchy::all_reduce(rank, topology, count, chunk),
-        Algorithm::Direct => direct::all_reduce(rank, world, count, rounding.ordered_window(algorithm)),
-        Algorithm::Flat | Algorithm::Linear => ordered::all_reduce(rank, world, count),
-        Algorithm::Doubling | Algorithm::Binomial | Algorithm::Chain | Algorithm::Memory => {
-            doubling::all_reduce(rank, world, count)
-        }
-    };
-    Plan { wide, algorithm: Some(algorithm), ..plan }
-}
-
-/// Returns the plan of `rank` for a broadcast of `count` elements from `root`.
-pub(crate) fn broadcast(
-    algorithm: Algorithm,
-    rank: usize,
-    topology: &Topology,
-    count: usize,
-    root: usize,
-) -> Plan {
-    let plan = if algorithm == Algorithm::Chain {
-        chain::broadcast(rank, topology, count, root)
-    } else {
-        tree::broadcast(rank, topology, count, root)
-    };
-    Plan { algorithm: Some(algorithm), ..plan }
-}
-
-/// Returns the plan of `rank` for a reduce of `count` elements to `root`. In the end, buffers of other ranks
-/// hold partial sums.
-pub(crate) fn reduce(
-    algorithm: Algorithm,
-    rounding: Rounding,
-    rank: usize,
-    topology: &Topology,
-    count: usize,
-    root: usize,
-) -> Plan {
-    let world = topology.world();
-    let plan = match algorithm {
-        Algorithm::Chain => chain::reduce(rank, topology, count, root),
-        Algorithm::Direct => direct::reduce(rank, world, count, root, ordered::WINDOW),
-        Algorithm::Linear => ordered::reduce(rank, world, count, root, ordered::WINDOW),
-        Algorithm::Binomial
-        | Algorithm::Ring
-        | Algorithm::Doubling
-        | Algorithm::Flat
-        | Algorithm::Hierarchy
-        | Algorithm::Memory => tree::reduce(rank, topology, count, root),
-    };
-    Plan { wide: rounding.is_wide(algorithm), algorithm: Some(algorithm), ..plan }
-}
-
-/// Returns the plan of `rank` for an all-gather over a row of blocks, of which this rank has filled its own.
-pub(crate) fn all_gather(
-    algorithm: Algorithm,
-    rank: usize,
-    topology: &Topology,
-    blocks: &Blocks,
-    element_bytes: usize,
-) -> Plan {
-    let chunk = chunk_elements(algorithm, topology, false, element_bytes);
-    let plan = match algorithm {
-        Algorithm::Ring => ring::all_gather(rank, blocks, chunk),
-        Algorithm::Hierarchy => hierarchy::all_gather(rank, topology, blocks, chunk),
-        Algorithm::Doubling => doubling::all_gather(rank, blocks),
-        Algorithm::Direct
-        | Algorithm::Binomial
-        | Algorithm::Chain
-        | Algorithm::Flat
-        | Algorithm::Linear
-        | Algorithm::Memory => direct::all_gather(rank, blocks),
-    };
-    Plan { algorithm: Some(algorithm), ..plan }
-}
-
-/// Returns the plan of `rank` for a reduce-scatter of a row of blocks; the result is in this rank's own
-/// block. The direct exchange only reads the other blocks; with other algorithms these end as partial sums.
-pub(crate) fn reduce_scatter(
-    algorithm: Algorithm,
-    rounding: Rounding,
-    rank: usize,
-    topology: &Topology,
-    blocks: &Blocks,
-    element_bytes: usize,
-) -> Plan {
-    let wide = rounding.is_wide(algorithm);
-    let chunk = chunk_elements(algorithm, topology, wide, element_bytes);
-    let plan = match algorithm {
-        Algorithm::Ring => ring::reduce_scatter(rank, blocks, chunk),
-        Algorithm::Hierarchy => hierarchy::reduce_scatter(rank, topology, blocks, chunk),
-        Algorithm::Direct
-        | Algorithm::Doubling
-        | Algorithm::Binomial
-        | Algorithm::Chain
-        | Algorithm::Flat
-        | Algorithm::Linear
-        | Algorithm::Memory => direct::reduce_scatter(rank, blocks, rounding.ordered_window(algorithm)),
-    };
-    Plan { wide, algorithm: Some(algorithm), ..plan }
-}
-
-/// Returns the elements of a chunk, which `algorithm` processes at a time: a block of [`BLOCK_BYTES`] for
-/// each rank that owns one.
-fn chunk_elements(algorithm: Algorithm, topology: &Topology, wide: bool, element_bytes: usize) -> usize {
-    let owners = match algorithm {
-        Algorithm::Hierarchy => topology.hosts().len() * topology.rails(),
-        _ => topology.world(),
-    };
-    owners * BLOCK_BYTES / if wide { WIDE_FACTOR * element_bytes } else { element_bytes }
 }
 
 /// Returns the plan of `rank` of `world` for an inclusive scan of `count` elements.

@@ -83,17 +83,10 @@ pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize, windo
 
 #[cfg(test)]
 mod tests {
-    use crate::collectives::plan::check::{all_reduce_is_right, flat, reduce_is_right};
+    use crate::collectives::plan::check::{flat, reduce_is_right};
 
     #[test]
-    fn result_includes_every_rank_exactly_once() {
-        // The simulation of larger worlds takes long, with one element on the way for each pair of ranks.
-        let flat = |world| if world < 18 { flat(world) } else { Vec::new() };
-        all_reduce_is_right(flat, |rank, topology, count| super::all_reduce(rank, topology.world(), count));
-    }
-
-    #[test]
-    fn root_combines_contributions_of_all_ranks() {
+    fn root_combines_contributions_in_a_window_of_two_elements() {
         let window = 2;
         reduce_is_right(flat, |rank, topology, count, root| {
             super::reduce(rank, topology.world(), count, root, window)

@@ -87,18 +87,3 @@ fn children(place: usize, size: usize) -> impl Iterator<Item = usize> {
     let reach = if place == 0 { size.next_power_of_two() } else { place & place.wrapping_neg() };
     (0..reach.ilog2()).map(move |bit| place + (1 << bit)).filter(move |&child| child < size)
 }
-
-#[cfg(test)]
-mod tests {
-    use crate::collectives::plan::check::{broadcast_is_right, on_hosts, reduce_is_right};
-
-    #[test]
-    fn root_combines_contributions_of_all_ranks() {
-        reduce_is_right(on_hosts, super::reduce);
-    }
-
-    #[test]
-    fn everyone_receives_the_data_of_the_root() {
-        broadcast_is_right(on_hosts, super::broadcast);
-    }
-}

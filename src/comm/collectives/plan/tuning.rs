@@ -1,13 +1,11 @@
-//! Choice of the algorithm of a collective: one table, and overrides for users who measure.
+//! Choice of the algorithm of a collective: one table, unless the user has overridden it.
 //!
 //! Every rank must decide alike. So the choice depends only on values that all ranks know: the size, which
 //! ranks share a host, and the overrides, whose text is compared during the bootstrap.
 
 use std::fmt;
-use std::str::FromStr;
 
-use super::{Rounding, Topology, WIDE_FACTOR};
-use crate::collectives::call::CallKind;
+use super::{Algorithm, Algorithms, Rounding, Topology, WIDE_FACTOR};
 
 /// Version of the table below: ranks with different versions refuse to form a group.
 pub(crate) const TABLE_VERSION: u32 = 6;
@@ -39,175 +37,7 @@ const HIERARCHY_BYTES: usize = 64 << 10;
 /// more ranks for each, they would be the bottleneck.
 const HIERARCHY_MAX_IMBALANCE: usize = 2;
 
-/// The communication pattern of a collective.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Algorithm {
-    Ring,
-    Direct,
-    Doubling,
-    Binomial,
-    Chain,
-    Flat,
-    Linear,
-    Hierarchy,
-    /// Shared memory ([`crate::shm`]) instead of streams.
-    Memory,
-}
-
-impl Algorithm {
-    /// All algorithms, in the order of their numbers in recordings.
-    pub(crate) const ALL: [Self; 9] = [
-        Self::Ring,
-        Self::Direct,
-        Self::Doubling,
-        Self::Binomial,
-        Self::Chain,
-        Self::Flat,
-        Self::Linear,
-        Self::Hierarchy,
-        Self::Memory,
-    ];
-
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Ring => "ring",
-            Self::Direct => "direct",
-            Self::Doubling => "doubling",
-            Self::Binomial => "binomial",
-            Self::Chain => "chain",
-            Self::Flat => "flat",
-            Self::Linear => "star",
-            Self::Hierarchy => "hierarchy",
-            Self::Memory => "shm",
-        }
-    }
-}
-
-/// Defines the algorithms that one collective can use.
-macro_rules! choices {
-    ($($(#[$doc:meta])* $Choice:ident { $($(#[$what:meta])* $Variant:ident,)* })*) => {$(
-        $(#[$doc])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-        #[non_exhaustive]
-        pub enum $Choice {
-            $($(#[$what])* $Variant,)*
-        }
-
-        impl $Choice {
-            const ALL: &[Algorithm] = &[$(Algorithm::$Variant),*];
-
-            const fn algorithm(self) -> Algorithm {
-                match self {
-                    $(Self::$Variant => Algorithm::$Variant,)*
-                }
-            }
-        }
-    )*};
-}
-
-choices! {
-    /// The algorithms of `all_reduce`.
-    AllReduce {
-        /// `ring`: around a ring, in blocks.
-        Ring,
-        /// `direct`: every rank exchanges blocks with every other.
-        Direct,
-        /// `doubling`: recursive doubling, of whole buffers.
-        Doubling,
-        /// `hierarchy`: inside the hosts first, then between them.
-        Hierarchy,
-    }
-    /// The algorithms of `broadcast` and `reduce`.
-    Rooted {
-        /// `binomial`: a binomial tree.
-        Binomial,
-        /// `chain`: a pipelined chain.
-        Chain,
-    }
-    /// The algorithms of `all_gather`.
-    AllGather {
-        /// `direct`: every rank exchanges blocks with every other.
-        Direct,
-        /// `ring`: around a ring.
-        Ring,
-        /// `hierarchy`: inside the hosts first, then between them; on hosts with equally many ranks.
-        Hierarchy,
-        /// `doubling`: recursive doubling; of 4, 8, 16, ... ranks.
-        Doubling,
-    }
-    /// The algorithms of `reduce_scatter`.
-    ReduceScatter {
-        /// `direct`: every rank exchanges blocks with every other.
-        Direct,
-        /// `ring`: around a ring.
-        Ring,
-        /// `hierarchy`: inside the hosts first, then between them; on hosts with equally many ranks.
-        Hierarchy,
-    }
-}
-
-/// The choice of algorithms: a table, which chooses by size, type and hosts, and overrides for measurements.
-///
-/// ```
-/// use convoke_comm::algorithms::{Algorithms, AllReduce, Rooted};
-///
-/// let overrides = Algorithms::new().all_reduce(AllReduce::Ring).broadcast(Rooted::Chain);
-/// assert_eq!("all_reduce:ring,broadcast:chain".parse(), Ok(overrides));
-/// ```
-///
-/// A group logs a warning when it forms if its ranks cannot use an algorithm that was chosen; the group then
-/// uses another.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Algorithms {
-    all_reduce: Option<Algorithm>,
-    broadcast: Option<Algorithm>,
-    reduce: Option<Algorithm>,
-    all_gather: Option<Algorithm>,
-    reduce_scatter: Option<Algorithm>,
-}
-
-/// A text that chooses no algorithms; the error of [`Algorithms::from_str`].
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct ParseAlgorithmsError(String);
-
 impl Algorithms {
-    /// Returns the choice of the table for all collectives.
-    #[must_use]
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// Chooses the algorithm of `all_reduce`.
-    #[must_use]
-    pub fn all_reduce(self, choice: AllReduce) -> Self {
-        Self { all_reduce: Some(choice.algorithm()), ..self }
-    }
-
-    /// Chooses the algorithm of `broadcast`.
-    #[must_use]
-    pub fn broadcast(self, choice: Rooted) -> Self {
-        Self { broadcast: Some(choice.algorithm()), ..self }
-    }
-
-    /// Chooses the algorithm of `reduce`.
-    #[must_use]
-    pub fn reduce(self, choice: Rooted) -> Self {
-        Self { reduce: Some(choice.algorithm()), ..self }
-    }
-
-    /// Chooses the algorithm of `all_gather` and `all_gather_v`.
-    #[must_use]
-    pub fn all_gather(self, choice: AllGather) -> Self {
-        Self { all_gather: Some(choice.algorithm()), ..self }
-    }
-
-    /// Chooses the algorithm of `reduce_scatter` and `reduce_scatter_v`.
-    #[must_use]
-    pub fn reduce_scatter(self, choice: ReduceScatter) -> Self {
-        Self { reduce_scatter: Some(choice.algorithm()), ..self }
-    }
-
     /// Describes each choice that ranks on these hosts cannot use, with the algorithm that they use instead.
     pub(crate) fn unusable(&self, topology: &Topology) -> Vec<String> {
         let world = topology.world();
@@ -226,19 +56,6 @@ impl Algorithms {
             )
         });
         doubling.into_iter().chain(uneven).collect()
-    }
-
-    /// Returns whether the user has chosen the algorithm for collective calls of this kind.
-    pub(crate) fn has_override(&self, kind: CallKind) -> bool {
-        let chosen = match kind {
-            CallKind::AllReduce => self.all_reduce,
-            CallKind::Broadcast => self.broadcast,
-            CallKind::Reduce => self.reduce,
-            CallKind::AllGather => self.all_gather,
-            CallKind::ReduceScatter => self.reduce_scatter,
-            _ => None,
-        };
-        chosen.is_some()
     }
 
     /// Returns the algorithm of an all-reduce of `bytes` bytes.
@@ -322,40 +139,6 @@ impl Algorithms {
     }
 }
 
-/// Reads choices such as `all_reduce:ring,broadcast:chain`; the empty text chooses nothing.
-impl FromStr for Algorithms {
-    type Err = ParseAlgorithmsError;
-
-    fn from_str(text: &str) -> Result<Self, ParseAlgorithmsError> {
-        let mut algorithms = Self::new();
-        for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
-            let error = |what: String| Err(ParseAlgorithmsError(what));
-            let Some((collective, algorithm)) = entry.split_once(':') else {
-                return error(format!("{entry:?} is not COLLECTIVE:ALGORITHM"));
-            };
-            let (choice, known) = match collective.trim() {
-                "all_reduce" => (&mut algorithms.all_reduce, AllReduce::ALL),
-                "broadcast" => (&mut algorithms.broadcast, Rooted::ALL),
-                "reduce" => (&mut algorithms.reduce, Rooted::ALL),
-                "all_gather" => (&mut algorithms.all_gather, AllGather::ALL),
-                "reduce_scatter" => (&mut algorithms.reduce_scatter, ReduceScatter::ALL),
-                other => {
-                    return error(format!(
-                        "{other:?} has no choice of algorithms: all_reduce, broadcast, reduce, all_gather, \
-                         reduce_scatter have"
-                    ));
-                }
-            };
-            *choice = known.iter().find(|known| known.name() == algorithm.trim()).copied();
-            if choice.is_none() {
-                let names: Vec<_> = known.iter().map(|algorithm| algorithm.name()).collect();
-                return error(format!("{collective} has no algorithm {algorithm:?}: {}", names.join(", ")));
-            }
-        }
-        Ok(algorithms)
-    }
-}
-
 /// Returns whether a reduction is ordered: the adding rank receives the contributions of all ranks, not
 /// partial sums.
 fn reduces_in_order(world: usize, rounding: Rounding) -> bool {
@@ -394,60 +177,19 @@ fn hierarchy_pays(bytes: usize, topology: &Topology, rounding: Rounding) -> bool
 /// Formats everything that determines the choice, as one text that ranks compare.
 impl fmt::Display for Algorithms {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let name = |choice: Option<Algorithm>| choice.map_or("table", Algorithm::name);
-        write!(
-            f,
-            "table {TABLE_VERSION}, all_reduce:{}, broadcast:{}, reduce:{}, all_gather:{}, reduce_scatter:{}",
-            name(self.all_reduce),
-            name(self.broadcast),
-            name(self.reduce),
-            name(self.all_gather),
-            name(self.reduce_scatter)
-        )
+        write!(f, "table {TABLE_VERSION}")?;
+        self.chosen().try_for_each(|(collective, choice)| {
+            write!(f, ", {collective}:{}", choice.map_or("table", Algorithm::name))
+        })
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::str::FromStr;
+
     use super::*;
-
-    #[test]
-    fn overrides_are_read_and_shown() {
-        let tuning = Algorithms::from_str(" all_reduce:ring, broadcast:chain").unwrap();
-        assert_eq!(
-            tuning.to_string(),
-            "table 6, all_reduce:ring, broadcast:chain, reduce:table, all_gather:table, reduce_scatter:table"
-        );
-        assert_eq!(tuning.for_all_reduce(4, &Topology::one_host(2), Rounding::Stepwise), Algorithm::Ring);
-        assert_eq!(tuning.for_broadcast(4), Algorithm::Chain);
-        assert_eq!(Algorithms::from_str("").unwrap(), Algorithms::default());
-    }
-
-    #[test]
-    fn override_errors_list_the_allowed_values() {
-        for (text, message) in [
-            ("ring", "\"ring\" is not COLLECTIVE:ALGORITHM"),
-            ("barrier:ring", "all_reduce, broadcast, reduce, all_gather, reduce_scatter have"),
-            ("all_reduce:fast", "ring, direct, doubling, hierarchy"),
-            ("broadcast:ring", "binomial, chain"),
-        ] {
-            let error = Algorithms::from_str(text).unwrap_err().to_string();
-            assert!(error.contains(message), "{error}");
-        }
-    }
-
-    #[test]
-    fn random_overrides_never_cause_a_panic() {
-        let test = "random_overrides_never_cause_a_panic";
-        let good = ["all_reduce:ring,broadcast:chain", " reduce : binomial ,, all_gather:direct", ""];
-        let decode = |bytes: &[u8]| Algorithms::from_str(&String::from_utf8_lossy(bytes)).ok();
-        let encode = |tuning: &Algorithms| {
-            let shown = tuning.to_string();
-            let chosen = shown.split(", ").skip(1).filter(|entry| !entry.ends_with(":table"));
-            chosen.collect::<Vec<_>>().join(",").into_bytes()
-        };
-        convoke_testkit::fuzz(test, &good, 4000, decode, encode);
-    }
+    use crate::collectives::plan::algorithms::{AllGather, AllReduce, ReduceScatter};
 
     #[test]
     fn default_tuning_prefers_few_rounds_for_small_messages() {

@@ -9,7 +9,8 @@ use super::*;
 use crate::api::reduction::Reduction;
 use crate::collectives::call::CallKind;
 use crate::collectives::dtype::{Dtype, Element, ReduceOp};
-use crate::collectives::plan::{self, Algorithm, Rounding, Topology};
+use crate::collectives::plan::algorithms::{AllReduce, Broadcast};
+use crate::collectives::plan::{self, Algorithm, Input, Rounding, Topology};
 use crate::transport::links::fake::{self, FaultScript};
 use convoke_testkit::Random;
 
@@ -61,7 +62,8 @@ fn run_with<T: Element>(
 }
 
 fn all_reduce(algorithm: Algorithm, rank: usize, topology: &Topology, count: usize) -> Plan {
-    plan::all_reduce(algorithm, Rounding::Stepwise, rank, topology, count, 4)
+    let input = Input { rank, topology, rounding: Rounding::Stepwise, element_bytes: 4 };
+    plan::all_reduce(algorithm, &input, count)
 }
 
 /// Makes progress in the collective of each rank, in random order, until all have finished or one fails.
@@ -95,7 +97,7 @@ fn sums_are_correct_and_equal_on_any_link() {
     let mut random = Random::new("sums_are_correct_and_equal_on_any_link");
     for world in 1..=6 {
         let hosts = Topology::new((0..world).map(|rank| rank / 2));
-        for algorithm in [Algorithm::Ring, Algorithm::Direct, Algorithm::Doubling, Algorithm::Hierarchy] {
+        for &algorithm in AllReduce::ALL {
             for script in scripts(&mut random) {
                 let count = random.below(400);
                 let mut memory: Vec<Vec<f32>> = (0..world)
@@ -144,8 +146,9 @@ fn reduce_with<T: Element>(
             let reduction = reduction(rank);
             let op = Some(reduction.op());
             let call = Call { dtype: T::DTYPE, op, ..all_reduce_call(count) };
-            let plan =
-                plan::all_reduce(algorithm, Rounding::of(&call), rank, &hosts, count, T::DTYPE.size_bytes());
+            let (rounding, element_bytes) = (Rounding::of(&call), T::DTYPE.size_bytes());
+            let input = Input { rank, topology: &hosts, rounding, element_bytes };
+            let plan = plan::all_reduce(algorithm, &input, count);
             run_with(reduction.untyped.kernel(T::DTYPE, world).ok(), call, 0, plan, memory, rank)
         })
         .collect();
@@ -188,7 +191,7 @@ fn half_sums_follow_rank_order_and_round_once() {
 fn half_partial_sums_are_sent_unrounded() {
     let mut random = Random::new("half_partial_sums_are_sent_unrounded");
     for world in 2..=6 {
-        for algorithm in [Algorithm::Ring, Algorithm::Doubling] {
+        for &algorithm in AllReduce::ALL {
             for script in scripts(&mut random) {
                 // The sums are exact in f32 for every order of adding, but not in f16.
                 let count = random.below(400);
@@ -208,7 +211,7 @@ fn half_partial_sums_are_sent_unrounded() {
 #[test]
 fn user_functions_receive_lower_rank_operands_first() {
     let mut random = Random::new("user_functions_receive_lower_rank_operands_first");
-    for algorithm in [Algorithm::Ring, Algorithm::Direct, Algorithm::Doubling] {
+    for &algorithm in AllReduce::ALL {
         for world in 2..=6 {
             let count = 1 + random.below(300);
             let start: Vec<Vec<i32>> =
@@ -232,7 +235,7 @@ fn broadcasts_are_delivered_on_any_link() {
     let mut random = Random::new("broadcasts_are_delivered_on_any_link");
     for world in 1..=6 {
         let hosts = Topology::new((0..world).map(|rank| rank % 2));
-        for algorithm in [Algorithm::Binomial, Algorithm::Chain] {
+        for &algorithm in Broadcast::ALL {
             for script in scripts(&mut random) {
                 let (count, root) = (random.below(5000), random.below(world));
                 let mut memory: Vec<Vec<f32>> =
@@ -241,7 +244,9 @@ fn broadcasts_are_delivered_on_any_link() {
                 let mut connections = mesh(world, &script);
                 let mut runs: Vec<_> = (memory.iter_mut().enumerate())
                     .map(|(rank, memory)| {
-                        let plan = plan::broadcast(algorithm, rank, &hosts, count, root);
+                        let (topology, rounding) = (&hosts, Rounding::Stepwise);
+                        let input = Input { rank, topology, rounding, element_bytes: 4 };
+                        let plan = plan::broadcast(algorithm, &input, count, root);
                         run(call, 9, plan, memory, (rank, world))
                     })
                     .collect();

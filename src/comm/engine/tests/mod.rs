@@ -25,7 +25,7 @@ use crate::api::group::Group;
 use crate::bootstrap::options::GroupOptions;
 use crate::collectives::call::{Call, CallKind};
 use crate::collectives::dtype::{Dtype, ReduceOp};
-use crate::collectives::plan::{Algorithms, Rounding, Topology};
+use crate::collectives::plan::{Algorithms, Input, Rounding, Topology};
 use crate::error::CommError;
 use crate::flight::FlightRecorder;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
@@ -302,7 +302,8 @@ fn sum(shared: &super::Shared) -> i32 {
     let rounding = Rounding::of(&call);
     let topology = Topology::one_host(3);
     let algorithm = Algorithms::default().for_all_reduce(4, &topology, rounding);
-    let plan = Arc::new(crate::collectives::plan::all_reduce(algorithm, rounding, FAKE, &topology, 1, 4));
+    let input = Input { rank: FAKE, topology: &topology, rounding, element_bytes: 4 };
+    let plan = Arc::new(crate::collectives::plan::all_reduce(algorithm, &input, 1));
     let kernel = crate::collectives::kernels::Kernel::of(Dtype::I32, ReduceOp::Sum, 3);
     let mut mine = [4_i32];
     let buffer = crate::buffer::BorrowedBuffer::default().with_mut(0, &mut mine[..]);

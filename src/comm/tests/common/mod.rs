@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use convoke_comm::algorithms::Algorithms;
 pub(crate) use convoke_comm::{CommError, Group, GroupOptions, ReduceOp, op};
 use convoke_comm::{Complex, Element, bf16, f16};
 use convoke_store::{MemoryStore, Store};
@@ -61,6 +62,12 @@ pub(crate) const HOSTS: [&[usize]; 6] =
 /// The tuning table, and hierarchies for all collectives that have one.
 pub(crate) const WITH_HIERARCHIES: [&str; 2] =
     ["", "all_reduce:hierarchy,all_gather:hierarchy,reduce_scatter:hierarchy"];
+
+/// The tuning table, and each algorithm that can be chosen for one of `collectives`.
+pub(crate) fn algorithms_of(collectives: &[&str]) -> Vec<String> {
+    let choices = Algorithms::choices().filter(|(collective, _)| collectives.contains(collective));
+    [String::new()].into_iter().chain(choices.map(|(of, name)| format!("{of}:{name}"))).collect()
+}
 
 /// As [`run_with_options`], with one rank on each of `hosts` and these algorithms.
 pub(crate) fn run_on_hosts<R: Send>(

@@ -1,33 +1,6 @@
 use super::*;
 use crate::collectives::plan::Direction;
-use crate::collectives::plan::check::{
-    all_gather_is_right, all_reduce_is_right, on_even_hosts, on_hosts, reduce_scatter_is_right,
-};
-
-/// Chunk sizes: one element for small worlds, `world + 1` elements for larger ones; and one chunk of
-/// everything.
-const CHUNKS: [fn(usize) -> usize; 2] = [|world| if world < 7 { 1 } else { world + 1 }, |_| usize::MAX];
-
-#[test]
-fn result_includes_every_rank_exactly_once_on_any_hosts() {
-    for chunk in CHUNKS {
-        all_reduce_is_right(on_hosts, |rank, topology, count| {
-            all_reduce(rank, topology, count, chunk(topology.world()))
-        });
-    }
-}
-
-#[test]
-fn reduce_scatter_and_all_gather_halves_are_correct() {
-    for chunk in CHUNKS {
-        all_gather_is_right(on_even_hosts, |rank, topology, blocks| {
-            all_gather(rank, topology, blocks, chunk(topology.world()))
-        });
-        reduce_scatter_is_right(on_even_hosts, |rank, topology, blocks| {
-            reduce_scatter(rank, topology, blocks, chunk(topology.world()))
-        });
-    }
-}
+use crate::collectives::plan::check::on_hosts;
 
 /// Returns the number of elements that leave each host.
 fn leaving(topology: &Topology, plan: impl Fn(usize) -> Plan) -> Vec<usize> {
