@@ -44,6 +44,8 @@ names! {
     Hierarchy = "hierarchy",
     /// Shared memory ([`crate::shm`]) instead of streams.
     Memory = "shm",
+    #[cfg(test)]
+    TwoTree = "two_tree",
 }
 
 impl Algorithm {
@@ -170,6 +172,9 @@ collectives! {
         Binomial => tree::broadcast(input.rank, input.topology, count, root),
         /// `chain`: a pipelined chain.
         Chain => chain::broadcast(input.rank, input.topology, count, root),
+        /// `two_tree`: two binary trees, each for half of the data.
+        #[cfg(test)]
+        TwoTree => super::two_tree::broadcast(input.rank, input.world(), count, root),
     }
 
     /// The algorithms of `reduce`. In the end, buffers of ranks other than the root hold partial sums.

@@ -26,6 +26,8 @@ mod ring;
 mod topology;
 mod tree;
 mod tuning;
+#[cfg(test)]
+mod two_tree;
 
 use std::ops::Range;
 
