@@ -82,8 +82,6 @@ impl Engine {
         if self.peers[peer].is_open(conn_kind) {
             return;
         }
-        #[cfg(test)]
-        let conn = crate::transport::links::fault_injection::with_faults(conn);
         if conn_kind == ConnectionKind::Message
             && let Err(error) = self.watch_messages(peer, &conn)
         {

@@ -19,7 +19,7 @@ use crate::shm::collective::ShmCollective;
 use crate::shm::unavailable::Unavailable;
 use crate::shm::{HostMemory, Layout, RingChannel};
 use crate::transport::frame::Kind;
-use crate::transport::links::conn::Conn;
+use crate::transport::links;
 
 /// Longest wait for the failure report of another rank of this host after that rank has marked the shared
 /// memory as failed.
@@ -159,14 +159,8 @@ impl Engine {
     }
 
     pub(crate) fn install_shared_memory(&mut self, node: HostMemory) {
-        let with_faults = |conn: Conn| {
-            #[cfg(test)]
-            let conn = crate::transport::links::fault_injection::with_faults(conn);
-            conn
-        };
         for (local_rank, rank) in node.others() {
-            let conn =
-                |channel: RingChannel| with_faults(Conn::new(Box::new(node.ring_to(channel, local_rank))));
+            let conn = |channel: RingChannel| links::connection(node.ring_to(channel, local_rank));
             self.peers[rank].messages.conn = Some(conn(RingChannel::Messages));
             self.peers[rank].collective = Some(conn(RingChannel::Collectives));
         }

@@ -9,12 +9,12 @@ use crate::engine::poller::{Poller, Source};
 use crate::fault::fault_point;
 use crate::limits;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
-use crate::transport::links::Link;
 use crate::transport::links::conn::Conn;
 use crate::transport::links::hello::{
     CAPABILITIES, ConnectionKind, Credentials, HandshakeError, Hello, Role, SUITE_PLAIN, Welcome,
 };
 use crate::transport::links::tcp::Tcp;
+use crate::transport::links::{self, Link};
 
 /// Pause after the first failed attempt to connect. It doubles with each attempt, up to [`MAX_RETRY_PAUSE`].
 const RETRY_PAUSE: Duration = Duration::from_millis(5);
@@ -168,7 +168,7 @@ impl Connector {
 
     fn send_hello(&mut self, tcp: Tcp, me: usize, ours: &Credentials, poller: &Poller, now: Instant) {
         self.refused_since = None;
-        let mut conn = Conn::new(Box::new(tcp));
+        let mut conn = links::connection(tcp);
         if let Some(fd) = conn.pollable() {
             let _ = poller.change(fd, Source::Handshake, false);
         }

@@ -20,6 +20,7 @@ use super::poller::{Poller, Source};
 use crate::fault::fault_point;
 use crate::limits;
 use crate::transport::frame::{FrameError, HEADER_BYTES, Kind};
+use crate::transport::links;
 use crate::transport::links::conn::Conn;
 use crate::transport::links::hello::{
     CAPABILITIES, ConnectionKind, Credentials, HandshakeError, Hello, Role, SUITE_PLAIN, Welcome,
@@ -211,7 +212,7 @@ impl Handshakes {
                 }
                 Some(Err(_)) | None => return,
             };
-            let conn = Conn::new(Box::new(tcp));
+            let conn = links::connection(tcp);
             if conn.pollable().is_none_or(|fd| poller.add(fd, Source::Handshake, false).is_err()) {
                 continue;
             }

@@ -69,8 +69,6 @@ impl State {
         if group != self.first || link.conn.is_some() || link.ended.is_some() {
             return;
         }
-        #[cfg(test)]
-        let conn = crate::transport::links::fault_injection::with_faults(conn);
         if let Some(fd) = conn.pollable() {
             let _ = poller.change(fd, Source::Control(process), false);
         }

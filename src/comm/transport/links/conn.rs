@@ -54,12 +54,6 @@ impl Conn {
         Self::new(Box::new(super::Closed))
     }
 
-    /// Replaces the link of this connection. Returns the old one.
-    #[cfg(test)]
-    pub(crate) fn replace(&mut self, link: Box<dyn Link>) -> Box<dyn Link> {
-        std::mem::replace(&mut self.link, link)
-    }
-
     pub(crate) fn pollable(&self) -> Option<BorrowedFd<'_>> {
         self.link.pollable()
     }

@@ -6,12 +6,11 @@
 
 use std::cell::Cell;
 use std::io::{self, IoSlice};
-use std::os::fd::BorrowedFd;
 use std::sync::Mutex;
-use std::time::Duration;
 
-use super::conn::Conn;
-use super::{Closed, Link};
+use super::Link;
+use super::wrapper::{Wrapped, Wrapper};
+use crate::transport::frame::{Frame, Kind};
 use convoke_testkit::Random;
 
 thread_local! {
@@ -50,18 +49,16 @@ fn next(seed: Option<u64>) -> Option<(Random, u64)> {
     Some((Random::from_seed(seed), seed.wrapping_add(1)))
 }
 
-/// Returns `conn`, with fault injection if this thread has turned it on.
-pub(crate) fn with_faults(mut conn: Conn) -> Conn {
-    if let Some(random) = next_faults() {
-        let link = conn.replace(Box::new(Closed));
-        conn.replace(Box::new(FaultyLink::new(link, random)));
+/// Wraps `link` in a [`FaultyLink`] if this thread has turned on fault injection.
+pub(super) fn wrap(link: Box<dyn Link>) -> Box<dyn Link> {
+    match next_faults() {
+        Some(random) => Box::new(Wrapped { link, wrapper: FaultyLink::new(random) }),
+        None => link,
     }
-    conn
 }
 
 #[derive(Debug)]
 struct FaultyLink {
-    link: Box<dyn Link>,
     random: Random,
     /// Most bytes that one call moves.
     step: usize,
@@ -70,16 +67,16 @@ struct FaultyLink {
 }
 
 impl FaultyLink {
-    fn new(link: Box<dyn Link>, mut random: Random) -> Self {
+    fn new(mut random: Random) -> Self {
         let (step, fault_interval) = ([1, 7, 100, 5000][random.below(4)], 2 + random.below(6));
-        Self { link, random, step, fault_interval }
+        Self { random, step, fault_interval }
     }
 
-    fn max_bytes(&mut self) -> io::Result<usize> {
+    fn max_bytes(&mut self, link: &dyn Link) -> io::Result<usize> {
         match self.random.below(2 * self.fault_interval) {
             // A refusal needs a descriptor that reports readiness again. Shared memory has none, and never
             // refuses.
-            0 if self.link.pollable().is_some() => Err(io::ErrorKind::WouldBlock.into()),
+            0 if link.pollable().is_some() => Err(io::ErrorKind::WouldBlock.into()),
             1 => Err(io::ErrorKind::Interrupted.into()),
             // Without these large steps, a program with many bytes takes half a minute on a busy machine.
             _ if self.random.below(5) == 0 => Ok(1 << 16),
@@ -88,45 +85,29 @@ impl FaultyLink {
     }
 }
 
-impl Link for FaultyLink {
-    fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
-        let most = self.max_bytes()?;
+impl Wrapper for FaultyLink {
+    fn try_send(&mut self, link: &mut dyn Link, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+        if is_handshake(parts) {
+            return link.try_send(parts);
+        }
+        let most = self.max_bytes(link)?;
         let first = parts.iter().find(|part| !part.is_empty()).map_or(&[][..], |part| part);
-        self.link.try_send(&[IoSlice::new(&first[..first.len().min(most)])])
+        link.try_send(&[IoSlice::new(&first[..first.len().min(most)])])
     }
 
-    fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let most = self.max_bytes()?.min(into.len());
-        self.link.try_recv(&mut into[..most])
+    fn try_recv(&mut self, link: &mut dyn Link, into: &mut [u8]) -> io::Result<usize> {
+        let most = self.max_bytes(link)?.min(into.len());
+        link.try_recv(&mut into[..most])
     }
+}
 
-    fn close_write(&mut self) {
-        self.link.close_write();
-    }
-
-    fn skip_time_wait(&self) {
-        self.link.skip_time_wait();
-    }
-
-    fn is_flushed(&self) -> bool {
-        self.link.is_flushed()
-    }
-
-    fn has_unsent(&self) -> bool {
-        self.link.has_unsent()
-    }
-
-    fn enable_keepalive(&self, bound: Duration) -> io::Result<()> {
-        self.link.enable_keepalive(bound)
-    }
-
-    fn time_since_ack(&self) -> Option<Duration> {
-        self.link.time_since_ack()
-    }
-
-    fn pollable(&self) -> Option<BorrowedFd<'_>> {
-        self.link.pollable()
-    }
+/// Returns whether a rank sends a frame of the handshake. It relies on the room in the buffer of a new
+/// connection, so the frame must be sent whole.
+fn is_handshake(parts: &[IoSlice<'_>]) -> bool {
+    let header = parts.first().and_then(|part| part[..].try_into().ok());
+    header
+        .and_then(|header| Frame::decode(header).ok())
+        .is_some_and(|frame| matches!(frame.kind, Kind::Hello | Kind::Welcome | Kind::Proof | Kind::Refuse))
 }
 
 /// Returns the ready sources in random order, without some that are reported later.

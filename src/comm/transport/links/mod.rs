@@ -1,6 +1,8 @@
 //! Byte transports between two ranks. They transfer bytes and know nothing of elements, reductions or
 //! collectives.
 
+#[cfg(test)]
+mod byte_counts;
 pub(crate) mod conn;
 #[cfg(test)]
 pub(crate) mod fake;
@@ -9,6 +11,8 @@ pub(crate) mod fault_injection;
 pub(crate) mod fork;
 pub(crate) mod hello;
 pub(crate) mod tcp;
+#[cfg(test)]
+mod wrapper;
 
 use std::fmt;
 use std::io::{self, IoSlice};
@@ -71,6 +75,24 @@ pub(crate) trait Link: fmt::Debug + Send {
     fn pollable(&self) -> Option<BorrowedFd<'_>> {
         None
     }
+}
+
+/// Returns a link that wraps the given one, or the given one.
+type Wrap = fn(Box<dyn Link>) -> Box<dyn Link>;
+
+/// The transports that wrap the links of connections, innermost first. A new one is registered here.
+const WRAPPERS: &[Wrap] = &[
+    #[cfg(test)]
+    byte_counts::wrap,
+    #[cfg(test)]
+    fault_injection::wrap,
+];
+
+/// Returns a new connection over `link`, through the registered transports. They carry all bytes of the
+/// connection, those of the handshake included.
+pub(crate) fn connection(link: impl Link + 'static) -> conn::Conn {
+    let link: Box<dyn Link> = Box::new(link);
+    conn::Conn::new(WRAPPERS.iter().fold(link, |link, wrap| wrap(link)))
 }
 
 /// A link that is closed from the start.
