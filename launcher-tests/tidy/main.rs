@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, clippy::print_stderr)] // a broken expectation ends the test
 
 mod circles;
+mod extending;
 mod layers;
 mod names;
 mod source;
