@@ -104,17 +104,11 @@ fn collectives_work_on_any_distribution_of_ranks_over_hosts() {
 #[test]
 fn every_algorithm_is_correct_for_few_and_many_bytes() {
     for algorithms in algorithms_of(&["reduce", "all_gather", "reduce_scatter"]) {
-        for world in [2, 3, 5] {
-            run_with_options(
-                world,
-                GroupOptions::default().algorithms(algorithms.parse().unwrap()),
-                |group| {
-                    for count in [0, 1, 2, 4097, 300_001] {
-                        check::<f32>(&group, count);
-                    }
-                },
-            );
-        }
+        run_with_options(4, GroupOptions::default().algorithms(algorithms.parse().unwrap()), |group| {
+            for count in [0, 1, 2, 4097, 300_001] {
+                check::<f32>(&group, count);
+            }
+        });
     }
 }
 
