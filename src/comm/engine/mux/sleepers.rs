@@ -128,10 +128,13 @@ impl Sleepers {
         }
     }
 
-    fn remove_follower(&mut self, slot: &Arc<Slot>, bell: Arc<EventFd>) {
-        let _ = bell.read();
+    /// Takes `bell` back from a follower whose slot no longer has it. Returns whether it was rung to wake the
+    /// thread.
+    fn remove_follower(&mut self, slot: &Arc<Slot>, bell: Arc<EventFd>) -> bool {
+        let value = bell.read().unwrap_or(0);
         self.followers.retain(|follower| !Arc::ptr_eq(follower, slot));
         self.spare.push(bell);
+        !value.is_multiple_of(PROMOTE)
     }
 
     /// Handles the wake-up of a follower. Returns false if it has only been promoted and goes on sleeping.
@@ -141,13 +144,14 @@ impl Sleepers {
         if value == 0 || !value.is_multiple_of(PROMOTE) {
             return true;
         }
-        if !std::mem::replace(&mut self.has_leader, true) {
-            let bell = Arc::clone(bell);
-            slot.set(Some(Arc::clone(&self.doorbell)));
-            self.remove_follower(slot, bell);
-            *sleep = Sleep::Leader;
+        if std::mem::replace(&mut self.has_leader, true) {
+            return false;
         }
-        false
+        let bell = Arc::clone(bell);
+        slot.set(Some(Arc::clone(&self.doorbell)));
+        *sleep = Sleep::Leader;
+        // Another thread may have rung the eventfd since it was read above.
+        self.remove_follower(slot, bell)
     }
 
     /// Handles a ring of the doorbell: another rank has written to the shared memory of some group, or a
@@ -161,5 +165,52 @@ impl Sleepers {
         let is_called =
             |follower: &&Arc<Slot>| follower.memory.get().is_some_and(|memory| !memory.is_marked_sleeping());
         self.followers.iter().filter(is_called).for_each(Doorbell::ring);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+    use super::*;
+
+    /// Sleeps as a thread of `slot` does, until it is woken.
+    fn sleep_until_woken(
+        sleepers: &Mutex<Sleepers>,
+        doorbell: &EventFd,
+        slot: &Arc<Slot>,
+        sleep: &mut Sleep,
+    ) {
+        loop {
+            let bell = sleep.bell().unwrap_or_else(|| doorbell.as_fd());
+            let mut fds = [PollFd::new(bell, PollFlags::POLLIN)];
+            assert_eq!(poll(&mut fds, PollTimeout::from(5000_u16)), Ok(1), "the wake-up was lost");
+            if sleepers.lock().unwrap().is_woken(slot, sleep) {
+                return;
+            }
+        }
+    }
+
+    #[test]
+    fn wake_up_during_a_promotion_is_not_lost() {
+        let sleepers = Mutex::new(Sleepers::new().unwrap());
+        let doorbell = Arc::clone(&sleepers.lock().unwrap().doorbell);
+        let (leader, follower) = (Arc::new(Slot::default()), Arc::new(Slot::default()));
+        for round in 0..10_000 {
+            let leads = sleepers.lock().unwrap().begin(&leader);
+            let mut sleep = sleepers.lock().unwrap().begin(&follower);
+            thread::scope(|scope| {
+                scope.spawn(|| sleep_until_woken(&sleepers, &doorbell, &follower, &mut sleep));
+                sleepers.lock().unwrap().end(&leader, leads);
+                // The rings of many rounds come at all moments of the promotion.
+                (0..round % 1000).for_each(|_| std::hint::spin_loop());
+                follower.ring();
+            });
+            let mut sleepers = sleepers.lock().unwrap();
+            sleepers.end(&follower, sleep);
+            sleepers.on_doorbell();
+        }
     }
 }
