@@ -1,6 +1,8 @@
 //! Runs the plan of a collective over connections. It uses no clock and never waits: [`Streams::progress`]
 //! moves what it can.
 
+mod flow;
+
 use std::io::IoSlice;
 use std::sync::Arc;
 
@@ -12,8 +14,9 @@ use crate::collectives::plan::{Algorithm, Apply, BufferPart, Direction, Plan};
 use crate::error::{ExecutionError, PeerMisbehaved};
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
-use crate::transport::links::conn::{Conn, ConnError, MAX_READ_AHEAD_BYTES};
+use crate::transport::links::conn::{Conn, MAX_READ_AHEAD_BYTES};
 use crate::transport::links::hello::Credentials;
+use flow::{Flow, FlowError};
 
 /// If a peer sends at most this many bytes in all, they are read together with their header.
 const SHORT_BYTES: usize = 12 << 10;
@@ -44,33 +47,6 @@ pub(crate) struct Streams {
     unsent: usize,
     /// No peer sends more than [`SEQUENTIAL_BYTES`] to this rank.
     short: bool,
-}
-
-/// All streams of the plan in one direction between this rank and one peer. They follow each other behind one
-/// header.
-#[derive(Debug)]
-struct Flow {
-    peer: usize,
-    direction: Direction,
-    /// Indices of the flow's streams in the plan; `streams[current]` is being moved.
-    streams: Vec<usize>,
-    current: usize,
-    /// The position within the current stream: the index of its part, and (`offset`) the bytes of that part
-    /// that are done.
-    segment: usize,
-    offset: usize,
-    /// Bytes of all streams of the flow, and (`done`) how many of them have been sent or received.
-    total: usize,
-    done: usize,
-    /// Bytes of the header that have been sent or received.
-    header: usize,
-    finished: bool,
-    /// The connection moved nothing at the last attempt: the flow waits for it, not for another stream of the
-    /// plan.
-    blocked: bool,
-    /// The connection has ended, whose reason the engine finds out, or the reduction function failed. The
-    /// flow moves nothing more.
-    broken: bool,
 }
 
 impl Streams {
@@ -379,14 +355,6 @@ impl Streams {
     }
 }
 
-/// An [`ExecutionError`] without the peer, which the caller adds.
-enum FlowError {
-    Broken(ConnError),
-    Mismatch(Call, u64),
-    Protocol(PeerMisbehaved),
-    Function(String),
-}
-
 impl Execution for Streams {
     fn call(&self) -> Call {
         self.call
@@ -425,25 +393,6 @@ impl Execution for Streams {
         let waiting = self.flows.iter().filter(|flow| flow.blocked && !flow.finished && !flow.broken);
         let most = if self.waits_sequentially() { 1 } else { usize::MAX };
         waiting.map(|flow| (flow.peer, flow.direction)).take(most).collect()
-    }
-}
-
-impl Flow {
-    fn new(peer: usize, direction: Direction, stream: usize, total: usize) -> Self {
-        Self {
-            peer,
-            direction,
-            streams: vec![stream],
-            current: 0,
-            segment: 0,
-            offset: 0,
-            total,
-            done: 0,
-            header: 0,
-            finished: false,
-            blocked: false,
-            broken: false,
-        }
     }
 }
 

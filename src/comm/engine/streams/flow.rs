@@ -1,0 +1,60 @@
+//! One direction of a collective's data between this rank and one peer.
+
+use crate::collectives::call::Call;
+use crate::collectives::plan::Direction;
+use crate::error::PeerMisbehaved;
+use crate::transport::links::conn::ConnError;
+
+/// All streams of the plan in one direction between this rank and one peer. They follow each other behind one
+/// header.
+#[derive(Debug)]
+pub(super) struct Flow {
+    pub(super) peer: usize,
+    pub(super) direction: Direction,
+    /// Indices of the flow's streams in the plan; `streams[current]` is being moved.
+    pub(super) streams: Vec<usize>,
+    pub(super) current: usize,
+    /// The position within the current stream: the index of its part, and (`offset`) the bytes of that part
+    /// that are done.
+    pub(super) segment: usize,
+    pub(super) offset: usize,
+    /// Bytes of all streams of the flow, and (`done`) how many of them have been sent or received.
+    pub(super) total: usize,
+    pub(super) done: usize,
+    /// Bytes of the header that have been sent or received.
+    pub(super) header: usize,
+    pub(super) finished: bool,
+    /// The connection moved nothing at the last attempt: the flow waits for it, not for another stream of the
+    /// plan.
+    pub(super) blocked: bool,
+    /// The connection has ended, whose reason the engine finds out, or the reduction function failed. The
+    /// flow moves nothing more.
+    pub(super) broken: bool,
+}
+
+impl Flow {
+    pub(super) fn new(peer: usize, direction: Direction, stream: usize, total: usize) -> Self {
+        Self {
+            peer,
+            direction,
+            streams: vec![stream],
+            current: 0,
+            segment: 0,
+            offset: 0,
+            total,
+            done: 0,
+            header: 0,
+            finished: false,
+            blocked: false,
+            broken: false,
+        }
+    }
+}
+
+/// An [`ExecutionError`] without the peer, which the caller adds.
+pub(super) enum FlowError {
+    Broken(ConnError),
+    Mismatch(Call, u64),
+    Protocol(PeerMisbehaved),
+    Function(String),
+}
