@@ -103,8 +103,8 @@ struct HandleList<M: OperationOutput> {
 trait AnyHandleList: Send {
     fn as_any(&mut self) -> &mut dyn Any;
     fn len(&self) -> usize;
-    /// Waits for one handle or more, or drops one.
-    fn wait_some(&mut self, random: &mut Random) -> Result<(), TestError>;
+    /// Waits for one handle or more, or drops one, unless they are handles of receives.
+    fn wait_some(&mut self, receives: bool, random: &mut Random) -> Result<(), TestError>;
     /// Waits for all handles; each must fail.
     fn expect_failures(&mut self, random: &mut Random, errors: &mut Vec<CommError>) -> Result<(), TestError>;
 }
@@ -118,9 +118,9 @@ impl<M: OperationOutput + 'static> AnyHandleList for HandleList<M> {
         self.handles.len()
     }
 
-    fn wait_some(&mut self, random: &mut Random) -> Result<(), TestError> {
+    fn wait_some(&mut self, receives: bool, random: &mut Random) -> Result<(), TestError> {
         match random.below(10) {
-            0 => {
+            0 if !receives => {
                 let index = random.below(self.handles.len());
                 drop((self.handles.remove(index), self.checks.remove(index)));
             }
@@ -275,7 +275,8 @@ impl PendingHandles {
             return Ok(());
         }
         let index = self.random.below(self.lists.len());
-        self.lists[index].1.wait_some(&mut self.random)
+        let (receives, list) = &mut self.lists[index];
+        list.wait_some(*receives, &mut self.random)
     }
 
     /// Waits for all handles, sometimes on another thread than the one that began them.
