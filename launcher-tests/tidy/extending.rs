@@ -1,4 +1,4 @@
-//! How many files an addition to the runtime touches, shown by the samples that tests have of each.
+//! The number of files that an addition to the runtime touches, shown by the samples that tests have of each.
 //! `docs/internals/extending.md` describes the additions.
 
 use std::path::{Path, PathBuf};

@@ -23,7 +23,7 @@ const OVERSUBSCRIBED_MOVE_INTERVAL: Duration = Duration::from_millis(10);
 /// The calling thread, as system calls name it.
 const THIS_THREAD: Pid = Pid::from_raw(0);
 
-/// Where the thread that drives an engine runs.
+/// The choice of the core on which the thread that drives an engine runs.
 #[derive(Debug)]
 pub(super) struct Affinity {
     sharing: CoreSharing,

@@ -24,10 +24,10 @@ pub(super) struct Collectives {
 
 /// One collective.
 ///
-/// A monitored barrier is more than its execution: each rank tells every other rank that it has arrived, by a
-/// State frame on the control connection, which every pair of ranks has. A rank passes the barrier when it has
-/// the frames of all other ranks. No single rank collects them, so each rank that times out can name all
-/// missing ranks.
+/// A monitored barrier is more than its execution: each rank tells every other rank that it has arrived. It
+/// sends a State frame on the control connection, which every pair of ranks has. A rank passes the barrier
+/// when it has the frames of all other ranks. No single rank collects them, so each rank that times out can
+/// name all missing ranks.
 #[derive(Debug)]
 pub(super) struct Collective {
     pub(super) execution: Box<dyn Execution>,

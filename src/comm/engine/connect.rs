@@ -1,4 +1,4 @@
-//! Opens the connections that a group needs before it is complete, or gives up.
+//! Opens the connections of a group: those that it needs before it is complete, and later ones on demand.
 
 use std::time::Instant;
 

@@ -18,7 +18,7 @@ pub(crate) trait PeerConnections {
     fn connection(&mut self, peer: usize) -> Option<&mut Conn>;
 }
 
-/// What a collective moves its data through.
+/// The connections and the memory through which a collective moves its data.
 pub(super) struct Paths<'a> {
     pub(super) connections: &'a mut dyn PeerConnections,
     /// The memory that this rank shares with other ranks of its host.

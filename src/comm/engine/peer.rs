@@ -41,7 +41,7 @@ pub(super) struct WaitReport {
     pub(super) received_at: Instant,
 }
 
-/// What a rank waits in: the number of the call, the call, and the ranks that it waits for.
+/// The wait of a rank: the number of the call, the call, and the ranks that it waits for.
 pub(super) type Wait = (u64, Call, Vec<usize>);
 
 impl Peer {

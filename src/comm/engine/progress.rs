@@ -16,6 +16,7 @@ use crate::transport::links::conn::Conn;
 
 /// Passes of the progress loop between two polls of control connections and clock while data keeps moving.
 const ROUNDS_BETWEEN_POLLS: u32 = 64;
+
 impl Engine {
     /// Moves data of the first collective and of all messages, as far as possible without waiting. Returns
     /// whether anything moved.

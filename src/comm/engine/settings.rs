@@ -34,7 +34,8 @@ pub(crate) struct Settings {
     pub(crate) flight: Arc<GroupRecorder>,
 }
 
-/// What groups that are made from a group share with it. The ranks are those of that group.
+/// The resources that groups share with the group from which they are made. The ranks are those of that
+/// group.
 #[derive(Debug, Clone)]
 pub(crate) struct ParentLinks {
     pub(crate) mux: Arc<Mux>,

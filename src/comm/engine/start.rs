@@ -27,7 +27,7 @@ impl Engine {
             other => other,
         };
         let call = match &operation {
-            Operation::Leave | Operation::Request(_) => return,
+            Operation::Leave | Operation::Request(_) => unreachable!("both have returned above"),
             Operation::Collective { call, .. } | Operation::Probe { call, .. } => *call,
             Operation::Send { call, .. } | Operation::Recv { call, .. } => *call,
         };
@@ -77,7 +77,7 @@ impl Engine {
                 }
             }
             Operation::Probe { from, call, wait } => self.probe(from, call, wait, completion),
-            Operation::Request(_) | Operation::Leave => {}
+            Operation::Request(_) | Operation::Leave => unreachable!("both have returned above"),
         }
     }
 

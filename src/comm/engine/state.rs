@@ -48,7 +48,7 @@ pub(super) struct LocalPeers {
     pub(super) ranks: Vec<usize>,
 }
 
-/// What this rank and the other ranks have told each other about their waits.
+/// The reports of waits that this rank has sent and requested.
 #[derive(Debug, Default)]
 pub(super) struct Waits {
     /// The time since which no data has moved; `None` while data moves.

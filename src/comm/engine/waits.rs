@@ -1,4 +1,5 @@
-//! What this rank waits for, and until when: its deadlines, its reports of waits to other ranks, and theirs.
+//! The waits of this rank: their deadlines, the reports of them to other ranks, and the reports of those
+//! ranks.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! What the ranks of a host tell each other about their collective calls: a description of each call, and
-//! counters of the steps that are done.
+//! Announcements of collective calls between the ranks of a host: a description of each call, and counters of
+//! the steps that are done.
 
 use std::sync::atomic::Ordering;
 

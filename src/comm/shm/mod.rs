@@ -76,7 +76,7 @@ pub(crate) struct HostMemory {
     /// `ranks`.
     ranks: Vec<usize>,
     me: usize,
-    /// What groups that are made from this group share with it. `None` without memory for them.
+    /// The resources that groups made from this group share with it. `None` without memory for them.
     share: Option<HostShare>,
     /// The memory whose pages this rank knows to be allocated, if the layout is sparse.
     allocated: Option<Allocated>,

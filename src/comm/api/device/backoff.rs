@@ -12,7 +12,8 @@ pub(super) struct Backoff {
 
 impl Backoff {
     const SPINS: u32 = 100;
-    /// How long the thread yields before it sleeps: a sleeping thread would wake too late for a short wait.
+    /// Longest time for which the thread yields before it sleeps. A sleeping thread would wake too late for a
+    /// short wait.
     const YIELDS: Duration = Duration::from_micros(200);
     const MAX_SLEEP: Duration = Duration::from_millis(10);
 

@@ -53,7 +53,7 @@ pub(super) enum Failure {
     Device(DeviceError),
 }
 
-/// How far the abort of NCCL after a failure is.
+/// The progress of the abort of NCCL after a failure.
 #[derive(Default)]
 pub(super) struct Abort {
     /// Set when the abort has started; a thread that finds it set need not start one.

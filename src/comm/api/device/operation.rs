@@ -1,4 +1,4 @@
-//! How operations are found to be done, and how threads wait for them.
+//! Operations in progress: the detection that they are done, and threads that wait for them.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -113,7 +113,7 @@ struct Inner {
     /// The device backends of all handles, so that a handle that ends the group ends all of them.
     #[cfg(feature = "nccl")]
     device_backends: Mutex<Vec<Weak<dyn GroupDevice>>>,
-    /// What the group was made from; subgroups use the store in it too. It is dropped after the engine and
+    /// The configuration of the group; subgroups use the store in it too. It is dropped after the engine and
     /// `keep`.
     config: BootstrapConfig,
     /// Number of subgroups made so far, equal on all ranks. Locked while the ranks agree on the next

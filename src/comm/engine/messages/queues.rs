@@ -1,4 +1,4 @@
-//! What the messages of a rank consist of while they are queued.
+//! The parts of messages that are queued: sends, receives, and the frames between two ranks.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ pub(crate) struct PendingSend {
     pub(super) stage: Stage,
 }
 
-/// How much of a message this rank has sent to the receiver.
+/// The part of a message that this rank has sent to the receiver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stage {
     /// Nothing was sent, because too many messages are announced already.
@@ -93,7 +93,7 @@ pub(super) struct OutgoingFrame {
     pub(super) sent: usize,
 }
 
-/// What the next bytes from the peer belong to.
+/// The message to which the next bytes from the peer belong.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum ReadState {
     Header,

@@ -1,4 +1,4 @@
-//! What the multiplexer of a process keeps.
+//! The state of the multiplexer of a process.
 
 use std::collections::HashMap;
 use std::io;

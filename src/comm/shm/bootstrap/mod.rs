@@ -44,8 +44,8 @@ pub(crate) struct LocalGroup {
     pub(crate) process: Option<OwnedFd>,
 }
 
-/// What a rank has after the bootstrap: the mapped memory, and the doorbells and processes of all ranks of
-/// the host.
+/// The resources of a rank after the bootstrap: the mapped memory, and the doorbells and processes of all
+/// ranks of the host.
 #[derive(Debug)]
 pub(crate) struct SharedResources {
     pub(crate) segment: Arc<Segment>,

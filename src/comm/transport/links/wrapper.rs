@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::Link;
 
-/// What a wrapping transport does with bytes. The methods have the contracts of [`Link`].
+/// The work of a wrapping transport on the bytes of a link. The methods have the contracts of [`Link`].
 pub(super) trait Wrapper: fmt::Debug + Send {
     fn try_send(&mut self, link: &mut dyn Link, parts: &[IoSlice<'_>]) -> io::Result<usize>;
 

@@ -7,7 +7,7 @@ use crate::collectives::plan::{
 
 const ONCE: Rounding = Rounding::Once { wide_inputs: false };
 
-/// What the plans of a collective depend on, besides the ranks and the count.
+/// The inputs of the plans of a collective, besides the ranks and the count.
 struct Setting {
     tuning: Algorithms,
     rounding: Rounding,
