@@ -112,11 +112,12 @@ impl Core {
         match &self.transport {
             DeviceTransport::Nccl(nccl) => {
                 let version = nccl.library.version();
-                let steps: Result<SmallVec<[NcclCall; 2]>, String> =
-                    steps.iter().map(|step| to_nccl(*step, version)).collect();
-                let steps = steps.map_err(CommError::Unsupported)?;
+                let mut calls: SmallVec<[NcclCall; 2]> = SmallVec::with_capacity(steps.len());
+                for step in steps {
+                    calls.push(to_nccl(*step, version).map_err(CommError::Unsupported)?);
+                }
                 // SAFETY: the caller promises it.
-                unsafe { self.enqueue_nccl(nccl, &steps, stream, call_wait) }.map(Some)
+                unsafe { self.enqueue_nccl(nccl, &calls, stream, call_wait) }.map(Some)
             }
             DeviceTransport::Staged(staging) => {
                 // SAFETY: the caller promises it.

@@ -5,10 +5,12 @@ use crate::error::CommError;
 
 device_operations! {
     [O: Enqueue] Vec<O>, HAS_BARRIER = O::HAS_BARRIER, |list, batch| {
+        batch.reserve(list.len());
         list.into_iter().try_for_each(|operation| operation.add(batch))?;
     }
 
     [O: Enqueue, const N: usize] [O; N], HAS_BARRIER = O::HAS_BARRIER, |list, batch| {
+        batch.reserve(N);
         list.into_iter().try_for_each(|operation| operation.add(batch))?;
     }
 }

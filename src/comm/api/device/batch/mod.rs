@@ -103,6 +103,12 @@ impl<'a> DeviceBatch<'a> {
         Ok(Work::on_device(self.group.clone(), operation.map(|operation| operation as _)))
     }
 
+    /// Makes room for a list of operations, so that it is allocated once.
+    fn reserve(&mut self, operations: usize) {
+        self.steps.reserve(operations);
+        self.guards.reserve(2 * operations);
+    }
+
     fn add(&mut self, call: Call, steps: impl IntoIterator<Item = Step>) {
         self.call.get_or_insert(call);
         self.messages |= call.kind == CallKind::PointToPoint;
