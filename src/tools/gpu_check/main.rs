@@ -38,7 +38,7 @@ struct Flags {
     /// Calls in a stream, and times that the order of streams is checked
     #[arg(long, value_name = "N", default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..))]
     calls: u32,
-    /// Times that each is measured; the median counts
+    /// Rounds of that many calls; the calls of a round are timed in turns of 50
     #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
     rounds: u32,
     /// Size of large buffers
