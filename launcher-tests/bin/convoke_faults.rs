@@ -1,5 +1,5 @@
 //! The launcher with fault injection: it fails at the points that a test orders.
 
 fn main() -> std::process::ExitCode {
-    convoke::main()
+    convoke_launcher::main()
 }

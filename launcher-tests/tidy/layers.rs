@@ -10,8 +10,8 @@ use super::source::{is_word_part, without_comments_and_strings};
 use super::{assert_none, is_test_file, read, with_extension};
 
 /// The folders of the crates to which the rule applies.
-const LAYERED_CRATES: [&str; 6] =
-    ["src/comm", "src/env", "src/launcher", "src/recorder", "src/store", "src/train"];
+const LAYERED_CRATES: [&str; 7] =
+    ["src/capi", "src/comm", "src/env", "src/launcher", "src/recorder", "src/store", "src/train"];
 
 /// The uses among the top modules of a crate.
 pub(super) struct ModuleGraph {

@@ -36,6 +36,17 @@ const UNSAFE_FILES: &[&str] = &[
     "src/comm/api/group/work.rs",
     // The program describes its memory by address and length.
     "src/comm/api/raw.rs",
+    // C programs pass addresses and handles, and call functions by name.
+    "src/capi/call.rs",
+    "src/capi/collectives.rs",
+    "src/capi/group.rs",
+    "src/capi/init.rs",
+    "src/capi/memory.rs",
+    "src/capi/pointers.rs",
+    "src/capi/status.rs",
+    "src/capi/store.rs",
+    "src/capi/table.rs",
+    "src/capi/work.rs",
     // The file makes an ioctl.
     "src/comm/transport/links/tcp.rs",
     // The file registers a handler of `exit`, which stops threads that use CUDA.
@@ -175,6 +186,7 @@ const WORKER_CRATES: &[&str] = &[
     "convoke-store",
     "convoke-comm",
     "convoke-train",
+    "convoke-capi",
     "convoke-examples",
 ];
 /// Crates that no worker may link, directly or indirectly.

@@ -1,5 +1,5 @@
 //! The `convoke` binary.
 
 fn main() -> std::process::ExitCode {
-    convoke::main()
+    convoke_launcher::main()
 }
