@@ -1,7 +1,9 @@
 //! Listening sockets.
 
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::thread;
 use std::time::Duration;
 
 use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
@@ -12,6 +14,8 @@ use super::ServeError;
 const BACKLOG: i32 = i32::MAX;
 /// Most attempts to find a port that is free at all addresses.
 const PORT_ATTEMPTS: usize = 16;
+/// Most attempts to listen at a port to which another process is bound that does not listen yet.
+const LISTEN_ATTEMPTS: u64 = 10;
 /// The loss of a client's host is detected after this idle time and `KEEPALIVE_PROBES` probes, sent
 /// every `KEEPALIVE_INTERVAL`, without an answer.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
@@ -71,7 +75,26 @@ fn is_v6_missing(address: SocketAddr) -> bool {
     listen_one(SocketAddr::new(address.ip(), 0), false).is_err()
 }
 
+/// Listens at one address. Linux lets several processes bind a port before one of them listens. If two listen at
+/// that moment, the port is in use for both. So a process that could bind the port tries again after a random
+/// time.
 fn listen_one(address: SocketAddr, only_v6: bool) -> io::Result<TcpListener> {
+    let mut attempt = 1;
+    loop {
+        let socket = bind(address, only_v6)?;
+        match socket.listen(BACKLOG) {
+            Ok(()) => return Ok(socket.into()),
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && attempt < LISTEN_ATTEMPTS => {
+                let random = RandomState::new().build_hasher().finish();
+                thread::sleep(Duration::from_micros(random % (500 << attempt)));
+                attempt += 1;
+            }
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+fn bind(address: SocketAddr, only_v6: bool) -> io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     if address.is_ipv6() {
         socket.set_only_v6(only_v6)?;
@@ -79,8 +102,7 @@ fn listen_one(address: SocketAddr, only_v6: bool) -> io::Result<TcpListener> {
     // Allows a port whose earlier connections are in TIME_WAIT.
     socket.set_reuse_address(true)?;
     socket.bind(&address.into())?;
-    socket.listen(BACKLOG)?;
-    Ok(socket.into())
+    Ok(socket)
 }
 
 /// Sets a listener's options for the event loop. On Linux, accepted connections inherit the TCP
@@ -94,4 +116,40 @@ pub(super) fn configure(listener: &TcpListener) -> io::Result<()> {
         .with_interval(KEEPALIVE_INTERVAL)
         .with_retries(KEEPALIVE_PROBES);
     socket.set_tcp_keepalive(&keepalive)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    #[test]
+    fn one_of_two_servers_that_start_together_gets_the_port() {
+        const ROUNDS: usize = 20_000;
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, convoke_testkit::free_port()));
+        // Both threads spin, so that they begin within a fraction of a microsecond.
+        let arrived = AtomicUsize::new(0);
+        let meet = |count: usize| {
+            arrived.fetch_add(1, Ordering::SeqCst);
+            while arrived.load(Ordering::SeqCst) < count {
+                std::hint::spin_loop();
+            }
+        };
+        let successes = AtomicUsize::new(0);
+        let run = || {
+            for round in 0..ROUNDS {
+                meet(4 * round + 2);
+                let listening = listen(&[address]);
+                successes.fetch_add(usize::from(listening.is_ok()), Ordering::SeqCst);
+                meet(4 * round + 4);
+                drop(listening);
+                assert_eq!(successes.load(Ordering::SeqCst), round + 1, "in round {round}");
+            }
+        };
+        thread::scope(|scope| {
+            scope.spawn(run);
+            run();
+        });
+    }
 }
