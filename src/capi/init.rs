@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use convoke_comm::{CommError, GroupOptions, Session};
-use convoke_store::{PrefixStore, TcpStore};
+use convoke_store::{MemoryStore, PrefixStore, Store, TcpStore};
 
 use crate::group::Group;
 use crate::pointers::{check_place, invalid, put, text};
@@ -86,14 +86,13 @@ unsafe fn session(options: *const InitOptions) -> Result<Session, CommError> {
         }
         (None, Some(_), 0) => return Err(invalid("store needs rank and world_size".to_owned())),
         (None, Some(address), world_size) => {
+            let name = name.ok_or_else(|| invalid("store needs a name".to_owned()))?;
             let timeout = time(options.init_timeout_ms).unwrap_or(DEFAULT_INIT_TIMEOUT);
-            let store = TcpStore::connect(address, Instant::now() + timeout)?;
-            let prefix = name.ok_or_else(|| invalid("store needs a name".to_owned()))?;
-            Session::from_store(
-                Arc::new(PrefixStore::new(prefix, Arc::new(store))),
-                options.rank,
-                world_size,
-            )?
+            let store: Arc<dyn Store> = match world_size {
+                1 => Arc::new(MemoryStore::new()),
+                _ => Arc::new(TcpStore::connect(address, Instant::now() + timeout)?),
+            };
+            Session::from_store(Arc::new(PrefixStore::new(name, store)), options.rank, world_size)?
         }
         (None, None, 0) => Session::join()?,
         (Some(url), None, 0) => Session::from_url(url)?,
