@@ -15,9 +15,15 @@ use crate::work::{Message, cvk_run};
 impl Call {
     /// A call without buffers and arguments.
     fn new(kind: Kind) -> Self {
+        Self::of_kind_number(kind as u32)
+    }
+
+    /// A call without buffers and arguments, of the kind with this number.
+    #[must_use]
+    pub fn of_kind_number(kind: u32) -> Self {
         Self {
             size: size_of::<Self>(),
-            kind: kind as u32,
+            kind,
             dtype: 0,
             reduce_op: 0,
             tag: 0,

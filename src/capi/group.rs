@@ -72,13 +72,13 @@ impl Group {
             restart_count: self.restart_count,
         }
     }
+}
 
-    /// Returns the handle of the group with a time limit; the group's own if `timeout_ms` is 0.
-    pub(crate) fn limited(&self, timeout_ms: u64) -> convoke_comm::Group {
-        match timeout_ms {
-            0 => self.group.clone(),
-            ms => self.group.with_timeout(Duration::from_millis(ms)),
-        }
+/// Returns the handle of a group with a time limit; the group's own if `timeout_ms` is 0.
+pub(crate) fn limited(group: &convoke_comm::Group, timeout_ms: u64) -> convoke_comm::Group {
+    match timeout_ms {
+        0 => group.clone(),
+        ms => group.with_timeout(Duration::from_millis(ms)),
     }
 }
 
@@ -228,7 +228,7 @@ pub unsafe extern "C" fn cvk_group_clone(
 ) -> Status {
     let group = borrow_group!(group);
     group.run(|| {
-        let clone = group.another(group.limited(timeout_ms));
+        let clone = group.another(limited(&group.group, timeout_ms));
         check_place(new_group, "new_group")?;
         // SAFETY: the caller promises it.
         unsafe { put(new_group, Box::into_raw(Box::new(clone)), "new_group") }?;

@@ -110,12 +110,22 @@ impl Failure {
         self.json.as_ptr()
     }
 
+    pub(crate) fn json_text(&self) -> String {
+        self.json.to_string_lossy().into_owned()
+    }
+
     /// Makes this the error of the last failed call of this thread.
     pub(crate) fn set(self: Arc<Self>) -> Status {
         let status = self.status;
         LAST_FAILURE.set(Some(self));
         status
     }
+}
+
+/// Returns the JSON object of an error, as `cvk_error_json`.
+#[must_use]
+pub fn error_json(error: &CommError) -> String {
+    Failure::new(error).json_text()
 }
 
 /// Runs the body of a function of the library. Its error becomes the last one of this thread.

@@ -246,6 +246,12 @@ static API: Api = Api {
     store_free: cvk_store_free,
 };
 
+/// Returns the table of functions.
+#[must_use]
+pub fn api() -> &'static Api {
+    &API
+}
+
 /// Returns the table of functions, which is valid for ever; `NULL` if this library does not have that
 /// version. Pass `CVK_API_VERSION`.
 #[unsafe(no_mangle)]

@@ -13,7 +13,7 @@ use convoke_comm::raw::{Buffers, Operation};
 use convoke_comm::{CommError, Work as CommWork};
 
 use crate::call::{ANY_RANK, Call, Callback, Context, callback};
-use crate::group::{Group, GroupEnd, borrow_group};
+use crate::group::{Group, GroupEnd, borrow_group, limited};
 use crate::pointers::{borrow, check_place, free, invalid, put};
 use crate::status::{Failure, Status, run, run_or};
 
@@ -68,11 +68,74 @@ impl fmt::Debug for Callbacks {
 }
 
 impl Work {
-    fn start(group: &Group, call: &Call, operation: Operation) -> Result<Self, CommError> {
-        let work = group.limited(call.timeout_ms).start(operation)?;
+    /// Carries out one operation, for bindings that make groups by the Rust interface. Returns the status of a
+    /// received message.
+    ///
+    /// # Errors
+    /// The errors of [`convoke_comm::Group::run`].
+    ///
+    /// # Safety
+    /// The pointers of the call are valid as [`Call`] says.
+    pub unsafe fn run(group: &convoke_comm::Group, call: &Call) -> Result<Option<Message>, CommError> {
+        // SAFETY: the caller promises it.
+        let operation = unsafe { call.operation(group.size()) }?;
+        let done = limited(group, call.timeout_ms).run(operation)?;
+        Ok(done.status.map(Message::from))
+    }
+
+    /// Begins an operation, for bindings that make groups by the Rust interface.
+    ///
+    /// # Errors
+    /// The errors of [`convoke_comm::Group::start`].
+    ///
+    /// # Safety
+    /// The pointers of the call are valid as [`Call`] says.
+    pub unsafe fn begin(group: &convoke_comm::Group, call: &Call) -> Result<Self, CommError> {
+        // SAFETY: the caller promises it.
+        let operation = unsafe { call.operation(group.size()) }?;
+        Self::start(GroupEnd::default(), &limited(group, call.timeout_ms), call, operation)
+    }
+
+    /// Waits until the operation is done, at most `time`. Returns `None` if it is not done by then, and otherwise the
+    /// status of a received message, or the error as the JSON object of `cvk_error_json`.
+    #[must_use]
+    pub fn wait(&self, time: Option<Duration>) -> Option<Result<Option<Message>, String>> {
+        let until = time.and_then(|time| Instant::now().checked_add(time));
+        match self.0.wait(until)? {
+            Ok(message) => Some(Ok(*message)),
+            Err(failure) => Some(Err(failure.json_text())),
+        }
+    }
+
+    /// Returns whether the operation is done, successfully or not.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        self.0.is_done()
+    }
+
+    /// Returns a descriptor that polls as readable once the operation is done; -1 if it was done from the start.
+    ///
+    /// # Errors
+    /// [`CommError::System`] if the process has no descriptor left. [`CommError::InvalidArgument`] if another thread
+    /// waits for the operation.
+    pub fn descriptor(&self) -> Result<c_int, CommError> {
+        let operation = self.0.operation.try_lock().map_err(|_| {
+            invalid("another thread waits for this operation: ask for the descriptor before".to_owned())
+        })?;
+        let found = operation.as_ref().map(CommWork::descriptor).transpose()?.flatten();
+        Ok(found.map_or(-1, |descriptor| descriptor.as_raw_fd()))
+    }
+
+    fn start(
+        end: GroupEnd,
+        group: &convoke_comm::Group,
+        call: &Call,
+        operation: Operation,
+    ) -> Result<Self, CommError> {
+        let work = group.start(operation)?;
         let callbacks = call.callback().map(|callback| Box::new(callback) as _).into_iter().collect();
         let shared = Arc::new(Shared {
-            end: group.end.clone(),
+            end,
             operation: Mutex::new(Some(work)),
             is_finished: AtomicBool::new(false),
             result: OnceLock::new(),
@@ -194,7 +257,7 @@ pub unsafe extern "C" fn cvk_run(
         let first = unsafe { borrow(calls, "calls") }?;
         // SAFETY: the caller promises it.
         let calls = unsafe { std::slice::from_raw_parts(first, count) };
-        let limited = group.limited(first.timeout_ms);
+        let limited = limited(&group.group, first.timeout_ms);
         let size = limited.size();
         let put_message = |index: usize, done: Buffers| {
             if let Some(status) = done.status.filter(|_| !messages.is_null()) {
@@ -230,7 +293,8 @@ pub unsafe extern "C" fn cvk_start(group: *const Group, call: *const Call, work:
         let call = unsafe { borrow(call, "call") }?;
         // SAFETY: the caller promises it.
         let operation = unsafe { call.operation(group.group.size()) }?;
-        let started = Work::start(group, call, operation)?;
+        let started =
+            Work::start(group.end.clone(), &limited(&group.group, call.timeout_ms), call, operation)?;
         // SAFETY: the caller promises it.
         unsafe { put(work, Box::into_raw(Box::new(started)), "work") }?;
         Ok(Status::Ok)
@@ -270,7 +334,7 @@ pub unsafe extern "C" fn cvk_work_wait(work: *const Work, timeout_ms: u64, messa
 pub unsafe extern "C" fn cvk_work_is_done(work: *const Work) -> bool {
     // SAFETY: the caller promises it.
     let work = unsafe { work.as_ref() };
-    run_or(true, || work.is_none_or(|work| work.0.is_done()))
+    run_or(true, || work.is_none_or(|work| work.is_done()))
 }
 
 /// Writes to `descriptor` a file descriptor that polls as readable once the operation is done, for event
@@ -285,11 +349,7 @@ pub unsafe extern "C" fn cvk_work_descriptor(work: *const Work, descriptor: *mut
         check_place(descriptor, "descriptor")?;
         // SAFETY: the caller promises it.
         let work = unsafe { borrow(work, "work") }?;
-        let operation = work.0.operation.try_lock().map_err(|_| {
-            invalid("another thread waits for this operation: ask for the descriptor before".to_owned())
-        })?;
-        let found = operation.as_ref().map(CommWork::descriptor).transpose()?.flatten();
-        let number = found.map_or(-1, |descriptor| descriptor.as_raw_fd());
+        let number = work.descriptor()?;
         // SAFETY: the caller promises it.
         unsafe { put(descriptor, number, "descriptor") }?;
         Ok(Status::Ok)
