@@ -12,7 +12,7 @@
 mod connector;
 mod exchange;
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
@@ -53,6 +53,9 @@ pub(crate) struct Handshakes {
     listener: Option<Listener>,
     inbound: Vec<Inbound>,
     connectors: Vec<Connector>,
+    /// The connections that were opened, with their group and rank. A group may ask for one before it has learned that
+    /// it is open. Of two connections each rank could keep another one, and close the one that the other keeps.
+    opened: HashSet<(u64, usize, ConnectionKind)>,
     notes: Vec<String>,
     /// The time until which no connection is accepted, because the process ran out of descriptors. Until then
     /// the listener is not polled.
@@ -75,8 +78,18 @@ struct Inbound {
 impl Handshakes {
     pub(crate) fn new(credentials: Credentials, listener: Option<Listener>) -> Self {
         let (inbound, connectors, notes, accept_paused_until) = (Vec::new(), Vec::new(), Vec::new(), None);
-        let groups = HashMap::new();
-        Self { credentials, groups, listener, inbound, connectors, notes, accept_paused_until, refused: 0 }
+        let (groups, opened) = (HashMap::new(), HashSet::new());
+        Self {
+            credentials,
+            groups,
+            listener,
+            inbound,
+            connectors,
+            opened,
+            notes,
+            accept_paused_until,
+            refused: 0,
+        }
     }
 
     /// Accepts connections of `group`, in which this process is rank `me` of `size`.
@@ -89,6 +102,7 @@ impl Handshakes {
         self.groups.remove(&group);
         self.inbound.retain(|inbound| inbound.hello.is_none() || inbound.group != group);
         self.connectors.retain(|connector| connector.group != group);
+        self.opened.retain(|(of, ..)| *of != group);
     }
 
     /// Stops all handshakes: closes the listener and all connections that are not open yet.
@@ -98,7 +112,7 @@ impl Handshakes {
         self.connectors.clear();
     }
 
-    /// Begins to open a connection of `conn_kind` to `peer`, unless an attempt is under way.
+    /// Begins to open a connection of `conn_kind` to `peer`, unless it is open or an attempt is under way.
     pub(crate) fn connect(
         &mut self,
         group: u64,
@@ -107,7 +121,7 @@ impl Handshakes {
         address: SocketAddr,
         now: Instant,
     ) {
-        if !self.is_connecting(group, peer, conn_kind) {
+        if !self.is_open_or_opening(group, peer, conn_kind) {
             self.connectors.push(Connector::new(group, peer, conn_kind, address, now));
         }
     }
@@ -122,13 +136,14 @@ impl Handshakes {
         address: SocketAddr,
         now: Instant,
     ) {
-        if !self.is_connecting(group, peer, conn_kind) {
+        if !self.is_open_or_opening(group, peer, conn_kind) {
             self.connectors.push(Connector::probe(group, peer, conn_kind, address, now));
         }
     }
 
-    fn is_connecting(&self, group: u64, peer: usize, conn_kind: ConnectionKind) -> bool {
-        self.connectors.iter().any(|connector| connector.opens(group, peer, conn_kind))
+    fn is_open_or_opening(&self, group: u64, peer: usize, conn_kind: ConnectionKind) -> bool {
+        self.opened.contains(&(group, peer, conn_kind))
+            || self.connectors.iter().any(|connector| connector.opens(group, peer, conn_kind))
     }
 
     /// Returns when the handshakes must advance even if no descriptor is ready; `None` if none has a timeout.
@@ -156,6 +171,7 @@ impl Handshakes {
 
     /// Accepts connections and advances every handshake. Appends the results to `out`.
     pub(crate) fn progress(&mut self, poller: &Poller, now: Instant, out: &mut Vec<HandshakeEvent>) {
+        let before = out.len();
         self.accept(poller, now, out);
         let mut index = 0;
         while index < self.inbound.len() {
@@ -187,6 +203,10 @@ impl Handshakes {
             }
         }
         self.connectors.retain(|connector| !connector.is_done());
+        self.opened.extend(out[before..].iter().filter_map(|event| match event {
+            HandshakeEvent::Opened { group, peer, conn_kind, .. } => Some((*group, *peer, *conn_kind)),
+            HandshakeEvent::Unauthorized { .. } | HandshakeEvent::Exhausted { .. } => None,
+        }));
     }
 
     fn accept(&mut self, poller: &Poller, now: Instant, out: &mut Vec<HandshakeEvent>) {
@@ -315,5 +335,39 @@ fn check(hello: &Hello, me: usize, size: usize) -> Result<(), HandshakeError> {
         _ if source_rank >= size => Err(HandshakeError::UnknownSource { source_rank, size }),
         _ if source_rank <= me => Err(HandshakeError::WrongDirection { source_rank, me }),
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use convoke_env::Generation;
+
+    use super::*;
+    use crate::transport::links::tcp;
+
+    #[test]
+    fn request_for_an_open_connection_opens_no_second_one() {
+        let credentials = Credentials::new(None, Generation::from_bytes([7; 16]), 0);
+        let poller = Poller::new().unwrap();
+        let listener = tcp::listen(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+        let address = listener.address().unwrap();
+        let (mut lower, mut higher) =
+            (Handshakes::new(credentials.clone(), Some(listener)), Handshakes::new(credentials, None));
+        lower.add_group(0, 0, 2);
+        higher.add_group(0, 1, 2);
+        higher.connect(0, 0, ConnectionKind::Collective, address, Instant::now());
+        let (mut at_lower, mut at_higher) = (Vec::new(), Vec::new());
+        convoke_testkit::wait_until("both ranks have the connection", || {
+            lower.progress(&poller, Instant::now(), &mut at_lower);
+            higher.progress(&poller, Instant::now(), &mut at_higher);
+            (at_lower.len() + at_higher.len() == 2).then_some(())
+        });
+        // The other rank asked for the connection at that moment.
+        higher.connect(0, 0, ConnectionKind::Collective, address, Instant::now());
+        assert!(higher.connectors.is_empty(), "it opens another connection");
+        higher.remove_group(0);
+        higher.add_group(0, 1, 2);
+        higher.connect(0, 0, ConnectionKind::Collective, address, Instant::now());
+        assert_eq!(higher.connectors.len(), 1, "a new group has no connections");
     }
 }
