@@ -43,6 +43,7 @@ const UNSAFE_FILES: &[&str] = &[
     "src/capi/init.rs",
     "src/capi/memory.rs",
     "src/capi/pointers.rs",
+    "src/capi/probe.rs",
     "src/capi/status.rs",
     "src/capi/store.rs",
     "src/capi/table.rs",

@@ -16,6 +16,7 @@ pub mod group;
 pub mod init;
 pub mod memory;
 mod pointers;
+pub mod probe;
 pub mod status;
 pub mod store;
 pub mod table;

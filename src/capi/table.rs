@@ -19,11 +19,12 @@ use crate::group::{
 };
 use crate::init::{InitOptions, cvk_init};
 use crate::memory::{Memory, cvk_alloc, cvk_memory_address, cvk_memory_free, cvk_memory_is_shared};
+use crate::probe::{cvk_probe, cvk_try_probe};
 use crate::status::{Status, cvk_error_ends_group, cvk_error_json, cvk_error_message};
 use crate::store::{Store, cvk_store_free, cvk_store_port, cvk_store_serve};
 use crate::work::{
-    Message, Work, cvk_probe, cvk_run, cvk_start, cvk_try_probe, cvk_work_descriptor, cvk_work_free,
-    cvk_work_is_done, cvk_work_on_complete, cvk_work_wait,
+    Message, Work, cvk_run, cvk_start, cvk_work_descriptor, cvk_work_free, cvk_work_is_done,
+    cvk_work_on_complete, cvk_work_wait,
 };
 
 /// The version of the table. It changes only if a field changes; new fields are added at the end.

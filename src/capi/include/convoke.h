@@ -727,6 +727,25 @@ bool cvk_memory_is_shared(const struct cvk_memory *memory);
 // `memory` is `NULL` or valid, and neither it nor its address is used from now on.
 void cvk_memory_free(struct cvk_memory *memory);
 
+// Waits until a message of rank `source`, or of any rank if it is `CVK_ANY_RANK`, with `tag` is there. It
+// stays until it is received.
+//
+// Requirements:
+// `group` is valid or `NULL`; `message` is writable.
+enum cvk_status cvk_probe(const struct cvk_group *group,
+                          int64_t source,
+                          uint32_t tag,
+                          struct cvk_message *message);
+
+// As `cvk_probe`, but returns `CVK_STATUS_PENDING` at once if there is no such message.
+//
+// Requirements:
+// `group` is valid or `NULL`; `message` is writable.
+enum cvk_status cvk_try_probe(const struct cvk_group *group,
+                              int64_t source,
+                              uint32_t tag,
+                              struct cvk_message *message);
+
 // Returns what the last failed call of this thread reports, in one line of text for people. `NULL` if no
 // call of this thread has failed. The text is valid until the next call that fails on this thread.
 const char *cvk_error_message(void);
@@ -823,25 +842,6 @@ enum cvk_status cvk_work_on_complete(const struct cvk_work *work, cvk_callback f
 // Requirements:
 // `work` is `NULL` or valid, and not used from now on.
 void cvk_work_free(struct cvk_work *work);
-
-// Waits until a message of rank `source`, or of any rank if it is `CVK_ANY_RANK`, with `tag` is there. It
-// stays until it is received.
-//
-// Requirements:
-// `group` is valid or `NULL`; `message` is writable.
-enum cvk_status cvk_probe(const struct cvk_group *group,
-                          int64_t source,
-                          uint32_t tag,
-                          struct cvk_message *message);
-
-// As `cvk_probe`, but returns `CVK_STATUS_PENDING` at once if there is no such message.
-//
-// Requirements:
-// `group` is valid or `NULL`; `message` is writable.
-enum cvk_status cvk_try_probe(const struct cvk_group *group,
-                              int64_t source,
-                              uint32_t tag,
-                              struct cvk_message *message);
 
 #ifdef __cplusplus
 }  // extern "C"
