@@ -78,8 +78,8 @@ pub fn run_with_simulated_gpus(test: &str, variables: &[(&str, &str)]) -> bool {
     }
 }
 
-/// As [`run_with_simulated_gpus`], for a test that ends its process: returns the output of the new process, or
-/// `None` in a process with simulated GPUs.
+/// As [`run_with_simulated_gpus`], for a test that ends its process: returns the output of the new process,
+/// or `None` in a process with simulated GPUs.
 #[must_use]
 pub fn output_with_simulated_gpus(test: &str, variables: &[(&str, &str)]) -> Option<Output> {
     if has_simulated_gpus() {

@@ -1,7 +1,7 @@
 //! Circles of files: inside the modules of a list, files use each other in one direction only.
 //!
-//! The test reads the paths that begin with `crate::`, `super::`, `self::` or a child module. A name that a file
-//! imports or exports counts as the file that defines it.
+//! The test reads the paths that begin with `crate::`, `super::`, `self::` or a child module. A name that a
+//! file imports or exports counts as the file that defines it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;

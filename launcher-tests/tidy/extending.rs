@@ -33,7 +33,8 @@ const FAULTS: (&[&str], &[&str]) = (
     ],
 );
 
-/// Returns the Rust files, these rules apart, whose name is one of `words` or whose code or comments have one.
+/// Returns the Rust files, these rules apart, whose name is one of `words` or whose code or comments have
+/// one.
 fn files_with(words: &[&str]) -> Vec<String> {
     let has_one = |(path, text): &(PathBuf, String)| {
         let is_named = words.iter().any(|word| path.file_stem().is_some_and(|stem| stem == *word));

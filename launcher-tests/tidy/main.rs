@@ -64,7 +64,6 @@ const UNSAFE_FILES: &[&str] = &[
     "src/comm/nccl/functions.rs",
     "src/comm/nccl/communicator.rs",
     "src/comm/nccl/free.rs",
-    "src/comm/nccl/split.rs",
     "src/comm/api/device/driver.rs",
     // Devices access their memory after the call has returned. The host memory is pinned.
     "src/comm/api/device/batch/mod.rs",
@@ -131,7 +130,6 @@ const DEFAULTS: &[(&str, &[(&str, usize)])] = &[
             ("src/comm/shm/bootstrap/leader.rs", 1),
             ("src/launcher/agent/reporting.rs", 1),
             ("src/launcher/config/accelerators/mod.rs", 1),
-            ("src/launcher/gpus/visible.rs", 1),
             ("src/launcher/rendezvous/elastic/registry/file.rs", 1),
             ("src/launcher/rendezvous/mod.rs", 1),
             ("src/launcher/report/short.rs", 2),
@@ -226,7 +224,8 @@ const IMPURE_PATTERNS: &[&str] = &[
     "stderr()",
 ];
 
-/// Maximum lines of one file, tests excluded. The test warns above the first limit and fails above the second.
+/// Maximum lines of one file, tests excluded. The test warns above the first limit and fails above the
+/// second.
 const LONG_FILE_LINES: usize = 400;
 const TOO_LONG_FILE_LINES: usize = 450;
 

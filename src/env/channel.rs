@@ -32,12 +32,7 @@ pub struct TokenError {
     what: String,
 }
 
-/// Prints the [`Display`](fmt::Display) text, because a `main` that returns an error prints `Debug`.
-impl fmt::Debug for TokenError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
+crate::debug_as_display!(TokenError);
 
 /// The secret with which workers of one job authenticate to each other. `Debug` does not print it.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -192,12 +187,7 @@ pub enum ChannelError {
     Io(#[from] io::Error),
 }
 
-/// Prints the [`Display`](fmt::Display) text, because a `main` that returns an error prints `Debug`.
-impl fmt::Debug for ChannelError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
+crate::debug_as_display!(ChannelError);
 
 /// The worker's end of the agent channel.
 #[derive(Debug)]

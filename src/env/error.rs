@@ -57,12 +57,7 @@ pub enum EnvError {
     },
 }
 
-/// Prints the [`Display`](std::fmt::Display) text, because a `main` that returns an error prints `Debug`.
-impl std::fmt::Debug for EnvError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        std::fmt::Display::fmt(self, f)
-    }
-}
+crate::debug_as_display!(EnvError);
 
 /// Parses the value of the variable `name`.
 pub(crate) fn parse_value<N: std::str::FromStr>(
@@ -73,11 +68,13 @@ pub(crate) fn parse_value<N: std::str::FromStr>(
     value.trim().parse().map_err(|_| invalid(name, value, expected))
 }
 
-pub(crate) fn check_below(rank: (&'static str, usize), size: (&'static str, usize)) -> Result<(), EnvError> {
-    if rank.1 < size.1 {
-        return Ok(());
-    }
-    Err(EnvError::OutOfRange { rank_name: rank.0, rank: rank.1, size_name: size.0, size: size.1 })
+/// Returns the values of both variables if the rank is below the size.
+pub(crate) fn check_below(
+    (rank_name, rank): (&'static str, usize),
+    (size_name, size): (&'static str, usize),
+) -> Result<(usize, usize), EnvError> {
+    let in_range = (rank < size).then_some((rank, size));
+    in_range.ok_or(EnvError::OutOfRange { rank_name, rank, size_name, size })
 }
 
 pub(crate) fn invalid(name: &'static str, value: &str, expected: &'static str) -> EnvError {

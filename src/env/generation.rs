@@ -77,11 +77,9 @@ impl FromStr for Generation {
     type Err = ParseGenerationError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let bad = || ParseGenerationError { got: text.chars().take(64).collect() };
-        if text.len() != 32 || !text.bytes().all(|b| b.is_ascii_hexdigit()) {
-            return Err(bad());
-        }
-        u128::from_str_radix(text, 16).map(Self).map_err(|_| bad())
+        let is_hexadecimal = text.len() == 32 && text.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let number = u128::from_str_radix(text, 16).ok().filter(|_| is_hexadecimal);
+        number.map(Self).ok_or_else(|| ParseGenerationError { got: text.chars().take(64).collect() })
     }
 }
 

@@ -7,6 +7,20 @@
 //! - [`error_file`]: the file in which a worker reports its error to the launcher.
 //! - [`host`]: facts about this host that launcher and runtime both read.
 
+/// Implements `Debug` for an error of this project.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! debug_as_display {
+    ($Error:ty) => {
+        /// Prints the text of `Display`, because a `main` that returns the error prints `Debug`.
+        impl ::std::fmt::Debug for $Error {
+            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> std::fmt::Result {
+                ::std::fmt::Display::fmt(self, f)
+            }
+        }
+    };
+}
+
 mod ancestor;
 mod channel;
 mod error;

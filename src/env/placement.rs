@@ -3,8 +3,6 @@
 //! mpirun and srun tell a process its rank, but not the address of rank 0. That address is derived
 //! from other variables that they set.
 
-use std::fmt;
-
 use crate::error::{EnvError, check_below, invalid, parse_value};
 use crate::vars;
 
@@ -53,17 +51,15 @@ impl Placement {
         local_job: impl FnOnce() -> Option<String>,
     ) -> Result<Option<Self>, EnvError> {
         let has = |name: &str| get(name).is_some();
-        let number = |name: &'static str| -> Result<usize, EnvError> {
-            parse_value(name, &get(name).ok_or_else(|| missing(name))?, "a whole number")
+        let needed = |name: &'static str| {
+            get(name).ok_or_else(|| invalid(name, "", "set, though other variables of this launcher are"))
         };
+        let number = |name: &'static str| parse_value::<usize>(name, &needed(name)?, "a whole number");
         // Returns an index and a count, which is larger.
-        let index = |index: &'static str, count: &'static str| -> Result<(usize, usize), EnvError> {
-            let numbers = (number(index)?, number(count)?);
-            check_below((index, numbers.0), (count, numbers.1))?;
-            Ok(numbers)
+        let index = |index: &'static str, count: &'static str| {
+            check_below((index, number(index)?), (count, number(count)?))
         };
-        let joined = |first: &str, second: &str| Some(format!("{}.{}", get(first)?, get(second)?));
-        let slurm_job = || Some(format!("slurm-{}", joined("SLURM_JOB_ID", "SLURM_STEP_ID")?));
+        let slurm_job = || Some(format!("slurm-{}.{}", get("SLURM_JOB_ID")?, get("SLURM_STEP_ID")?));
         let first_node = |list: &str| get(list).and_then(|nodes| first_host(&nodes));
         let placement = if has("OMPI_COMM_WORLD_RANK") {
             let job = get("PMIX_NAMESPACE").or_else(|| get("OMPI_MCA_ess_base_jobid"));
@@ -98,17 +94,16 @@ impl Placement {
             // rank of a worker.
             let total = if has("SLURM_STEP_NUM_TASKS") { "SLURM_STEP_NUM_TASKS" } else { "SLURM_NTASKS" };
             let node = index("SLURM_NODEID", "SLURM_STEP_NUM_NODES")?;
-            let tasks =
-                get("SLURM_STEP_TASKS_PER_NODE").ok_or_else(|| missing("SLURM_STEP_TASKS_PER_NODE"))?;
+            let tasks = needed("SLURM_STEP_TASKS_PER_NODE")?;
             let tasks = tasks_of_node(&tasks, node.0).ok_or_else(|| {
                 invalid("SLURM_STEP_TASKS_PER_NODE", &tasks, "a list of counts with one for SLURM_NODEID")
             })?;
-            let local_rank = number("SLURM_LOCALID")?;
-            check_below(("SLURM_LOCALID", local_rank), ("SLURM_STEP_TASKS_PER_NODE", tasks))?;
+            let local_rank = ("SLURM_LOCALID", number("SLURM_LOCALID")?);
+            let local_rank = check_below(local_rank, ("SLURM_STEP_TASKS_PER_NODE", tasks))?;
             Self {
                 launcher: JobLauncher::Srun,
                 rank: index("SLURM_PROCID", total)?,
-                local_rank: (local_rank, tasks),
+                local_rank,
                 node: Some(node),
                 job: slurm_job(),
                 master: first_node("SLURM_STEP_NODELIST"),
@@ -142,27 +137,13 @@ impl Placement {
     /// Returns the error for a needed variable whose value the launcher does not tell.
     pub(crate) fn missing_error(&self, variable: &'static str) -> EnvError {
         let (rank, world_size) = self.rank;
-        let how = match self.launcher {
-            JobLauncher::OpenMpi => format!("mpirun -x {variable}=..."),
-            JobLauncher::Hydra => format!("mpirun -genv {variable} ..."),
-            JobLauncher::Srun => format!("export {variable}=... before srun"),
+        let (launcher, how) = match self.launcher {
+            JobLauncher::OpenMpi => ("Open MPI's mpirun", format!("mpirun -x {variable}=...")),
+            JobLauncher::Hydra => ("MPICH's mpirun", format!("mpirun -genv {variable} ...")),
+            JobLauncher::Srun => ("srun", format!("export {variable}=... before srun")),
         };
-        EnvError::NoMaster { launcher: self.launcher.to_string(), rank, world_size, variable, how }
+        EnvError::NoMaster { launcher: launcher.to_owned(), rank, world_size, variable, how }
     }
-}
-
-impl fmt::Display for JobLauncher {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::OpenMpi => "Open MPI's mpirun",
-            Self::Hydra => "MPICH's mpirun",
-            Self::Srun => "srun",
-        })
-    }
-}
-
-fn missing(name: &'static str) -> EnvError {
-    invalid(name, "", "set, though other variables of this launcher are")
 }
 
 /// Returns a port derived from the identity of a job (FNV-1a), so that all ranks get one port.

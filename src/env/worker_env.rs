@@ -129,19 +129,16 @@ impl WorkerEnv {
             (Some(_), None) => return Err(EnvError::Missing { present, missing }),
         }
         let needed = |name: &str| get(name).expect("a missing variable has returned an error");
-        let number = |name: &'static str, default: usize| parse(get, name, "a whole number", default);
-        let rank = parse_value(vars::RANK, &needed(vars::RANK), "a whole number")?;
-        let world_size = parse_value(vars::WORLD_SIZE, &needed(vars::WORLD_SIZE), "a whole number")?;
-        check_below((vars::RANK, rank), (vars::WORLD_SIZE, world_size))?;
-        let local_rank = number(vars::LOCAL_RANK, rank)?;
-        let local_world_size = number(vars::LOCAL_WORLD_SIZE, world_size)?;
-        check_below((vars::LOCAL_RANK, local_rank), (vars::LOCAL_WORLD_SIZE, local_world_size))?;
-        let group_rank = number(vars::GROUP_RANK, 0)?;
-        let group_world_size = number(vars::GROUP_WORLD_SIZE, 1)?;
-        check_below((vars::GROUP_RANK, group_rank), (vars::GROUP_WORLD_SIZE, group_world_size))?;
-        let role_rank = number(vars::ROLE_RANK, rank)?;
-        let role_world_size = number(vars::ROLE_WORLD_SIZE, world_size)?;
-        check_below((vars::ROLE_RANK, role_rank), (vars::ROLE_WORLD_SIZE, role_world_size))?;
+        let needed_number = |name: &'static str| parse_value(name, &needed(name), "a whole number");
+        // Reads an index and a count, which is larger.
+        let index = |index: &'static str, count: &'static str, default: (usize, usize)| {
+            check_below((index, number(get, index, default.0)?), (count, number(get, count, default.1)?))
+        };
+        let whole = (needed_number(vars::RANK)?, needed_number(vars::WORLD_SIZE)?);
+        let (rank, world_size) = check_below((vars::RANK, whole.0), (vars::WORLD_SIZE, whole.1))?;
+        let (local_rank, local_world_size) = index(vars::LOCAL_RANK, vars::LOCAL_WORLD_SIZE, whole)?;
+        let (group_rank, group_world_size) = index(vars::GROUP_RANK, vars::GROUP_WORLD_SIZE, (0, 1))?;
+        let role = index(vars::ROLE_RANK, vars::ROLE_WORLD_SIZE, whole)?;
         let master_addr = needed(vars::MASTER_ADDR);
         if master_addr.is_empty() {
             return Err(invalid(vars::MASTER_ADDR, &master_addr, "a host name or address"));
@@ -153,13 +150,12 @@ impl WorkerEnv {
             Some("True") => true,
             Some(other) => return Err(invalid(vars::USE_AGENT_STORE, other, "True or False")),
         };
-        let generation =
-            match get(vars::GENERATION) {
-                None => None,
-                Some(value) => Some(value.parse().map_err(|_| {
-                    invalid(vars::GENERATION, &value, "a generation (32 hexadecimal digits)")
-                })?),
-            };
+        let parse_generation = |value: String| {
+            value
+                .parse()
+                .map_err(|_| invalid(vars::GENERATION, &value, "a generation (32 hexadecimal digits)"))
+        };
+        let generation = get(vars::GENERATION).map(parse_generation).transpose()?;
         Ok(Some(Self {
             rank,
             world_size,
@@ -167,15 +163,11 @@ impl WorkerEnv {
             local_world_size,
             group_rank,
             group_world_size,
-            role: Role {
-                name: text(vars::ROLE_NAME, "default"),
-                rank: role_rank,
-                world_size: role_world_size,
-            },
+            role: Role { name: text(vars::ROLE_NAME, "default"), rank: role.0, world_size: role.1 },
             master_addr,
             master_port,
-            restart_count: parse(get, vars::RESTART_COUNT, "a whole number", 0)?,
-            max_restarts: parse(get, vars::MAX_RESTARTS, "a whole number", 0)?,
+            restart_count: number(get, vars::RESTART_COUNT, 0)?,
+            max_restarts: number(get, vars::MAX_RESTARTS, 0)?,
             run_id: text(vars::RUN_ID, "none"),
             use_agent_store,
             error_file: get(vars::ERROR_FILE).filter(|path| !path.is_empty()),
@@ -184,14 +176,13 @@ impl WorkerEnv {
     }
 }
 
-/// Parses the variable `name`; returns `default` if it is not set.
-fn parse<N: std::str::FromStr>(
+/// Parses the number in the variable `name`; returns `default` if it is not set.
+fn number<N: std::str::FromStr>(
     get: impl Fn(&str) -> Option<String>,
     name: &'static str,
-    expected: &'static str,
     default: N,
 ) -> Result<N, EnvError> {
-    get(name).map_or(Ok(default), |value| parse_value(name, &value, expected))
+    get(name).map_or(Ok(default), |value| parse_value(name, &value, "a whole number"))
 }
 
 #[cfg(test)]

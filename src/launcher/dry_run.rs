@@ -12,17 +12,10 @@ use crate::agent::{Variables, command_line, variables};
 use crate::cli::VERSION;
 use crate::config::{Config, Endpoint, FlightDir, LogDir, Orphans, Rendezvous, StreamChoice};
 use crate::formatting::{address, count, ranges};
-use crate::rendezvous::{Assignment, FailureProtocol};
+use crate::rendezvous::Assignment;
 use crate::report::full_host_name;
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
-
-/// Environment variables whose values are known only when the job runs, and what to print instead.
-const RUNTIME_VARIABLES: &[(&str, &str)] = &[
-    (vars::GENERATION, "<new for each round>"),
-    (vars::ERROR_FILE, "<the worker's log folder>/error.json"),
-    (vars::FLIGHT_DIR, "<the launcher's log folder>/flight"),
-];
 
 /// Returns the whole output of `--dry-run`.
 pub(crate) fn text(config: &Config, env: Env<'_>) -> String {
@@ -85,29 +78,12 @@ pub(crate) fn text(config: &Config, env: Env<'_>) -> String {
 /// Returns the assignment of this node, assuming that all nodes join with as many workers as this one. The
 /// flag says whether the store's port is known now.
 fn assignment(config: &Config) -> (Assignment, bool) {
-    let nodes = config.nodes.max;
     let alone = config.local_addr.clone().unwrap_or_else(|| "localhost".to_owned());
     let (node, host, port) = match &config.rendezvous {
         Rendezvous::Static { host, port, node_rank, .. } => (*node_rank, host.clone(), *port),
         Rendezvous::Standalone | Rendezvous::Elastic { .. } => (0, alone, 0),
     };
-    let (base, world) = (node * config.nproc_per_node, nodes * config.nproc_per_node);
-    let assignment = Assignment {
-        round: 0,
-        restarts: None,
-        group_rank: node,
-        group_world_size: nodes,
-        base_rank: base,
-        world_size: world,
-        base_role_rank: base,
-        role_world_size: world,
-        master_addr: host,
-        master_port: port,
-        use_agent_store: config.share_store,
-        generation: None,
-        protocol: FailureProtocol::None,
-    };
-    (assignment, port != 0)
+    (Assignment::of_equal_nodes(config, node, host, port), port != 0)
 }
 
 fn job(config: &Config) -> String {
@@ -196,30 +172,23 @@ fn signals(config: &Config) -> String {
 /// Formats a worker's environment variables. Values that are known only when the job runs are replaced by a
 /// description.
 fn variables_as_text(config: &Config, variables: Variables, port_is_known: bool) -> Vec<(String, String)> {
-    let mut set: Vec<(OsString, OsString)> = variables.set;
-    if config.logs.dir != LogDir::Disabled {
-        set.push((vars::ERROR_FILE.into(), OsString::new()));
-        if config.flight == FlightDir::LogFolder {
-            set.push((vars::FLIGHT_DIR.into(), OsString::new()));
-        }
-    }
+    let mut set = variables.set;
     set.push((vars::GENERATION.into(), OsString::new()));
-    let mut out: Vec<_> = set
-        .into_iter()
-        .map(|(name, value)| {
-            let name = name.to_string_lossy().into_owned();
-            let later = RUNTIME_VARIABLES
-                .iter()
-                .find(|(later, _)| *later == name && value.is_empty())
-                .map(|(_, text)| *text);
-            let value = match later {
-                Some(text) => text.to_owned(),
-                None if name == vars::MASTER_PORT && !port_is_known => "<a free port>".to_owned(),
-                None => quoted(&value),
-            };
-            (name, value)
-        })
-        .collect();
+    if config.logs.dir != LogDir::Disabled && config.flight == FlightDir::LogFolder {
+        set.push((vars::FLIGHT_DIR.into(), OsString::new()));
+    }
+    let text = |(name, value): (OsString, OsString)| {
+        let name = name.to_string_lossy().into_owned();
+        let value = match name.as_str() {
+            vars::GENERATION => "<new for each round>".to_owned(),
+            vars::ERROR_FILE => "<the worker's log folder>/error.json".to_owned(),
+            vars::FLIGHT_DIR if value.is_empty() => "<the launcher's log folder>/flight".to_owned(),
+            vars::MASTER_PORT if !port_is_known => "<a free port>".to_owned(),
+            _ => quoted(&value),
+        };
+        (name, value)
+    };
+    let mut out: Vec<_> = set.into_iter().map(text).collect();
     out.sort();
     out.dedup();
     out

@@ -109,7 +109,8 @@ impl Events {
         Self { job, started: now, rendezvous_started: Cell::new(now) }
     }
 
-    /// Writes the events that the nodes have met in the rendezvous, and that the workers have got their ranks.
+    /// Writes the events that the nodes have met in the rendezvous, and that the workers have got their
+    /// ranks.
     pub(crate) fn joined(&self, assignment: &Assignment, restarts: u32) {
         let took = self.rendezvous_started.get().elapsed().as_millis();
         let took = u64::try_from(took).unwrap_or(u64::MAX);

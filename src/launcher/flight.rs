@@ -47,26 +47,21 @@ pub(crate) struct Round {
 impl FlightFolder {
     /// Chooses the folder. `log_folder` is the log folder of this launcher, if there is one.
     pub(crate) fn new(config: &FlightDir, log_folder: Option<&Path>) -> Self {
-        match config {
-            FlightDir::LogFolder => {
-                Self { folder: log_folder.map(|folder| folder.join(FOLDER_NAME)), remove_on_success: true }
-            }
-            FlightDir::Disabled => Self { folder: None, remove_on_success: false },
-            FlightDir::Path(folder) => {
-                // Workers may change their working directory, so the path must be absolute.
-                let folder = std::path::absolute(folder).unwrap_or_else(|_| folder.clone());
-                let writable = || access(&folder, AccessFlags::W_OK).map_err(std::io::Error::from);
-                if let Err(error) = fs::create_dir_all(&folder).and_then(|()| writable()) {
-                    let name = vars::FLIGHT_DIR;
-                    print_message(&format!(
-                        "warning: {name}={}: {error}; calls are not recorded in files",
-                        folder.display()
-                    ));
-                    return Self { folder: None, remove_on_success: false };
-                }
-                Self { folder: Some(folder), remove_on_success: false }
-            }
-        }
+        let FlightDir::Path(folder) = config else {
+            let log_folder = log_folder.filter(|_| *config == FlightDir::LogFolder);
+            return Self {
+                folder: log_folder.map(|folder| folder.join(FOLDER_NAME)),
+                remove_on_success: true,
+            };
+        };
+        // Workers may change their working directory, so the path must be absolute.
+        let folder = std::path::absolute(folder).unwrap_or_else(|_| folder.clone());
+        let writable = || access(&folder, AccessFlags::W_OK).map_err(std::io::Error::from);
+        let usable = fs::create_dir_all(&folder).and_then(|()| writable()).inspect_err(|error| {
+            let (name, folder) = (vars::FLIGHT_DIR, folder.display());
+            print_message(&format!("warning: {name}={folder}: {error}; calls are not recorded in files"));
+        });
+        Self { folder: usable.ok().map(|()| folder), remove_on_success: false }
     }
 
     /// Returns the folder whose path the workers get.

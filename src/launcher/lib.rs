@@ -15,7 +15,6 @@ mod cli;
 mod config;
 mod dry_run;
 mod events;
-mod exit;
 mod fault;
 mod flight;
 mod formatting;
@@ -67,7 +66,7 @@ pub fn main() -> ExitCode {
         Ok(warnings) => warn(&warnings),
         Err(error) => {
             print_message(&format!("error: {error}"));
-            return exit::FAILURE;
+            return ExitCode::FAILURE;
         }
     }
     fault::init("launcher");
@@ -81,7 +80,7 @@ pub fn main() -> ExitCode {
                 None => format!("{what}: {error}"),
             };
             print_message(&format!("error: cannot start {why}"));
-            exit::FAILURE
+            ExitCode::FAILURE
         }
     }
 }
@@ -95,7 +94,7 @@ fn refuse(error: &CliError) -> ExitCode {
 fn print(text: &str) -> ExitCode {
     // If the reader of stdout has closed it (`convoke --help | head`), the write fails, which is no error.
     let _ = std::io::stdout().write_all(text.as_bytes());
-    exit::SUCCESS
+    ExitCode::SUCCESS
 }
 
 fn warn(warnings: &[String]) {

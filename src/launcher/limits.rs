@@ -60,10 +60,9 @@ impl Limits {
         let now =
             |resource| getrlimit(resource).ok().map(|(soft, _)| soft).filter(|soft| *soft != RLIM_INFINITY);
         let is_root = nix::unistd::geteuid().is_root();
-        // Workers get the original limit of locked memory.
-        let before =
-            RAISED.into_iter().zip(self.before).find(|(known, _)| *known == Resource::RLIMIT_MEMLOCK);
-        let locked = before.and_then(|(_, limit)| Some(limit?.0)).filter(|soft| *soft != RLIM_INFINITY);
+        // Workers get the original limit of locked memory, the third of [`RAISED`].
+        let [_, _, locked, _] = self.before;
+        let locked = locked.map(|(soft, _)| soft).filter(|soft| *soft != RLIM_INFINITY);
         let has_rdma = Path::new("/dev/infiniband").exists();
         check(
             &Needs::of(config),

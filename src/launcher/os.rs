@@ -61,27 +61,12 @@ pub(crate) struct PreparedProgram {
     own_session: bool,
 }
 
-/// A forked process that has not yet executed its program.
-#[derive(Debug)]
-pub(crate) struct StartingProcess {
-    pub(crate) pid: i32,
-    /// Pipe that closes when the program executes. If it cannot execute, a [`StartFailure`] can be read
-    /// before that.
-    pub(crate) status: OwnedFd,
-}
-
-/// Length of a start failure in the pipe of [`StartingProcess`].
-pub(crate) const FAILURE_BYTES: usize = 5;
-
-fn encode_failure(StartFailure { step, errno }: StartFailure) -> [u8; FAILURE_BYTES] {
-    let [a, b, c, d] = errno.to_le_bytes();
-    [u8::from(step == StartStep::Bind), a, b, c, d]
-}
-
-/// Decodes the start failure that a forked process wrote before it ended.
-pub(crate) fn decode_failure([is_binding, errno @ ..]: [u8; FAILURE_BYTES]) -> StartFailure {
-    let step = if is_binding == 0 { StartStep::Exec } else { StartStep::Bind };
-    StartFailure { step, errno: i32::from_le_bytes(errno) }
+/// Waits until a forked process has executed its program, whose `status` is that of [`start_worker`]. Returns
+/// the failure if it cannot.
+pub(crate) fn read_start_failure(status: &OwnedFd) -> Option<StartFailure> {
+    let mut failure = [0; 256];
+    let count = nix::unistd::read(status, &mut failure).ok()?;
+    serde_json::from_slice(&failure[..count]).ok()
 }
 
 fn start_failure(step: StartStep, errno: Errno) -> StartFailure {
@@ -168,7 +153,9 @@ fn is_elf(path: &CStr) -> bool {
 
 /// Forks a worker with its own session or process group and its own CPUs. The kernel kills the worker when
 /// this process dies. The worker inherits the descriptor `channel` under the same number. The function does
-/// not wait until the program executes, so that several workers start concurrently.
+/// not wait until the program executes, so that several workers start concurrently. It returns the pid, and
+/// the status: a pipe that closes when the program executes. If it cannot execute, a [`StartFailure`] can be
+/// read before that.
 ///
 /// To be called by the only thread of the guard.
 ///
@@ -180,17 +167,17 @@ pub(crate) fn start_worker(
     channel: &OwnedFd,
     stdout: Option<&OwnedFd>,
     stderr: Option<&OwnedFd>,
-) -> Result<StartingProcess, StartFailure> {
+) -> Result<(i32, OwnedFd), StartFailure> {
     let guard = Pid::this();
     let not_forked = |errno| start_failure(StartStep::Fork, errno);
     let (status, report) = nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(not_forked)?;
     // SAFETY: the guard has one thread, so the child is a whole copy of it and may call any function. (A test
     // that makes the guard die later adds a thread that only sleeps and holds no lock.)
     match unsafe { nix::unistd::fork() }.map_err(not_forked)? {
-        ForkResult::Parent { child } => Ok(StartingProcess { pid: child.as_raw(), status }),
+        ForkResult::Parent { child } => Ok((child.as_raw(), status)),
         ForkResult::Child => {
             let failure = become_worker(program, limits, guard, channel, stdout, stderr);
-            let _ = nix::unistd::write(&report, &encode_failure(failure));
+            let _ = serde_json::to_vec(&failure).map(|failure| nix::unistd::write(&report, &failure));
             // SAFETY: always sound. `exit` would also run functions that the guard has registered for its own
             // end.
             unsafe { nix::libc::_exit(127) }
@@ -239,10 +226,8 @@ fn become_worker(
         limits.restore();
         Err(execute(program))
     })();
-    match result {
-        Err(errno) => start_failure(step, errno),
-        Ok(never) => match never {},
-    }
+    let Err(errno) = result;
+    start_failure(step, errno)
 }
 
 /// Ends this process by `signal`, as if the launcher had never handled the signal.
@@ -277,9 +262,6 @@ pub(crate) fn is_ignored(number: i32) -> bool {
 }
 
 /// Registers a signalfd with the event loop, which can then wait for signals.
-///
-/// # Errors
-/// The system refuses the registration.
 pub(crate) fn readable(signals: SignalFd) -> io::Result<AsyncFd<SignalFd>> {
     // SAFETY: a `SignalFd` owns its open descriptor, always returns the same one, and closes it only when
     // dropped.
@@ -308,12 +290,11 @@ mod tests {
         let prepared = PreparedProgram::new(argv, Vec::new(), cpus, true)?;
         let (channel, _other) = UnixStream::pair().expect("a channel");
         let limits = Limits::raise();
-        let started = start_worker(&prepared, &limits, &channel.into(), None, None).expect("a process");
-        let mut error = [0; FAILURE_BYTES];
-        let count = nix::unistd::read(&started.status, &mut error).expect("its status");
-        match waitpid(Pid::from_raw(started.pid), None).expect("its end") {
-            WaitStatus::Exited(_, code) if count == 0 => Ok(code),
-            _ => Err(decode_failure(error)),
+        let (pid, status) = start_worker(&prepared, &limits, &channel.into(), None, None).expect("a process");
+        let failure = read_start_failure(&status);
+        match waitpid(Pid::from_raw(pid), None).expect("its end") {
+            WaitStatus::Exited(_, code) if failure.is_none() => Ok(code),
+            _ => Err(failure.expect("the child did not execute the program")),
         }
     }
 

@@ -47,10 +47,7 @@ pub fn fill_template(template: &str, dtype: &str, reduction: Option<&str>, root:
             ('%', Some('x')) => out.push_str(&format!("{root:08x}")),
             ('%', Some('l')) if root == 0 => {}
             ('%', Some('l')) => out.push_str(&format!(" in a list of lengths {root:08x}")),
-            ('%', Some('o')) => reduction.into_iter().for_each(|name| {
-                out.push_str(", ");
-                out.push_str(name);
-            }),
+            ('%', Some('o')) => out.extend(reduction.into_iter().flat_map(|name| [", ", name])),
             (c, next) => out.extend([c].into_iter().chain(next)),
         }
     }

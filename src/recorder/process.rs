@@ -33,10 +33,8 @@ pub fn current() -> Process {
 /// Returns the status of `process`. `here` is the identity of this process, see [`current`].
 #[must_use]
 pub fn status(process: &Process, here: &Process) -> ProcessStatus {
-    if process.boot_id == 0 || process.start_ticks == 0 {
-        return ProcessStatus::Unknown;
-    }
-    if process.boot_id != here.boot_id || process.pid_namespace != here.pid_namespace {
+    let is_visible = process.boot_id == here.boot_id && process.pid_namespace == here.pid_namespace;
+    if process.boot_id == 0 || process.start_ticks == 0 || !is_visible {
         return ProcessStatus::Unknown;
     }
     // The kernel may have given the pid to another process, which then has another start time.

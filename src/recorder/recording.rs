@@ -1,8 +1,9 @@
 //! Decoding a recording. Pure.
 
+use crate::layout::header::{CALL_COUNT, EXIT, LOST};
 use crate::layout::{
     ENTRIES, ENTRY_LEN, Entry, Exit, FILE_BYTES, FILE_LEN, GROUP_LEN, GROUPS, Group, HEADER_LEN, Header,
-    MAGIC, Operation, State, VERSION, entry_at, group_at, header,
+    MAGIC, Operation, State, VERSION, entry_at, group_at,
 };
 use crate::names::Names;
 
@@ -54,17 +55,14 @@ impl Recording {
     /// [`FormatError`] if the bytes are no recording, are cut short, or have another version of the
     /// layout.
     pub fn header(bytes: &[u8]) -> Result<Header, FormatError> {
-        let (words, _) = bytes.as_chunks::<8>();
         let truncated = FormatError::Truncated { found: bytes.len() };
-        let word = |index: usize| words.get(index).map(|&word| u64::from_le_bytes(word));
-        match (word(0), word(1)) {
-            (Some(MAGIC), Some(VERSION)) => {}
-            (Some(MAGIC), Some(found)) => return Err(FormatError::Version { found }),
-            (Some(MAGIC) | None, _) => return Err(truncated),
-            (Some(_), _) => return Err(FormatError::Foreign),
+        let words = words(bytes, HEADER_LEN);
+        match words[..] {
+            [MAGIC, VERSION, ..] => words.first_chunk().map(Header::decode).ok_or(truncated),
+            [MAGIC, found, ..] => Err(FormatError::Version { found }),
+            [MAGIC] | [] => Err(truncated),
+            [_, ..] => Err(FormatError::Foreign),
         }
-        let words: Vec<u64> = words.iter().take(HEADER_LEN).map(|&word| u64::from_le_bytes(word)).collect();
-        words.first_chunk().map(Header::decode).ok_or(truncated)
     }
 
     /// Decodes a recording. Costs one pass over `bytes`, whatever their contents. Malformed calls and
@@ -74,9 +72,8 @@ impl Recording {
     /// [`FormatError`] if the bytes are no recording, are cut short, or have another version of the
     /// layout.
     pub fn decode(bytes: &[u8]) -> Result<Self, FormatError> {
-        let decoded = Self::header(bytes)?;
-        let words: Vec<u64> =
-            bytes.as_chunks::<8>().0.iter().take(FILE_LEN).map(|&word| u64::from_le_bytes(word)).collect();
+        let header = Self::header(bytes)?;
+        let words = words(bytes, FILE_LEN);
         if words.len() < FILE_LEN {
             return Err(FormatError::Truncated { found: bytes.len() });
         }
@@ -94,10 +91,9 @@ impl Recording {
             }
         }
         entries.sort_by_key(|entry| entry.number);
-        let names = Names::parse(&decoded.names);
-        let exit = Exit::decode([words[header::EXIT], words[header::EXIT + 1]]);
-        let (calls, lost) = (words[header::CALL_COUNT], words[header::LOST]);
-        Ok(Self { header: decoded, exit, names, groups, entries, calls, torn, lost })
+        let names = Names::parse(&header.names);
+        let exit = Exit::decode([words[EXIT], words[EXIT + 1]]);
+        Ok(Self { header, exit, names, groups, entries, calls: words[CALL_COUNT], torn, lost: words[LOST] })
     }
 
     /// Returns the group with this number; `None` if its record was overwritten.
@@ -141,4 +137,9 @@ impl Recording {
     fn world_rank(&self, entry: &Entry, rank: u32) -> u32 {
         self.group(entry.group).map_or(rank, |group| group.world_rank(rank))
     }
+}
+
+/// Returns the first `count` words of a recording, or as many as there are.
+fn words(bytes: &[u8], count: usize) -> Vec<u64> {
+    bytes.as_chunks().0.iter().take(count).map(|&word| u64::from_le_bytes(word)).collect()
 }

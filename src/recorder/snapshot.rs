@@ -8,12 +8,13 @@
 //! in recordings of one boot are compared by CLOCK_MONOTONIC, other times by the wall clocks of the
 //! hosts.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-use convoke_env::ExitCause;
+use convoke_env::{ExitCause, Generation};
 use serde::Serialize;
 
-use crate::layout::{Cause, CauseKind, Entry, Group, GroupState, Operation, State};
+use crate::layout::{Cause, CauseKind, Entry, Group, GroupState, Header, Operation, State};
 use crate::process::ProcessStatus;
 use crate::recording::Recording;
 
@@ -139,35 +140,23 @@ pub struct CallSummary {
 /// records of all recordings together are used.
 #[must_use]
 pub fn snapshots(observers: &[Observer<'_>], now: u64) -> Vec<GroupSnapshot> {
-    let clocks = Clocks::new(observers);
+    let clocks = &Clocks::new(observers);
     let mut records: BTreeMap<Key<'_>, Vec<RecordedGroup<'_>>> = BTreeMap::new();
     let groups = observers.iter().enumerate().flat_map(|(index, observer)| {
-        observer.recording.groups.iter().map(move |group| RecordedGroup { index, observer, group })
+        let created = move |group: &Group| clocks.unix(index, group.created_ns);
+        let groups = observer.recording.groups.iter();
+        groups.map(move |group| RecordedGroup { index, observer, group, created: created(group) })
     });
     for record in groups.take(MAX_GROUP_RECORDS) {
-        let own = record.group.generation.or(record.observer.recording.header.generation);
-        let run_id = record.observer.recording.header.run_id.as_str();
-        let key = (
-            run_id,
-            record.group.name.as_str(),
-            record.group.id,
-            own.map(|generation| generation.to_string()),
-        );
+        let Header { run_id, generation, .. } = &record.observer.recording.header;
+        let generation = record.group.generation.or(*generation);
+        let key = (run_id.as_str(), record.group.name.as_str(), record.group.id, generation);
         records.entry(key).or_default().push(record);
     }
-    let mut all: Vec<(i128, GroupSnapshot)> = records
-        .into_iter()
-        .map(|(key, records)| {
-            let created =
-                records.iter().map(|record| clocks.unix(record.index, record.group.created_ns)).min();
-            (
-                created.expect("a group comes from at least one record"),
-                snapshot(key, records, observers, &clocks, now),
-            )
-        })
-        .collect();
-    all.sort_by_key(|(created, _)| *created);
-    let mut all: Vec<GroupSnapshot> = all.into_iter().map(|(_, snapshot)| snapshot).collect();
+    let mut records: Vec<_> = records.into_iter().collect();
+    records.sort_by_key(|(_, records)| records.iter().map(|record| record.created).min());
+    let snapshots = records.into_iter().map(|(key, records)| snapshot(key, records, observers, clocks, now));
+    let mut all: Vec<GroupSnapshot> = snapshots.collect();
     let mut later = BTreeSet::new();
     for snapshot in all.iter_mut().rev() {
         snapshot.superseded = !later.insert((snapshot.run_id.clone(), snapshot.group.clone()));
@@ -176,7 +165,7 @@ pub fn snapshots(observers: &[Observer<'_>], now: u64) -> Vec<GroupSnapshot> {
 }
 
 /// The identity of a group: id of the job, name, group id, generation.
-type Key<'a> = (&'a str, &'a str, u64, Option<String>);
+type Key<'a> = (&'a str, &'a str, u64, Option<Generation>);
 
 /// A group record, and the recording that contains it, with the index of the recording.
 #[derive(Clone, Copy)]
@@ -184,6 +173,8 @@ struct RecordedGroup<'a> {
     index: usize,
     observer: &'a Observer<'a>,
     group: &'a Group,
+    /// When the group was created, in nanoseconds since 1970.
+    created: i128,
 }
 
 /// For each recording, one instant by two clocks: nanoseconds since 1970, and CLOCK_MONOTONIC.
@@ -224,10 +215,9 @@ fn snapshot(
 ) -> GroupSnapshot {
     // If two recordings have this rank of the group, only the group record that was created later is
     // kept.
-    records.sort_by_key(|record| {
-        (record.group.rank, std::cmp::Reverse(clocks.unix(record.index, record.group.created_ns)))
-    });
+    records.sort_by_key(|record| (record.group.rank, Reverse(record.created)));
     records.dedup_by_key(|record| record.group.rank);
+    // All records of a group have the same world ranks.
     let first = records.first().expect("a group comes from at least one record").group;
     let size = records.iter().map(|record| record.group.size).fold(first.size, u32::max);
     let failed = |record: &&RecordedGroup<'_>| record.group.cause.is_some();
@@ -241,54 +231,47 @@ fn snapshot(
         first_failed.map(failed_at).into_iter().chain(ended.map(i128::from)).min()
     };
     let somebody_lives = records.iter().any(|record| record.observer.status == ProcessStatus::Alive);
-    // All records of a group have the same world ranks.
-    let world_rank = |rank: u32| first.world_rank(rank);
     let causes = || records.iter().filter_map(|record| record.group.cause);
     let lost: BTreeSet<u32> =
         causes().filter(|cause| cause.kind == CauseKind::Lost).filter_map(|cause| cause.suspect).collect();
-    let members: Vec<Member> = records
-        .iter()
-        .map(|record| {
-            let ended =
-                matches!(record.group.state, GroupState::Failed | GroupState::Left | GroupState::Unformed);
-            let exit = record.observer.recording.exit;
-            let gone = record.observer.status == ProcessStatus::Gone || exit.is_some();
-            let died = match exit {
-                Some(exit) => !exit.stopped && exit.cause != ExitCause::Code(0),
-                // The rank was reported as lost, or its process has ended while processes of other
-                // ranks are running.
-                None => gone && (lost.contains(&record.group.rank) || somebody_lives),
-            };
-            Member {
-                rank: world_rank(record.group.rank),
-                recording: record.index,
-                alive: (gone || record.observer.status == ProcessStatus::Alive).then_some(!gone),
-                died: died && !ended,
-                position: position(*record, clocks, until(record)),
-            }
-        })
-        .collect();
+    let members = records.iter().map(|record| {
+        let ended =
+            matches!(record.group.state, GroupState::Failed | GroupState::Left | GroupState::Unformed);
+        let Observer { recording: Recording { exit, .. }, status } = record.observer;
+        let gone = *status == ProcessStatus::Gone || exit.is_some();
+        let died = match exit {
+            Some(exit) => !exit.stopped && exit.cause != ExitCause::Code(0),
+            // The rank was reported as lost, or its process has ended while processes of other
+            // ranks are running.
+            None => gone && (lost.contains(&record.group.rank) || somebody_lives),
+        };
+        Member {
+            rank: first.world_rank(record.group.rank),
+            recording: record.index,
+            alive: (gone || *status == ProcessStatus::Alive).then_some(!gone),
+            died: died && !ended,
+            position: position(*record, clocks, until(record)),
+        }
+    });
     let present: BTreeSet<u32> = records.iter().map(|record| record.group.rank).collect();
-    let same_round = |observer: &&Observer<'_>| {
-        let own = observer.recording.header.generation.map(|generation| generation.to_string());
-        own.is_some() && own == generation
-    };
-    let others: BTreeSet<u32> =
-        observers.iter().filter(same_round).filter_map(|observer| observer.recording.header.rank).collect();
-    let absent: BTreeSet<u32> = (others.into_iter())
+    let headers = observers.iter().map(|observer| &observer.recording.header);
+    let same_round = headers.filter(|header| header.generation.is_some() && header.generation == generation);
+    let others = same_round.filter_map(|header| header.rank);
+    let absent: BTreeSet<u32> = others
         .filter_map(|rank| rank_of(first, rank))
         .filter(|rank| *rank < size && !present.contains(rank))
         .collect();
     let known: BTreeSet<u32> = present.union(&absent).copied().collect();
+    let unrecorded = gaps(&known, size).into_iter();
     GroupSnapshot {
         run_id: run_id.to_owned(),
         group: name.to_owned(),
-        generation,
+        generation: generation.map(|generation| generation.to_string()),
         size,
-        members,
-        absent: absent.iter().map(|&rank| world_rank(rank)).collect(),
-        unrecorded: gaps(&known, size).into_iter().map(|(a, b)| (world_rank(a), world_rank(b))).collect(),
-        failure: first_failed.and_then(|record| record.group.cause).map(|cause| failure(cause, &world_rank)),
+        members: members.collect(),
+        absent: absent.iter().map(|&rank| first.world_rank(rank)).collect(),
+        unrecorded: unrecorded.map(|(a, b)| (first.world_rank(a), first.world_rank(b))).collect(),
+        failure: first_failed.and_then(|record| record.group.cause).map(|cause| failure(cause, first)),
         superseded: false,
     }
 }
@@ -308,18 +291,14 @@ fn gaps(known: &BTreeSet<u32>, size: u32) -> Vec<(u32, u32)> {
 
 /// Returns the rank that the process with `world_rank` has in `group`; `None` if it is not a member.
 fn rank_of(group: &Group, world_rank: u32) -> Option<u32> {
-    match &group.world_ranks {
-        None => Some(world_rank),
-        Some(world_ranks) => {
-            world_ranks.iter().position(|&rank| rank == world_rank).and_then(|at| u32::try_from(at).ok())
-        }
-    }
+    let Some(world_ranks) = &group.world_ranks else { return Some(world_rank) };
+    (0..).zip(world_ranks).find(|&(_, &rank)| rank == world_rank).map(|(rank, _)| rank)
 }
 
-fn failure(cause: Cause, world_rank: &dyn Fn(u32) -> u32) -> String {
-    let suspect =
-        cause.suspect.map_or_else(|| "a rank".to_owned(), |rank| format!("rank {}", world_rank(rank)));
-    let by = world_rank(cause.reported_by);
+fn failure(cause: Cause, group: &Group) -> String {
+    let suspect = cause.suspect.map(|rank| format!("rank {}", group.world_rank(rank)));
+    let suspect = suspect.as_deref().unwrap_or("a rank");
+    let by = group.world_rank(cause.reported_by);
     match cause.kind {
         CauseKind::Lost => format!("{suspect} was lost, says rank {by}"),
         CauseKind::Timeout => format!("rank {by} timed out waiting for {suspect}"),
@@ -330,48 +309,37 @@ fn failure(cause: Cause, world_rank: &dyn Fn(u32) -> u32) -> String {
 }
 
 fn position(record: RecordedGroup<'_>, clocks: &Clocks, until: Option<i128>) -> Position {
-    let RecordedGroup { index, observer: Observer { recording, .. }, group } = record;
+    let RecordedGroup { index, observer: Observer { recording, .. }, group, .. } = record;
     let calls = || recording.entries.iter().filter(|entry| entry.group == group.number);
     let summary = |entry: &Entry| summary(recording, entry);
+    let since = |ns: u64| clocks.since(index, ns, until);
     let last = calls().filter(|entry| entry.operation == Operation::Collective && entry.state == State::Done);
     let last = last.max_by_key(|entry| entry.seq);
     let after = || last.map(summary);
+    let idle_since = last.map_or(group.created_ns, |entry| entry.ended_ns);
+    let idle = || Position::Idle { after: after(), for_ms: since(idle_since) };
     // Collectives have precedence over messages: collectives run one after another, while messages may
     // be waiting at the same time.
     let first = |state: fn(&&Entry) -> bool| {
         calls().filter(state).min_by_key(|entry| (entry.operation != Operation::Collective, entry.number))
     };
     match group.state {
-        GroupState::Forming => Position::Forming { for_ms: clocks.since(index, group.created_ns, until) },
+        GroupState::Forming => Position::Forming { for_ms: since(group.created_ns) },
         GroupState::Unformed => Position::Unformed,
         GroupState::Left => Position::Left { after: after() },
         GroupState::Formed => match first(is_open) {
-            Some(entry) => Position::Waiting {
-                call: summary(entry),
-                for_ms: clocks.since(index, entry.enqueued_ns, until),
-            },
-            None => elsewhere(record, after()).unwrap_or_else(|| idle(last, after(), record, clocks, until)),
+            Some(entry) => Position::Waiting { call: summary(entry), for_ms: since(entry.enqueued_ns) },
+            None => elsewhere(record, after()).unwrap_or_else(idle),
         },
         GroupState::Failed => match first(|entry| entry.state == State::Failed || is_open(entry)) {
             Some(entry) => Position::Failed { call: summary(entry) },
-            None => idle(last, after(), record, clocks, until),
+            None => idle(),
         },
     }
 }
 
 fn is_open(entry: &&Entry) -> bool {
     matches!(entry.state, State::Queued | State::Running)
-}
-
-fn idle(
-    last: Option<&Entry>,
-    after: Option<CallSummary>,
-    record: RecordedGroup<'_>,
-    clocks: &Clocks,
-    until: Option<i128>,
-) -> Position {
-    let since = last.map_or(record.group.created_ns, |entry| entry.ended_ns);
-    Position::Idle { after, for_ms: clocks.since(record.index, since, until) }
 }
 
 /// Returns the position of a process that is in a call of another group, or forms another group.
@@ -399,11 +367,8 @@ impl GroupSnapshot {
     #[must_use]
     pub fn is_open(&self) -> bool {
         let stuck = |member: &Member| match member.position {
-            Position::Forming { .. }
-            | Position::Unformed
-            | Position::Waiting { .. }
-            | Position::Failed { .. } => true,
             Position::Idle { .. } | Position::Elsewhere { .. } | Position::Left { .. } => member.died,
+            _ => true,
         };
         !self.superseded && self.members.iter().any(stuck)
     }

@@ -16,16 +16,10 @@ pub struct RankList<'a>(pub &'a [u32]);
 impl fmt::Display for RankList<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", if self.0.len() == 1 { "rank " } else { "ranks " })?;
-        let mut runs: Vec<(u32, u32)> = Vec::new();
-        for &rank in self.0 {
-            match runs.last_mut() {
-                Some((_, last)) if last.checked_add(1) == Some(rank) => *last = rank,
-                Some(_) | None => runs.push((rank, rank)),
-            }
-        }
-        let texts: Vec<String> =
-            runs.iter().take(MAX_RANGES).map(|&(first, last)| range(first, last)).collect();
-        let more = if runs.len() > MAX_RANGES { " and others" } else { "" };
+        let mut runs = self.0.chunk_by(|&rank, &next| rank.checked_add(1) == Some(next));
+        let texts = runs.by_ref().take(MAX_RANGES).map(|run| range(run[0], run[run.len() - 1]));
+        let texts: Vec<String> = texts.collect();
+        let more = if runs.next().is_some() { " and others" } else { "" };
         write!(f, "{}{more}", texts.join(","))
     }
 }
@@ -88,18 +82,11 @@ impl fmt::Display for GroupSnapshot {
             texts.push(format!("and {more} more"));
         }
         if !self.unrecorded.is_empty() {
-            let ranges: Vec<String> = self
-                .unrecorded
-                .iter()
-                .take(MAX_CLAUSES)
-                .map(|&(first, last)| range(first, last.max(first)))
-                .collect();
+            let ranges = self.unrecorded.iter().take(MAX_CLAUSES);
+            let ranges: Vec<String> = ranges.map(|&(first, last)| range(first, last.max(first))).collect();
             let one = self.unrecorded.len() == 1 && self.unrecorded[0].0 == self.unrecorded[0].1;
-            texts.push(format!(
-                "no recording of {} {}",
-                if one { "rank" } else { "ranks" },
-                ranges.join(",")
-            ));
+            let ranks = if one { "rank" } else { "ranks" };
+            texts.push(format!("no recording of {ranks} {}", ranges.join(",")));
         }
         write!(f, "group {}: {}", self.group, texts.join("; "))?;
         self.failure.as_ref().map_or(Ok(()), |failure| write!(f, " ({failure})"))
@@ -117,8 +104,7 @@ impl GroupSnapshot {
             }
             _ => false,
         };
-        let of_it: Vec<&Member> = clause.members.iter().copied().filter(in_a_call).collect();
-        if !of_it.is_empty() && !clause.members[0].died {
+        if clause.members.iter().any(in_a_call) && !clause.members[0].died {
             let awaited: Vec<u32> = self.awaited(&clause.members).into_iter().collect();
             match awaited.is_empty() {
                 true => text.push_str(" for each other"),
@@ -133,10 +119,10 @@ impl GroupSnapshot {
     }
 }
 
-fn describe_call(call: &CallSummary) -> String {
-    match call.seq {
-        Some(seq) => format!("seq {seq} {}", call.text),
-        None => call.text.clone(),
+impl fmt::Display for CallSummary {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.seq.map_or(Ok(()), |seq| write!(f, "seq {seq} "))?;
+        f.write_str(&self.text)
     }
 }
 
@@ -147,46 +133,34 @@ fn clause(member: &Member) -> Clause<'_> {
     };
     let (is, died) = (now("is", "are", ["was", "were"]), ["died"; 2]);
     let (order, [one, many], rest, ms) = match &member.position {
-        Position::Waiting { call, .. } if member.died => {
-            ((0, call.seq), died, format!("in {}", describe_call(call)), None)
-        }
+        Position::Waiting { call, .. } if member.died => ((0, call.seq), died, format!("in {call}"), None),
         Position::Idle { after: Some(call), .. } | Position::Elsewhere { after: Some(call), .. }
             if member.died =>
         {
-            ((0, call.seq), died, format!("after {}", describe_call(call)), None)
+            ((0, call.seq), died, format!("after {call}"), None)
         }
         _ if member.died => ((0, None), died, "before the first call".to_owned(), None),
         Position::Idle { after: None, for_ms } => {
             let called = now("has called", "have called", ["called"; 2]);
             ((1, None), called, "nothing".to_owned(), *for_ms)
         }
-        Position::Idle { after: Some(call), for_ms } => {
-            ((1, call.seq), is, format!("at {}", describe_call(call)), *for_ms)
-        }
+        Position::Idle { after: Some(call), for_ms } => ((1, call.seq), is, format!("at {call}"), *for_ms),
         Position::Elsewhere { after, group, call } => {
-            let after = after
-                .as_ref()
-                .map_or_else(String::new, |call| format!(", here after {}", describe_call(call)));
-            ((1, None), is, format!("in group {group}: {}{after}", describe_call(call)), None)
+            let after = after.as_ref().map_or_else(String::new, |call| format!(", here after {call}"));
+            ((1, None), is, format!("in group {group}: {call}{after}"), None)
         }
         Position::Left { after } => {
-            let after =
-                after.as_ref().map_or_else(String::new, |call| format!(" after {}", describe_call(call)));
+            let after = after.as_ref().map_or_else(String::new, |call| format!(" after {call}"));
             ((1, None), ["has left", "have left"], format!("the group{after}"), None)
         }
         Position::Forming { for_ms } => {
             ((2, None), now("waits", "wait", ["waited"; 2]), "for the others to join".to_owned(), *for_ms)
         }
         Position::Unformed => ((2, None), ["did not form"; 2], "the group".to_owned(), None),
-        Position::Waiting { call, for_ms } => (
-            (2, call.seq),
-            now("waits", "wait", ["waited"; 2]),
-            format!("in {}", describe_call(call)),
-            *for_ms,
-        ),
-        Position::Failed { call } => {
-            ((2, call.seq), ["waited"; 2], format!("in {}", describe_call(call)), None)
+        Position::Waiting { call, for_ms } => {
+            ((2, call.seq), now("waits", "wait", ["waited"; 2]), format!("in {call}"), *for_ms)
         }
+        Position::Failed { call } => ((2, call.seq), ["waited"; 2], format!("in {call}"), None),
     };
     let (singular, plural) = (format!("{one} {rest}"), format!("{many} {rest}"));
     Clause { order, singular, plural, ms, members: vec![member] }

@@ -23,10 +23,7 @@ pub(crate) fn answer(
     let woken_before = woken.len();
     match request {
         Request::Validate => {}
-        Request::Set { key, value } => {
-            state.set(key, value, woken);
-            reply_to_own_waits(client, woken_before, out, woken);
-        }
+        Request::Set { key, value } => state.set(key, value, woken),
         Request::CompareSet { key, expected, desired } => {
             let mut reply = Vec::new();
             blob(&mut reply, state.compare_set(key, expected, desired, woken));
@@ -49,10 +46,7 @@ pub(crate) fn answer(
         }
         Request::NumKeys => count(out, state.num_keys()),
         Request::Delete { key } => number(out, i64::from(state.delete(key))),
-        Request::Append { key, value } => {
-            state.append(key, value, woken)?;
-            reply_to_own_waits(client, woken_before, out, woken);
-        }
+        Request::Append { key, value } => state.append(key, value, woken)?,
         Request::MultiGet { keys } => {
             let values = || keys.map(|key| value_or_empty(state, key));
             check_reply_length(values())?;
@@ -62,17 +56,13 @@ pub(crate) fn answer(
             while let (Some(key), Some(value)) = (pairs.next(), pairs.next()) {
                 state.set(key, value, woken);
             }
-            reply_to_own_waits(client, woken_before, out, woken);
         }
         Request::CancelWait => {
             state.cancel(client, woken);
             out.push(byte::CANCELLED);
         }
         Request::Ping { nonce } => out.extend_from_slice(&nonce.to_le_bytes()),
-        Request::QueuePush { key, value } => {
-            state.queue_push(key, value, woken);
-            reply_to_own_waits(client, woken_before, out, woken);
-        }
+        Request::QueuePush { key, value } => state.queue_push(key, value, woken),
         Request::QueuePop { key } => {
             let (length, item) = state.queue_pop(client, key);
             count(out, length);
@@ -95,6 +85,8 @@ pub(crate) fn answer(
             }
         }
     }
+    // A request without a reply of its own may have ended waits of this client too.
+    reply_to_own_waits(client, woken_before, out, woken);
     Ok(())
 }
 
@@ -106,17 +98,8 @@ fn value_or_empty<'a>(state: &'a State, key: &[u8]) -> &'a [u8] {
 /// Removes the entries of `client` from `woken`, from index `before` on, and appends a READY byte to
 /// `out` for each.
 fn reply_to_own_waits(client: ClientId, before: usize, out: &mut Vec<u8>, woken: &mut Woken) {
-    if woken.len() == before {
-        return;
-    }
-    let mut at = before;
-    while at < woken.len() {
-        if woken[at] == client {
-            woken.remove(at);
-            out.push(byte::READY);
-        } else {
-            at += 1;
-        }
+    for _ in woken.extract_if(before.., |other| *other == client) {
+        out.push(byte::READY);
     }
 }
 
@@ -125,12 +108,9 @@ fn count(out: &mut Vec<u8>, value: usize) {
 }
 
 /// Checks the length of a reply before it is built.
-///
-/// # Errors
-/// [`Refusal::TooLong`] if the blobs and their lengths exceed [`MAX_REPLY_BYTES`].
 fn check_reply_length<'a>(mut blobs: impl Iterator<Item = &'a [u8]>) -> Result<(), Refusal> {
     let total = blobs.try_fold(8_usize, |total, blob| {
         Some(total + 8 + blob.len()).filter(|total| *total <= MAX_REPLY_BYTES)
     });
-    total.map(|_| ()).ok_or(Refusal::TooLong)
+    total.map(drop).ok_or(Refusal::TooLong)
 }

@@ -1,15 +1,22 @@
-//! TCP keepalive for sockets on which the loss of the peer's host must be detected within seconds.
+//! TCP keepalive, by which the kernel detects the loss of the peer's host.
 
 use std::io;
 use std::net::TcpStream;
+use std::os::fd::AsFd;
 use std::time::Duration;
 
 use socket2::{SockRef, TcpKeepalive};
 
-/// Interval of the probes on an idle connection. The connection fails after [`PROBES`] unanswered
-/// probes.
-const INTERVAL: Duration = Duration::from_secs(1);
+/// Number of unanswered probes after which a connection fails.
 const PROBES: u32 = 3;
+/// Interval of the probes of [`set_fast_keepalive`].
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// Makes the kernel probe an idle connection after the time `idle`, and then every `interval`.
+pub(crate) fn set_keepalive(socket: &impl AsFd, idle: Duration, interval: Duration) -> io::Result<()> {
+    let keepalive = TcpKeepalive::new().with_time(idle).with_interval(interval).with_retries(PROBES);
+    SockRef::from(socket).set_tcp_keepalive(&keepalive)
+}
 
 /// Makes the kernel end `stream` 4 s after the last packet from the peer's host.
 ///
@@ -20,8 +27,6 @@ pub(crate) fn set_fast_keepalive(stream: &TcpStream) -> io::Result<()> {
     if stream.local_addr()?.ip() == stream.peer_addr()?.ip() {
         return Ok(());
     }
-    let socket = SockRef::from(stream);
-    let keepalive = TcpKeepalive::new().with_time(INTERVAL).with_interval(INTERVAL).with_retries(PROBES);
-    socket.set_tcp_keepalive(&keepalive)?;
-    socket.set_tcp_user_timeout(Some(INTERVAL * (PROBES + 1)))
+    set_keepalive(stream, INTERVAL, INTERVAL)?;
+    SockRef::from(stream).set_tcp_user_timeout(Some(INTERVAL * (PROBES + 1)))
 }

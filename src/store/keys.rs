@@ -4,9 +4,6 @@ use crate::error::StoreError;
 use crate::wire::{MAX_KEY_BYTES, MAX_KEY_COUNT, MAX_VALUE_BYTES};
 
 /// Returns the user's `key` in the form in which stores hold it, as torch's do: with a leading `/`.
-///
-/// # Errors
-/// [`StoreError::Invalid`] if the stored key is longer than [`MAX_KEY_BYTES`].
 pub(crate) fn stored_key(key: &[u8]) -> Result<Vec<u8>, StoreError> {
     if key.len() >= MAX_KEY_BYTES {
         let what = format!("a key of {} bytes, the limit is {MAX_KEY_BYTES}", key.len() + 1);
@@ -15,11 +12,6 @@ pub(crate) fn stored_key(key: &[u8]) -> Result<Vec<u8>, StoreError> {
     Ok([b"/", key].concat())
 }
 
-/// Returns the user's `keys` in the form in which stores hold them.
-///
-/// # Errors
-/// [`StoreError::Invalid`] if one stored key is too long or there are more keys than
-/// [`MAX_KEY_COUNT`].
 pub(crate) fn stored_keys(keys: &[&[u8]]) -> Result<Vec<Vec<u8>>, StoreError> {
     if keys.len() > MAX_KEY_COUNT {
         let what = format!("{} keys at once, the limit is {MAX_KEY_COUNT}", keys.len());
@@ -33,10 +25,6 @@ pub(crate) fn user_key(key: &[u8]) -> Option<Vec<u8>> {
     key.strip_prefix(b"/").map(<[u8]>::to_vec)
 }
 
-/// Checks the length of a value.
-///
-/// # Errors
-/// [`StoreError::Invalid`] if the value is longer than [`MAX_VALUE_BYTES`].
 pub(crate) fn check_value(value: &[u8]) -> Result<(), StoreError> {
     if value.len() > MAX_VALUE_BYTES {
         let what = format!("a value of {} bytes, the limit is {MAX_VALUE_BYTES}", value.len());
@@ -59,6 +47,12 @@ pub(crate) fn printable<'a>(keys: impl IntoIterator<Item = &'a [u8]>) -> Vec<Str
         Some(_) | None => key.escape_ascii().to_string(),
     };
     keys.into_iter().take(SHOWN_KEYS).map(show).collect()
+}
+
+/// Returns the missing keys for an error message, or all of `keys` if none is missing now.
+pub(crate) fn printable_or<'a>(missing: impl Iterator<Item = &'a [u8]>, keys: &[&[u8]]) -> Vec<String> {
+    let missing = printable(missing);
+    if missing.is_empty() { printable(keys.iter().copied()) } else { missing }
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@
 compile_error!("convoke runs on Linux only");
 
 mod answer;
+mod call;
 mod client;
 mod error;
 mod file;

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use std::{fmt, io, mem, thread};
 
+use crate::call::Call;
 use crate::error::StoreError;
-use crate::keys::{check_value, not_a_number, printable, stored_key, stored_keys, user_key};
-use crate::shared_store::{LockedStore, SharedStore, ShutDown, WaitEnd, Waiter};
+use crate::keys::{check_value, not_a_number, printable_or, stored_key, stored_keys, user_key};
+use crate::shared_store::{LockedStore, SharedStore, WaitEnd, Waiter};
 use crate::state::{ClientId, Refusal, State};
 use crate::store::Store;
 
@@ -37,7 +38,7 @@ impl MemoryStore {
         operation: &'static str,
         work: impl FnOnce(&mut LockedStore) -> R,
     ) -> Result<R, StoreError> {
-        self.shared.with(work).map_err(|ShutDown| self.shut_down_error(operation))
+        self.shared.with(work).ok_or_else(|| self.shut_down_error(operation))
     }
 
     fn shut_down_error(&self, operation: &'static str) -> StoreError {
@@ -49,17 +50,14 @@ impl MemoryStore {
     /// deadline passes.
     fn wait_until<R>(
         &self,
-        operation: &'static str,
-        keys: &[&[u8]],
-        deadline: Instant,
-        mut attempt: impl FnMut(&mut State, ClientId) -> Option<R>,
+        call: Call<'_>,
+        mut attempt: impl FnMut(&mut State, ClientId, &[Vec<u8>]) -> Option<R>,
     ) -> Result<R, StoreError> {
-        let stored_keys = stored_keys(keys)?;
-        let started = Instant::now();
-        let client = self.with(operation, LockedStore::new_thread)?;
+        let stored_keys = stored_keys(call.keys)?;
+        let client = self.with(call.operation, LockedStore::new_thread)?;
         loop {
-            let step = self.with(operation, |locked| {
-                if let Some(result) = attempt(&mut locked.state, client) {
+            let step = self.with(call.operation, |locked| {
+                if let Some(result) = attempt(&mut locked.state, client, &stored_keys) {
                     locked.state.clear_offer(client);
                     return Ok(NextStep::Done(result));
                 }
@@ -68,9 +66,9 @@ impl MemoryStore {
             })?;
             match step.map_err(|refusal: Refusal| StoreError::Invalid { what: refusal.to_string() })? {
                 NextStep::Done(result) => return Ok(result),
-                NextStep::Sleep(waiter) => self.sleep(operation, keys, client, &waiter, started, deadline)?,
-                NextStep::Poll if Instant::now() >= deadline => {
-                    return Err(self.timeout(operation, keys, started));
+                NextStep::Sleep(waiter) => self.sleep(call, client, &waiter)?,
+                NextStep::Poll if Instant::now() >= call.deadline => {
+                    return Err(self.timeout(call, call.keys));
                 }
                 NextStep::Poll => thread::sleep(POLL),
             }
@@ -79,40 +77,27 @@ impl MemoryStore {
 
     /// Sleeps until the wait of `client` ends. At the deadline it cancels the wait and returns
     /// [`StoreError::Timeout`] with the missing keys.
-    fn sleep(
-        &self,
-        operation: &'static str,
-        keys: &[&[u8]],
-        client: ClientId,
-        waiter: &Waiter,
-        started: Instant,
-        deadline: Instant,
-    ) -> Result<(), StoreError> {
-        let mut end = waiter.sleep(deadline);
+    fn sleep(&self, call: Call<'_>, client: ClientId, waiter: &Waiter) -> Result<(), StoreError> {
+        let mut end = waiter.sleep(call.deadline);
         let mut missing = Vec::new();
         if end.is_none() {
-            self.with(operation, |locked| {
+            self.with(call.operation, |locked| {
                 locked.cancel_wait(client);
                 // Another thread may have ended this client's wait between the deadline and the lock.
                 end = waiter.outcome();
                 let is_missing = |key: &&[u8]| stored_key(key).is_ok_and(|stored| !locked.state.has(&stored));
-                missing = keys.iter().copied().filter(is_missing).collect();
+                missing = call.keys.iter().copied().filter(is_missing).collect();
             })?;
         }
         match end {
             Some(WaitEnd::Ready) => Ok(()),
-            Some(WaitEnd::ShutDown) => Err(self.shut_down_error(operation)),
-            None => Err(self.timeout(operation, if missing.is_empty() { keys } else { &missing }, started)),
+            Some(WaitEnd::ShutDown) => Err(self.shut_down_error(call.operation)),
+            None => Err(self.timeout(call, &missing)),
         }
     }
 
-    fn timeout(&self, operation: &'static str, keys: &[&[u8]], started: Instant) -> StoreError {
-        StoreError::Timeout {
-            store: self.name.to_string(),
-            operation,
-            after: started.elapsed(),
-            keys: printable(keys.iter().copied()),
-        }
+    fn timeout(&self, call: Call<'_>, missing: &[&[u8]]) -> StoreError {
+        call.timeout(self.name.to_string(), printable_or(missing.iter().copied(), call.keys))
     }
 }
 
@@ -136,8 +121,8 @@ fn refused(key: &[u8], refusal: Refusal) -> StoreError {
 
 impl Store for MemoryStore {
     fn get(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
-        let stored = stored_key(key)?;
-        self.wait_until("get", &[key], deadline, |state, _| state.get(&stored).map(<[u8]>::to_vec))
+        let get = |state: &mut State, _, stored: &[Vec<u8>]| state.get(&stored[0]).map(<[u8]>::to_vec);
+        self.wait_until(Call::new("get", &[key], deadline), get)
     }
 
     fn try_get(&self, key: &[u8], _deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
@@ -179,9 +164,8 @@ impl Store for MemoryStore {
     }
 
     fn wait(&self, keys: &[&[u8]], deadline: Instant) -> Result<(), StoreError> {
-        let stored_keys = stored_keys(keys)?;
         let mut woken = false;
-        self.wait_until("wait", keys, deadline, |state, _| {
+        self.wait_until(Call::new("wait", keys, deadline), |state, _, stored_keys| {
             // A client is woken only when all keys exist, so the wait has ended even if a key has been
             // deleted since.
             let has_ended =
@@ -191,8 +175,7 @@ impl Store for MemoryStore {
     }
 
     fn multi_get(&self, keys: &[&[u8]], deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
-        let stored_keys = stored_keys(keys)?;
-        self.wait_until("multi_get", keys, deadline, |state, _| {
+        self.wait_until(Call::new("multi_get", keys, deadline), |state, _, stored_keys| {
             stored_keys.iter().map(|stored| state.get(stored).map(<[u8]>::to_vec)).collect()
         })
     }
@@ -228,9 +211,8 @@ impl Store for MemoryStore {
     }
 
     fn queue_pop(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
-        let stored = stored_key(key)?;
-        self.wait_until("queue_pop", &[key], deadline, |state, client| {
-            state.queue_pop(client, &stored).1.map(Vec::from)
+        self.wait_until(Call::new("queue_pop", &[key], deadline), |state, client, stored| {
+            state.queue_pop(client, &stored[0]).1.map(Vec::from)
         })
     }
 
@@ -248,9 +230,9 @@ impl Store for MemoryStore {
     }
 
     fn barrier(&self, key: &[u8], world_size: usize, deadline: Instant) -> Result<(), StoreError> {
-        let stored = stored_key(key)?;
+        let (stored, keys) = (stored_key(key)?, [key]);
         let world_size = i64::try_from(world_size).unwrap_or(i64::MAX);
-        let started = Instant::now();
+        let call = Call::new("barrier", &keys, deadline);
         let step = self.with("barrier", |locked| {
             let client = locked.new_thread();
             let LockedStore { state, woken, .. } = locked;
@@ -259,7 +241,7 @@ impl Store for MemoryStore {
         })?;
         match step.map_err(|refusal| refused(key, refusal))? {
             None => Ok(()),
-            Some((client, waiter)) => self.sleep("barrier", &[key], client, &waiter, started, deadline),
+            Some((client, waiter)) => self.sleep(call, client, &waiter),
         }
     }
 }

@@ -28,52 +28,46 @@ impl PrefixStore {
         [&self.prefix, key].concat()
     }
 
-    fn all_with_prefix(&self, keys: &[&[u8]]) -> Vec<Vec<u8>> {
-        keys.iter().map(|key| self.with_prefix(key)).collect()
+    fn with_prefixes<R>(&self, keys: &[&[u8]], operation: impl FnOnce(&[&[u8]]) -> R) -> R {
+        let keys: Vec<Vec<u8>> = keys.iter().map(|key| self.with_prefix(key)).collect();
+        operation(&keys.iter().map(Vec::as_slice).collect::<Vec<_>>())
     }
 }
 
-fn slices(keys: &[Vec<u8>]) -> Vec<&[u8]> {
-    keys.iter().map(Vec::as_slice).collect()
+/// Defines operations of one key, which call the operation of the same name with the prefixed key.
+macro_rules! of_one_key {
+    ($($name:ident($($argument:ident: $type:ty),*) -> $result:ty;)*) => {$(
+        fn $name(&self, key: &[u8], $($argument: $type,)* deadline: Instant) -> Result<$result, StoreError> {
+            self.inner.$name(&self.with_prefix(key), $($argument,)* deadline)
+        }
+    )*};
 }
 
 impl Store for PrefixStore {
-    fn get(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
-        self.inner.get(&self.with_prefix(key), deadline)
-    }
-
-    fn try_get(&self, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
-        self.inner.try_get(&self.with_prefix(key), deadline)
-    }
-
-    fn compare_set(
-        &self,
-        key: &[u8],
-        expected: &[u8],
-        desired: &[u8],
-        deadline: Instant,
-    ) -> Result<Vec<u8>, StoreError> {
-        self.inner.compare_set(&self.with_prefix(key), expected, desired, deadline)
-    }
-
-    fn add(&self, key: &[u8], delta: i64, deadline: Instant) -> Result<i64, StoreError> {
-        self.inner.add(&self.with_prefix(key), delta, deadline)
-    }
-
-    fn append(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
-        self.inner.append(&self.with_prefix(key), value, deadline)
+    of_one_key! {
+        get() -> Vec<u8>;
+        try_get() -> Option<Vec<u8>>;
+        compare_set(expected: &[u8], desired: &[u8]) -> Vec<u8>;
+        add(delta: i64) -> i64;
+        append(value: &[u8]) -> ();
+        delete() -> bool;
+        queue_push(value: &[u8]) -> ();
+        queue_pop() -> Vec<u8>;
+        try_queue_pop() -> Option<Vec<u8>>;
+        queue_len() -> u64;
+        barrier(world_size: usize) -> ();
     }
 
     fn check(&self, keys: &[&[u8]], deadline: Instant) -> Result<bool, StoreError> {
-        self.inner.check(&slices(&self.all_with_prefix(keys)), deadline)
+        self.with_prefixes(keys, |keys| self.inner.check(keys, deadline))
     }
 
     fn wait(&self, keys: &[&[u8]], deadline: Instant) -> Result<(), StoreError> {
-        self.inner.wait(&slices(&self.all_with_prefix(keys)), deadline)
+        self.with_prefixes(keys, |keys| self.inner.wait(keys, deadline))
     }
 
     fn multi_get(&self, keys: &[&[u8]], deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
-        self.inner.multi_get(&slices(&self.all_with_prefix(keys)), deadline)
+        self.with_prefixes(keys, |keys| self.inner.multi_get(keys, deadline))
     }
 
     fn multi_set(&self, pairs: &[(&[u8], &[u8])], deadline: Instant) -> Result<(), StoreError> {
@@ -83,10 +77,6 @@ impl Store for PrefixStore {
         self.inner.multi_set(&pairs, deadline)
     }
 
-    fn delete(&self, key: &[u8], deadline: Instant) -> Result<bool, StoreError> {
-        self.inner.delete(&self.with_prefix(key), deadline)
-    }
-
     fn num_keys(&self, deadline: Instant) -> Result<u64, StoreError> {
         self.inner.num_keys(deadline)
     }
@@ -94,25 +84,5 @@ impl Store for PrefixStore {
     fn list_keys(&self, deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
         let keys = self.inner.list_keys(deadline)?;
         Ok(keys.iter().filter_map(|key| key.strip_prefix(&*self.prefix)).map(<[u8]>::to_vec).collect())
-    }
-
-    fn queue_push(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
-        self.inner.queue_push(&self.with_prefix(key), value, deadline)
-    }
-
-    fn queue_pop(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
-        self.inner.queue_pop(&self.with_prefix(key), deadline)
-    }
-
-    fn try_queue_pop(&self, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
-        self.inner.try_queue_pop(&self.with_prefix(key), deadline)
-    }
-
-    fn queue_len(&self, key: &[u8], deadline: Instant) -> Result<u64, StoreError> {
-        self.inner.queue_len(&self.with_prefix(key), deadline)
-    }
-
-    fn barrier(&self, key: &[u8], world_size: usize, deadline: Instant) -> Result<(), StoreError> {
-        self.inner.barrier(&self.with_prefix(key), world_size, deadline)
     }
 }

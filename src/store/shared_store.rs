@@ -19,7 +19,7 @@ const FIRST_THREAD: u64 = 1 << 63;
 pub(crate) struct SharedStore {
     inner: Mutex<LockedStore>,
     /// Wakes the event loop; `None` for a store without one.
-    wake_event: Option<EventFd>,
+    pub(crate) wake_event: Option<EventFd>,
 }
 
 /// The data behind the lock of a [`SharedStore`].
@@ -50,24 +50,16 @@ pub(crate) enum WaitEnd {
     ShutDown,
 }
 
-/// Error: the server of this store was shut down.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct ShutDown;
-
 impl SharedStore {
     /// Creates a store for threads of this process only.
     pub(crate) fn in_process() -> SharedStore {
         SharedStore { inner: Mutex::default(), wake_event: None }
     }
 
-    /// Creates a store with an event loop, which polls [`wake_event`](SharedStore::wake_event).
+    /// Creates a store with an event loop, which polls `wake_event`.
     pub(crate) fn with_event_loop() -> io::Result<SharedStore> {
         let wake_event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         Ok(SharedStore { inner: Mutex::default(), wake_event: Some(wake_event) })
-    }
-
-    pub(crate) fn wake_event(&self) -> Option<&EventFd> {
-        self.wake_event.as_ref()
     }
 
     /// Wakes the event loop, if there is one.
@@ -83,14 +75,11 @@ impl SharedStore {
     }
 
     /// Runs a store operation for a thread of this process, and wakes all clients whose wait the
-    /// operation ended.
-    ///
-    /// # Errors
-    /// [`ShutDown`] if the server was shut down.
-    pub(crate) fn with<R>(&self, operation: impl FnOnce(&mut LockedStore) -> R) -> Result<R, ShutDown> {
+    /// operation ended. Returns `None` if the server was shut down.
+    pub(crate) fn with<R>(&self, operation: impl FnOnce(&mut LockedStore) -> R) -> Option<R> {
         let mut locked = self.lock();
         if locked.is_shut_down {
-            return Err(ShutDown);
+            return None;
         }
         let result = operation(&mut locked);
         locked.wake_threads();
@@ -101,10 +90,10 @@ impl SharedStore {
         if wakes_connections {
             self.wake_event_loop();
         }
-        Ok(result)
+        Some(result)
     }
 
-    /// Ends all waits of this process and makes every later call fail with [`ShutDown`].
+    /// Ends all waits of this process and makes every later operation fail.
     pub(crate) fn shut_down(&self) {
         let mut locked = self.lock();
         locked.is_shut_down = true;
@@ -126,7 +115,6 @@ impl LockedStore {
         Arc::clone(self.waiters.entry(client).or_default())
     }
 
-    /// Cancels the wait of the thread `client`.
     pub(crate) fn cancel_wait(&mut self, client: ClientId) {
         self.waiters.remove(&client);
         self.state.cancel(client, &mut self.woken);

@@ -13,12 +13,10 @@ use crate::error::StoreError;
 ///
 /// Every operation may return [`StoreError::Lost`], [`StoreError::Unreachable`],
 /// [`StoreError::Protocol`], [`StoreError::Timeout`], and [`StoreError::Invalid`] for a key or value
-/// that is too long. The sections "Errors" below name the errors with a special meaning.
+/// that is too long. The sections "Errors" below name the errors with a special meaning; an operation
+/// without such a section has none.
 pub trait Store: Send + Sync + fmt::Debug {
     /// Stores `value` under `key`.
-    ///
-    /// # Errors
-    /// Only the errors that every operation may return, see [`Store`].
     fn set(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
         self.multi_set(&[(key, value)], deadline)
     }
@@ -30,17 +28,11 @@ pub trait Store: Send + Sync + fmt::Debug {
     fn get(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError>;
 
     /// Returns the value of `key`, or `None` if the key does not exist now.
-    ///
-    /// # Errors
-    /// Only the errors that every operation may return, see [`Store`].
     fn try_get(&self, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, StoreError>;
 
     /// Stores `desired` if the value of `key` is `expected`, or if the key is absent and `expected` is
     /// empty. Returns the value after the operation, or `expected` if the key is absent and stays
     /// absent.
-    ///
-    /// # Errors
-    /// Only the errors that every operation may return, see [`Store`].
     fn compare_set(
         &self,
         key: &[u8],
@@ -56,15 +48,9 @@ pub trait Store: Send + Sync + fmt::Debug {
     fn add(&self, key: &[u8], delta: i64, deadline: Instant) -> Result<i64, StoreError>;
 
     /// Appends `value` to the value of `key`. An absent key counts as empty.
-    ///
-    /// # Errors
-    /// Only the errors that every operation may return, see [`Store`].
     fn append(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError>;
 
     /// Returns true if all `keys` exist now.
-    ///
-    /// # Errors
-    /// Only the errors that every operation may return, see [`Store`].
     fn check(&self, keys: &[&[u8]], deadline: Instant) -> Result<bool, StoreError>;
 
     /// Waits until all `keys` exist.
@@ -80,27 +66,15 @@ pub trait Store: Send + Sync + fmt::Debug {
     fn multi_get(&self, keys: &[&[u8]], deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError>;
 
     /// Stores all pairs of key and value with one request.
-    ///
-    /// # Errors
-    /// Only the errors that every operation may return, see [`Store`].
     fn multi_set(&self, pairs: &[(&[u8], &[u8])], deadline: Instant) -> Result<(), StoreError>;
 
     /// Deletes `key`. Returns true if it existed.
-    ///
-    /// # Errors
-    /// Only the errors that every operation may return, see [`Store`].
     fn delete(&self, key: &[u8], deadline: Instant) -> Result<bool, StoreError>;
 
     /// Returns the number of keys in the whole store, whatever their prefix.
-    ///
-    /// # Errors
-    /// Only the errors that every operation may return, see [`Store`].
     fn num_keys(&self, deadline: Instant) -> Result<u64, StoreError>;
 
     /// Returns the keys that are visible through this view of the store, in any order.
-    ///
-    /// # Errors
-    /// Only the errors that every operation may return, see [`Store`].
     fn list_keys(&self, deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError>;
 
     /// Appends `value` to the queue `key`.

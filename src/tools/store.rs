@@ -62,9 +62,8 @@ fn run(flags: &Flags) -> Result<(), ToolError> {
     }
     stdout.flush().map_err(ToolError::Print)?;
     loop {
-        if wait_for_signal(&signals)
-            .map_err(|source| ToolError::System { what: "wait for signals", source })?
-        {
+        let failed = |source| ToolError::System { what: "wait for signals", source };
+        if wait_for_signal(&signals).map_err(failed)? {
             server.shutdown();
             return Ok(());
         }
@@ -98,9 +97,7 @@ fn serve(addresses: &[SocketAddr]) -> Result<StoreServer, ServeError> {
 }
 
 fn catch_signals() -> Result<SignalFd, Errno> {
-    let mut signals = SigSet::empty();
-    signals.add(Signal::SIGTERM);
-    signals.add(Signal::SIGINT);
+    let signals: SigSet = [Signal::SIGTERM, Signal::SIGINT].into_iter().collect();
     signals.thread_block()?;
     SignalFd::with_flags(&signals, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
 }

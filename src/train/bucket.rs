@@ -18,12 +18,12 @@ pub(crate) struct Layout {
     /// Type of the elements.
     dtype: String,
     /// Options that all ranks must set alike, as text.
-    settings: String,
+    pub(crate) settings: String,
     /// Names of the parameters, and their numbers of elements.
     parameters: Vec<(String, usize)>,
-    locations: Vec<Location>,
+    pub(crate) locations: Vec<Location>,
     /// Indexes of the parameters in each bucket, in the order of their gradients in memory.
-    buckets: Vec<Vec<usize>>,
+    pub(crate) buckets: Vec<Vec<usize>>,
 }
 
 /// The position of a parameter's gradient in the buckets.
@@ -66,11 +66,6 @@ impl Layout {
         Self { dtype: dtype.to_owned(), settings: String::new(), parameters, locations, buckets }
     }
 
-    /// Adds options that [`Self::difference`] and [`Self::fingerprint`] compare as well.
-    pub(crate) fn with_settings(self, settings: &str) -> Self {
-        Self { settings: settings.to_owned(), ..self }
-    }
-
     /// Number of parameters.
     pub(crate) fn len(&self) -> usize {
         self.parameters.len()
@@ -78,15 +73,6 @@ impl Layout {
 
     pub(crate) fn name(&self, parameter: usize) -> &str {
         &self.parameters[parameter].0
-    }
-
-    pub(crate) fn location(&self, parameter: usize) -> &Location {
-        &self.locations[parameter]
-    }
-
-    /// The indexes of the parameters in each bucket.
-    pub(crate) fn buckets(&self) -> &[Vec<usize>] {
-        &self.buckets
     }
 
     /// Number of elements in a bucket.
@@ -148,17 +134,17 @@ mod tests {
     #[test]
     fn buckets_start_with_the_last_parameter_and_close_when_full() {
         let layout = layout(&[10, 2, 3, 4, 1], 16, 40);
-        assert_eq!(layout.buckets(), [vec![4, 3], vec![2, 1, 0]]);
-        assert_eq!(*layout.location(4), Location { bucket: 0, range: 0..1 });
-        assert_eq!(*layout.location(3), Location { bucket: 0, range: 1..5 });
-        assert_eq!(*layout.location(0), Location { bucket: 1, range: 5..15 });
+        assert_eq!(layout.buckets, [vec![4, 3], vec![2, 1, 0]]);
+        assert_eq!(layout.locations[4], Location { bucket: 0, range: 0..1 });
+        assert_eq!(layout.locations[3], Location { bucket: 0, range: 1..5 });
+        assert_eq!(layout.locations[0], Location { bucket: 1, range: 5..15 });
         assert_eq!((layout.bucket_len(0), layout.bucket_len(1)), (5, 15));
     }
 
     #[test]
     fn bucket_of_exactly_its_size_is_full() {
         // Elements have 4 bytes: the first bucket is full at 16 bytes, the others at 40.
-        assert_eq!(layout(&[10, 4, 6, 4], 16, 40).buckets(), [vec![3], vec![2, 1], vec![0]]);
+        assert_eq!(layout(&[10, 4, 6, 4], 16, 40).buckets, [vec![3], vec![2, 1], vec![0]]);
     }
 
     #[test]
@@ -168,15 +154,15 @@ mod tests {
             let counts: Vec<usize> = (0..1 + random.below(30)).map(|_| random.below(50)).collect();
             let layout = layout(&counts, random.below(300), random.below(900));
             let mut used: Vec<Vec<bool>> =
-                (0..layout.buckets().len()).map(|bucket| vec![false; layout.bucket_len(bucket)]).collect();
+                (0..layout.buckets.len()).map(|bucket| vec![false; layout.bucket_len(bucket)]).collect();
             for (parameter, &count) in counts.iter().enumerate() {
-                let Location { bucket, range } = layout.location(parameter).clone();
+                let Location { bucket, range } = layout.locations[parameter].clone();
                 assert_eq!(range.len(), count);
                 assert!(used[bucket][range.clone()].iter().all(|used| !used), "{counts:?}");
                 used[bucket][range].fill(true);
             }
             assert!(used.iter().flatten().all(|&used| used), "{counts:?}");
-            assert!(layout.buckets().iter().all(|bucket| !bucket.is_empty()), "{counts:?}");
+            assert!(layout.buckets.iter().all(|bucket| !bucket.is_empty()), "{counts:?}");
         }
     }
 
@@ -191,7 +177,7 @@ mod tests {
             (layout(&[10, 2], 100, 100), "buckets"),
             (Layout { dtype: "f64".to_owned(), ..ours.clone() }, "they are f32, not f64"),
             (other_name, "p1 with 2 elements, not q"),
-            (ours.clone().with_settings("x"), "its options are , not x"),
+            (Layout { settings: "x".to_owned(), ..ours.clone() }, "its options are , not x"),
         ];
         assert_eq!(ours.difference(&ours), None);
         for (other, part) in cases {

@@ -76,14 +76,9 @@ fn first<T, E: Display>(
     } else {
         Err(prepare)
     };
-    let reason = match &prepared {
-        Ok(Err(error)) => Some(error.to_string()),
-        Ok(Ok(_)) | Err(_) => None,
-    };
-    let reasons = group.all_gather_object(&reason)?;
-    if let Some((rank, reason)) =
-        reasons.into_iter().enumerate().find_map(|(rank, reason)| Some((rank, reason?)))
-    {
+    let reason = prepared.as_ref().ok().and_then(|outcome| outcome.as_ref().err()).map(E::to_string);
+    let mut reasons = group.all_gather_object(&reason)?.into_iter().enumerate();
+    if let Some((rank, reason)) = reasons.find_map(|(rank, reason)| Some((rank, reason?))) {
         return Err(TrainError::Preparation { rank, reason });
     }
     let failed = |error: E| TrainError::Preparation { rank: group.rank(), reason: error.to_string() };

@@ -26,30 +26,23 @@ const TOLERANCE: f64 = 1e-9;
 /// # Errors
 /// [`TrainError::InvalidArgument`] if a fraction is not between 0 and 1, or if the sum exceeds 1.
 pub fn partition(examples: usize, fractions: &[f64], seed: u64) -> Result<Vec<Vec<usize>>, TrainError> {
+    let invalid = |what: String| Err(TrainError::InvalidArgument(what));
     if let Some(fraction) = fractions.iter().find(|fraction| !(0.0..=1.0).contains(*fraction)) {
-        return Err(TrainError::InvalidArgument(format!(
-            "a part of {fraction} of all examples is not between 0 and 1"
-        )));
+        return invalid(format!("a part of {fraction} of all examples is not between 0 and 1"));
     }
     let sum: f64 = fractions.iter().sum();
     if sum > 1.0 + TOLERANCE {
-        return Err(TrainError::InvalidArgument(format!(
-            "the parts together are {sum} of all examples, more than 1"
-        )));
+        return invalid(format!("the parts together are {sum} of all examples, more than 1"));
     }
     let mut order: Vec<usize> = (0..examples).collect();
     Random::new(seed, STREAM).shuffle(&mut order);
     let (mut sum, mut start) = (0.0, 0);
-    Ok(fractions
-        .iter()
-        .map(|fraction| {
-            sum += fraction;
-            let end = ((sum * examples as f64).round() as usize).clamp(start, examples);
-            let part = order[start..end].to_vec();
-            start = end;
-            part
-        })
-        .collect())
+    let parts = fractions.iter().map(|fraction| {
+        sum += fraction;
+        let end = ((sum * examples as f64).round() as usize).clamp(start, examples);
+        order[std::mem::replace(&mut start, end)..end].to_vec()
+    });
+    Ok(parts.collect())
 }
 
 #[cfg(test)]

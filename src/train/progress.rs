@@ -50,9 +50,8 @@ pub(crate) struct Progress<B> {
 impl<B> Progress<B> {
     pub(crate) fn new(layout: Layout, buckets: Vec<B>) -> Self {
         let states = vec![GradientState::Average; layout.len()];
-        let mut progress = Self { layout, buckets, states, missing: Vec::new(), sync: false, sent: 0 };
-        progress.reset();
-        progress
+        let missing = layout.buckets.iter().map(Vec::len).collect();
+        Self { layout, buckets, states, missing, sync: false, sent: 0 }
     }
 
     /// Returns the parameters in the order in which the program passed them.
@@ -68,7 +67,7 @@ impl<B> Progress<B> {
     /// Marks all gradients as averages, so that the next gradients overwrite them.
     pub(crate) fn reset(&mut self) {
         self.discard();
-        self.missing = self.layout.buckets().iter().map(Vec::len).collect();
+        self.missing = self.layout.buckets.iter().map(Vec::len).collect();
     }
 
     /// Marks all gradients as averages, without an end of the pass.
@@ -82,10 +81,11 @@ impl<B> Progress<B> {
     }
 
     /// Returns bucket and range of a parameter's gradient, and its state; an error if there is no such
-    /// parameter, or it is ready.
+    /// parameter, it is ready, or it does not have `len` elements.
     pub(crate) fn gradient(
         &mut self,
         parameter: ParameterId,
+        len: Option<usize>,
     ) -> Result<(&mut B, Range<usize>, &mut GradientState), TrainError> {
         let Self { layout, buckets, states, .. } = self;
         let what = match states.get_mut(parameter.0) {
@@ -94,27 +94,15 @@ impl<B> Progress<B> {
                 format!("{} already has its gradient in this pass", layout.name(parameter.0))
             }
             Some(state) => {
-                let Location { bucket, range } = layout.location(parameter.0);
-                return Ok((&mut buckets[*bucket], range.clone(), state));
+                let Location { bucket, range } = &layout.locations[parameter.0];
+                let (name, ours) = (layout.name(parameter.0), range.len());
+                match len.filter(|&len| len != ours) {
+                    Some(len) => format!("a gradient of {len} elements for {name}, which has {ours}"),
+                    None => return Ok((&mut buckets[*bucket], range.clone(), state)),
+                }
             }
         };
         Err(TrainError::InvalidArgument(what))
-    }
-
-    /// Does what [`Self::gradient`] does, for a gradient of `len` elements, which must be as long as the
-    /// parameter.
-    pub(crate) fn gradient_of_len(
-        &mut self,
-        parameter: ParameterId,
-        len: usize,
-    ) -> Result<(&mut B, Range<usize>, &mut GradientState), TrainError> {
-        let ours = self.gradient(parameter)?.1.len();
-        if ours != len {
-            let name = self.layout.name(parameter.0);
-            let what = format!("a gradient of {len} elements for {name}, which has {ours}");
-            return Err(TrainError::InvalidArgument(what));
-        }
-        self.gradient(parameter)
     }
 
     /// Marks the gradient of a parameter, which is not ready yet, as ready. Nothing changes in a pass without
@@ -122,17 +110,14 @@ impl<B> Progress<B> {
     pub(crate) fn mark_ready(&mut self, parameter: ParameterId) {
         if self.sync {
             self.states[parameter.0] = GradientState::Ready;
-            self.missing[self.layout.location(parameter.0).bucket] -= 1;
+            self.missing[self.layout.locations[parameter.0].bucket] -= 1;
         }
     }
 
     /// Returns the parameters that are not ready.
     pub(crate) fn not_ready(&self) -> Vec<ParameterId> {
-        let states = self.states.iter().enumerate();
-        states
-            .filter(|(_, state)| **state != GradientState::Ready)
-            .map(|(index, _)| ParameterId(index))
-            .collect()
+        let parameters = self.parameters().into_iter();
+        parameters.filter(|parameter| self.states[parameter.0] != GradientState::Ready).collect()
     }
 
     /// Returns for each parameter whether this pass, or an earlier one without sending, had a gradient.
@@ -143,9 +128,9 @@ impl<B> Progress<B> {
     /// Returns the error of a pass on rank `rank` that ends without some gradients; `None` if it has all.
     pub(crate) fn unused(&self, rank: usize) -> Option<TrainError> {
         let unused = self.used().into_iter().enumerate().filter(|(_, used)| !used);
-        let names: Vec<String> = unused.map(|(index, _)| self.layout.name(index).to_owned()).collect();
+        let mut names: Vec<String> = unused.map(|(index, _)| self.layout.name(index).to_owned()).collect();
         let more = names.len().saturating_sub(MAX_NAMES);
-        let names: Vec<String> = names.into_iter().take(MAX_NAMES).collect();
+        names.truncate(MAX_NAMES);
         (!names.is_empty()).then_some(TrainError::Unused { rank, names, more })
     }
 
@@ -161,6 +146,6 @@ impl<B> Progress<B> {
 
     /// Returns the names of the parameters in a bucket.
     pub(crate) fn names(&self, bucket: usize) -> impl Iterator<Item = &str> {
-        self.layout.buckets()[bucket].iter().map(|&parameter| self.layout.name(parameter))
+        self.layout.buckets[bucket].iter().map(|&parameter| self.layout.name(parameter))
     }
 }

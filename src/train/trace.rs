@@ -61,8 +61,8 @@ struct Recording {
     titles: BTreeMap<u32, String>,
 }
 
-/// A completed span.
-#[derive(Debug, Clone, Serialize, Deserialize)]
+/// A span as it is recorded.
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 struct RecordedSpan {
     name: String,
     row: u32,
@@ -106,7 +106,11 @@ impl Trace {
     }
 
     fn begin(&self, name: String, row: u32, bytes: Option<u64>) -> Span {
-        Span { trace: self.clone(), name, row, bytes, start: Instant::now() }
+        let (begin, (instant, time)) = (Instant::now(), self.begin);
+        let since_1970 = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let start = since_1970 + begin.saturating_duration_since(instant);
+        let recorded = RecordedSpan { name, row, start, time: Duration::ZERO, bytes };
+        Span { trace: self.clone(), recorded, begin }
     }
 
     fn recording(&self) -> MutexGuard<'_, Recording> {
@@ -149,10 +153,8 @@ fn title<'a>(index: usize, names: impl Iterator<Item = &'a str>) -> String {
 #[must_use = "it ends when it is dropped"]
 pub struct Span {
     trace: Trace,
-    name: String,
-    row: u32,
-    bytes: Option<u64>,
-    start: Instant,
+    recorded: RecordedSpan,
+    begin: Instant,
 }
 
 impl Span {
@@ -162,18 +164,10 @@ impl Span {
 
 impl Drop for Span {
     fn drop(&mut self) {
-        let (instant, time) = self.trace.begin;
-        let since_1970 = time.duration_since(UNIX_EPOCH).unwrap_or_default();
-        let recorded = RecordedSpan {
-            name: std::mem::take(&mut self.name),
-            row: self.row,
-            start: since_1970 + self.start.saturating_duration_since(instant),
-            time: self.start.elapsed(),
-            bytes: self.bytes,
-        };
+        self.recorded.time = self.begin.elapsed();
         let mut recording = self.trace.recording();
         if recording.spans.len() < self.trace.capacity {
-            recording.spans.push(recorded);
+            recording.spans.push(std::mem::take(&mut self.recorded));
         }
     }
 }
@@ -187,7 +181,7 @@ struct TraceFile<'a> {
 }
 
 /// An event: a span (`X`), or the name of a process or row (`M`).
-#[derive(Debug, Serialize)]
+#[derive(Debug, Default, Serialize)]
 struct Event<'a> {
     name: &'a str,
     ph: &'static str,
@@ -204,25 +198,13 @@ struct Event<'a> {
 impl<'a> TraceFile<'a> {
     fn of(ranks: &'a [Recording]) -> Self {
         let micros = |time: Duration| time.as_nanos() as f64 / 1e3;
-        let begin = ranks
-            .iter()
-            .flat_map(|recording| &recording.spans)
-            .map(|recorded| recorded.start)
-            .min()
-            .unwrap_or_default();
+        let spans = ranks.iter().flat_map(|recording| &recording.spans);
+        let begin = spans.map(|recorded| recorded.start).min().unwrap_or_default();
         let mut trace_events = Vec::new();
         for (rank, Recording { spans, titles }) in ranks.iter().enumerate() {
-            let mut named = |what: &'static str, row: u32, name: String| {
-                let args = BTreeMap::from([("name", name)]);
-                trace_events.push(Event {
-                    name: what,
-                    ph: "M",
-                    ts: 0.0,
-                    dur: 0.0,
-                    pid: rank,
-                    tid: row,
-                    args,
-                });
+            let mut named = |name: &'static str, tid: u32, title: String| {
+                let args = BTreeMap::from([("name", title)]);
+                trace_events.push(Event { name, ph: "M", pid: rank, tid, args, ..Event::default() });
             };
             named("process_name", COMPUTATION, format!("rank {rank}"));
             named("thread_name", COMPUTATION, "computation".to_owned());

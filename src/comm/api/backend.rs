@@ -2,8 +2,6 @@
 
 use std::fmt;
 
-use crate::api::group::Group;
-
 /// The transport that carries data between the ranks of a group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -39,12 +37,4 @@ impl fmt::Display for Backend {
 #[must_use]
 pub const fn is_available() -> bool {
     !Backend::ALL.is_empty()
-}
-
-impl Group {
-    /// Returns the transport of this group.
-    #[must_use]
-    pub fn backend(&self) -> Backend {
-        if self.uses_shared_memory() { Backend::SharedMemory } else { Backend::Tcp }
-    }
 }

@@ -17,20 +17,17 @@ const VARIABLE: &str = "CONVOKE_LOG";
 
 /// Writes the log records of this crate to stderr, one line each: `convoke[PID] 1.234 s info: ...`. The time
 /// is counted from the first session of this process.
-#[derive(Debug)]
-struct Stderr {
-    since: OnceLock<Instant>,
-}
+struct Stderr;
 
-static STDERR: Stderr = Stderr { since: OnceLock::new() };
+static SINCE: OnceLock<Instant> = OnceLock::new();
 
 /// Installs the logger for stderr if CONVOKE_LOG asks for it and the program has none.
 pub(crate) fn install() -> Result<(), CommError> {
     static INSTALLED: Once = Once::new();
     let level = level(std::env::var_os(VARIABLE).map(|value| value.to_string_lossy().into_owned()))?;
     INSTALLED.call_once(|| {
-        STDERR.since.get_or_init(Instant::now);
-        if level != LevelFilter::Off && log::set_logger(&STDERR).is_ok() {
+        SINCE.get_or_init(Instant::now);
+        if level != LevelFilter::Off && log::set_logger(&Stderr).is_ok() {
             log::set_max_level(level);
         }
     });
@@ -55,7 +52,7 @@ impl Log for Stderr {
         if !self.enabled(record.metadata()) {
             return;
         }
-        let seconds = self.since.get().map_or(0.0, |since| since.elapsed().as_secs_f64());
+        let seconds = SINCE.get().map_or(0.0, |since| since.elapsed().as_secs_f64());
         let level = record.level().as_str().to_ascii_lowercase();
         let line = format!("convoke[{}] {seconds:.3} s {level}: {}\n", std::process::id(), record.args());
         // One write, so that lines of several processes do not mix. If the write fails, there is nowhere to

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::api::group::{Group, SubgroupAgreement};
 use crate::collectives::plan::fingerprint;
-use crate::error::CommError;
+use crate::error::{CommError, require};
 
 /// The ranks of a group as a mesh with named axes, and a group along each axis.
 ///
@@ -66,7 +66,6 @@ struct MeshInner {
     group: Group,
     names: Vec<String>,
     shape: Vec<usize>,
-    /// Coordinates of this rank.
     coordinates: Vec<usize>,
     /// For each axis, the group along it that contains this rank.
     axis_groups: Vec<Group>,
@@ -89,32 +88,25 @@ impl Mesh {
     /// An all-gather of 24 bytes; then for each axis a new group of its size.
     #[doc(alias = "init_device_mesh")]
     pub fn new(group: &Group, axes: &[(&str, usize)]) -> Result<Self, CommError> {
-        let invalid = |what: String| Err(CommError::InvalidArgument(format!("a mesh of {axes:?}: {what}")));
+        let mesh = format!("a mesh of {axes:?}");
         let (names, shape): (Vec<String>, Vec<usize>) =
             axes.iter().map(|&(name, size)| (name.to_owned(), size)).unzip();
-        if names.is_empty() {
-            return invalid("it needs an axis".to_owned());
-        }
+        require(!names.is_empty(), || format!("{mesh}: it needs an axis"))?;
         if let Some(name) = first_duplicate(&names) {
-            return invalid(format!("two axes are called {name:?}"));
+            return Err(CommError::InvalidArgument(format!("{mesh}: two axes are called {name:?}")));
         }
         let size = shape.iter().try_fold(1_usize, |product, &size| product.checked_mul(size));
-        if size != Some(group.size()) {
+        require(size == Some(group.size()), || {
             let product = size.map_or_else(|| "too many".to_owned(), |size| size.to_string());
-            return invalid(format!(
-                "its axes hold {product} ranks, and the group has {} ranks",
-                group.size()
-            ));
-        }
+            format!("{mesh}: its axes hold {product} ranks, and the group has {} ranks", group.size())
+        })?;
         let call = group.with_fixed_deadline();
-        let agreed = call.agree(&format!("a mesh of {axes:?}"), axes_fingerprint(&names, &shape), [0; 2])?;
+        let agreed = call.agree(&mesh, axes_fingerprint(&names, &shape), [0; 2])?;
         let coordinates = coordinates(&shape, group.rank());
         let mut inner =
             MeshInner { group: group.clone(), names, shape, coordinates, axis_groups: Vec::new() };
-        for axis in 0..axes.len() {
-            let along = inner.new_group(&call, &agreed, &[axis])?;
-            inner.axis_groups.push(along);
-        }
+        let along = |axis| inner.new_group(&call, &agreed, &[axis]);
+        inner.axis_groups = (0..axes.len()).map(along).collect::<Result<_, _>>()?;
         Ok(Self { inner: Arc::new(inner), axes: (0..axes.len()).collect() })
     }
 
@@ -160,10 +152,7 @@ impl Mesh {
         let shape = self.shape();
         let fit =
             coordinates.len() == shape.len() && coordinates.iter().zip(&shape).all(|(at, size)| at < size);
-        if !fit {
-            let what = format!("no rank at {coordinates:?} in a mesh of the shape {shape:?}");
-            return Err(CommError::InvalidArgument(what));
-        }
+        require(fit, || format!("no rank at {coordinates:?} in a mesh of the shape {shape:?}"))?;
         Ok(self.inner.rank_at(&self.axes, coordinates))
     }
 
@@ -190,13 +179,9 @@ impl Mesh {
     /// [`CommError::InvalidArgument`] if `axes` is empty, or an axis is unknown or named twice.
     #[doc(alias = "__getitem__")]
     pub fn submesh(&self, axes: &[&str]) -> Result<Self, CommError> {
-        let invalid =
-            |what: String| Err(CommError::InvalidArgument(format!("a submesh of {axes:?}: {what}")));
-        if axes.is_empty() {
-            return invalid("it needs an axis".to_owned());
-        }
+        require(!axes.is_empty(), || format!("a submesh of {axes:?}: it needs an axis"))?;
         if let Some(name) = first_duplicate(axes) {
-            return invalid(format!("it has {name:?} twice"));
+            return Err(CommError::InvalidArgument(format!("a submesh of {axes:?}: it has {name:?} twice")));
         }
         let axes = axes.iter().map(|axis| self.axis(axis)).collect::<Result<_, _>>()?;
         Ok(Self { inner: Arc::clone(&self.inner), axes })
@@ -215,10 +200,8 @@ impl Mesh {
     pub fn flatten(&self) -> Result<Group, CommError> {
         let MeshInner { group, names, shape, .. } = &*self.inner;
         let own: Vec<String> = self.axes().map(str::to_owned).collect();
-        let mark = fingerprint(&[
-            axes_fingerprint(names, shape) as usize,
-            axes_fingerprint(&own, &self.shape()) as usize,
-        ]);
+        let marks = [axes_fingerprint(names, shape), axes_fingerprint(&own, &self.shape())];
+        let mark = fingerprint(&marks.map(|mark| mark as usize));
         let call = group.with_fixed_deadline();
         let agreed = call.agree(&format!("a group of the axes {own:?}"), mark, [0; 2])?;
         self.inner.new_group(&call, &agreed, &self.axes)

@@ -1,4 +1,5 @@
-//! The public interface: groups of ranks and their operations (as methods and as values, `op`), meshes, GPUs, and the ways to join a job.
+//! The public interface: groups of ranks and their operations (as methods and as values, `op`), meshes, GPUs,
+//! and the ways to join a job.
 
 pub(crate) mod backend;
 #[cfg(feature = "nccl")]

@@ -1,13 +1,14 @@
 //! Untyped calls: operations on memory that the program describes by address, length and element type.
 //!
-//! Bindings to other languages and frameworks use them. A program in Rust uses the methods of [`Group`] and the
-//! module [`op`](crate::op).
+//! Bindings to other languages and frameworks use them. A program in Rust uses the methods of [`Group`] and
+//! the module [`op`](crate::op).
 //!
 //! An [`Operation`] names a call and its buffers. A group carries it out as any other operation:
 //! [`Group::run`] waits for it, and [`Group::start`] returns a [`Work`](crate::Work), with which the caller
 //! waits, polls a descriptor, or registers a callback. A [`Buffer`] can own whatever keeps its memory alive.
 //!
-//! Memory of [`Group::alloc`] is recognised by its address, so an all-reduce of it copies nothing here either.
+//! Memory of [`Group::alloc`] is recognised by its address, so an all-reduce of it copies nothing here
+//! either.
 //!
 //! ```
 //! use convoke_comm::raw::{Buffer, Call, Operation};
@@ -30,7 +31,7 @@
 use std::any::Any;
 use std::fmt;
 
-use crate::api::group::{Group, Prepared};
+use crate::api::group::{Group, Prepared, SendRecv};
 use crate::api::op::OperationOutput;
 use crate::api::op::buffers::sealed::Sealed;
 use crate::api::op::sealed::HostOperation;
@@ -38,7 +39,7 @@ pub use crate::api::reduction::UntypedReduction as Reduction;
 use crate::buffer::{Slice, SliceMut, ValueType};
 use crate::collectives::call::Status;
 use crate::collectives::dtype::Dtype;
-use crate::error::CommError;
+use crate::error::{CommError, require};
 
 /// Elements of one type at an address.
 pub struct Buffer {
@@ -61,13 +62,14 @@ impl Buffer {
     /// # Safety
     /// From the call that gets this buffer until the operation is done:
     ///
-    /// - `address` is aligned for the type, and `count` initialised elements are there, which are valid values
+    /// - `address` is aligned for the type, and `count` initialised elements are there, which are valid
+    ///   values
     ///   of the type: 0 or 1 for `bool`. If `count` is 0, `address` may be anything.
     /// - As [receive buffer](Operation::recv): nothing else accesses the elements. As
     ///   [send buffer](Operation::send): nothing writes to them.
     ///
-    /// An operation is done when [`Group::run`] returns or the [`Work`](crate::Work) is completed, whatever its
-    /// result. If the handle is dropped, it is done when the [owner](Self::owned_by) is dropped.
+    /// An operation is done when [`Group::run`] returns or the [`Work`](crate::Work) is completed, whatever
+    /// its result. If the handle is dropped, it is done when the [owner](Self::owned_by) is dropped.
     #[must_use]
     pub unsafe fn new(address: *mut u8, count: usize, dtype: Dtype) -> Self {
         Self { address, count, dtype, _owner: None }
@@ -108,79 +110,34 @@ impl fmt::Debug for Buffer {
 }
 
 /// A call and its arguments, with the meaning of the method of [`Group`] of that name. Calls in place, and
-/// those of one buffer, use the receive buffer only.
+/// those of one buffer, use the receive buffer only. `Recv` is from any rank if `from` is `None`.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 #[allow(missing_docs)] // documented at the methods of `Group`
 pub enum Call {
-    AllReduce {
-        op: Reduction,
-    },
-    AllReduceInto {
-        op: Reduction,
-    },
-    Broadcast {
-        root: usize,
-    },
-    Reduce {
-        op: Reduction,
-        root: usize,
-    },
-    ReduceInto {
-        op: Reduction,
-        root: usize,
-    },
-    Scan {
-        op: Reduction,
-    },
-    ExclusiveScan {
-        op: Reduction,
-    },
+    AllReduce { op: Reduction },
+    AllReduceInto { op: Reduction },
+    Broadcast { root: usize },
+    Reduce { op: Reduction, root: usize },
+    ReduceInto { op: Reduction, root: usize },
+    Scan { op: Reduction },
+    ExclusiveScan { op: Reduction },
     AllGather,
     AllGatherInPlace,
-    ReduceScatter {
-        op: Reduction,
-    },
-    ReduceScatterInPlace {
-        op: Reduction,
-    },
-    Gather {
-        root: usize,
-    },
-    Scatter {
-        root: usize,
-    },
+    ReduceScatter { op: Reduction },
+    ReduceScatterInPlace { op: Reduction },
+    Gather { root: usize },
+    Scatter { root: usize },
     AllToAll,
     AllToAllInPlace,
-    AllGatherV {
-        lens: Vec<usize>,
-    },
-    ReduceScatterV {
-        lens: Vec<usize>,
-        op: Reduction,
-    },
-    GatherV {
-        lens: Vec<usize>,
-        root: usize,
-    },
-    ScatterV {
-        lens: Vec<usize>,
-        root: usize,
-    },
-    AllToAllV {
-        send_lens: Vec<usize>,
-        recv_lens: Vec<usize>,
-    },
+    AllGatherV { lens: Vec<usize> },
+    ReduceScatterV { lens: Vec<usize>, op: Reduction },
+    GatherV { lens: Vec<usize>, root: usize },
+    ScatterV { lens: Vec<usize>, root: usize },
+    AllToAllV { send_lens: Vec<usize>, recv_lens: Vec<usize> },
     Barrier,
-    Send {
-        to: usize,
-        tag: u32,
-    },
-    /// From any rank if `from` is `None`.
-    Recv {
-        from: Option<usize>,
-        tag: u32,
-    },
+    Send { to: usize, tag: u32 },
+    Recv { from: Option<usize>, tag: u32 },
 }
 
 /// A call with its buffers.
@@ -241,7 +198,7 @@ impl HostOperation for Operation {
         let Buffers { send, recv, .. } = buffers;
         match call {
             Call::Barrier => group.prepare_barrier(),
-            Call::Send { to, tag } => group.prepare_send(given(send, "send")?.as_slice(), *to, *tag),
+            Call::Send { to, tag } => group.prepare_send(given(send)?, *to, *tag),
             Call::Recv { from, tag } => group.prepare_recv(changed(recv)?, *from, *tag),
             Call::AllReduce { op } => group.prepare_all_reduce(changed(recv)?, op),
             Call::Broadcast { root } => group.prepare_broadcast(changed(recv)?, *root),
@@ -251,63 +208,40 @@ impl HostOperation for Operation {
             Call::AllGatherInPlace => group.prepare_all_gather_in_place(changed(recv)?),
             Call::ReduceScatterInPlace { op } => group.prepare_reduce_scatter_in_place(changed(recv)?, op),
             Call::AllToAllInPlace => group.prepare_all_to_all_in_place(changed(recv)?),
-            Call::AllReduceInto { op } => {
-                both(send, recv).and_then(|(send, recv)| group.prepare_all_reduce_into(send, recv, op))
+            Call::AllReduceInto { op } => group.prepare_all_reduce_into(both(send, recv)?, op),
+            Call::AllGather => group.prepare_all_gather(both(send, recv)?),
+            Call::ReduceScatter { op } => group.prepare_reduce_scatter(both(send, recv)?, op),
+            Call::AllToAll => group.prepare_all_to_all(both(send, recv)?),
+            Call::AllGatherV { lens } => group.prepare_all_gather_v(both(send, recv)?, lens),
+            Call::ReduceScatterV { lens, op } => group.prepare_reduce_scatter_v(both(send, recv)?, lens, op),
+            Call::AllToAllV { send_lens, recv_lens } => {
+                group.prepare_all_to_all_v(both(send, recv)?, send_lens, recv_lens)
             }
-            Call::AllGather => both(send, recv).and_then(|(send, recv)| group.prepare_all_gather(send, recv)),
-            Call::ReduceScatter { op } => {
-                both(send, recv).and_then(|(send, recv)| group.prepare_reduce_scatter(send, recv, op))
-            }
-            Call::AllToAll => both(send, recv).and_then(|(send, recv)| group.prepare_all_to_all(send, recv)),
-            Call::AllGatherV { lens } => {
-                both(send, recv).and_then(|(send, recv)| group.prepare_all_gather_v(send, recv, lens))
-            }
-            Call::ReduceScatterV { lens, op } => {
-                both(send, recv).and_then(|(send, recv)| group.prepare_reduce_scatter_v(send, recv, lens, op))
-            }
-            Call::AllToAllV { send_lens, recv_lens } => both(send, recv)
-                .and_then(|(send, recv)| group.prepare_all_to_all_v((send, send_lens), (recv, recv_lens))),
-            Call::ReduceInto { op, root } => {
-                any(send, recv).and_then(|(send, recv)| group.prepare_reduce_into(send, recv, op, *root))
-            }
-            Call::Gather { root } => {
-                any(send, recv).and_then(|(send, recv)| group.prepare_gather(send, recv, *root))
-            }
-            Call::Scatter { root } => {
-                any(send, recv).and_then(|(send, recv)| group.prepare_scatter(send, recv, *root))
-            }
-            Call::GatherV { lens, root } => {
-                any(send, recv).and_then(|(send, recv)| group.prepare_gather_v(send, recv, lens, *root))
-            }
-            Call::ScatterV { lens, root } => {
-                any(send, recv).and_then(|(send, recv)| group.prepare_scatter_v(send, recv, lens, *root))
-            }
+            Call::ReduceInto { op, root } => group.prepare_reduce_into(any(send, recv)?, op, *root),
+            Call::Gather { root } => group.prepare_gather(any(send, recv)?, *root),
+            Call::Scatter { root } => group.prepare_scatter(any(send, recv)?, *root),
+            Call::GatherV { lens, root } => group.prepare_gather_v(any(send, recv)?, lens, *root),
+            Call::ScatterV { lens, root } => group.prepare_scatter_v(any(send, recv)?, lens, *root),
         }
     }
 }
 
-/// Returns both buffers of a call that needs both.
-fn both<'a>(
-    send: &'a mut Option<Buffer>,
-    recv: &'a mut Option<Buffer>,
-) -> Result<(Slice<'a>, SliceMut<'a>), CommError> {
-    given(send, "send")?;
-    given(recv, "receive")?;
-    any(send, recv)
+fn both<'a>(send: &'a mut Option<Buffer>, recv: &'a mut Option<Buffer>) -> Result<SendRecv<'a>, CommError> {
+    match (&*send, &*recv) {
+        (None, _) => Err(missing("send")),
+        (_, None) => Err(missing("receive")),
+        (Some(_), Some(_)) => any(send, recv),
+    }
 }
 
 /// Returns both buffers of a call that needs only one of them on ranks other than the root. An absent buffer
 /// is empty.
-fn any<'a>(
-    send: &'a mut Option<Buffer>,
-    recv: &'a mut Option<Buffer>,
-) -> Result<(Slice<'a>, SliceMut<'a>), CommError> {
+fn any<'a>(send: &'a mut Option<Buffer>, recv: &'a mut Option<Buffer>) -> Result<SendRecv<'a>, CommError> {
     let dtypes = [&*send, &*recv].map(|buffer| buffer.as_ref().map(|buffer| buffer.dtype));
-    if let [Some(sent), Some(received)] = dtypes
-        && sent != received
-    {
-        let what = format!("the send buffer has elements of {sent}, and the receive buffer of {received}");
-        return Err(CommError::InvalidArgument(what));
+    if let [Some(sent), Some(received)] = dtypes {
+        require(sent == received, || {
+            format!("the send buffer has elements of {sent}, and the receive buffer of {received}")
+        })?;
     }
     let Some(dtype) = dtypes[0].or(dtypes[1]) else {
         return Err(CommError::InvalidArgument("the call needs a send or a receive buffer".to_owned()));
@@ -322,11 +256,14 @@ fn empty(dtype: Dtype) -> Buffer {
     unsafe { Buffer::new(std::ptr::null_mut(), 0, dtype) }
 }
 
-fn given<'b>(buffer: &'b Option<Buffer>, what: &str) -> Result<&'b Buffer, CommError> {
-    buffer.as_ref().ok_or_else(|| CommError::InvalidArgument(format!("the call needs a {what} buffer")))
+fn given(send: &Option<Buffer>) -> Result<Slice<'_>, CommError> {
+    send.as_ref().map(Buffer::as_slice).ok_or_else(|| missing("send"))
 }
 
 fn changed(recv: &mut Option<Buffer>) -> Result<SliceMut<'_>, CommError> {
-    given(recv, "receive")?;
-    Ok(recv.as_mut().expect("checked above").as_slice_mut())
+    recv.as_mut().map(Buffer::as_slice_mut).ok_or_else(|| missing("receive"))
+}
+
+fn missing(what: &str) -> CommError {
+    CommError::InvalidArgument(format!("the call needs a {what} buffer"))
 }

@@ -59,8 +59,8 @@ impl<T: Element> Reduction<T> {
     #[must_use]
     pub fn premul_sum(factor: T::Factor) -> Self {
         let scale: Arc<ScaleFn> = Arc::new(move |bytes: &mut [u8]| factor.multiply(bytes));
-        let factor = Some(factor.bytes());
-        Self::of(UntypedReduction { op: ReduceOp::PremulSum, scale: Some(scale), factor, function: None })
+        let (scale, factor) = (Some(scale), Some(factor.bytes()));
+        Self::of(UntypedReduction { scale, factor, ..ReduceOp::PremulSum.into() })
     }
 
     /// Makes a reduction from a function of two slices of equal length. The function replaces each element of
@@ -77,12 +77,7 @@ impl<T: Element> Reduction<T> {
     #[must_use]
     pub fn new(combine: impl Fn(&mut [T], &[T]) + Send + Sync + 'static) -> Self {
         let function: Arc<ReductionFn> = Arc::new(wrap_function(combine));
-        Self::of(UntypedReduction {
-            op: ReduceOp::Custom,
-            scale: None,
-            factor: None,
-            function: Some(function),
-        })
+        Self::of(UntypedReduction { function: Some(function), ..ReduceOp::Custom.into() })
     }
 }
 
@@ -99,9 +94,9 @@ impl<T> Reduction<T> {
 }
 
 impl UntypedReduction {
-    /// Returns a reduction to the sum of all ranks' elements of type `dtype`, where this rank first multiplies
-    /// its own by a factor; see [`Reduction::premul_sum`]. `factor` has the bytes of the factor in native
-    /// order, which is an `f32` for the 16-bit floats and otherwise an element; the rest is ignored.
+    /// Returns a reduction to the sum of all ranks' elements of type `dtype`, where this rank first
+    /// multiplies its own by a factor; see [`Reduction::premul_sum`]. `factor` has the bytes of the factor in
+    /// native order, which is an `f32` for the 16-bit floats and otherwise an element; the rest is ignored.
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`] if the type has no factors, such as `bool`.
@@ -137,19 +132,16 @@ impl UntypedReduction {
     #[inline]
     pub(crate) fn kernel(&self, dtype: Dtype, world: usize) -> Result<Kernel, CommError> {
         let Self { op, scale, function, .. } = self;
+        let invalid = |needs: &str| Err(CommError::InvalidArgument(format!("{op} needs {needs}")));
         let kernel = match (op, scale, function) {
             (ReduceOp::PremulSum, Some(scale), _) => Kernel::scaled_sum(dtype, Arc::clone(scale)),
             (ReduceOp::Custom, _, Some(function)) => Some(Kernel::custom(Arc::clone(function))),
-            (ReduceOp::PremulSum, ..) => {
-                return Err(missing_argument(*op, "its factor: Reduction::premul_sum"));
-            }
-            (ReduceOp::Custom, ..) => return Err(missing_argument(*op, "its function: Reduction::new")),
+            (ReduceOp::PremulSum, ..) => return invalid("its factor: Reduction::premul_sum"),
+            (ReduceOp::Custom, ..) => return invalid("its function: Reduction::new"),
             _ => Kernel::of(dtype, *op, world),
         };
-        kernel.ok_or_else(|| {
-            let what = format!("{op} of {} has no meaning: {}", dtype, alternative(*op));
-            CommError::InvalidArgument(what)
-        })
+        let undefined = || format!("{op} of {dtype} has no meaning: {}", alternative(*op));
+        kernel.ok_or_else(|| CommError::InvalidArgument(undefined()))
     }
 }
 
@@ -168,10 +160,6 @@ fn alternative(op: ReduceOp) -> &'static str {
         ReduceOp::PremulSum => "there is no factor for it. Take ReduceOp::Sum, Bor or Band, or send integers",
         ReduceOp::Sum | ReduceOp::Product | ReduceOp::Custom => "take an operation that the type has",
     }
-}
-
-fn missing_argument(op: ReduceOp, needs: &str) -> CommError {
-    CommError::InvalidArgument(format!("{op} needs {needs}"))
 }
 
 impl<T> From<ReduceOp> for Reduction<T> {

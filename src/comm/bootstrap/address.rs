@@ -73,14 +73,9 @@ fn usable_address(interface: &Interface) -> Option<IpAddr> {
 /// names or prefixes, and the first match counts. `=` before the list requires whole names. `^` before the
 /// list selects any interface except the named ones; `^=` does the same and compares whole names.
 fn select_address(all: &[Interface], names: &str) -> Option<IpAddr> {
-    let (unwanted, names) = match names.trim().strip_prefix('^') {
-        Some(rest) => (true, rest),
-        None => (false, names.trim()),
-    };
-    let (whole, names) = match names.strip_prefix('=') {
-        Some(rest) => (true, rest),
-        None => (false, names),
-    };
+    let names = names.trim();
+    let (unwanted, names) = names.strip_prefix('^').map_or((false, names), |names| (true, names));
+    let (whole, names) = names.strip_prefix('=').map_or((false, names), |names| (true, names));
     let names: Vec<&str> = names.split(',').map(str::trim).filter(|name| !name.is_empty()).collect();
     if unwanted {
         let named = |one: &Interface| {

@@ -75,20 +75,20 @@ impl StoreLocation {
     /// Converts a store error to a [`CommError`]. If the store is lost or unreachable, the text names its
     /// server.
     pub(crate) fn convert_error(&self, group: &str, error: StoreError) -> CommError {
-        match &error {
-            StoreError::Lost { .. } | StoreError::Unreachable { .. } if !self.server.is_empty() => {
-                let ranks = if self.server == RANK_0 { vec![0] } else { Vec::new() };
-                let advice = match &error {
-                    StoreError::Unreachable { .. } if !self.configured_by.is_empty() => {
-                        format!("; is it running, and started with {}?", self.configured_by)
-                    }
-                    _ => String::new(),
-                };
-                let what = format!("{error}; {} serves it{advice}", self.server);
-                CommError::Bootstrap { group: group.to_owned(), what, ranks }
+        let Self { server, configured_by, .. } = self;
+        let advice = match &error {
+            StoreError::Unreachable { .. } if !configured_by.is_empty() => {
+                format!("; is it running, and started with {configured_by}?")
             }
-            _ => error.into(),
+            StoreError::Lost { .. } | StoreError::Unreachable { .. } => String::new(),
+            _ => return error.into(),
+        };
+        if server.is_empty() {
+            return error.into();
         }
+        let ranks = if *server == RANK_0 { vec![0] } else { Vec::new() };
+        let what = format!("{error}; {server} serves it{advice}");
+        CommError::Bootstrap { group: group.to_owned(), what, ranks }
     }
 }
 
@@ -130,13 +130,8 @@ impl BootstrapConfig {
 
     pub(super) fn group_recorder(&self) -> GroupRecorder {
         let Self { rank, size, origin, options, .. } = self;
-        FlightRecorder::for_process().group(
-            &options.name,
-            options.id,
-            options.generation,
-            (*rank, *size),
-            origin,
-        )
+        let recorder = FlightRecorder::for_process();
+        recorder.group(&options.name, options.id, options.generation, (*rank, *size), origin)
     }
 
     pub(super) fn settings(
@@ -163,14 +158,12 @@ impl BootstrapConfig {
     }
 
     pub(super) fn record(&self, listener: &Listener) -> Result<Record, CommError> {
-        let address = listener
-            .address()
-            .map_err(|error| CommError::system("cannot get the address of the listening socket", error))?;
+        let failed = |error| CommError::system("cannot get the address of the listening socket", error);
         Ok(Record {
             version: VERSION,
             rank: self.rank,
             size: self.size,
-            address,
+            address: listener.address().map_err(failed)?,
             host: record::host_key(&self.options.locality_domain),
             cores: allowed_cpus().into_iter().collect(),
             pid: std::process::id(),

@@ -13,6 +13,7 @@ use super::config::BootstrapConfig;
 use super::connections::{control_connections, initial_connections};
 use super::cores::{self, CoreShare};
 use super::options::ThreadMigration;
+use super::rank_lock::RankLock;
 use super::record::Record;
 use super::{CLEANUP_TIMEOUT, ConnectedGroup, POLL_INTERVAL, descriptor_error};
 use crate::collectives::plan::Topology;
@@ -22,7 +23,6 @@ use crate::error::cause::{self, Cause, Report};
 use crate::error::{CommError, LossReason, Ranks};
 use crate::fault::fault_point;
 use crate::flight::GroupRecorder;
-use crate::json;
 use crate::transport::links::hello::ConnectionKind;
 use crate::transport::links::tcp::Listener;
 
@@ -37,22 +37,25 @@ pub(super) struct Bootstrap<'a> {
     pub(super) listener: Listener,
     pub(super) deadline: Instant,
     pub(super) flight: Arc<GroupRecorder>,
+    pub(super) _lock: RankLock,
 }
 
-pub(super) enum RoundOutcome {
-    Connected(Box<ConnectedGroup>),
+/// The reason why a group did not form under a generation.
+pub(super) enum RoundError {
     /// Rank 0 has announced another generation, under which this rank must try again.
     Stale(Generation),
+    Failed(CommError),
+}
+
+impl<E: Into<CommError>> From<E> for RoundError {
+    fn from(error: E) -> Self {
+        Self::Failed(error.into())
+    }
 }
 
 impl Bootstrap<'_> {
     pub(super) fn store(&self) -> &dyn Store {
         &*self.config.store
-    }
-
-    /// Returns the encoded record of this rank.
-    pub(super) fn encoded_record(&self) -> Vec<u8> {
-        json::encode(&self.record)
     }
 
     pub(super) fn name(&self) -> &str {
@@ -77,7 +80,7 @@ impl Bootstrap<'_> {
         &self,
         generation: Generation,
         table: &[Record],
-    ) -> Result<RoundOutcome, CommError> {
+    ) -> Result<ConnectedGroup, RoundError> {
         let BootstrapConfig { rank, ref options, .. } = *self.config;
         let topology = Topology::new(table.iter().map(|record| &record.host));
         let sharing = self.config.sharing.unwrap_or_else(|| {
@@ -89,29 +92,21 @@ impl Bootstrap<'_> {
         let settings = self.config.settings(generation, addresses, sharing, Arc::clone(&self.flight));
         let mut engine = Box::new(self.engine(settings)?);
         fault_point("meeting", 0, 0);
-        match self.connect_and_share_memory(&mut engine, generation, &topology) {
-            Ok(Ok(in_memory)) => {
-                self.flight.formed(generation);
-                fault_point("connected", 0, 0);
-                Ok(RoundOutcome::Connected(Box::new(ConnectedGroup {
-                    engine,
-                    generation,
-                    topology,
-                    in_memory,
-                })))
-            }
-            Ok(Err(announced)) => Ok(RoundOutcome::Stale(announced)),
-            Err(error) => {
-                // Sends a goodbye to connected peers; without it they would report this rank as the cause of
-                // the failure.
-                engine.leave();
-                Err(match error {
-                    // The timeout of another rank expired before that of this rank.
-                    CommError::Timeout { missing, after, .. } => self.unconnected_error(missing, after, ""),
-                    error => error,
-                })
-            }
-        }
+        let connected = self.connect_and_share_memory(&mut engine, generation, &topology);
+        let in_memory = connected.map_err(|error| {
+            let RoundError::Failed(error) = error else { return error };
+            // Sends a goodbye to connected peers; without it they would report this rank as the cause of the
+            // failure.
+            engine.leave();
+            RoundError::Failed(match error {
+                // The timeout of another rank expired before that of this rank.
+                CommError::Timeout { missing, after, .. } => self.unconnected_error(missing, after, ""),
+                error => error,
+            })
+        })?;
+        self.flight.formed(generation);
+        fault_point("connected", 0, 0);
+        Ok(ConnectedGroup { engine, generation, topology, in_memory })
     }
 
     /// Creates the engine. If file descriptors are lacking, publishes an abort in the store, so that the
@@ -137,25 +132,21 @@ impl Bootstrap<'_> {
         self.bootstrap_error(what, ranks)
     }
 
-    /// Connects to all ranks, and sets up shared memory with the ranks of this host. Returns `Ok(true)` if
-    /// all ranks share memory, and `Err` with the new generation if rank 0 has announced another one.
+    /// Connects to all ranks, and sets up shared memory with the ranks of this host. Returns whether all
+    /// ranks share memory.
     fn connect_and_share_memory(
         &self,
         engine: &mut Engine,
         generation: Generation,
         topology: &Topology,
-    ) -> Result<Result<bool, Generation>, CommError> {
+    ) -> Result<bool, RoundError> {
         let BootstrapConfig { rank, size, .. } = *self.config;
         let (local_ranks, one_host) = (topology.local_ranks(rank), topology.hosts().len() == 1);
         let mut in_memory = false;
         if self.config.wants_memory(local_ranks) {
             // Data that goes through shared memory needs no connection, so only control connections are
             // opened first.
-            if let Some(announced) =
-                self.open_connections(engine, generation, &control_connections(rank, size))?
-            {
-                return Ok(Err(announced));
-            }
+            self.open_connections(engine, generation, &control_connections(rank, size))?;
             match engine.share_memory(local_ranks, self.deadline)? {
                 Ok(()) => in_memory = one_host,
                 // The first rank of the host logs the warning for all ranks of the host.
@@ -167,43 +158,35 @@ impl Bootstrap<'_> {
                 Err(reason) => log::info!("{}: rank {rank} cannot use shared memory: {reason}", self.name()),
             }
         }
-        let announced = self.open_connections(engine, generation, &initial_connections(rank, size))?;
-        Ok(announced.map_or(Ok(in_memory), Err))
+        self.open_connections(engine, generation, &initial_connections(rank, size))?;
+        Ok(in_memory)
     }
 
-    /// Opens `connections`. Returns `None` when all are open, or another generation that rank 0 has
-    /// announced.
+    /// Opens `connections`, and returns when all are open.
     fn open_connections(
         &self,
         engine: &mut Engine,
         generation: Generation,
         connections: &[(usize, ConnectionKind)],
-    ) -> Result<Option<Generation>, CommError> {
+    ) -> Result<(), RoundError> {
         let BootstrapConfig { rank, ref options, .. } = *self.config;
-        loop {
-            match engine.connect(connections, (Instant::now() + POLL_INTERVAL).min(self.deadline)) {
-                Ok(true) => return Ok(None),
-                Ok(false) => {}
-                Err(error) => return Err(error),
-            }
+        while !engine.connect(connections, (Instant::now() + POLL_INTERVAL).min(self.deadline))? {
             let now = Instant::now();
-            let confirmed = rank == 0 || engine.is_connected(0);
-            if !confirmed && let Some(announced) = self.superseding_generation(generation)? {
-                return Ok(Some(announced));
+            if rank != 0 && !engine.is_connected(0) {
+                self.check_generation(generation)?;
             }
-            if let Ok(Some(report)) =
-                self.store().try_get(&self.key(generation, "abort"), now + POLL_INTERVAL)
-            {
-                return Err(engine.abort_with_report(&report));
+            let aborted = self.store().try_get(&self.key(generation, "abort"), now + POLL_INTERVAL);
+            if let Ok(Some(report)) = aborted {
+                return Err(engine.abort_with_report(&report).into());
             }
             // The refusing rank's record is not left over from a crashed job, since the table that contains
             // it also contains this rank's record.
             let refusing = |handshakes: &Handshakes| handshakes.refusing_peers(REFUSED_TIMEOUT, now).next();
-            let given_up = engine.with_handshakes(refusing);
-            if let Some(gone) = given_up {
+            if let Some(gone) = engine.with_handshakes(refusing) {
                 let how =
                     LossReason::Unreachable { what: "no process listens at its address any more".to_owned() };
-                return Err(engine.abort_bootstrap(Report::new(rank, Cause::PeerLost { rank: gone, how })));
+                let report = Report::new(rank, Cause::PeerLost { rank: gone, how });
+                return Err(engine.abort_bootstrap(report).into());
             }
             if now >= self.deadline {
                 let mut ranks: Vec<_> = engine.unconnected(connections).collect();
@@ -213,9 +196,10 @@ impl Bootstrap<'_> {
                 let after_ms = options.init_timeout.as_millis() as u64;
                 engine
                     .abort_bootstrap(Report::new(rank, Cause::Timeout { missing: ranks.clone(), after_ms }));
-                return Err(self.unconnected_error(ranks, options.init_timeout, &notes));
+                return Err(self.unconnected_error(ranks, options.init_timeout, &notes).into());
             }
         }
+        Ok(())
     }
 }
 

@@ -9,7 +9,10 @@ use convoke_env::Generation;
 use convoke_store::StoreError;
 
 use super::record::{self, Record};
-use super::{Bootstrap, CLEANUP_TIMEOUT, MAX_LOOKUPS, POLL_INTERVAL, RoundOutcome, WARN_INTERVAL};
+use super::{
+    Bootstrap, BootstrapConfig, CLEANUP_TIMEOUT, ConnectedGroup, MAX_LOOKUPS, POLL_INTERVAL, RoundError,
+    WARN_INTERVAL,
+};
 use crate::error::{CommError, Ranks};
 use crate::fault::fault_point;
 use crate::json;
@@ -17,29 +20,44 @@ use crate::json;
 /// Longest pause between two polls of the store.
 const MAX_POLL_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Deadlines of successive reads of the store. Each read may take longer than the one before, up to a limit.
-pub(super) struct PollDeadlines {
+/// Successive reads of the store. Each may take longer than the one before, up to a limit.
+pub(super) struct Polls {
     interval: Duration,
     deadline: Instant,
 }
 
-impl PollDeadlines {
+impl Polls {
     pub(super) fn new(deadline: Instant) -> Self {
         Self { interval: POLL_INTERVAL, deadline }
     }
 
-    /// Returns the deadline of the next read.
-    pub(super) fn next_deadline(&mut self) -> Instant {
+    /// Calls `read` with the time until which it may wait. Returns `None` if it is to be repeated because it
+    /// timed out or could not connect, and the deadline has not passed. On a slow network, connecting to the
+    /// store alone may take longer than one read is allowed. `timed_out` returns the error at the deadline.
+    pub(super) fn read<T>(
+        &mut self,
+        read: impl FnOnce(Instant) -> Result<T, StoreError>,
+        timed_out: impl FnOnce() -> CommError,
+    ) -> Result<Option<T>, CommError> {
         let until = (Instant::now() + self.interval).min(self.deadline);
         self.interval = (self.interval * 2).min(MAX_POLL_INTERVAL);
-        until
+        match read(until) {
+            Ok(value) => Ok(Some(value)),
+            Err(StoreError::Timeout { .. } | StoreError::Unreachable { .. })
+                if Instant::now() < self.deadline =>
+            {
+                Ok(None)
+            }
+            Err(StoreError::Timeout { .. }) => Err(timed_out()),
+            Err(error) => Err(error.into()),
+        }
     }
 }
 
 impl Bootstrap<'_> {
     /// Publishes this rank's record under `generation`, reads the table of all records, and connects to the
     /// ranks in it.
-    pub(super) fn run_round(&self, generation: Generation) -> Result<RoundOutcome, CommError> {
+    pub(super) fn run_round(&self, generation: Generation) -> Result<ConnectedGroup, RoundError> {
         let own_key = self.record_key(generation, self.config.rank);
         let is_given = self.config.options.generation.is_some();
         // A refusal that is there before the record of this rank belongs to an earlier attempt. A generation
@@ -53,26 +71,22 @@ impl Bootstrap<'_> {
             self.publish_record(generation)?;
         }
         fault_point("recorded", 0, 0);
-        let table = match self.table(generation, stale_table)? {
-            Ok(table) => table,
-            Err(announced) => {
+        let table = self.table(generation, stale_table).inspect_err(|error| {
+            if let RoundError::Stale(_) = error {
                 let _ = self.store().delete(&own_key, self.deadline);
-                return Ok(RoundOutcome::Stale(announced));
             }
-        };
+        })?;
         // The record is no longer needed. It is deleted now, since the store may end later: rank 0 may serve
         // it and exit.
         let _ = self.store().delete(&own_key, Instant::now() + CLEANUP_TIMEOUT);
-        let outcome = self.connect_ranks(generation, &table)?;
-        if let RoundOutcome::Connected(_) = outcome {
-            self.record_formed(generation);
-            let soon = Instant::now() + CLEANUP_TIMEOUT;
-            if self.config.rank == 0 {
-                let _ = self.store().delete(&self.announcement_key(), soon);
-                let _ = self.store().delete(&self.key(generation, "table"), soon);
-            }
+        let connected = self.connect_ranks(generation, &table)?;
+        self.record_formed(generation);
+        let soon = Instant::now() + CLEANUP_TIMEOUT;
+        if self.config.rank == 0 {
+            let _ = self.store().delete(&self.announcement_key(), soon);
+            let _ = self.store().delete(&self.key(generation, "table"), soon);
         }
-        Ok(outcome)
+        Ok(connected)
     }
 
     /// Writes the record of this rank to the store. Fails if another process that still listens has written a
@@ -80,12 +94,8 @@ impl Bootstrap<'_> {
     pub(super) fn publish_record(&self, generation: Generation) -> Result<(), CommError> {
         let key = self.record_key(generation, self.config.rank);
         // A record of a process that no longer listens is replaced.
-        self.replace(&key, Vec::new(), &self.encoded_record(), |there| {
-            match Record::decode(there).filter(Record::is_reachable) {
-                Some(other) => Err(self.duplicate_rank_error(generation, &other)),
-                None => Ok(()),
-            }
-        })
+        let may_replace = |there: &[u8]| self.check_duplicate(generation, there);
+        self.replace(&key, Vec::new(), &json::encode(&self.record), may_replace)
     }
 
     /// Stores `value` under `key` if the value there is `expected` (absent if empty), or any other for which
@@ -112,14 +122,16 @@ impl Bootstrap<'_> {
         }
     }
 
-    /// Reports to all ranks that another living process also claims this rank.
-    pub(super) fn duplicate_rank_error(&self, generation: Generation, other: &Record) -> CommError {
+    /// Returns an error if `record`, of this rank, is that of another process that still listens. Reports it
+    /// to all ranks.
+    pub(super) fn check_duplicate(&self, generation: Generation, record: &[u8]) -> Result<(), CommError> {
+        let Some(other) = Record::decode(record).filter(Record::is_reachable) else { return Ok(()) };
         let who = |record: &Record| format!("process {} at {}", record.pid, record.address.ip());
         let what = format!(
             "two processes have rank {}: {} and {}; does each process have its own RANK, and each job its \
              own port?",
             self.config.rank,
-            who(other),
+            who(&other),
             who(&self.record)
         );
         let refusal = record::encode_refusal(&what, &[self.config.rank]);
@@ -127,7 +139,7 @@ impl Bootstrap<'_> {
         // other ranks fail at their own deadlines.
         let soon = Instant::now() + CLEANUP_TIMEOUT;
         let _ = self.store().compare_set(&self.key(generation, "table"), b"", &refusal, soon);
-        self.bootstrap_error(what, vec![self.config.rank])
+        Err(self.bootstrap_error(what, vec![self.config.rank]))
     }
 
     /// Publishes to all ranks the reason `what` for which the group cannot form. Returns it as an error of
@@ -139,13 +151,7 @@ impl Bootstrap<'_> {
         self.bootstrap_error(what, ranks)
     }
 
-    /// Returns the records of all ranks, or the inner `Err` with the new generation if rank 0 has announced
-    /// another one.
-    fn table(
-        &self,
-        generation: Generation,
-        stale_table: Option<Vec<u8>>,
-    ) -> Result<Result<Vec<Record>, Generation>, CommError> {
+    fn table(&self, generation: Generation, stale_table: Option<Vec<u8>>) -> Result<Vec<Record>, RoundError> {
         let key = self.key(generation, "table");
         if self.config.rank == 0 {
             let values = self.gather(generation, stale_table.as_deref())?;
@@ -155,32 +161,26 @@ impl Bootstrap<'_> {
             let texts: Vec<_> = values.iter().map(|value| String::from_utf8_lossy(value)).collect();
             let bytes = json::encode(&texts);
             self.publish_table(&key, &bytes, stale_table.as_deref().unwrap_or(b""))?;
-            return table.map(Ok);
+            return Ok(table?);
         }
-        let mut polls = PollDeadlines::new(self.deadline);
+        let mut polls = Polls::new(self.deadline);
         loop {
-            match self.store().get(&key, polls.next_deadline()) {
-                Ok(bytes) => {
-                    let table = self.check_records(record::decode_table(&bytes))?;
-                    if table.get(self.config.rank) == Some(&self.record) {
-                        return Ok(Ok(table));
-                    }
-                    // The table contains the record of an earlier process that had this rank.
-                    self.pause()?;
+            let read = |until| self.store().get(&key, until);
+            if let Some(bytes) = polls.read(read, || self.missing_ranks_error(generation))? {
+                let table = self.check_records(record::decode_table(&bytes))?;
+                if table.get(self.config.rank) == Some(&self.record) {
+                    return Ok(table);
                 }
-                Err(error) if self.can_retry(&error) => {}
-                Err(StoreError::Timeout { .. }) => return Err(self.missing_ranks_error(generation)),
-                Err(error) => return Err(error.into()),
+                // The table contains the record of an earlier process that had this rank.
+                self.pause()?;
             }
             self.check_world_entry()?;
-            if let Some(announced) = self.superseding_generation(generation)? {
-                return Ok(Err(announced));
-            }
+            self.check_generation(generation)?;
         }
     }
 
-    /// Publishes the table `bytes`, which replaces `stale`. Fails if another process published a refusal after
-    /// `stale`: other ranks may have read it.
+    /// Publishes the table `bytes`, which replaces `stale`. Fails if another process published a refusal
+    /// after `stale`: other ranks may have read it.
     fn publish_table(&self, key: &[u8], bytes: &[u8], stale: &[u8]) -> Result<(), CommError> {
         self.replace(key, stale.to_vec(), bytes, |there| match record::decode_table(there) {
             Err(error @ record::RecordError::Refused { .. }) => {
@@ -203,12 +203,11 @@ impl Bootstrap<'_> {
         let keys: Vec<_> = (0..self.config.size).map(|rank| self.record_key(generation, rank)).collect();
         let keys: Vec<&[u8]> = keys.iter().map(Vec::as_slice).collect();
         let mut notice = Instant::now() + WARN_INTERVAL.min(self.config.options.init_timeout / 3);
-        let mut polls = PollDeadlines::new(self.deadline);
+        let mut polls = Polls::new(self.deadline);
         loop {
-            match self.store().multi_get(&keys, polls.next_deadline()) {
-                Err(error) if self.can_retry(&error) => {}
-                Err(StoreError::Timeout { .. }) => return Err(self.missing_ranks_error(generation)),
-                other => return Ok(other?),
+            let read = |until| self.store().multi_get(&keys, until);
+            if let Some(records) = polls.read(read, || self.missing_ranks_error(generation))? {
+                return Ok(records);
             }
             self.check_world_entry()?;
             let table = self.store().try_get(&self.key(generation, "table"), self.deadline)?;
@@ -254,27 +253,14 @@ impl Bootstrap<'_> {
     /// Says in a text that the ranks `missing` did not join, at which store they were expected, and which
     /// settings lead a rank to that store.
     fn describe_absence(&self, missing: &[usize]) -> String {
-        let Self { config, .. } = self;
-        format!(
-            "rank(s) {} of {} did not join within {} ms{}",
-            Ranks(missing),
-            config.size,
-            config.options.init_timeout.as_millis(),
-            config.store_location
-        )
+        let BootstrapConfig { size, options, store_location, .. } = self.config;
+        let (ranks, waited) = (Ranks(missing), options.init_timeout.as_millis());
+        format!("rank(s) {ranks} of {size} did not join within {waited} ms{store_location}")
     }
 
     /// Returns the error of a rank for which rank 0 did not join in time.
     pub(super) fn rank_0_absent_error(&self) -> CommError {
         self.bootstrap_error(self.describe_absence(&[0]), vec![0])
-    }
-
-    /// Returns true if a store operation that timed out or could not connect may be repeated, since the
-    /// deadline for joining has not passed. On a slow network, connecting to the store alone may take longer
-    /// than one read is allowed.
-    pub(super) fn can_retry(&self, error: &StoreError) -> bool {
-        let in_vain = matches!(error, StoreError::Timeout { .. } | StoreError::Unreachable { .. });
-        in_vain && Instant::now() < self.deadline
     }
 
     pub(super) fn pause(&self) -> Result<(), CommError> {

@@ -7,11 +7,10 @@
 use std::time::Instant;
 
 use convoke_env::Generation;
-use convoke_store::StoreError;
 
-use super::Bootstrap;
-use super::gather::PollDeadlines;
-use super::record::{Announcement, Record};
+use super::gather::Polls;
+use super::record::Announcement;
+use super::{Bootstrap, RoundError};
 use crate::error::CommError;
 use crate::json;
 
@@ -33,16 +32,12 @@ impl Bootstrap<'_> {
         if let Some(given) = given {
             return Ok(given);
         }
-        let mut polls = PollDeadlines::new(self.deadline);
+        let mut polls = Polls::new(self.deadline);
         loop {
-            let announced = match self.store().get(&self.announcement_key(), polls.next_deadline()) {
-                Ok(announced) => announced,
-                Err(error) if self.can_retry(&error) => {
-                    self.check_world_entry()?;
-                    continue;
-                }
-                Err(StoreError::Timeout { .. }) => return Err(self.rank_0_absent_error()),
-                Err(error) => return Err(error.into()),
+            let read = |until| self.store().get(&self.announcement_key(), until);
+            let Some(announced) = polls.read(read, || self.rank_0_absent_error())? else {
+                self.check_world_entry()?;
+                continue;
             };
             if let Some((generation, _)) = Announcement::decode(&announced) {
                 return Ok(generation);
@@ -78,33 +73,27 @@ impl Bootstrap<'_> {
             return Ok(());
         };
         let record = self.store().try_get(&self.record_key(generation, 0), self.deadline)?;
-        match record.as_deref().and_then(Record::decode).filter(Record::is_reachable) {
-            Some(other) => Err(self.duplicate_rank_error(generation, &other)),
-            None => Ok(()),
-        }
+        record.map_or(Ok(()), |record| self.check_duplicate(generation, &record))
     }
 
-    /// Returns the generation that rank 0 has now announced in the store, if it differs from
-    /// `current`.
-    pub(super) fn superseding_generation(
-        &self,
-        current: Generation,
-    ) -> Result<Option<Generation>, CommError> {
+    /// Returns [`RoundError::Stale`] if rank 0 has now announced a generation other than `current` in the
+    /// store.
+    pub(super) fn check_generation(&self, current: Generation) -> Result<(), RoundError> {
         if self.config.rank == 0 {
-            return Ok(None);
+            return Ok(());
         }
         let announced = match self.store().try_get(&self.announcement_key(), self.deadline) {
             // The caller reports the timeout, since only the caller knows for what it waits.
-            Err(_) if Instant::now() >= self.deadline => None,
+            Err(_) if Instant::now() >= self.deadline => return Ok(()),
             other => other?,
         };
-        let announced = announced.as_deref().and_then(Announcement::decode);
-        Ok(announced.and_then(|(generation, given)| {
+        match announced.as_deref().and_then(Announcement::decode) {
             // If launchers gave both generations, the announcement belongs to another round of the
             // job, and this rank waits for rank 0 of its own round. Otherwise the announced generation
             // replaces the current one.
-            let foreign = given && self.config.options.generation.is_some();
-            (generation != current && !foreign).then_some(generation)
-        }))
+            Some((_, true)) if self.config.options.generation.is_some() => Ok(()),
+            Some((generation, _)) if generation != current => Err(RoundError::Stale(generation)),
+            Some(_) | None => Ok(()),
+        }
     }
 }

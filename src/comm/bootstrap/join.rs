@@ -13,9 +13,8 @@ use super::{BootstrapConfig, ConnectedGroup, log_outcome, record};
 use crate::collectives::plan::Topology;
 use crate::engine::mux::Membership;
 use crate::engine::{Engine, ParentLinks};
-use crate::error::CommError;
-use crate::error::Ranks;
 use crate::error::cause::MAX_REPORTED_RANKS;
+use crate::error::{CommError, Ranks};
 use crate::fault::fault_point;
 use crate::flight::GroupRecorder;
 use crate::shm::HostMemory;
@@ -47,20 +46,18 @@ impl<'a> Joining<'a> {
         let topology = Topology::new(ranks.iter().map(|&rank| hosts.host_and_index(rank).0));
         let processes = ranks.iter().map(|&rank| parent.processes[rank]).collect();
         let links = parent.mux.join(config.options.id, config.rank, processes);
-        let mut joining = Self { config, topology, parent, ranks, links, memory: None, flight };
-        joining.memory = joining.map_memory(part);
-        joining
-    }
-
-    /// Maps the part of the arena that the first of the group's ranks on this host has reserved.
-    fn map_memory(&self, part: impl Fn(usize) -> Option<u64>) -> Option<io::Result<HostMemory>> {
-        let local_ranks = self.topology.local_ranks(self.config.rank);
-        let (on_host, share) = self.parent.host.as_ref().filter(|_| self.config.wants_memory(local_ranks))?;
-        let index = |&rank: &usize| on_host.iter().position(|&other| other == self.ranks[rank]);
-        let chosen: Vec<usize> = local_ranks.iter().map(index).collect::<Option<_>>()?;
-        let number = part(self.ranks[local_ranks[0]])?;
-        let me = self.topology.host_and_index(self.config.rank).1;
-        Some(HostMemory::of_part(&share.of(&chosen), number, local_ranks.to_vec(), me))
+        // The part of the arena that the first of the group's ranks on this host has reserved.
+        let map_memory = || {
+            let local_ranks = topology.local_ranks(config.rank);
+            let (on_host, share) = parent.host.as_ref().filter(|_| config.wants_memory(local_ranks))?;
+            let index = |&rank: &usize| on_host.iter().position(|&other| other == ranks[rank]);
+            let chosen: Vec<usize> = local_ranks.iter().map(index).collect::<Option<_>>()?;
+            let number = part(ranks[local_ranks[0]])?;
+            let me = topology.host_and_index(config.rank).1;
+            Some(HostMemory::of_part(&share.of(&chosen), number, local_ranks.to_vec(), me))
+        };
+        let memory = map_memory();
+        Self { config, topology, parent, ranks, links, memory, flight }
     }
 
     /// Returns whether this rank has all that the group needs.
@@ -68,8 +65,8 @@ impl<'a> Joining<'a> {
         !matches!(self.memory, Some(Err(_)))
     }
 
-    /// Completes the group when all ranks have joined; `succeeded` says which of them have succeeded. `tunings`
-    /// are the choices of algorithms of all ranks, if some differ.
+    /// Completes the group when all ranks have joined; `succeeded` says which of them have succeeded.
+    /// `tunings` are the choices of algorithms of all ranks, if some differ.
     pub(crate) fn finish(
         self,
         succeeded: &[bool],

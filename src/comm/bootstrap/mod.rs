@@ -8,8 +8,8 @@
 //! If no launcher gave a generation (a random number that identifies this start of the job), rank 0 draws one
 //! and announces it in the store, see `generation`.
 //!
-//! When the ranks of an existing group form another group, they need no store: they agree through the existing
-//! group, and use its connections, see `join`.
+//! When the ranks of an existing group form another group, they need no store: they agree through the
+//! existing group, and use its connections, see `join`.
 
 mod address;
 mod config;
@@ -41,9 +41,8 @@ use crate::json;
 use crate::limits;
 use crate::transport::links::tcp::{self, Listener};
 pub(crate) use config::{BootstrapConfig, StoreLocation};
-use formation::{Bootstrap, RoundOutcome};
+use formation::{Bootstrap, RoundError};
 use rank_lock::RankLock;
-use record::Record;
 pub(crate) use world_entry::WorldEntryGuard;
 
 /// Name of the store's server in error messages, if no launcher serves the store but rank 0 does.
@@ -59,7 +58,6 @@ const WARN_INTERVAL: Duration = Duration::from_secs(10);
 /// Most records that a rank looks up one by one in the store, to name the missing ranks in an error.
 const MAX_LOOKUPS: usize = 1024;
 
-/// A connected group.
 #[derive(Debug)]
 pub(crate) struct ConnectedGroup {
     pub(crate) engine: Box<Engine>,
@@ -100,17 +98,16 @@ fn log_outcome(
 }
 
 fn connect_through_store(config: &BootstrapConfig) -> Result<ConnectedGroup, CommError> {
-    let waiting = ListeningRank::new(config).map_err(|error| publish_failure(config, error))?;
-    let bootstrap = &waiting.bootstrap;
-    let rank = config.rank;
+    let bootstrap = Bootstrap::new(config).map_err(|error| publish_failure(config, error))?;
+    let (rank, name) = (config.rank, bootstrap.name());
     let mut generation = bootstrap.initial_generation()?;
     loop {
-        match bootstrap.run_round(generation)? {
-            RoundOutcome::Connected(formed) => return Ok(*formed),
-            RoundOutcome::Stale(announced) => {
+        match bootstrap.run_round(generation) {
+            Ok(connected) => return Ok(connected),
+            Err(RoundError::Failed(error)) => return Err(error),
+            Err(RoundError::Stale(announced)) => {
                 log::info!(
-                    "{}: rank {rank} abandons generation {generation}, because rank 0 announced {announced}",
-                    bootstrap.name()
+                    "{name}: rank {rank} abandons generation {generation}, because rank 0 announced {announced}"
                 );
                 generation = announced;
             }
@@ -146,12 +143,8 @@ fn descriptor_error(config: &BootstrapConfig, error: &CommError) -> Option<Strin
 fn listen(config: &BootstrapConfig) -> Result<Listener, CommError> {
     let address = address(&config.options.listen)?;
     tcp::listen(SocketAddr::new(address, 0)).map_err(|error| {
-        let why = match error.kind() {
-            ErrorKind::AddrInUse => {
-                "; no local port is free (`ss -s` counts sockets in use and in TIME-WAIT)"
-            }
-            _ => "",
-        };
+        let no_port = "; no local port is free (`ss -s` counts sockets in use and in TIME-WAIT)";
+        let why = if error.kind() == ErrorKind::AddrInUse { no_port } else { "" };
         CommError::system(&format!("cannot listen at {address}{why}"), error)
     })
 }
@@ -167,21 +160,15 @@ pub(crate) fn single_rank_engine(
     Engine::new(config.settings(generation, addresses, CoreSharing::SINGLE_RANK, flight), None, None)
 }
 
-/// A rank that listens for connections from its peers and has not connected to them yet.
-pub(crate) struct ListeningRank<'a> {
-    bootstrap: Bootstrap<'a>,
-    _lock: RankLock,
-}
-
-impl<'a> ListeningRank<'a> {
-    pub(crate) fn new(config: &'a BootstrapConfig) -> Result<Self, CommError> {
+impl<'a> Bootstrap<'a> {
+    /// Listens for connections from the other ranks.
+    fn new(config: &'a BootstrapConfig) -> Result<Self, CommError> {
         let lock = RankLock::new(config)?;
         let deadline = Instant::now() + config.options.init_timeout;
         let listener = listen(config)?;
         let flight = Arc::new(config.group_recorder());
-        let bootstrap = Bootstrap { config, record: config.record(&listener)?, listener, deadline, flight };
-        let Record { rank, address, .. } = bootstrap.record;
-        log::info!("{}: rank {rank} listens at {address}", bootstrap.name());
-        Ok(Self { bootstrap, _lock: lock })
+        let record = config.record(&listener)?;
+        log::info!("{}: rank {} listens at {}", config.options.name, record.rank, record.address);
+        Ok(Self { config, record, listener, deadline, flight, _lock: lock })
     }
 }

@@ -99,90 +99,63 @@ impl Default for GroupOptions {
     }
 }
 
-impl GroupOptions {
+/// Implements a method for each option, which sets it: `option(argument: Type) = value`.
+macro_rules! setters {
+    ($Options:ident { $($(#[$doc:meta])* $option:ident($argument:ident: $Type:ty) = $value:expr;)* }) => {
+        impl $Options {
+            $($(#[$doc])*
+            #[must_use]
+            pub fn $option(mut self, $argument: $Type) -> Self {
+                self.$option = $value;
+                self
+            })*
+        }
+    };
+}
+
+#[cfg(feature = "nccl")]
+pub(crate) use setters;
+
+setters! { GroupOptions {
     /// Sets the name of the group, used in its store keys and in errors. Groups that exist at one time on
     /// one store need different names.
-    #[must_use]
-    pub fn name(mut self, name: impl Into<String>) -> Self {
-        self.name = name.into();
-        self
-    }
+    name(name: impl Into<String>) = name.into();
 
     /// Sets the time limit of a call; a call that exceeds it fails and ends the group. 30 minutes by
     /// default.
-    #[must_use]
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
-        self
-    }
+    timeout(timeout: Duration) = timeout;
 
     /// Sets the time limit for forming the group; 5 minutes by default.
-    #[must_use]
-    pub fn init_timeout(mut self, timeout: Duration) -> Self {
-        self.init_timeout = timeout;
-        self
-    }
+    init_timeout(timeout: Duration) = timeout;
 
     /// Sets the time limit for detecting a dead host or a broken path, in whole seconds; 10 seconds by
     /// default. Dead processes are detected at once.
-    #[must_use]
-    pub fn peer_timeout(mut self, timeout: Duration) -> Self {
-        self.peer_timeout = timeout;
-        self
-    }
+    peer_timeout(timeout: Duration) = timeout;
 
     /// Sets the generation, the random id of one incarnation of the group, which is equal on all ranks.
     /// Without it, rank 0 draws a generation, and the other ranks read it from the store.
-    #[must_use]
-    pub fn generation(mut self, generation: Generation) -> Self {
-        self.generation = Some(generation);
-        self
-    }
+    generation(generation: Generation) = Some(generation);
 
     /// Sets the secret by which ranks authenticate each other. Without a token, connections carry only the
     /// generation, which prevents mix-ups of groups but no attack.
-    #[must_use]
-    pub fn token(mut self, token: Token) -> Self {
-        self.token = Some(token);
-        self
-    }
+    token(token: Token) = Some(token);
 
     /// Sets the address at which this rank listens; loopback by default.
-    #[must_use]
-    pub fn listen(mut self, listen: Listen) -> Self {
-        self.listen = listen;
-        self
-    }
+    listen(listen: Listen) = listen;
 
     /// Overrides the choice of algorithms, for measurements. All ranks must pass equal algorithms.
-    #[must_use]
-    pub fn algorithms(mut self, algorithms: Algorithms) -> Self {
-        self.algorithms = algorithms;
-        self
-    }
+    algorithms(algorithms: Algorithms) = algorithms;
 
     /// Enables shared memory between the ranks of one host, where the system allows it; enabled by default.
     /// If disabled, ranks of one host use TCP connections. All ranks must pass the same value.
-    #[must_use]
-    pub fn shared_memory(mut self, shared: bool) -> Self {
-        self.shared_memory = shared;
-        self
-    }
+    shared_memory(shared: bool) = shared;
 
     /// Sets when a rank that waits may move its thread to another core; only if ranks outnumber cores by
     /// default. Ranks may pass different values. Groups that are made from this group inherit the value.
-    #[must_use]
-    pub fn thread_migration(mut self, migration: ThreadMigration) -> Self {
-        self.thread_migration = migration;
-        self
-    }
+    thread_migration(migration: ThreadMigration) = migration;
 
     /// Names the locality domain of this rank, a part of its host. Ranks in different domains count as ranks
     /// of different hosts. Use it if the path between domains is slow, or to test the behaviour between
     /// hosts.
-    #[must_use]
-    pub fn locality_domain(mut self, domain: impl Into<String>) -> Self {
-        self.locality_domain = domain.into();
-        self
-    }
-}
+    locality_domain(domain: impl Into<String>) = domain.into();
+} }

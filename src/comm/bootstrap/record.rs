@@ -29,7 +29,6 @@ pub(super) struct Record {
     pub(super) version: u8,
     pub(super) rank: usize,
     pub(super) size: usize,
-    /// Address at which the rank listens.
     pub(super) address: SocketAddr,
     /// Host key: equal for ranks that could share memory.
     pub(super) host: String,
@@ -45,7 +44,6 @@ pub(super) struct Record {
     pub(super) memory: bool,
 }
 
-/// The generation that rank 0 announces.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Announcement {
     pub(super) generation: String,
@@ -60,7 +58,6 @@ impl Announcement {
     }
 }
 
-/// An error in the records of the ranks.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum RecordError {
     /// The rank could not listen.

@@ -80,12 +80,8 @@ impl Bootstrap<'_> {
         known.push_back(generation);
         drop(known);
         let (Some(key), 0) = (self.world_entry_key(), self.config.rank) else { return };
-        let entry = WorldEntry {
-            generation: generation.to_string(),
-            size: self.config.size,
-            pid: self.record.pid,
-            address: self.record.address.ip().to_string(),
-        };
+        let (generation, address) = (generation.to_string(), self.record.address.ip().to_string());
+        let entry = WorldEntry { generation, size: self.config.size, pid: self.record.pid, address };
         let text = json::encode(&entry);
         if self.store().set(&key, &text, Instant::now() + CLEANUP_TIMEOUT).is_ok()
             && let Some(entry_guard) = &self.config.entry_guard

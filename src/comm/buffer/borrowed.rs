@@ -5,7 +5,7 @@ use std::ops::{Deref, DerefMut, Range};
 
 use smallvec::SmallVec;
 
-use super::slice::{Place, Scratch, Slice, SliceMut};
+use super::slice::{Scratch, Slice, SliceMut, Values};
 use crate::collectives::dtype::Dtype;
 use crate::collectives::kernels::copy;
 
@@ -65,27 +65,26 @@ impl<'a> BorrowedBuffer<'a> {
     /// Adds memory that is filled or changed, beginning at value `at` of the buffer.
     #[inline]
     pub(crate) fn with_mut(self, at: usize, buf: impl Into<SliceMut<'a>>) -> Self {
-        self.part(at, *buf.into(), true)
+        self.part(at, &buf.into(), true)
     }
 
     /// Adds memory that is only read, beginning at value `at` of the buffer.
     #[inline]
     pub(crate) fn with_ref(self, at: usize, buf: impl Into<Slice<'a>>) -> Self {
-        self.part(at, *buf.into(), false)
+        self.part(at, &buf.into(), false)
     }
 
     /// Adds owned memory, beginning at value `at` of the buffer.
     pub(crate) fn with_scratch(self, at: usize, mut scratch: Scratch) -> Self {
-        let mut buffer = self.part(at, *scratch.as_mut(), true);
+        let mut buffer = self.part(at, &scratch.as_mut(), true);
         buffer.scratch = Some(scratch.into_memory());
         buffer
     }
 
     /// Adds owned memory for all values except `hole`. The part of `scratch` inside `hole` is not used.
     pub(crate) fn with_scratch_around(self, hole: Range<usize>, mut scratch: Scratch) -> Self {
-        let all = *scratch.as_mut();
-        let mut buffer = self.part(0, all.part(0..hole.start), true);
-        buffer = buffer.part(hole.end, all.part(hole.end..all.len()), true);
+        let (before, _, behind) = scratch.as_mut().split_around(hole.clone());
+        let mut buffer = self.part(0, &before, true).part(hole.end, &behind, true);
         buffer.scratch = Some(scratch.into_memory());
         buffer
     }
@@ -103,13 +102,13 @@ impl<'a> BorrowedBuffer<'a> {
     }
 
     #[inline]
-    fn part(mut self, at: usize, place: Place, writable: bool) -> Self {
-        let value = place.value_type();
+    fn part<Borrow>(mut self, at: usize, values: &Values<Borrow>, writable: bool) -> Self {
+        let value = values.value_type();
         self.bools |= value.dtype == Dtype::Bool;
-        let (at, len) = (at.saturating_mul(value.size_bytes()), place.size_bytes());
+        let (at, len) = (at.saturating_mul(value.size_bytes()), values.size_bytes());
         if len > 0 {
             let index = self.parts.partition_point(|part| part.at < at);
-            self.parts.insert(index, Part { start: place.start(), len, writable, at });
+            self.parts.insert(index, Part { start: values.start(), len, writable, at });
         }
         self
     }

@@ -1,8 +1,8 @@
 //! The elements of an operation while it runs, seen as bytes.
 //!
 //! [`BorrowedBuffer`] is the memory of the caller. [`PlanBuffer`] is what a plan works on: that memory, or a
-//! copy of it with wider elements. Collectives use both types, over connections and in shared memory. A [`Slice`]
-//! or [`SliceMut`] is a part of the caller's memory, of any element type.
+//! copy of it with wider elements. Collectives use both types, over connections and in shared memory. A
+//! [`Slice`] or [`SliceMut`] is a part of the caller's memory, of any element type.
 
 mod borrowed;
 mod plan_buffer;

@@ -69,12 +69,10 @@ impl<'m> PlanBuffer<'m> {
         }
         let end = self.buffer.ranges().map(|(part, _)| part.end).max().unwrap_or(0);
         let mut copy = vec![0; end * self.widening_factor()];
+        let widen = self.wide.unwrap_or(&F32Conversion::IDENTITY).widen;
         for (part, _) in self.buffer.ranges() {
             let shares = &mut copy[self.range_in_copy(&part)];
-            match self.wide {
-                Some(wide) => (wide.widen)(self.buffer.bytes(part), shares),
-                None => SourceBytes::from(self.buffer.bytes(part)).copy_to(shares),
-            }
+            widen(self.buffer.bytes(part), shares);
             scale(shares);
         }
         self.copy = Some(copy);
@@ -96,12 +94,9 @@ impl<'m> PlanBuffer<'m> {
     pub(crate) fn finish(&mut self) {
         self.buffer.copy_some(usize::MAX);
         let Some(copy) = self.copy.take() else { return };
+        let narrow = self.wide.unwrap_or(&F32Conversion::IDENTITY).narrow;
         for (part, _) in self.buffer.ranges().filter(|(_, writable)| *writable) {
-            let results = &copy[self.range_in_copy(&part)];
-            match self.wide {
-                Some(wide) => (wide.narrow)(results, &mut self.buffer.bytes_mut(part)),
-                None => SourceBytes::from(results).copy_to(&mut self.buffer.bytes_mut(part)),
-            }
+            narrow(&copy[self.range_in_copy(&part)], &mut self.buffer.bytes_mut(part));
         }
     }
 
@@ -168,10 +163,8 @@ impl<'m> PlanBuffer<'m> {
 
     /// Returns the size in bytes of a partial sum of a reduction in rank order.
     fn sum_bytes(&self) -> usize {
-        self.kernel
-            .as_ref()
-            .and_then(Kernel::f32_conversion)
-            .map_or(self.element_bytes, |_| ACCUMULATOR_BYTES)
+        let conversion = self.kernel.as_ref().and_then(Kernel::f32_conversion);
+        if conversion.is_some() { ACCUMULATOR_BYTES } else { self.element_bytes }
     }
 
     /// Returns the number of bytes of the copy for each byte of the caller's memory.
@@ -184,8 +177,7 @@ impl<'m> PlanBuffer<'m> {
     }
 }
 
-/// Returns the bytes in `range`, up to the end of the part in which it begins; none if they may not be
-/// changed.
+/// Returns what [`PlanBuffer::bytes_mut`] returns.
 fn bytes_mut<'a>(
     buffer: &'a mut BorrowedBuffer<'_>,
     copy: Option<&'a mut Vec<u8>>,

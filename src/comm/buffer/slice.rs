@@ -2,7 +2,7 @@
 //! are sent. The typed calls and the untyped ones (`api/raw`) meet here.
 
 use std::marker::PhantomData;
-use std::ops::{Deref, Range};
+use std::ops::Range;
 
 use crate::collectives::dtype::{Dtype, Transfer};
 use crate::collectives::kernels::copy;
@@ -32,27 +32,20 @@ impl ValueType {
     }
 }
 
-/// The place of values in memory.
+/// Values in memory, for as long as `Borrow` lasts.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Place {
+pub(crate) struct Values<Borrow> {
     start: *mut u8,
     len: usize,
     value: ValueType,
+    borrowed: PhantomData<Borrow>,
 }
 
 /// Values that are borrowed for reading.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Slice<'a> {
-    place: Place,
-    borrowed: PhantomData<&'a [u8]>,
-}
+pub(crate) type Slice<'a> = Values<&'a [u8]>;
 
 /// Values that are borrowed exclusively.
-#[derive(Debug)]
-pub(crate) struct SliceMut<'a> {
-    place: Place,
-    borrowed: PhantomData<&'a mut [u8]>,
-}
+pub(crate) type SliceMut<'a> = Values<&'a mut [u8]>;
 
 /// Values that an operation owns.
 #[derive(Debug)]
@@ -63,7 +56,32 @@ pub(crate) struct Scratch {
     value: ValueType,
 }
 
-impl Place {
+impl<'a, T: Transfer> From<&'a [T]> for Slice<'a> {
+    #[inline]
+    fn from(values: &'a [T]) -> Self {
+        let (start, value) = (values.as_ptr().cast_mut().cast(), ValueType::of::<T>());
+        Self { start, len: values.len(), value, borrowed: PhantomData }
+    }
+}
+
+impl<'a, T: Transfer> From<&'a mut [T]> for SliceMut<'a> {
+    #[inline]
+    fn from(values: &'a mut [T]) -> Self {
+        let (start, value) = (values.as_mut_ptr().cast(), ValueType::of::<T>());
+        Self { start, len: values.len(), value, borrowed: PhantomData }
+    }
+}
+
+#[allow(unsafe_code)]
+impl<Borrow> Values<Borrow> {
+    /// # Safety
+    /// For the lifetime of the result, `len` valid values of type `value` are at `start`, which is aligned
+    /// for them. Nobody writes to them, and nobody else accesses those of a [`SliceMut`].
+    #[inline]
+    pub(crate) unsafe fn from_raw_parts(start: *mut u8, len: usize, value: ValueType) -> Self {
+        Self { start, len, value, borrowed: PhantomData }
+    }
+
     #[inline]
     pub(super) fn start(&self) -> *mut u8 {
         self.start
@@ -85,89 +103,35 @@ impl Place {
         self.len * self.value.size_bytes()
     }
 
-    /// Returns the place of the values of a range.
+    /// Returns the values of a range. The caller lets no two [`SliceMut`] overlap.
     #[inline]
-    pub(super) fn part(self, range: Range<usize>) -> Self {
+    fn range(&self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {} values", self.len);
         let start = self.start.wrapping_add(range.start * self.value.size_bytes());
-        Self { start, len: range.len(), ..self }
+        Self { start, len: range.len(), value: self.value, borrowed: PhantomData }
     }
 }
 
-impl Deref for Slice<'_> {
-    type Target = Place;
-
-    #[inline]
-    fn deref(&self) -> &Place {
-        &self.place
-    }
-}
-
-impl Deref for SliceMut<'_> {
-    type Target = Place;
-
-    #[inline]
-    fn deref(&self) -> &Place {
-        &self.place
-    }
-}
-
-impl<'a, T: Transfer> From<&'a [T]> for Slice<'a> {
-    #[inline]
-    fn from(values: &'a [T]) -> Self {
-        let start = values.as_ptr().cast_mut().cast();
-        let place = Place { start, len: values.len(), value: ValueType::of::<T>() };
-        Self { place, borrowed: PhantomData }
-    }
-}
-
-impl<'a, T: Transfer> From<&'a mut [T]> for SliceMut<'a> {
-    #[inline]
-    fn from(values: &'a mut [T]) -> Self {
-        let start = values.as_mut_ptr().cast();
-        let place = Place { start, len: values.len(), value: ValueType::of::<T>() };
-        Self { place, borrowed: PhantomData }
-    }
-}
-
-#[allow(unsafe_code)]
 impl Slice<'_> {
-    /// # Safety
-    /// For the lifetime of the result, `len` valid values of type `value` are at `start`, which is aligned for
-    /// them, and nobody writes to them.
-    #[inline]
-    pub(crate) unsafe fn from_raw_parts(start: *const u8, len: usize, value: ValueType) -> Self {
-        Self { place: Place { start: start.cast_mut(), len, value }, borrowed: PhantomData }
-    }
-
     /// Returns the values of a range.
     #[inline]
     pub(crate) fn part(&self, range: Range<usize>) -> Self {
-        Self { place: self.place.part(range), borrowed: PhantomData }
+        self.range(range)
     }
 }
 
 #[allow(unsafe_code)]
 impl SliceMut<'_> {
-    /// # Safety
-    /// For the lifetime of the result, `len` valid values of type `value` are at `start`, which is aligned for
-    /// them, and nobody else accesses them.
-    #[inline]
-    pub(crate) unsafe fn from_raw_parts(start: *mut u8, len: usize, value: ValueType) -> Self {
-        Self { place: Place { start, len, value }, borrowed: PhantomData }
-    }
-
     /// Returns the values for reading.
     #[inline]
     pub(crate) fn as_slice(&self) -> Slice<'_> {
-        Slice { place: self.place, borrowed: PhantomData }
+        Slice { start: self.start, len: self.len, value: self.value, borrowed: PhantomData }
     }
 
     /// Returns the values before `at`, and the rest.
     #[inline]
     pub(crate) fn split_at(self, at: usize) -> (Self, Self) {
-        let (before, rest) = (self.place.part(0..at), self.place.part(at..self.len));
-        (Self { place: before, ..self }, Self { place: rest, borrowed: PhantomData })
+        (self.range(0..at), self.range(at..self.len))
     }
 
     /// Splits the values into those before the range `own`, in the range, and after it.

@@ -7,100 +7,57 @@ use convoke_recorder::names;
 use serde::{Deserialize, Serialize};
 
 use crate::collectives::dtype::{Dtype, ReduceOp, Transfer};
+use crate::collectives::named_enum::named_enum;
 
-/// The kind of a collective or message call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[non_exhaustive]
-pub enum CallKind {
-    /// `barrier`
-    Barrier,
-    /// `all_reduce`
-    AllReduce,
-    /// `broadcast`
-    Broadcast,
-    /// `send` and the `recv` that matches it
-    PointToPoint,
-    /// `reduce`
-    Reduce,
-    /// `all_gather`
-    AllGather,
-    /// `reduce_scatter`
-    ReduceScatter,
-    /// `gather`
-    Gather,
-    /// `scatter`
-    Scatter,
-    /// `all_to_all`
-    AllToAll,
-    /// `all_gather_v`
-    AllGatherV,
-    /// `reduce_scatter_v`
-    ReduceScatterV,
-    /// `gather_v`
-    GatherV,
-    /// `scatter_v`
-    ScatterV,
-    /// `all_to_all_v`
-    AllToAllV,
-    /// `scan`
-    Scan,
-    /// `exclusive_scan`
-    ExclusiveScan,
-    /// `monitored_barrier`
-    MonitoredBarrier,
-    /// `subgroup`, `split`, and the operations built on them
-    Subgroup,
-}
-
-impl CallKind {
+named_enum! {
+    /// The kind of a collective or message call.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+    #[non_exhaustive]
+    pub enum CallKind {
+        /// `barrier`
+        Barrier = "barrier()",
+        /// `all_reduce`
+        AllReduce = "all_reduce(%t, %n%l%o)",
+        /// `broadcast`
+        Broadcast = "broadcast(%t, %n%o, root %r)",
+        /// `send` and the `recv` that matches it
+        PointToPoint = "send/recv(%t, %n, tag %r)",
+        /// `reduce`
+        Reduce = "reduce(%t, %n%o, root %r)",
+        /// `all_gather`
+        AllGather = "all_gather(%t, %n%l%o)",
+        /// `reduce_scatter`
+        ReduceScatter = "reduce_scatter(%t, %n%l%o)",
+        /// `gather`
+        Gather = "gather(%t, %n%o, root %r)",
+        /// `scatter`
+        Scatter = "scatter(%t, %n%o, root %r)",
+        /// `all_to_all`
+        AllToAll = "all_to_all(%t, %n%l%o)",
+        /// `all_gather_v`
+        AllGatherV = "all_gather_v(%t, %n in blocks of lengths %x%o)",
+        /// `reduce_scatter_v`
+        ReduceScatterV = "reduce_scatter_v(%t, %n in blocks of lengths %x%o)",
+        /// `gather_v`
+        GatherV = "gather_v(%t, root %r)",
+        /// `scatter_v`
+        ScatterV = "scatter_v(%t, root %r)",
+        /// `all_to_all_v`
+        AllToAllV = "all_to_all_v(%t)",
+        /// `scan`
+        Scan = "scan(%t, %n%l%o)",
+        /// `exclusive_scan`
+        ExclusiveScan = "exclusive_scan(%t, %n%l%o)",
+        /// `monitored_barrier`
+        MonitoredBarrier = "monitored_barrier()",
+        /// `subgroup`, `split`, and the operations built on them
+        Subgroup = "subgroup/split()",
+    }
     /// All kinds of calls, in the order of their wire numbers.
-    pub(crate) const ALL: [Self; 19] = [
-        Self::Barrier,
-        Self::AllReduce,
-        Self::Broadcast,
-        Self::PointToPoint,
-        Self::Reduce,
-        Self::AllGather,
-        Self::ReduceScatter,
-        Self::Gather,
-        Self::Scatter,
-        Self::AllToAll,
-        Self::AllGatherV,
-        Self::ReduceScatterV,
-        Self::GatherV,
-        Self::ScatterV,
-        Self::AllToAllV,
-        Self::Scan,
-        Self::ExclusiveScan,
-        Self::MonitoredBarrier,
-        Self::Subgroup,
-    ];
-
+    pub(crate) const ALL: [Self; _];
     /// Returns the template of the text that describes a call of this kind; see
     /// [`convoke_recorder::names`].
-    pub(crate) const fn template(self) -> &'static str {
-        match self {
-            Self::Barrier => "barrier()",
-            Self::AllReduce => "all_reduce(%t, %n%l%o)",
-            Self::Broadcast => "broadcast(%t, %n%o, root %r)",
-            Self::PointToPoint => "send/recv(%t, %n, tag %r)",
-            Self::Reduce => "reduce(%t, %n%o, root %r)",
-            Self::AllGather => "all_gather(%t, %n%l%o)",
-            Self::ReduceScatter => "reduce_scatter(%t, %n%l%o)",
-            Self::Gather => "gather(%t, %n%o, root %r)",
-            Self::Scatter => "scatter(%t, %n%o, root %r)",
-            Self::AllToAll => "all_to_all(%t, %n%l%o)",
-            Self::AllGatherV => "all_gather_v(%t, %n in blocks of lengths %x%o)",
-            Self::ReduceScatterV => "reduce_scatter_v(%t, %n in blocks of lengths %x%o)",
-            Self::GatherV => "gather_v(%t, root %r)",
-            Self::ScatterV => "scatter_v(%t, root %r)",
-            Self::AllToAllV => "all_to_all_v(%t)",
-            Self::Scan => "scan(%t, %n%l%o)",
-            Self::ExclusiveScan => "exclusive_scan(%t, %n%l%o)",
-            Self::MonitoredBarrier => "monitored_barrier()",
-            Self::Subgroup => "subgroup/split()",
-        }
-    }
+    pub(crate) const fn template(self) -> &'static str;
 }
 
 impl fmt::Display for CallKind {
@@ -214,8 +171,8 @@ impl Call {
     pub(crate) fn encode(&self) -> [u8; 16] {
         let mut out = [0; 16];
         out[0] = self.kind as u8;
-        out[1] = self.dtype.to_wire();
-        out[2] = self.op.map_or(NO_OP, ReduceOp::to_wire);
+        out[1] = self.dtype as u8;
+        out[2] = self.op.map_or(NO_OP, |op| op as u8);
         out[3] = self.lens;
         out[4..8].copy_from_slice(&self.root.to_le_bytes());
         out[8..16].copy_from_slice(&self.count_and_lens.to_le_bytes());
@@ -227,10 +184,10 @@ impl Call {
         let [.., c0, c1, c2, c3, c4, c5, c6, c7] = bytes;
         Ok(Self {
             kind: *CallKind::ALL.get(usize::from(kind)).ok_or(CallError::Operation(kind))?,
-            dtype: Dtype::from_wire(dtype).ok_or(CallError::ElementType(dtype))?,
+            dtype: *Dtype::ALL.get(usize::from(dtype)).ok_or(CallError::ElementType(dtype))?,
             op: match op {
                 NO_OP => None,
-                op => Some(ReduceOp::from_wire(op).ok_or(CallError::Reduction(op))?),
+                op => Some(*ReduceOp::ALL.get(usize::from(op)).ok_or(CallError::Reduction(op))?),
             },
             root: u32::from_le_bytes([r0, r1, r2, r3]),
             count_and_lens: u64::from_le_bytes([c0, c1, c2, c3, c4, c5, c6, c7]),
@@ -260,13 +217,8 @@ impl fmt::Display for Call {
             0 => kind.template().to_owned(),
             lens => kind.template().replace("%n", &format!("%n in a list of lengths {lens:06x}")),
         };
-        f.write_str(&names::fill_template(
-            &template,
-            dtype.name(),
-            op.map(ReduceOp::name),
-            *root,
-            self.count(),
-        ))
+        let (dtype, op) = (dtype.name(), op.map(ReduceOp::name));
+        f.write_str(&names::fill_template(&template, dtype, op, *root, self.count()))
     }
 }
 
@@ -302,8 +254,8 @@ impl Status {
         self.call.root
     }
 
-    /// Returns the number of elements of the message. For [plain data](crate::Transfer), a receive returns the
-    /// number of whole values, and a probe the number of bytes.
+    /// Returns the number of elements of the message. For [plain data](crate::Transfer), a receive returns
+    /// the number of whole values, and a probe the number of bytes.
     #[must_use]
     pub const fn count(&self) -> usize {
         self.call.count() as usize

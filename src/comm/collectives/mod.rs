@@ -4,4 +4,5 @@
 pub(crate) mod call;
 pub(crate) mod dtype;
 pub(crate) mod kernels;
+mod named_enum;
 pub(crate) mod plan;

@@ -1,7 +1,7 @@
 //! Moves a thread away from a core that the system gave to too many ranks while another core has fewer, where
 //! the option [`ThreadMigration`](crate::ThreadMigration) allows it. The affinity mask of the thread is
-//! restored afterwards. (Linux 6.2 and later remember a mask that was set: a thread does not get the new cores
-//! of a cpuset that grows.)
+//! restored afterwards. (Linux 6.2 and later remember a mask that was set: a thread does not get the new
+//! cores of a cpuset that grows.)
 //!
 //! Linux wakes a thread that sleeps in a receive on the core of the sender. This puts two ranks that wait for
 //! each other on one core, and Linux may leave them there if all cores share a cache. A message then takes 3
@@ -15,8 +15,7 @@ use nix::unistd::Pid;
 
 use super::wait_policy::CoreSharing;
 
-/// Least time between two moves of a thread to another core. If the data still has not come, the thread
-/// sleeps instead.
+/// Least time between two moves of a thread to another core. If data still has not come, it sleeps instead.
 const MOVE_INTERVAL: Duration = Duration::from_millis(1);
 /// Least time between two moves of a thread to another core, if there are more ranks than cores.
 const OVERSUBSCRIBED_MOVE_INTERVAL: Duration = Duration::from_millis(10);
@@ -36,14 +35,11 @@ impl Affinity {
         Self { sharing, moved_at: None }
     }
 
-    /// Moves this thread to another core if it awaits data that was last sent from this core, as `awaits_from`
-    /// says. Returns whether the thread moved.
+    /// Moves this thread to another core if it awaits data that was last sent from this core, as
+    /// `awaits_from` says. Returns whether the thread moved.
     pub(super) fn leave_shared_core(&mut self, awaits_from: impl FnOnce(usize) -> bool) -> bool {
-        if !self.sharing.leaves_shared_core || !self.may_move(MOVE_INTERVAL) {
-            return false;
-        }
-        let shared = sched_getcpu().ok().filter(|&core| awaits_from(core));
-        let left = shared.is_some_and(move_off);
+        let may_leave = self.sharing.leaves_shared_core && self.may_move(MOVE_INTERVAL);
+        let left = may_leave && sched_getcpu().is_ok_and(|core| awaits_from(core) && move_off(core));
         if left {
             self.moved_at = Some(Instant::now());
         }
@@ -64,8 +60,7 @@ impl Affinity {
     }
 }
 
-/// Moves this thread to a core other than `core`. Returns `false` if it may use no other core or the system
-/// refuses.
+/// Moves this thread to a core other than `core`. Returns whether that was possible.
 fn move_off(core: usize) -> bool {
     let Ok(allowed) = sched_getaffinity(THIS_THREAD) else { return false };
     let mut others = allowed;
@@ -84,14 +79,9 @@ fn move_to(index: usize) {
     }
 }
 
-/// Moves this thread to a core of `target`, then restores its affinity mask, `allowed`. Returns whether the
-/// thread moved.
+/// Moves this thread to a core of `target`, then restores its mask, `allowed`. Returns whether it moved.
 fn migrate(target: &CpuSet, allowed: &CpuSet) -> bool {
-    let moved = sched_setaffinity(THIS_THREAD, target).is_ok();
-    if moved {
-        restore(target, allowed);
-    }
-    moved
+    sched_setaffinity(THIS_THREAD, target).map(|()| restore(target, allowed)).is_ok()
 }
 
 /// Restores the affinity mask of this thread, `allowed`, after this thread has set `target`. A mask other

@@ -37,14 +37,12 @@ impl CallbackQueue {
         self.pending_operations.load(Ordering::SeqCst)
     }
 
-    /// Returns whether callbacks are queued, so that the thread that drives the engine should stop and run
-    /// them.
+    /// Returns whether callbacks are queued: the thread that drives the engine should stop and run them.
     pub(crate) fn has_queued(&self) -> bool {
         self.has_queued.load(Ordering::Relaxed)
     }
 
-    /// Runs the queued callbacks. Returns whether none panicked. If one panics, the remaining callbacks still
-    /// run.
+    /// Runs the queued callbacks. Returns whether none panicked. If one panics, the rest still run.
     pub(crate) fn run(&self) -> bool {
         if !self.has_queued() || !self.has_queued.swap(false, Ordering::SeqCst) {
             return true;

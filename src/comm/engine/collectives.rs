@@ -8,16 +8,18 @@ use super::execution::Execution;
 use super::peer::Peer;
 use crate::collectives::call::{Call, CallKind};
 use crate::error::cause::Cause;
+use crate::fault::fault_point;
 use crate::transport::links::conn::Conn;
 
-/// Number of past collectives that are kept, to compare them with the calls that other ranks report to wait
-/// in.
+/// Number of past collectives that are kept, to compare them with the calls in which other ranks wait.
 const HISTORY: usize = 64;
 
 #[derive(Debug, Default)]
 pub(super) struct Collectives {
-    queue: VecDeque<Collective>,
-    next_seq: u64,
+    /// The collectives that are not done; the first is in progress.
+    pub(super) queue: VecDeque<Collective>,
+    /// The number of the next collective.
+    pub(super) next_seq: u64,
     /// The numbers and calls of the latest collectives.
     history: VecDeque<(u64, Call)>,
 }
@@ -26,10 +28,12 @@ pub(super) struct Collectives {
 ///
 /// A monitored barrier is more than its execution: each rank tells every other rank that it has arrived. It
 /// sends a State frame on the control connection, which every pair of ranks has. A rank passes the barrier
-/// when it has the frames of all other ranks. No single rank collects them, so each rank that times out can
-/// name all missing ranks.
+/// when it has the frames of all other ranks. So each rank that times out can name all missing ranks.
 #[derive(Debug)]
 pub(super) struct Collective {
+    pub(super) call: Call,
+    /// The number of this collective in its group.
+    pub(super) seq: u64,
     pub(super) execution: Box<dyn Execution>,
     pub(super) completion: Arc<Completion>,
     /// In a monitored barrier: this rank has told the other ranks that it has arrived.
@@ -37,11 +41,6 @@ pub(super) struct Collective {
 }
 
 impl Collectives {
-    /// Returns the number of the next collective.
-    pub(super) fn next_seq(&self) -> u64 {
-        self.next_seq
-    }
-
     /// Returns the sequence number of the next collective, `call`, and keeps both in the history.
     pub(super) fn number(&mut self, call: Call) -> u64 {
         let seq = self.next_seq;
@@ -50,37 +49,17 @@ impl Collectives {
             self.history.pop_front();
         }
         self.history.push_back((seq, call));
+        fault_point("calling", seq, 0);
         seq
     }
 
-    pub(super) fn push(&mut self, execution: Box<dyn Execution>, completion: Arc<Completion>) {
-        self.queue.push_back(Collective { execution, completion, arrival_announced: false });
-    }
-
-    pub(super) fn is_empty(&self) -> bool {
-        self.queue.is_empty()
-    }
-
-    /// Returns the collective in progress.
-    pub(super) fn first(&self) -> Option<&Collective> {
-        self.queue.front()
-    }
-
-    pub(super) fn first_mut(&mut self) -> Option<&mut Collective> {
-        self.queue.front_mut()
-    }
-
-    pub(super) fn iter(&self) -> impl Iterator<Item = &Collective> {
-        self.queue.iter()
-    }
-
-    /// Removes the first collective if it is done.
-    pub(super) fn pop_done(&mut self, is_done: impl FnOnce(&Collective) -> bool) -> Option<Collective> {
-        self.queue.pop_front_if(|first| is_done(first))
-    }
-
-    pub(super) fn take_all(&mut self) -> VecDeque<Collective> {
-        std::mem::take(&mut self.queue)
+    pub(super) fn push(
+        &mut self,
+        (call, seq): (Call, u64),
+        execution: Box<dyn Execution>,
+        completion: Arc<Completion>,
+    ) {
+        self.queue.push_back(Collective { call, seq, execution, completion, arrival_announced: false });
     }
 
     /// Compares the calls that other ranks report to wait in with this rank's calls of the same numbers.
@@ -105,7 +84,7 @@ impl Collective {
     }
 
     fn is_monitored_barrier(&self) -> bool {
-        self.execution.call().kind == CallKind::MonitoredBarrier
+        self.call.kind == CallKind::MonitoredBarrier
     }
 
     /// Returns the ranks that this collective waits for; `me` is this rank.
@@ -117,7 +96,7 @@ impl Collective {
     pub(super) fn not_arrived(&self, me: usize, peers: &[Peer]) -> impl Iterator<Item = usize> {
         let peers = if self.is_monitored_barrier() { peers } else { &[] };
         // A rank that has arrived at a later monitored barrier has passed this one.
-        let absent = move |&rank: &usize| rank != me && peers[rank].last_barrier < Some(self.execution.seq());
+        let absent = move |&rank: &usize| rank != me && peers[rank].last_barrier < Some(self.seq);
         (0..peers.len()).filter(absent)
     }
 

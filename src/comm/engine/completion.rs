@@ -1,5 +1,6 @@
 //! The outcome of an operation, and the threads, futures and callbacks that are notified when it is set.
 
+use std::mem::take;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, OnceLock};
 use std::task::Waker;
@@ -59,8 +60,7 @@ impl TimeLimit {
     }
 }
 
-/// The completion state of an operation: the thread that drives the engine sets the outcome once, the caller
-/// takes it once.
+/// The completion state of an operation: the driving thread sets the outcome once, the caller takes it once.
 #[derive(Debug)]
 pub(crate) struct Completion {
     pub(crate) timeout: Duration,
@@ -68,11 +68,9 @@ pub(crate) struct Completion {
     pub(crate) deadline: Instant,
     done: AtomicBool,
     state: Mutex<State>,
-    /// A descriptor that becomes readable when the operation is done; it is made when a caller first asks for
-    /// it.
+    /// A descriptor that becomes readable when the operation is done; made when a caller first asks for it.
     descriptor: OnceLock<EventFd>,
-    /// The callback queue of a nonblocking operation, `None` for a blocking one. Callbacks run outside the
-    /// engine's lock.
+    /// The callback queue of a nonblocking operation. Callbacks run outside the engine's lock.
     callback_queue: Option<Arc<CallbackQueue>>,
     /// The flight recorder's entry of the operation; it is set when the engine has recorded the operation.
     pub(crate) step: OnceLock<CallRecord>,
@@ -86,8 +84,6 @@ struct State {
     waiters: SmallVec<[Thread; 1]>,
     waker: Option<Waker>,
     callbacks: Vec<Callback>,
-    /// Buffers of an operation whose handle was dropped, kept because the engine still uses them.
-    keep_alive: Option<Box<dyn Send>>,
     /// The operation's handle was dropped: any other owner of the completion may take the outcome.
     detached: bool,
 }
@@ -142,8 +138,8 @@ impl Completion {
             step.end(outcome.is_ok());
         }
         state.outcome = Some(outcome);
-        let (waiters, waker) = (std::mem::take(&mut state.waiters), state.waker.take());
-        let (callbacks, keep) = (std::mem::take(&mut state.callbacks), state.keep_alive.take());
+        let State { waiters, waker, callbacks, .. } = &mut *state;
+        let (waiters, waker, callbacks) = (take(waiters), take(waker), take(callbacks));
         self.done.store(true, Ordering::SeqCst);
         drop(state);
         for waiter in waiters {
@@ -154,8 +150,7 @@ impl Completion {
         }
         if let Some(callback_queue) = &self.callback_queue {
             let waker = waker.map(|waker| Box::new(move || waker.wake()) as Callback);
-            let keep = keep.map(|keep| Box::new(move || drop(keep)) as Callback);
-            callback_queue.finish_operation(callbacks.into_iter().chain(waker).chain(keep));
+            callback_queue.finish_operation(callbacks.into_iter().chain(waker));
         }
     }
 
@@ -168,8 +163,7 @@ impl Completion {
         self.is_done() && self.state().outcome.is_none()
     }
 
-    /// Takes the outcome of the operation; `None` if the operation is not done or its outcome was taken
-    /// before.
+    /// Takes the outcome; `None` if the operation is not done or its outcome was taken before.
     pub(crate) fn take(&self) -> Option<Outcome> {
         if self.is_done() { self.state().outcome.take() } else { None }
     }
@@ -193,16 +187,14 @@ impl Completion {
     pub(crate) fn register_waker(&self, waker: &Waker) -> bool {
         // The waker is cloned, and the old one dropped, outside the lock, because that is code of the user.
         let waker = waker.clone();
-        let (before, waits) = {
-            let mut state = self.state();
-            (state.waker.replace(waker), !self.is_done())
-        };
-        drop(before);
+        let mut state = self.state();
+        let (_before, waits) = (state.waker.replace(waker), !self.is_done());
+        drop(state);
         waits
     }
 
     /// Registers `callback` to be called on completion. Returns the callback if the operation is done
-    /// already.
+    /// already. The buffers of an operation whose handle was dropped are kept by a callback that drops them.
     pub(crate) fn on_complete(&self, callback: Callback) -> Result<(), Callback> {
         let mut state = self.state();
         if self.is_done() {
@@ -217,21 +209,9 @@ impl Completion {
         self.state().detached = true;
     }
 
-    /// Takes the outcome if the operation's handle was dropped, because then no owner of the handle will take
-    /// it.
+    /// Takes the outcome if the operation's handle was dropped: no owner of the handle will take it.
     pub(crate) fn take_if_detached(&self) -> Option<Outcome> {
         if self.state().detached { self.take() } else { None }
-    }
-
-    /// Keeps `what`, the memory of the operation, until the operation is done. Returns `what` if that is the
-    /// case already.
-    pub(crate) fn keep_alive(&self, what: Box<dyn Send>) -> Result<(), Box<dyn Send>> {
-        let mut state = self.state();
-        if self.is_done() {
-            return Err(what);
-        }
-        state.keep_alive = Some(what);
-        Ok(())
     }
 
     /// Returns a descriptor that is readable as soon as the operation is done.
@@ -246,11 +226,10 @@ impl Completion {
         };
         // This needs the lock: either `complete` finds the descriptor, or this thread finds that the
         // operation is done.
-        let state = self.state();
+        let _state = self.state();
         if self.is_done() {
             let _ = descriptor.write(1);
         }
-        drop(state);
         Ok(descriptor.as_fd())
     }
 }

@@ -20,18 +20,16 @@ impl Engine {
         self.lifecycle.connecting = true;
         loop {
             for &(peer, conn_kind) in connections {
-                let address = self.settings.addresses[peer];
-                if self.is_missing(peer, conn_kind) && self.settings.me > peer {
-                    self.links.connect(peer, conn_kind, address, false);
-                } else if self.is_missing(peer, conn_kind) && conn_kind == ConnectionKind::Control {
-                    self.links.connect(peer, conn_kind, address, true);
+                let opens = self.settings.me > peer;
+                if self.is_missing(peer, conn_kind) && (opens || conn_kind == ConnectionKind::Control) {
+                    self.links.connect(peer, conn_kind, self.settings.addresses[peer], !opens);
                 }
             }
             let now = Instant::now();
             self.poll_events(now);
             self.check_lost_peers(now);
             if let Some(failure) = &self.failure {
-                return Err(self.error(failure, None, 0, (0, 0)));
+                return Err(failure.error(&self.settings, None, 0, (0, 0)));
             }
             if self.unconnected(connections).next().is_none() {
                 self.lifecycle.connecting = false;
@@ -47,10 +45,8 @@ impl Engine {
 
     /// Returns the rank of each of `connections` that is not open.
     pub(crate) fn unconnected(&self, connections: &[(usize, ConnectionKind)]) -> impl Iterator<Item = usize> {
-        connections
-            .iter()
-            .filter(|&&(peer, conn_kind)| self.is_missing(peer, conn_kind))
-            .map(|&(peer, _)| peer)
+        let missing = connections.iter().filter(|&&(peer, conn_kind)| self.is_missing(peer, conn_kind));
+        missing.map(|&(peer, _)| peer)
     }
 
     /// Returns whether the connection of `conn_kind` to `peer` is needed and not open. A peer that has said
@@ -64,23 +60,19 @@ impl Engine {
         self.peers[peer].control.is_some()
     }
 
-    /// Ends the group before it is complete, for the reason in `report`, a failure report that another rank
-    /// wrote to the store.
+    /// Ends the group before it is complete, for the reason in `report`, which a rank wrote to the store.
     pub(crate) fn abort_with_report(&mut self, report: &[u8]) -> CommError {
-        match Report::decode(report) {
-            Ok(report) => self.abort_bootstrap(report),
-            Err(error) => {
-                let cause = Cause::Aborted { reason: error.to_string() };
-                self.abort_bootstrap(Report::new(self.settings.me, cause))
-            }
-        }
+        let report = Report::decode(report).unwrap_or_else(|error| {
+            Report::new(self.settings.me, Cause::Aborted { reason: error.to_string() })
+        });
+        self.abort_bootstrap(report)
     }
 
     /// Ends the group before it is complete: sends `report` to the connected ranks, and returns the error.
     pub(crate) fn abort_bootstrap(&mut self, report: Report) -> CommError {
         self.fail(report);
-        let failure = self.failure.clone().expect("`fail` has set it");
-        self.error(&failure, None, 0, (0, 0))
+        let failure = self.failure.as_ref().expect("`fail` has set it");
+        failure.error(&self.settings, None, 0, (0, 0))
     }
 
     /// Calls `function` with the handshakes of this process.
@@ -90,7 +82,7 @@ impl Engine {
 
     /// Opens a connection to `peer` unless there is a link of this kind.
     pub(super) fn ensure_connected(&mut self, peer: usize, conn_kind: ConnectionKind) {
-        if !self.peers[peer].is_linked(conn_kind) {
+        if self.peers[peer].link(conn_kind).is_none() {
             self.open_connection(peer, conn_kind);
         }
     }
@@ -101,16 +93,17 @@ impl Engine {
         if self.peers[peer].is_open(conn_kind) || peer == self.settings.me {
             return;
         }
-        let open = self.frame(Kind::Open, u64::from(conn_kind.to_wire()));
+        let open = self.frame(Kind::Open, conn_kind.to_wire().into());
         if self.settings.me > peer {
-            if self.peers[peer].awaits_connection(conn_kind) {
+            if self.peers[peer].link(conn_kind).is_some() {
                 // The peer learns that a connection is needed even if it cannot accept it.
                 self.send_control(peer, &open, &[]);
             }
             self.links.connect(peer, conn_kind, self.settings.addresses[peer], false);
             self.poll_handshakes(Instant::now());
-        } else if conn_kind != ConnectionKind::Control && !self.peers[peer].requested[conn_kind as usize] {
-            self.peers[peer].requested[conn_kind as usize] = true;
+        } else if conn_kind != ConnectionKind::Control
+            && !std::mem::replace(&mut self.peers[peer].requested[conn_kind as usize], true)
+        {
             self.send_control(peer, &open, &[]);
         }
     }

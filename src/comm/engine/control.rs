@@ -16,10 +16,10 @@ use crate::transport::links::hello::ConnectionKind;
 const CONTROL_QUEUE_BYTES: usize = 64 << 10;
 /// Most reads of one peer's control connection before other connections are read.
 const CONTROL_FILLS: u32 = 16;
+
 impl Engine {
     pub(super) fn frame(&self, kind: Kind, seq: u64) -> Frame {
-        let ours = &self.settings.credentials;
-        Frame { kind, generation: ours.generation, group: ours.group, seq, call: [0; 16], len: 0 }
+        Frame::empty(kind, self.settings.credentials.group_id(), seq)
     }
 
     /// Queues a control frame, and sends what the control connection takes now. Frames to a peer that is gone
@@ -43,30 +43,29 @@ impl Engine {
 
     pub(super) fn flush_control(&mut self, peer: usize) {
         let peer = &mut self.peers[peer];
-        if peer.control_out.is_empty() {
-            return;
-        }
-        if let Some(control) = &mut peer.control {
+        if let Some(control) = peer.control.as_mut().filter(|_| !peer.control_out.is_empty()) {
             // A send error is ignored here: a broken connection is detected when it is read.
             let sent = control.send(&[IoSlice::new(&peer.control_out)]).unwrap_or(0);
             peer.control_out.drain(..sent);
         }
     }
 
+    pub(super) fn flush_all_controls(&mut self) {
+        (0..self.peers.len()).for_each(|peer| self.flush_control(peer));
+    }
+
     /// Reads and handles the frames on the control connection of a peer.
     pub(super) fn read_control(&mut self, peer: usize) {
         let mut fills = 0;
         loop {
-            // The connection stays in `peers` while a frame is handled, because handling it may send to the
-            // peer.
+            // The connection stays in `peers` while a frame is handled: this may send to the peer.
             let place = &mut self.peers[peer];
             let Some(control) = place.control.as_mut().filter(|_| place.control_closed.is_none()) else {
                 return;
             };
-            let frame = match control.unread().first_chunk::<HEADER_BYTES>().map(Frame::decode) {
-                Some(Ok(frame)) => Some(frame),
-                Some(Err(error)) => return self.protocol_error(peer, error),
-                None => None,
+            let frame = match control.unread().first_chunk().map(Frame::decode).transpose() {
+                Ok(frame) => frame,
+                Err(error) => return self.protocol_error(peer, error),
             };
             let end = HEADER_BYTES + frame.map_or(0, |frame| frame.len as usize);
             if let Some((frame, payload)) = frame.zip(control.unread().get(HEADER_BYTES..end)) {
@@ -92,20 +91,17 @@ impl Engine {
     pub(super) fn on_control_closed(&mut self, peer: usize, how: ConnError) {
         let place = &mut self.peers[peer];
         place.control_closed = Some((Instant::now(), how));
-        // The peer will never read these bytes. A caller that waits until its frames are sent would wait in
-        // vain.
+        // The peer will never read these bytes, so a caller must not wait until they are sent.
         place.control_out.clear();
         self.driver.control_activity = true;
     }
 
     fn protocol_error(&mut self, peer: usize, error: impl Into<PeerMisbehaved>) {
-        let what = error.into().to_string();
-        self.fail(Report::new(self.settings.me, Cause::Protocol { peer, what }));
+        self.fail_for(Cause::Protocol { peer, what: error.into().to_string() });
     }
 
     fn handle_control(&mut self, peer: usize, frame: &Frame, payload: &[u8]) {
-        let ours = &self.settings.credentials;
-        if (frame.generation, frame.group) != (ours.generation, ours.group) {
+        if frame.group_id() != self.settings.credentials.group_id() {
             return self.protocol_error(peer, PeerMisbehaved::ForeignControl { kind: frame.kind });
         }
         match frame.kind {
@@ -114,7 +110,7 @@ impl Engine {
                 Err(what) => self.protocol_error(peer, what),
             },
             Kind::Goodbye => self.peers[peer].left = true,
-            Kind::Open => match u8::try_from(frame.seq).ok().and_then(ConnectionKind::from_wire) {
+            Kind::Open => match ConnectionKind::from_wire(frame.seq) {
                 Some(conn_kind) if self.settings.me > peer => self.open_connection(peer, conn_kind),
                 // The peer is about to connect, or has already done so.
                 Some(conn_kind) => self.peers[peer].requested[conn_kind as usize] = true,
@@ -128,9 +124,8 @@ impl Engine {
                     if call.kind == CallKind::MonitoredBarrier {
                         self.peers[peer].last_barrier = Some(frame.seq);
                     }
-                    let received_at = Instant::now();
-                    self.peers[peer].wait_report =
-                        Some(WaitReport { seq: frame.seq, call, awaits, received_at });
+                    let report = WaitReport { seq: frame.seq, call, awaits, received_at: Instant::now() };
+                    self.peers[peer].wait_report = Some(report);
                     self.compare_with_reports();
                 }
                 Err(what) => self.protocol_error(peer, what),
@@ -149,30 +144,22 @@ impl Engine {
         }
     }
 
-    /// Fails the group if another rank reports to wait in a call that differs from this rank's call of that
-    /// number.
+    /// Fails the group if another rank waits in a call that differs from this rank's call of that number.
     pub(super) fn compare_with_reports(&mut self) {
         if let Some(cause) = self.collectives.mismatch(&self.peers) {
-            self.fail(Report::new(self.settings.me, cause));
+            self.fail_for(cause);
         }
     }
 
-    /// If the current collective is a monitored barrier, tells all other ranks once that this rank has
-    /// arrived.
+    /// In a monitored barrier, tells all other ranks once that this rank has arrived.
     pub(super) fn announce_arrival(&mut self) {
-        let Some(first) = self.collectives.first_mut() else { return };
-        if !first.must_announce() {
-            return;
+        if let Some(first) = self.collectives.queue.front_mut()
+            && first.must_announce()
+        {
+            let (seq, call) = (first.seq, first.call.encode());
+            let frame = Frame { call, ..self.frame(Kind::State, seq) };
+            self.broadcast_control(&frame, &[]);
         }
-        let (seq, call) = (first.execution.seq(), first.execution.call().encode());
-        let frame = Frame { call, ..self.frame(Kind::State, seq) };
-        self.broadcast_control(&frame, &[]);
-    }
-
-    /// Reads the launcher's reports of processes that ended.
-    pub(super) fn poll_agent(&mut self) {
-        let events = self.links.poll_agent();
-        self.handle_events(events);
     }
 
     /// Fails the group because the launcher has reported how the process of `rank` ended.
@@ -184,13 +171,11 @@ impl Engine {
         // failure is the cause, and its death is a consequence.
         self.read_all_controls();
         if !self.peers[rank].left {
-            self.fail(Report::new(self.settings.me, Cause::PeerLost { rank, how }));
+            self.fail_for(Cause::PeerLost { rank, how });
         }
     }
 
     pub(super) fn read_all_controls(&mut self) {
-        for peer in 0..self.peers.len() {
-            self.read_control(peer);
-        }
+        (0..self.peers.len()).for_each(|peer| self.read_control(peer));
     }
 }

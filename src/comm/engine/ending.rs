@@ -1,26 +1,26 @@
-//! The end of a group by a failure: a rank that detects a failure sends its cause to every rank, and completes
-//! every pending call with an error.
+//! The end of a group by a failure: a rank that detects a failure sends its cause to every rank, and
+//! completes every pending call with an error.
 
 use std::sync::Arc;
 #[cfg(feature = "nccl")]
 use std::time::Instant;
 
+use super::collectives::Collective;
 use super::completion::{Completion, Outcome};
 use super::failure::Failure;
 use super::operation::{LiveRanks, Request};
 use super::state::Engine;
 use crate::collectives::call::Call;
+use crate::collectives::plan::Direction;
 use crate::error::CommError;
 use crate::error::cause::{Cause, Report};
 use crate::fault::fault_point;
 use crate::transport::frame::Kind;
 
-/// Most attempts to move data after the group has failed, so that calls whose data has already arrived
-/// succeed.
+/// Most attempts to move data after the group has failed: calls whose data has arrived then succeed.
 const FINAL_ROUNDS: u32 = 64;
 
-/// A call that was taken out of the engine: the call, its number, bytes received and expected, and its
-/// completion.
+/// A call that was taken out of the engine: its number, bytes received and expected, and completion.
 pub(super) type TakenOperation = (Call, u64, (u64, u64), Arc<Completion>);
 
 impl Engine {
@@ -38,31 +38,35 @@ impl Engine {
         fault_point("told", 0, 0);
         let failure = Failure::confirm(&self.settings, report);
         failure.report.record(self.settings.me);
-        log::error!("{}", self.error(&failure, None, 0, (0, 0)));
+        log::error!("{}", failure.error(&self.settings, None, 0, (0, 0)));
         self.failure = Some(failure);
-        // A call whose data has all arrived succeeds, even if this rank handled the report of a later failure
-        // first.
+        // A call whose data has all arrived succeeds, even if this rank learned of a later failure first.
         let _ = (0..FINAL_ROUNDS).find(|_| !self.progress());
         self.fail_pending();
         self.settings.flight.save();
     }
 
+    /// Ends the group for a cause that this rank has detected.
+    pub(super) fn fail_for(&mut self, cause: Cause) {
+        self.fail(Report::new(self.settings.me, cause));
+    }
+
     /// Sends `report` to the other ranks, marks the shared memory as failed, and records the failure in the
     /// flight recorder.
     fn announce_failure(&mut self, report: &Report) {
-        let abort = self.frame(Kind::Abort, 0);
-        self.broadcast_control(&abort, &report.encode());
+        self.broadcast_control(&self.frame(Kind::Abort, 0), &report.encode());
         if let Some(node) = &self.host.memory {
             node.fail();
         }
-        self.record_failure(report);
+        self.record_waiting();
+        self.settings.flight.failed(report);
     }
 
     /// Completes all pending calls with an error if the group has failed.
     pub(super) fn fail_pending(&mut self) {
         let Some(failure) = self.failure.clone() else { return };
         for (call, seq, received, completion) in self.take_all_operations() {
-            completion.complete(Err(self.error(&failure, Some(call), seq, received)));
+            completion.complete(Err(failure.error(&self.settings, Some(call), seq, received)));
         }
     }
 
@@ -86,16 +90,22 @@ impl Engine {
     }
 
     /// Answers a request, also after the group has ended.
-    pub(super) fn answer(&mut self, request: Request) -> Outcome {
+    pub(super) fn answer(&mut self, request: &Request) -> Outcome {
         match request {
             Request::Finish => self.finish(),
             // A request has one answer, so the cell is empty.
             Request::ParentLinks(answer) => drop(answer.set(self.parent_links())),
             Request::LiveRanks(answer) => drop(answer.set(self.live_ranks())),
             #[cfg(feature = "nccl")]
-            Request::Check(call) => self.check(call)?,
+            Request::Check(call) => {
+                if !self.lifecycle.left {
+                    self.read_all_controls();
+                    self.check_lost_peers(Instant::now());
+                }
+                self.check_usable(*call)?;
+            }
             #[cfg(feature = "nccl")]
-            Request::End(cause) => self.fail(Report::new(self.settings.me, cause)),
+            Request::End(cause) => self.fail_for(cause.clone()),
         }
         Ok(None)
     }
@@ -107,52 +117,37 @@ impl Engine {
         LiveRanks { live: (0..self.peers.len()).filter(is_live).collect(), lost }
     }
 
-    /// Returns `Ok` if the group still works, else the error that `call` returns in the failed group.
-    #[cfg(feature = "nccl")]
-    fn check(&mut self, call: Option<Call>) -> Result<(), CommError> {
-        if self.lifecycle.left {
-            return Err(CommError::Destroyed { group: self.settings.name.clone() });
-        }
-        self.read_all_controls();
-        self.check_lost_peers(Instant::now());
+    /// Fails with the error that `call` returns if this rank has left the group or the group has failed.
+    pub(super) fn check_usable(&self, call: Option<Call>) -> Result<(), CommError> {
         match &self.failure {
-            Some(failure) => Err(self.error(failure, call, self.collectives.next_seq(), (0, 0))),
+            _ if self.lifecycle.left => Err(self.destroyed()),
+            Some(failure) => Err(failure.error(&self.settings, call, self.collectives.next_seq, (0, 0))),
             None => Ok(()),
         }
+    }
+
+    pub(super) fn destroyed(&self) -> CommError {
+        CommError::Destroyed { group: self.settings.name.clone() }
     }
 
     /// Takes all pending operations out of the engine and closes the connections for messages.
     pub(super) fn take_all_operations(&mut self) -> Vec<TakenOperation> {
         let mut ended = Vec::new();
-        for collective in self.collectives.take_all() {
-            let run = collective.execution;
-            ended.push((run.call(), run.seq(), run.received(), collective.completion));
+        for Collective { call, seq, execution, completion, .. } in self.collectives.queue.drain(..) {
+            ended.push((call, seq, execution.bytes(Direction::Recv), completion));
         }
         for peer in &mut self.peers {
-            for send in peer.messages.sends.drain(..) {
-                ended.push((send.call, send.seq, (0, 0), send.completion));
-            }
-            for recv in peer.messages.recvs.drain(..) {
-                let received = (recv.done as u64).min(recv.call.bytes());
-                ended.push((recv.call, 0, (received, recv.call.bytes()), recv.completion));
-            }
+            let sends = peer.messages.sends.drain(..);
+            ended.extend(sends.map(|send| (send.posted.call, send.seq, (0, 0), send.posted.completion)));
+            ended.extend(peer.messages.recvs.drain(..).map(|recv| {
+                let bytes = recv.posted.call.bytes();
+                (recv.posted.call, 0, ((recv.done as u64).min(bytes), bytes), recv.posted.completion)
+            }));
             peer.messages.stop();
         }
-        let open = self.any_source.recvs.drain(..).map(|recv| (recv.call, recv.completion));
+        let open = self.any_source.recvs.drain(..).map(|recv| (recv.posted.call, recv.posted.completion));
         let open = open.chain(self.any_source.probes.drain(..).map(|probe| (probe.call, probe.completion)));
         ended.extend(open.map(|(call, completion)| (call, 0, (0, call.bytes()), completion)));
         ended
-    }
-
-    /// Returns the error that `call`, with number `seq`, returns because of `failure`. `received` holds the
-    /// bytes that the call has received and expects.
-    pub(super) fn error(
-        &self,
-        failure: &Failure,
-        call: Option<Call>,
-        seq: u64,
-        received: (u64, u64),
-    ) -> CommError {
-        failure.error(&self.settings, call, seq, received)
     }
 }

@@ -5,20 +5,20 @@ use std::time::{Duration, Instant};
 
 use nix::poll::PollFlags;
 
+use super::handshake::HandshakeEvent;
 use super::mux::Event;
 use super::peer::Peer;
 use super::poller::{Poller, Source};
 use super::progress_lock::Goal;
 use super::state::Engine;
 use crate::collectives::plan::Direction;
-use crate::error::cause::{Cause, Report};
+use crate::error::cause::Cause;
 use crate::limits;
 use crate::transport::links::conn::Conn;
 use crate::transport::links::hello::ConnectionKind;
 
 impl Engine {
-    /// Handles all events except the data of the current collective: ready descriptors, handshakes, expired
-    /// timers.
+    /// Handles all events except the data of the current collective: descriptors, handshakes, timers.
     pub(super) fn poll_events(&mut self, now: Instant) {
         self.poll_ready();
         self.poll_handshakes(now);
@@ -26,10 +26,9 @@ impl Engine {
     }
 
     pub(super) fn poll_ready(&mut self) {
-        let events = self.links.poll_ready();
-        self.handle_events(events);
+        self.handle_events(self.links.poll_ready());
         for source in self.poller.iter().flat_map(Poller::ready).collect::<Vec<_>>() {
-            if let Source::Message(peer) = source {
+            if let Source::Peer(peer) = source {
                 self.progress_messages(peer);
             }
         }
@@ -37,8 +36,7 @@ impl Engine {
     }
 
     pub(super) fn poll_handshakes(&mut self, now: Instant) {
-        let events = self.links.poll_handshakes(now);
-        self.handle_events(events);
+        self.handle_events(self.links.poll_handshakes(now));
     }
 
     pub(super) fn handle_events(&mut self, events: Vec<Event>) {
@@ -49,21 +47,22 @@ impl Engine {
                     self.peers[peer].control = Some(self.links.channel(peer));
                     self.flush_control(peer);
                 }
-                Event::Room => (0..self.peers.len()).for_each(|peer| self.flush_control(peer)),
+                Event::Room => self.flush_all_controls(),
                 Event::Data(peer) => drop(self.progress_messages(peer)),
                 Event::NeedsConnection(peer, conn_kind) => self.open_connection(peer, conn_kind),
                 Event::Exited(rank, how) => self.rank_exited(rank, how),
-                Event::Opened { peer, conn_kind, conn } => self.connection_opened(peer, conn_kind, conn),
-                Event::Unauthorized { from, error } => {
-                    let cause = Cause::Unauthorized { from, what: error.to_string() };
-                    self.fail(Report::new(self.settings.me, cause));
+                Event::Handshake(HandshakeEvent::Opened { peer, conn_kind, conn }) => {
+                    self.connection_opened(peer, conn_kind, conn);
                 }
-                // Without a descriptor no incoming connection can be accepted. This does no harm if no rank
-                // is expected to connect.
-                Event::Exhausted { outgoing, source } if outgoing || self.expects_connection() => {
-                    self.out_of_descriptors(&source);
+                Event::Handshake(HandshakeEvent::Unauthorized { from, error }) => {
+                    self.fail_for(Cause::Unauthorized { from, what: error.to_string() });
                 }
-                Event::Exhausted { .. } => {}
+                // Without a descriptor no connection can be accepted. That does no harm if none is expected.
+                Event::Handshake(HandshakeEvent::Exhausted { outgoing, source }) => {
+                    if outgoing || self.expects_connection() {
+                        self.out_of_descriptors(&source);
+                    }
+                }
             }
         }
     }
@@ -71,9 +70,8 @@ impl Engine {
     /// Returns whether this rank waits for another rank to open a connection.
     fn expects_connection(&self) -> bool {
         let asked = |peer: &Peer| {
-            ConnectionKind::ALL
-                .iter()
-                .any(|&conn_kind| peer.requested[conn_kind as usize] && !peer.is_open(conn_kind))
+            let mut kinds = peer.requested.iter().zip(ConnectionKind::ALL);
+            kinds.any(|(&requested, conn_kind)| requested && !peer.is_open(conn_kind))
         };
         self.lifecycle.connecting || self.peers.iter().any(asked)
     }
@@ -104,20 +102,17 @@ impl Engine {
     fn out_of_descriptors(&mut self, error: &std::io::Error) {
         let (size, local) = (self.settings.size, self.host.ranks.len() + 1);
         let limit = limits::descriptor_limit_message(error, size, local);
-        let what = format!("file descriptors: {limit}");
-        self.fail(Report::new(self.settings.me, Cause::Exhausted { what }));
+        self.fail_for(Cause::Exhausted { what: format!("file descriptors: {limit}") });
     }
 
     /// Watches a connection for messages. The group makes its epoll set for the first of them.
     fn watch_messages(&mut self, peer: usize, conn: &Conn) -> std::io::Result<()> {
         let Some(fd) = conn.pollable() else { return Ok(()) };
-        let poller = match self.poller.take() {
+        let poller = match &mut self.poller {
             Some(poller) => poller,
-            None => Poller::new()?,
+            none => none.insert(Poller::new()?),
         };
-        let watched = poller.add(fd, Source::Message(peer), false);
-        self.poller = Some(poller);
-        watched
+        poller.add(fd, Source::Peer(peer), false)
     }
 
     /// Sleeps until data can move, a timer expires, another thread has a request, or `goal` no longer lets
@@ -139,30 +134,27 @@ impl Engine {
             && self.may_sleep_on_memory(goal)
         {
             let mut others = Vec::new();
-            if let Some(first) = self.collectives.first() {
-                for (peer, direction) in first.execution.blocked() {
-                    let flags = match direction {
-                        Direction::Send => PollFlags::POLLOUT,
-                        Direction::Recv => PollFlags::POLLIN,
-                    };
-                    let conn = self.peers[peer].collective.as_ref();
-                    others.extend(conn.and_then(Conn::pollable).map(|fd| (fd, flags)));
-                }
+            let first = self.collectives.queue.front().into_iter();
+            for (peer, direction) in first.flat_map(|first| first.execution.blocked()) {
+                let flags = match direction {
+                    Direction::Send => PollFlags::POLLOUT,
+                    Direction::Recv => PollFlags::POLLIN,
+                };
+                let conn = self.peers[peer].collective.as_ref();
+                others.extend(conn.and_then(|conn| conn.pollable()).map(|fd| (fd, flags)));
             }
             for peer in &self.peers {
                 let full = peer.messages.conn.as_ref().filter(|_| peer.messages.write_blocked);
-                others.extend(full.and_then(Conn::pollable).map(|fd| (fd, PollFlags::POLLOUT)));
+                others.extend(full.and_then(|conn| conn.pollable()).map(|fd| (fd, PollFlags::POLLOUT)));
             }
             registered = self.links.sleep(sleep, self.poller.as_ref(), &others, timeout);
         }
         if let Some(sleep) = sleep {
             self.links.end_sleep(sleep);
         }
-        self.end_memory_sleep();
+        self.host.memory.iter().for_each(|node| node.doorbells.clear_sleeping());
         self.submissions.end_sleep();
-        for peer in 0..self.peers.len() {
-            self.flush_control(peer);
-        }
+        self.flush_all_controls();
         let now = Instant::now();
         // As a rule data of the current collective has woken the thread. Then the registered descriptors need
         // no poll.
@@ -179,7 +171,6 @@ impl Engine {
             self.links.sleep(&mut sleep, None, others, timeout);
             self.links.end_sleep(sleep);
         }
-        let events = self.links.poll_ready();
-        self.handle_events(events);
+        self.handle_events(self.links.poll_ready());
     }
 }

@@ -6,7 +6,6 @@
 
 use std::fmt::Debug;
 
-use crate::collectives::call::Call;
 use crate::collectives::plan::{Algorithm, Direction};
 use crate::error::ExecutionError;
 use crate::shm::HostMemory;
@@ -26,21 +25,13 @@ pub(super) struct Paths<'a> {
 }
 
 pub(super) trait Execution: Debug + Send {
-    fn call(&self) -> Call;
-
-    /// Returns the number of this collective in its group.
-    fn seq(&self) -> u64;
-
     /// Moves what can move without waiting. Returns whether anything moved.
     fn poll(&mut self, paths: Paths<'_>) -> Result<bool, ExecutionError>;
 
     fn is_finished(&self) -> bool;
 
-    /// Returns the bytes that this rank has received in this collective, and the bytes to receive in total.
-    fn received(&self) -> (u64, u64);
-
-    /// Returns the bytes that this rank has sent in this collective, and the bytes to send in total.
-    fn sent(&self) -> (u64, u64);
+    /// Returns the bytes that this rank has sent or received so far, and those to send or receive in total.
+    fn bytes(&self, direction: Direction) -> (u64, u64);
 
     /// Returns the algorithm; `None` if there is only one for this collective.
     fn algorithm(&self) -> Option<Algorithm>;
@@ -52,9 +43,5 @@ pub(super) trait Execution: Debug + Send {
     /// There are none in shared memory.
     fn blocked(&self) -> Vec<(usize, Direction)> {
         Vec::new()
-    }
-
-    fn is_in_memory(&self) -> bool {
-        false
     }
 }

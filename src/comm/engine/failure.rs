@@ -10,8 +10,7 @@ use crate::error::{CallContext, CommError};
 /// Longest wait for the store to answer with the cause that holds for all ranks.
 const CONFIRM_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// The reason why the group has failed, and whether the ranks have agreed on it through the store
-/// (`confirmed`).
+/// The reason why the group has failed, and whether the ranks have agreed on it (`confirmed`).
 #[derive(Debug, Clone)]
 pub(super) struct Failure {
     pub(super) report: Report,
@@ -44,8 +43,8 @@ impl Failure {
         if let Cause::PeerLost { rank, .. } = self.report.cause { Some(rank) } else { None }
     }
 
-    /// Returns the error that `call`, with number `seq`, returns because of this failure. `received` holds the
-    /// bytes that the call has received and expects.
+    /// Returns the error that `call`, with number `seq`, returns because of this failure. `received` holds
+    /// the bytes that the call has received and expects.
     pub(super) fn error(
         &self,
         settings: &Settings,

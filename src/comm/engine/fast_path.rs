@@ -1,8 +1,7 @@
 //! Runs collectives and messages in shared memory inline: on the calling thread, while they need not wait.
 //!
 //! A call is run inline if no operation is queued. It then needs no task in the submission queue; a
-//! collective needs no completion either. If the other ranks do not arrive soon, the call becomes a queued
-//! operation.
+//! collective needs no completion either. If the other ranks do not arrive soon, it is queued.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,10 +10,12 @@ use convoke_recorder::layout;
 
 use super::completion::{Completion, Outcome, TimeLimit};
 use super::execution::{Execution, Paths};
+use super::messages::PostedCall;
 use super::messages::direct::{RecvProgress, SendProgress};
 use super::operation::{Operation, Transport};
-use super::recording::{message_entry, small_entry};
-use super::state::Engine;
+use super::recording::{call_entry, small_entry};
+use super::settings::Settings;
+use super::state::{Driver, Engine};
 use super::wait_policy::{Oversubscription, WaitAction, WaitPolicy};
 use crate::collectives::call::{Call, Status};
 use crate::collectives::dtype::ReduceOp;
@@ -34,6 +35,9 @@ const CALLS_BETWEEN_POLLS: u32 = 256;
 const CALLS_BETWEEN_CORE_CHECKS: u32 = 16;
 /// Most times that one inline call moves data. Then it is queued, so that other events are polled too.
 const MAX_ROUNDS: u32 = 32;
+
+/// An operation, which is taken out when it becomes a queued operation.
+type OperationSlot = Option<Operation<'static>>;
 
 /// The result of an attempt to run an operation inline.
 #[derive(Debug)]
@@ -62,11 +66,7 @@ struct PendingSmall {
 
 impl Engine {
     /// Runs `operation` inline if it uses shared memory and nothing is queued; else returns `None`.
-    pub(super) fn try_inline(
-        &mut self,
-        operation: &mut Option<Operation<'static>>,
-        limit: TimeLimit,
-    ) -> Option<FastPath> {
+    pub(super) fn try_inline(&mut self, operation: &mut OperationSlot, limit: TimeLimit) -> Option<FastPath> {
         self.driver.rounds = self.driver.rounds.wrapping_add(1);
         if self.driver.rounds.is_multiple_of(CALLS_BETWEEN_POLLS) {
             self.poll_events(Instant::now());
@@ -79,7 +79,7 @@ impl Engine {
         }
         let idle = self.failure.is_none()
             && !self.lifecycle.left
-            && self.collectives.is_empty()
+            && self.collectives.queue.is_empty()
             && self.host.memory.as_ref().is_some_and(|node| !node.has_failed())
             && !self.submissions.has_submissions();
         if !idle {
@@ -99,15 +99,11 @@ impl Engine {
         }
     }
 
-    fn try_send_inline(
-        &mut self,
-        operation: &mut Option<Operation<'static>>,
-        limit: TimeLimit,
-    ) -> Option<FastPath> {
+    fn try_send_inline(&mut self, operation: &mut OperationSlot, limit: TimeLimit) -> Option<FastPath> {
         let Some(Operation::Send { to, call, buffer }) = operation else { return None };
         let (to, call) = (*to, *call);
-        let entry = || message_entry(layout::Operation::Send, Some(to), call, now_ns());
-        let sent = self.peers[to].messages.send_direct(&self.settings.credentials, call, buffer);
+        let entry = || call_entry(layout::Operation::Send, Some(to), call, now_ns());
+        let sent = self.peers[to].messages.send_direct(call, buffer);
         if let Ok(SendProgress::Complete) = sent {
             self.settings.flight.done(&entry());
             return Some(FastPath::Done(Ok(None)));
@@ -116,35 +112,27 @@ impl Engine {
         let completion = Arc::new(Completion::new(limit));
         let _ = completion.step.set(step);
         let Some(Operation::Send { buffer, .. }) = operation.take() else { return None };
+        let posted = PostedCall { call, buffer, completion: Arc::clone(&completion) };
         let messages = &mut self.peers[to].messages;
-        let failed = match sent {
-            Ok(SendProgress::Partial(sent_part)) => {
-                messages.post_partial_send(sent_part, call, buffer, Arc::clone(&completion));
-                None
-            }
+        match sent {
+            Ok(SendProgress::Partial { seq, frame }) => messages.post_partial_send(seq, frame, posted),
             other => {
-                messages.post_send(&self.settings.credentials, call, buffer, Arc::clone(&completion));
-                other.err()
+                messages.post_send(posted);
+                if let Err(error) = other {
+                    self.message_failed(to, error);
+                }
             }
-        };
-        if let Some(error) = failed {
-            self.message_failed(to, error);
         }
         Some(self.progress_message(to, completion))
     }
 
-    fn try_recv_inline(
-        &mut self,
-        operation: &mut Option<Operation<'static>>,
-        limit: TimeLimit,
-    ) -> Option<FastPath> {
+    fn try_recv_inline(&mut self, operation: &mut OperationSlot, limit: TimeLimit) -> Option<FastPath> {
         let Some(Operation::Recv { from: Some(from), call, buffer }) = operation else { return None };
         let (from, call) = (*from, *call);
-        let entry = || message_entry(layout::Operation::Recv, Some(from), call, now_ns());
+        let entry = || call_entry(layout::Operation::Recv, Some(from), call, now_ns());
         let (mut step, mut done) = (None, 0);
-        let mut budget = RetryBudget::new(self);
-        let ours = &self.settings.credentials;
-        let mut received = self.peers[from].messages.recv_direct(ours, &self.any_source, call, buffer);
+        let mut budget = RetryBudget::new(&self.settings, &self.driver);
+        let mut received = self.peers[from].messages.recv_direct(&self.any_source, call, buffer);
         while let Ok(state @ (RecvProgress::Nothing | RecvProgress::Partial(_))) = received {
             step.get_or_insert_with(|| self.settings.flight.begin(&entry()));
             let received_bytes = if let RecvProgress::Partial(bytes) = state { bytes } else { 0 };
@@ -156,8 +144,8 @@ impl Engine {
             }
             let messages = &mut self.peers[from].messages;
             received = match state {
-                RecvProgress::Partial(done) => messages.recv_rest(ours, done, buffer),
-                _ => messages.recv_direct(ours, &self.any_source, call, buffer),
+                RecvProgress::Partial(done) => messages.recv_rest(done, buffer),
+                _ => messages.recv_direct(&self.any_source, call, buffer),
             };
         }
         if let Ok(RecvProgress::Complete) = received {
@@ -172,11 +160,12 @@ impl Engine {
         let completion = Arc::new(Completion::new(limit));
         let _ = completion.step.set(step);
         let Some(Operation::Recv { buffer, .. }) = operation.take() else { return None };
-        let order = self.any_source.order();
+        let posted = PostedCall { call, buffer, completion: Arc::clone(&completion) };
         if let Ok(RecvProgress::Partial(done)) = received {
-            self.peers[from].messages.post_partial_recv(order, call, buffer, Arc::clone(&completion), done);
+            let order = self.any_source.order();
+            self.peers[from].messages.post_partial_recv(order, posted, done);
         } else {
-            self.receive(from, order, call, buffer, Arc::clone(&completion));
+            self.receive(from, posted);
         }
         if let Err(error) = received {
             self.message_failed(from, error);
@@ -184,10 +173,9 @@ impl Engine {
         Some(self.progress_message(from, completion))
     }
 
-    /// Moves messages with `peer` until `completion` is done; returns `Pending` if that requires a longer
-    /// wait.
+    /// Moves messages with `peer` until `completion` is done; `Pending` if that requires a longer wait.
     fn progress_message(&mut self, peer: usize, completion: Arc<Completion>) -> FastPath {
-        let mut budget = RetryBudget::new(self);
+        let mut budget = RetryBudget::new(&self.settings, &self.driver);
         loop {
             if let Some(outcome) = completion.take() {
                 return FastPath::Done(outcome);
@@ -200,11 +188,7 @@ impl Engine {
         }
     }
 
-    fn try_collective_inline(
-        &mut self,
-        operation: &mut Option<Operation<'static>>,
-        limit: TimeLimit,
-    ) -> Option<FastPath> {
+    fn try_collective_inline(&mut self, operation: &mut OperationSlot, limit: TimeLimit) -> Option<FastPath> {
         let rest = match self.try_small_inline(operation.as_mut()?) {
             SmallCallResult::Done => return Some(FastPath::Done(Ok(None))),
             SmallCallResult::NotSmall => None,
@@ -217,14 +201,8 @@ impl Engine {
             let run = self.start_in_memory(call, buffer, kernel);
             return Some(self.try_large_inline(run, limit));
         };
-        let run = ShmCollective::from_small(
-            self.host.memory.as_mut()?,
-            call,
-            &small,
-            buffer,
-            kernel,
-            error.is_some(),
-        );
+        let (memory, broken) = (self.host.memory.as_mut()?, error.is_some());
+        let run = ShmCollective::from_small(memory, call, &small, buffer, kernel, broken);
         Some(self.enqueue(run, limit, step, error))
     }
 
@@ -234,22 +212,21 @@ impl Engine {
         let Operation::Collective { call, buffer, kernel, .. } = operation else {
             return SmallCallResult::NotSmall;
         };
+        let Self { host, settings, collectives, driver, .. } = self;
+        let Some(node) = &mut host.memory else { return SmallCallResult::NotSmall };
         // A scaling kernel may need a copy of this rank's elements, which a small call does not make.
         let scaled = kernel.as_ref().is_some_and(|kernel| kernel.scale().is_some());
-        let schedule = |node: &mut HostMemory| node.small_schedule(call).filter(|_| !scaled);
-        let Some(schedule) = self.host.memory.as_mut().and_then(schedule) else {
+        let Some(schedule) = node.small_schedule(call).filter(|_| !scaled) else {
             return SmallCallResult::NotSmall;
         };
-        let seq = self.next_number(*call);
-        let Some(node) = &mut self.host.memory else { return SmallCallResult::NotSmall };
+        let seq = collectives.number(*call);
         let mut small = node.start_small(call, schedule, seq);
         node.publish_small(&mut small, buffer);
-        let mut budget = RetryBudget::new(self);
-        let flight = &self.settings.flight;
+        let mut budget = RetryBudget::new(settings, driver);
+        let flight = &settings.flight;
         let entry = |small: &SmallCall| small_entry(*call, small, now_ns());
-        let Some(node) = &mut self.host.memory else { return SmallCallResult::NotSmall };
         let begin = |node: &HostMemory, small: &SmallCall| {
-            node.wake_sleepers();
+            node.doorbells.wake_all();
             flight.begin(&entry(small))
         };
         // A call that must wait uses that time to wake sleeping ranks and to make its flight recorder entry.
@@ -267,7 +244,7 @@ impl Engine {
             }
         };
         if step.is_none() {
-            node.wake_sleepers();
+            node.doorbells.wake_all();
         }
         if error.is_some() {
             let step = step.unwrap_or_else(|| flight.begin(&entry(&small)));
@@ -282,16 +259,16 @@ impl Engine {
         Paths { connections: &mut self.peers, memory: self.host.memory.as_mut() }
     }
 
-    fn try_large_inline(&mut self, mut run: impl Execution + 'static, limit: TimeLimit) -> FastPath {
-        let started_ns = now_ns();
-        let recorded = runs_function(run.call()).then(|| self.record_collective(&run, started_ns));
+    fn try_large_inline(&mut self, mut run: ShmCollective, limit: TimeLimit) -> FastPath {
+        let (started_ns, call) = (now_ns(), (run.call, run.seq));
+        let recorded = runs_function(run.call).then(|| self.record_collective(call, &run, started_ns));
         let mut result = run.poll(self.paths());
-        let step = recorded.unwrap_or_else(|| self.record_collective(&run, started_ns));
-        let mut budget = RetryBudget::new(self);
+        let step = recorded.unwrap_or_else(|| self.record_collective(call, &run, started_ns));
+        let mut budget = RetryBudget::new(&self.settings, &self.driver);
         let error = loop {
             match result {
                 Ok(_) if run.is_finished() => {
-                    fault_point("moved", run.seq(), 0);
+                    fault_point("moved", run.seq, 0);
                     step.end(true);
                     return FastPath::Done(Ok(None));
                 }
@@ -309,14 +286,14 @@ impl Engine {
     #[cold]
     fn enqueue(
         &mut self,
-        run: impl Execution + 'static,
+        run: ShmCollective,
         limit: TimeLimit,
         step: flight::CallRecord,
         error: Option<ExecutionError>,
     ) -> FastPath {
         let completion = Arc::new(Completion::new(limit));
         let _ = completion.step.set(step);
-        self.collectives.push(Box::new(run), Arc::clone(&completion));
+        self.collectives.push((run.call, run.seq), Box::new(run), Arc::clone(&completion));
         self.compare_with_reports();
         if let Some(error) = error {
             self.execution_failed(error);
@@ -350,10 +327,10 @@ struct RetryBudget {
 }
 
 impl RetryBudget {
-    fn new(engine: &Engine) -> Self {
-        let oversubscribed = engine.settings.sharing.oversubscription == Oversubscription::Cores;
+    fn new(settings: &Settings, driver: &Driver) -> Self {
+        let oversubscribed = settings.sharing.oversubscription == Oversubscription::Cores;
         Self {
-            wait_policy: engine.driver.wait_policy.for_inline(),
+            wait_policy: driver.wait_policy.for_inline(),
             rounds: 0,
             failed_spins: 0,
             oversubscribed,

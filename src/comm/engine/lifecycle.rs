@@ -6,8 +6,7 @@ use std::time::{Duration, Instant};
 use super::completion::Completion;
 
 /// Interval at which a leaving rank asks the other ranks which calls they wait in. A reported wait for a
-/// message counts only if it comes this long after the last bytes were on the way to that rank: it then has
-/// them.
+/// message counts only if it comes this long after the last bytes were on the way: they have then arrived.
 pub(super) const SETTLE: Duration = Duration::from_millis(250);
 
 /// The state of a rank that leaves the group as soon as its operations are done.
@@ -31,8 +30,7 @@ impl Finishing {
 pub(super) struct Lifecycle {
     /// True while the group forms: other ranks may still connect.
     pub(super) connecting: bool,
-    /// Set when this rank makes no more calls: it leaves the group as soon as its pending operations are
-    /// done.
+    /// Set when this rank makes no more calls: it leaves as soon as its pending operations are done.
     pub(super) finishing: Option<Finishing>,
     /// Completions of callers that wait until nothing is pending and this rank has left the group.
     pub(super) leaving: Vec<Arc<Completion>>,

@@ -1,16 +1,15 @@
-//! Detection of lost peers: finds connections that have ended, and decides whether the peer or this rank is
-//! lost.
+//! Detection of lost peers: finds connections that have ended, and decides which of the two ranks is lost.
 
 use std::time::{Duration, Instant};
 
 use super::peer::Peer;
 use super::state::Engine;
+use crate::collectives::plan::Algorithm;
 use crate::error::LossReason;
-use crate::error::cause::{Cause, Report};
-use crate::transport::links::conn::{Conn, ConnError};
+use crate::error::cause::Cause;
+use crate::transport::links::conn::ConnError;
 
-/// Longest wait for the launcher's report of how a rank ended, after the rank's control connection has
-/// closed.
+/// Longest wait for the launcher's report of how a rank ended, after its control connection has closed.
 const EXIT_REPORT_TIMEOUT: Duration = Duration::from_millis(60);
 /// Longest wait for the control connection of a peer to show why a data connection to that peer ended. A
 /// process that dies closes both at once. Only a rank that leaves slowly, on a host that pauses it or over a
@@ -18,8 +17,7 @@ const EXIT_REPORT_TIMEOUT: Duration = Duration::from_millis(60);
 const CONTROL_EVIDENCE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Longest time for which data that has already arrived may delay the detection of a dead peer.
 const MAX_DETECTION_DELAY: Duration = Duration::from_millis(50);
-/// Longest wait for an acknowledgement from the kernel of another host, which proves that this rank is not
-/// cut off.
+/// Longest wait for an acknowledgement by the kernel of another host: then this rank is not cut off.
 const LIVENESS_TIMEOUT: Duration = Duration::from_millis(500);
 /// If a connection ends this long after the peer's last acknowledgement, the peer may have closed it because
 /// it received nothing from this rank.
@@ -38,39 +36,39 @@ impl Engine {
     /// although a call of this rank needs it. This is checked when nothing moves.
     pub(super) fn check_lost_peers(&mut self, now: Instant) {
         // A peer that is gone may have written the awaited data before. Shared memory still holds the data.
-        if self.collectives.first().is_some_and(|first| first.execution.is_in_memory()) && self.progress() {
+        let first = self.collectives.queue.front();
+        let in_memory = first.is_some_and(|first| first.execution.algorithm() == Some(Algorithm::Memory));
+        if in_memory && self.progress() {
             return;
         }
         let is_gone = |peer: &Peer| peer.control_closed.is_some() && !peer.left;
         if let Some(rank) = self.peers.iter().position(is_gone) {
             self.wait_for_exit_report(rank, now + EXIT_REPORT_TIMEOUT);
-            let how = match &self.peers[rank].control_closed {
-                Some((_, ConnError::Failed(error))) => LossReason::Unreachable { what: error.to_string() },
-                Some((_, ConnError::Closed)) | None => LossReason::Disconnected,
+            let Some(&(since, ref error)) = self.peers[rank].control_closed.as_ref() else {
+                unreachable!("a control connection that has ended does not open again")
             };
-            let since = self.peers[rank].control_closed.as_ref().map_or(now, |(since, _)| *since);
-            self.declare_lost(rank, how, since);
-            return;
+            let how = match error {
+                ConnError::Failed(error) => LossReason::Unreachable { what: error.to_string() },
+                ConnError::Closed => LossReason::Disconnected,
+            };
+            return self.declare_lost(rank, how, since);
         }
         // Next come peers that have left with a goodbye although a call of this rank waits for them.
-        let first = self.collectives.first();
+        let first = self.collectives.queue.front();
         let awaited = first.into_iter().flat_map(|first| first.execution.awaited());
-        let in_memory = first.is_some_and(|first| first.execution.is_in_memory());
         let awaited = awaited.filter(|&rank| in_memory || self.peers[rank].collective.is_none());
         let absent = first.into_iter().flat_map(|first| first.not_arrived(self.settings.me, &self.peers));
         let mut awaited = awaited.chain(absent);
-        let messages = self.peers.iter().position(|peer| {
-            let waits = !peer.messages.sends.is_empty() || !peer.messages.recvs.is_empty();
-            peer.left && waits && peer.messages.conn.is_none()
-        });
-        let is_gone = |rank: usize| self.peers[rank].left && self.peers[rank].messages.conn.is_none();
+        let is_gone = |&rank: &usize| self.peers[rank].left && self.peers[rank].messages.conn.is_none();
+        let waits = |&rank: &usize| self.peers[rank].messages.has_posted();
+        let messages = (0..self.settings.size).filter(is_gone).find(waits);
         let mut others = (0..self.settings.size).filter(|&rank| rank != self.settings.me);
-        let probed = self.any_source.probes.iter().filter_map(|probe| probe.from).find(|&rank| is_gone(rank));
+        let probed = self.any_source.probes.iter().filter_map(|probe| probe.from).find(is_gone);
         let open = self.any_source_completions().next().and_then(|_| others.clone().next());
-        let nobody = open.filter(|_| others.all(is_gone));
+        let nobody = open.filter(|_| others.all(|rank| is_gone(&rank)));
         if let Some(rank) = awaited.find(|&rank| self.peers[rank].left).or(messages).or(probed).or(nobody) {
             drop(awaited);
-            self.fail(Report::new(self.settings.me, Cause::PeerLost { rank, how: LossReason::Left }));
+            self.fail_for(Cause::PeerLost { rank, how: LossReason::Left });
         }
     }
 
@@ -100,24 +98,22 @@ impl Engine {
 
     /// Waits, at most until `until`, for a report of the launcher or of a peer on how `rank` ended.
     fn wait_for_exit_report(&mut self, rank: usize, until: Instant) {
-        self.read_all_controls();
-        self.poll_agent();
-        while self.failure.is_none() && self.links.has_agent() && !self.peers[rank].left {
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+        loop {
+            self.read_all_controls();
+            self.handle_events(self.links.poll_agent());
+            let time = until.saturating_duration_since(Instant::now());
+            let may_come = self.failure.is_none() && self.links.has_agent() && !self.peers[rank].left;
+            if !may_come || time.is_zero() {
                 return;
             }
-            self.nap(&[], left.min(Duration::from_millis(5)));
-            self.read_all_controls();
-            self.poll_agent();
+            self.nap(&[], time.min(Duration::from_millis(5)));
         }
     }
 
     /// Fails the group because `rank` is lost since `since` (`how` says in which way), or because this rank
-    /// is cut off. Without this check, a rank that is cut off from the network would report other ranks as
-    /// lost.
+    /// is cut off. Without that check, a rank that is cut off would report others.
     fn declare_lost(&mut self, rank: usize, how: LossReason, since: Instant) {
-        let time_since_ack = self.peers[rank].control.as_ref().and_then(Conn::time_since_ack);
+        let time_since_ack = self.peers[rank].control.as_ref().and_then(|conn| conn.time_since_ack());
         let doubtful = how != LossReason::Disconnected
             || time_since_ack.is_some_and(|time_since_ack| time_since_ack > STALE_AFTER);
         let (rank, how) = if doubtful && self.is_partitioned(rank, since) {
@@ -128,7 +124,7 @@ impl Engine {
         } else {
             (rank, how)
         };
-        self.fail(Report::new(self.settings.me, Cause::PeerLost { rank, how }));
+        self.fail_for(Cause::PeerLost { rank, how });
     }
 
     /// Returns whether this rank is cut off: no host acknowledges its frames, apart from its own and that of

@@ -45,7 +45,7 @@ mod tests;
 mod wait_policy;
 mod waits;
 
-pub(crate) use completion::{Completion, Outcome, TimeLimit};
+pub(crate) use completion::{Completion, TimeLimit};
 pub(crate) use operation::{Operation, Transport, run_single_rank};
 pub(crate) use settings::{ParentLinks, Settings};
 pub(crate) use shared::Shared;

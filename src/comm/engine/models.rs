@@ -273,7 +273,7 @@ fn resources_of_an_operation_are_dropped_once_after_completion() {
         if completion.is_done() {
             drop(memory);
         } else {
-            drop(completion.keep_alive(Box::new(memory)));
+            drop(completion.on_complete(Box::new(move || drop(memory))));
         }
         engine.join().unwrap();
         callback_queue.run();

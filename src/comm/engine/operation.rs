@@ -75,15 +75,13 @@ pub(crate) type Answer<T> = Arc<OnceLock<T>>;
 /// The ranks of a group that have neither left it nor died, as far as this rank knows.
 #[derive(Debug, Clone)]
 pub(crate) struct LiveRanks {
-    /// Ranks that have not left the group and whose control connection has not ended; this rank is one of
-    /// them.
+    /// This rank, and the ranks that have not left and whose control connection has not ended.
     pub(crate) live: Vec<usize>,
     /// The rank whose loss ended the group; `None` if the group works or ended for another cause.
     pub(crate) lost: Option<usize>,
 }
 
-/// An operation and its [`Completion`]. The completion holds the operation's deadline and the threads that
-/// wait for the operation.
+/// An operation and its [`Completion`], with the deadline and the threads that wait.
 #[derive(Debug)]
 pub(crate) struct Task {
     pub(super) operation: Operation<'static>,

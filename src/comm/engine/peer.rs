@@ -5,6 +5,7 @@ use std::time::Instant;
 use super::execution::PeerConnections;
 use super::messages::PeerMessages;
 use crate::collectives::call::Call;
+use crate::transport::frame::GroupId;
 use crate::transport::links::conn::{Conn, ConnError};
 use crate::transport::links::hello::ConnectionKind;
 
@@ -20,8 +21,7 @@ pub(super) struct Peer {
     pub(super) left: bool,
     /// The time at which the peer's control connection ended, and the error; `None` before that.
     pub(super) control_closed: Option<(Instant, ConnError)>,
-    /// Set if a data connection of the peer has ended: the time until which its control connection must show
-    /// why, and the error.
+    /// Set if a data connection has ended: when the control connection must have shown why, and the error.
     pub(super) suspect: Option<(Instant, String)>,
     /// The last monitored barrier at which the peer said that it has arrived.
     pub(super) last_barrier: Option<u64>,
@@ -45,12 +45,12 @@ pub(super) struct WaitReport {
 pub(super) type Wait = (u64, Call, Vec<usize>);
 
 impl Peer {
-    pub(super) fn new(rank: usize) -> Self {
+    pub(super) fn new(rank: usize, group: GroupId) -> Self {
         Self {
             control: None,
             control_out: Vec::new(),
             collective: None,
-            messages: PeerMessages::new(rank),
+            messages: PeerMessages::new(rank, group),
             left: false,
             control_closed: None,
             suspect: None,
@@ -61,7 +61,8 @@ impl Peer {
         }
     }
 
-    fn link(&self, conn_kind: ConnectionKind) -> Option<&Conn> {
+    /// Returns the link by which data can be sent to this rank.
+    pub(super) fn link(&self, conn_kind: ConnectionKind) -> Option<&Conn> {
         match conn_kind {
             ConnectionKind::Control => self.control.as_ref(),
             ConnectionKind::Collective => self.collective.as_ref(),
@@ -69,19 +70,9 @@ impl Peer {
         }
     }
 
-    /// Returns whether data can be sent to this rank.
-    pub(super) fn is_linked(&self, conn_kind: ConnectionKind) -> bool {
-        self.link(conn_kind).is_some()
-    }
-
-    /// Returns whether there is a link that works without a connection of its own, and would take one.
-    pub(super) fn awaits_connection(&self, conn_kind: ConnectionKind) -> bool {
-        self.link(conn_kind).is_some_and(Conn::awaits_connection)
-    }
-
     /// Returns whether the connection is open, or a link that needs none.
     pub(super) fn is_open(&self, conn_kind: ConnectionKind) -> bool {
-        self.is_linked(conn_kind) && !self.awaits_connection(conn_kind)
+        self.link(conn_kind).is_some_and(|link| !link.awaits_connection())
     }
 }
 

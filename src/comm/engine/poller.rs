@@ -22,14 +22,11 @@ const EVENTS: usize = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Source {
     Doorbell,
-    Listener,
-    /// A connection whose peer has not authenticated yet.
+    /// The listener, or a connection whose peer has not authenticated yet.
     Handshake,
     Agent,
-    /// The control connection to a process.
-    Control(usize),
-    /// The connection for messages to a rank of a group.
-    Message(usize),
+    /// The control connection to a process; in a group's epoll set, the message connection to a rank.
+    Peer(usize),
     /// A process; the event says that it has ended.
     Process(usize),
 }
@@ -38,12 +35,10 @@ impl Source {
     fn to_data(self) -> u64 {
         let (kind, rank) = match self {
             Self::Doorbell => (0, 0),
-            Self::Listener => (1, 0),
-            Self::Handshake => (2, 0),
-            Self::Agent => (3, 0),
-            Self::Control(rank) => (4, rank),
-            Self::Message(rank) => (5, rank),
-            Self::Process(rank) => (6, rank),
+            Self::Handshake => (1, 0),
+            Self::Agent => (2, 0),
+            Self::Peer(rank) => (3, rank),
+            Self::Process(rank) => (4, rank),
         };
         kind << 56 | rank as u64
     }
@@ -52,11 +47,9 @@ impl Source {
         let rank = (data & ((1 << 56) - 1)) as usize;
         match data >> 56 {
             0 => Self::Doorbell,
-            1 => Self::Listener,
-            2 => Self::Handshake,
-            3 => Self::Agent,
-            4 => Self::Control(rank),
-            5 => Self::Message(rank),
+            1 => Self::Handshake,
+            2 => Self::Agent,
+            3 => Self::Peer(rank),
             _ => Self::Process(rank),
         }
     }
@@ -101,8 +94,7 @@ impl Poller {
         ready
     }
 
-    /// Sleeps until one of `watched` or of `others` is ready, at most `timeout`. Returns whether one of
-    /// `watched` is ready.
+    /// Sleeps until a descriptor is ready, at most `timeout`. Returns whether one of `watched` is ready.
     pub(crate) fn sleep(
         &self,
         watched: [Option<BorrowedFd<'_>>; 2],
@@ -145,13 +137,7 @@ mod tests {
 
     #[test]
     fn sources_round_trip() {
-        for source in [
-            Source::Doorbell,
-            Source::Agent,
-            Source::Control(77),
-            Source::Message(1 << 40),
-            Source::Process(9),
-        ] {
+        for source in [Source::Doorbell, Source::Agent, Source::Peer(1 << 40), Source::Process(9)] {
             assert_eq!(Source::from_data(source.to_data()), source);
         }
     }

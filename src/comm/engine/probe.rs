@@ -25,12 +25,9 @@ impl Engine {
     pub(super) fn complete_probes(&mut self) -> bool {
         let waiting = self.any_source.probes.len();
         let mut probes = std::mem::take(&mut self.any_source.probes);
-        probes.retain(|probe| match self.first_unexpected(probe.from, probe.call.root) {
-            Some(found) => {
-                probe.completion.complete(Ok(Some(found)));
-                false
-            }
-            None => true,
+        probes.retain(|probe| {
+            let found = self.first_unexpected(probe.from, probe.call.root);
+            found.map(|found| probe.completion.complete(Ok(Some(found)))).is_none()
         });
         self.any_source.probes = probes;
         self.any_source.probes.len() < waiting
@@ -46,10 +43,6 @@ impl Engine {
     }
 
     pub(super) fn ensure_message_connections(&mut self) {
-        for peer in 0..self.settings.size {
-            if peer != self.settings.me {
-                self.ensure_connected(peer, ConnectionKind::Message);
-            }
-        }
+        (0..self.settings.size).for_each(|peer| self.ensure_connected(peer, ConnectionKind::Message));
     }
 }

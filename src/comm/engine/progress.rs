@@ -10,19 +10,17 @@ use super::operation::Task;
 use super::progress_lock::{Drive, Goal};
 use super::state::Engine;
 use super::wait_policy::WaitAction;
-use crate::error::cause::{Cause, Report};
+use crate::error::cause::Cause;
 use crate::fault::fault_point;
-use crate::transport::links::conn::Conn;
 
 /// Passes of the progress loop between two polls of control connections and clock while data keeps moving.
 const ROUNDS_BETWEEN_POLLS: u32 = 64;
 
 impl Engine {
-    /// Moves data of the first collective and of all messages, as far as possible without waiting. Returns
-    /// whether anything moved.
+    /// Moves data of the first collective and all messages without waiting. Returns whether anything moved.
     pub(super) fn progress(&mut self) -> bool {
         let mut moved = false;
-        if let Some(first) = self.collectives.first_mut() {
+        if let Some(first) = self.collectives.queue.front_mut() {
             let paths = Paths { connections: &mut self.peers, memory: self.host.memory.as_mut() };
             match first.execution.poll(paths) {
                 Ok(some) => moved = some,
@@ -30,13 +28,13 @@ impl Engine {
             }
             self.announce_arrival();
             let (me, peers, failed) = (self.settings.me, &self.peers, self.failure.is_some());
-            let is_done = |first: &Collective| {
+            let is_done = |first: &mut Collective| {
                 first.execution.is_finished() && first.is_barrier_complete(me, peers, failed)
             };
-            if let Some(done) = self.collectives.pop_done(is_done) {
-                let Collective { execution: run, completion, .. } = done;
-                fault_point("moved", run.seq(), 0);
-                drop(run);
+            let done = self.collectives.queue.pop_front_if(is_done);
+            if let Some(Collective { seq, execution, completion, .. }) = done {
+                fault_point("moved", seq, 0);
+                drop(execution);
                 completion.complete(Ok(None));
                 self.record_start();
                 moved = true;
@@ -61,64 +59,26 @@ impl Engine {
         moved
     }
 
-    /// Moves this thread to another core if data that it waits for was last sent from this core. Returns whether
-    /// the thread moved.
+    /// Moves this thread off a core from which awaited data was last sent. Returns whether it moved.
     fn leave_shared_core(&mut self) -> bool {
         let (collectives, peers) = (&self.collectives, &self.peers);
         self.driver.affinity.leave_shared_core(|core| {
-            let collective = collectives.first().into_iter().flat_map(|first| first.execution.blocked());
-            let collective = collective.filter_map(|(peer, _)| peers[peer].collective.as_ref());
+            let first = collectives.queue.front().into_iter();
+            let blocked = first.flat_map(|first| first.execution.blocked());
+            let collective = blocked.filter_map(|(peer, _)| peers[peer].collective.as_ref());
             let messages = peers.iter().filter(|peer| peer.messages.is_busy());
             let messages = messages.filter_map(|peer| peer.messages.conn.as_ref());
-            collective.chain(messages).filter_map(Conn::sender_cpu).any(|sender| sender == core)
+            collective.chain(messages).filter_map(|conn| conn.sender_cpu()).any(|sender| sender == core)
         })
     }
 
     pub(super) fn progress_messages(&mut self, peer: usize) -> bool {
-        match self.peers[peer].messages.progress(&self.settings.credentials, &mut self.any_source) {
-            Ok(moved) => moved,
-            Err(error) => {
-                self.message_failed(peer, error);
-                false
-            }
-        }
-    }
-}
-
-impl Drive for Engine {
-    type Task = Task;
-    type Doorbell = Arc<mux::Slot>;
-
-    fn drive(&mut self, goal: &Goal<'_>) {
-        self.driver.has_waiter = !goal.is_background();
-        self.drive_to(goal);
-        self.driver.has_waiter = false;
+        self.peers[peer].messages.progress(&mut self.any_source).unwrap_or_else(|error| {
+            self.message_failed(peer, error);
+            false
+        })
     }
 
-    fn collect(&mut self) {
-        let Some((tasks, abort)) = self.submissions.collect() else { return };
-        for task in tasks {
-            self.start(task);
-        }
-        if let Some(reason) = abort {
-            self.fail(Report::new(self.settings.me, Cause::Aborted { reason }));
-        }
-        // Starting a task may fail the group before the task is in its queue. Then the failure has not ended
-        // the task.
-        self.fail_pending();
-    }
-
-    fn poll_once(&mut self) {
-        self.collect();
-        self.progress();
-    }
-
-    fn on_panic(&mut self) {
-        self.fail_after_panic();
-    }
-}
-
-impl Engine {
     fn drive_to(&mut self, goal: &Goal<'_>) {
         loop {
             self.collect();
@@ -129,7 +89,7 @@ impl Engine {
             if let Some(failure) = self.failure.as_ref().filter(|_| !goal.is_background()) {
                 // After a failure the engine has no tasks, so no other code would complete these.
                 for completion in goal.completions {
-                    completion.complete(Err(self.error(failure, None, 0, (0, 0))));
+                    completion.complete(Err(failure.error(&self.settings, None, 0, (0, 0))));
                 }
                 return;
             }
@@ -172,5 +132,37 @@ impl Engine {
                 }
             }
         }
+    }
+}
+
+impl Drive for Engine {
+    type Task = Task;
+    type Doorbell = Arc<mux::Slot>;
+
+    fn drive(&mut self, goal: &Goal<'_>) {
+        self.driver.has_waiter = !goal.is_background();
+        self.drive_to(goal);
+        self.driver.has_waiter = false;
+    }
+
+    fn collect(&mut self) {
+        let Some((tasks, abort)) = self.submissions.collect() else { return };
+        for task in tasks {
+            self.start(task);
+        }
+        if let Some(reason) = abort {
+            self.fail_for(Cause::Aborted { reason });
+        }
+        // Starting a task may fail the group before the task is queued. Then the failure has not ended it.
+        self.fail_pending();
+    }
+
+    fn poll_once(&mut self) {
+        self.collect();
+        self.progress();
+    }
+
+    fn on_panic(&mut self) {
+        self.fail_after_panic();
     }
 }

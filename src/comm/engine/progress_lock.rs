@@ -8,6 +8,7 @@
 
 use std::fmt::Debug;
 use std::io;
+use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
@@ -38,8 +39,7 @@ pub(crate) trait Drive: Debug + Send + 'static {
     /// Takes all tasks and abort requests from the submission queue, and starts the tasks.
     fn collect(&mut self);
 
-    /// Takes all tasks and abort requests from the submission queue, and moves data that can move without
-    /// waiting.
+    /// Takes all tasks and abort requests from the submission queue, and moves data without waiting.
     fn poll_once(&mut self);
 
     /// Handles a panic of the thread that drove the engine: ends all tasks, whose memory must not be touched
@@ -93,17 +93,7 @@ impl<E: Drive> Shared<E> {
         Self { inner: Arc::new(Inner::new(engine, submissions)), background: Mutex::new(None) }
     }
 
-    pub(crate) fn callback_queue(&self) -> &Arc<CallbackQueue> {
-        self.inner.callback_queue()
-    }
-
-    /// Queues a task for the thread that drives the engine, without waiting.
-    pub(crate) fn post(&self, task: E::Task) {
-        self.inner.post(task);
-    }
-
-    /// Starts the background thread if there is none. It runs nonblocking operations that no caller waits
-    /// for.
+    /// Starts the background thread if there is none, for operations that no caller waits for.
     pub(crate) fn ensure_background(&self) -> io::Result<()> {
         let mut background = self.background();
         if background.is_none() {
@@ -117,36 +107,13 @@ impl<E: Drive> Shared<E> {
     /// Starts the queued tasks and moves data that can move without waiting, unless another thread holds the
     /// progress lock. Leaves the rest to the background thread.
     pub(crate) fn poll_once(&self) {
-        self.inner.poll_once(|| {
-            if let Some(background) = &*self.background() {
-                background.thread().unpark();
-            }
-        });
-    }
-
-    /// Waits until one of `completions` (at least one) is done, at most until `until` if that is given.
-    pub(crate) fn wait(&self, completions: &[Arc<Completion>], until: Option<Instant>) {
-        self.inner.wait(completions, until);
-    }
-
-    /// Calls `function` with the engine if no other thread holds the progress lock; else returns `None`.
-    pub(super) fn try_with_engine<R>(&self, function: impl FnOnce(&mut E) -> R) -> Option<R> {
-        self.inner.try_with_engine(function)
-    }
-
-    /// Ends the group for `reason`; any thread may call it.
-    pub(crate) fn abort(&self, reason: String) {
-        self.inner.abort(reason);
+        self.inner.poll_once(|| self.background().iter().for_each(|background| background.thread().unpark()));
     }
 
     /// Stops the background thread, and then calls `last` with the engine.
     pub(crate) fn close(&self, last: impl FnOnce(&mut E)) {
         let background = self.background().take();
-        self.inner.close(|| {
-            if let Some(background) = &background {
-                background.thread().unpark();
-            }
-        });
+        self.inner.close(|| background.iter().for_each(|background| background.thread().unpark()));
         // If a callback drops the last handle of the group, this is the background thread. It cannot join
         // itself, and ends after the callback.
         if let Some(background) = background.filter(|other| other.thread().id() != thread::current().id()) {
@@ -160,17 +127,24 @@ impl<E: Drive> Shared<E> {
     }
 }
 
+impl<E: Drive> Deref for Shared<E> {
+    type Target = Inner<E>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.inner
+    }
+}
+
 /// The engine, its submission queue, and the state by which threads agree which of them runs the engine.
 #[derive(Debug)]
-pub(super) struct Inner<E: Drive> {
+pub(crate) struct Inner<E: Drive> {
     progress_lock: ProgressLock<E>,
     submissions: Arc<SubmissionQueue<E::Task, E::Doorbell>>,
     callback_queue: Arc<CallbackQueue>,
     /// Number of callers that wait for the progress lock.
     callers: AtomicUsize,
     closing: AtomicBool,
-    /// Number of times that a caller took the progress lock. It tells the background thread whether callers
-    /// drive the engine.
+    /// How often callers took the progress lock, so that the background thread sees whether they drive.
     acquisitions: AtomicUsize,
     /// True while the background thread sleeps without a timeout because no nonblocking operation is pending.
     idle: AtomicBool,
@@ -189,11 +163,12 @@ impl<E: Drive> Inner<E> {
         }
     }
 
-    pub(super) fn callback_queue(&self) -> &Arc<CallbackQueue> {
+    pub(crate) fn callback_queue(&self) -> &Arc<CallbackQueue> {
         &self.callback_queue
     }
 
-    pub(super) fn post(&self, task: E::Task) {
+    /// Queues a task for the thread that drives the engine, without waiting.
+    pub(crate) fn post(&self, task: E::Task) {
         self.submissions.post(|entries| entries.tasks.push(task));
     }
 
@@ -207,7 +182,8 @@ impl<E: Drive> Inner<E> {
         }
     }
 
-    pub(super) fn wait(&self, completions: &[Arc<Completion>], until: Option<Instant>) {
+    /// Waits until one of `completions` (at least one) is done, at most until `until` if that is given.
+    pub(crate) fn wait(&self, completions: &[Arc<Completion>], until: Option<Instant>) {
         let mut queued = None;
         loop {
             self.run_callbacks();
@@ -220,7 +196,8 @@ impl<E: Drive> Inner<E> {
             }
             let driver = self.try_drive().or_else(|| {
                 queued.get_or_insert_with(|| WaitingCaller::new(self));
-                self.queue_and_try_drive()
+                self.submissions.queue_for_lock();
+                self.try_drive()
             });
             match driver {
                 Some(mut driver) => {
@@ -236,7 +213,8 @@ impl<E: Drive> Inner<E> {
         }
     }
 
-    pub(super) fn abort(&self, reason: String) {
+    /// Ends the group for `reason`; any thread may call it.
+    pub(crate) fn abort(&self, reason: String) {
         self.submissions.post(|entries| entries.abort = Some(reason));
         if let Some(mut driver) = self.try_drive() {
             driver.run(E::collect);
@@ -282,8 +260,7 @@ impl<E: Drive> Inner<E> {
             }
             taken = None;
         }
-        // Callbacks that were queued while this thread last drove run now, because no other thread may come
-        // to run them.
+        // Callbacks that were queued while this thread last drove run now: no other thread may come.
         self.run_callbacks();
     }
 
@@ -311,8 +288,7 @@ impl<E: Drive> Inner<E> {
     fn try_drive(&self) -> Option<DriverGuard<'_, E>> {
         let driver = self.try_lock_engine();
         if driver.is_some() {
-            // Only the thread that holds the progress lock writes this counter, so a load and a store
-            // suffice.
+            // Only the holder of the progress lock writes this counter, so a load and a store suffice.
             self.acquisitions
                 .store(self.acquisitions.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
         }
@@ -320,20 +296,12 @@ impl<E: Drive> Inner<E> {
     }
 
     fn try_lock_engine(&self) -> Option<DriverGuard<'_, E>> {
-        match self.progress_lock.try_lock() {
-            Ok(engine) => Some(DriverGuard { engine, _wake_next: WakeNext(self) }),
-            Err(TryLockError::Poisoned(poisoned)) => {
-                Some(DriverGuard { engine: after_panic(poisoned), _wake_next: WakeNext(self) })
-            }
-            Err(TryLockError::WouldBlock) => None,
-        }
-    }
-
-    /// Registers this thread to be woken when the progress lock is released, then tries the lock once more:
-    /// it may have been released before the registration.
-    fn queue_and_try_drive(&self) -> Option<DriverGuard<'_, E>> {
-        self.submissions.queue_for_lock();
-        self.try_drive()
+        let engine = match self.progress_lock.try_lock() {
+            Ok(engine) => engine,
+            Err(TryLockError::Poisoned(poisoned)) => after_panic(poisoned),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        Some(DriverGuard { engine, _wake_next: WakeNext(self) })
     }
 
     fn run_callbacks(&self) {
@@ -387,8 +355,7 @@ impl<E: Drive> DriverGuard<'_, E> {
     }
 }
 
-/// Makes the engine end and forget all tasks when it is dropped, which happens only if the driving thread
-/// panics.
+/// Makes the engine end all tasks when it is dropped, which happens only if the driving thread panics.
 struct ForgetTasks<'a, E: Drive>(&'a mut E);
 
 impl<E: Drive> Drop for ForgetTasks<'_, E> {
@@ -412,8 +379,7 @@ impl<E: Drive> Drop for WakeNext<'_, E> {
     }
 }
 
-/// Takes the engine from a progress lock that a panic has poisoned, and makes it end all tasks: none may be
-/// touched again.
+/// Takes the engine from a poisoned progress lock, and makes it end all tasks: none may be touched again.
 fn after_panic<E: Drive>(poisoned: PoisonError<ProgressLockGuard<'_, E>>) -> ProgressLockGuard<'_, E> {
     let mut engine = poisoned.into_inner();
     engine.on_panic();

@@ -7,31 +7,29 @@ use super::execution::Execution;
 use super::operation::Operation;
 use super::state::Engine;
 use crate::collectives::call::Call;
-use crate::collectives::plan::Algorithm;
-use crate::error::cause::Report;
+use crate::collectives::plan::{Algorithm, Direction};
 use crate::flight::{CallInfo, CallRecord};
 use crate::shm::small_call::SmallCall;
 
 impl Engine {
-    /// Records a new collective in the flight recorder, begun at the time `at_ns`. It runs after the
-    /// collectives that are queued.
-    pub(super) fn record_collective(&self, run: &dyn Execution, at_ns: u64) -> CallRecord {
-        let entry = CallInfo {
-            operation: layout::Operation::Collective,
-            call: run.call(),
-            at_ns,
-            seq: run.seq(),
+    /// Records a new collective, begun at the time `at_ns`, which runs after the queued ones.
+    pub(super) fn record_collective(
+        &self,
+        (call, seq): (Call, u64),
+        run: &dyn Execution,
+        at_ns: u64,
+    ) -> CallRecord {
+        self.settings.flight.begin(&CallInfo {
+            seq,
             algorithm: run.algorithm(),
-            peer: None,
-            to_receive_bytes: run.received().1,
-            to_send_bytes: run.sent().1,
-            queued: !self.collectives.is_empty(),
-        };
-        self.settings.flight.begin(&entry)
+            to_receive_bytes: run.bytes(Direction::Recv).1,
+            to_send_bytes: run.bytes(Direction::Send).1,
+            queued: !self.collectives.queue.is_empty(),
+            ..call_entry(layout::Operation::Collective, None, call, at_ns)
+        })
     }
 
-    /// Records a new send, receive or waiting probe in the flight recorder. Other probes and engine functions
-    /// are not recorded.
+    /// Records a new send, receive or waiting probe in the flight recorder; others are not recorded here.
     pub(super) fn record_message(&self, operation: &Operation<'_>, completion: &Completion) {
         let (kind, peer, call) = match *operation {
             Operation::Collective { .. } | Operation::Probe { wait: false, .. } => return,
@@ -40,39 +38,33 @@ impl Engine {
             Operation::Recv { from, call, .. } => (layout::Operation::Recv, from, call),
             Operation::Probe { from, call, wait: true } => (layout::Operation::Probe, from, call),
         };
-        let entry = message_entry(kind, peer, call, self.settings.flight.ns(completion.started_at));
+        let entry = call_entry(kind, peer, call, self.settings.flight.ns(completion.started_at));
         let _ = completion.step.set(self.settings.flight.begin(&entry));
     }
 
     /// Records in the flight recorder that the first queued collective starts.
     pub(super) fn record_start(&self) {
-        if let Some(step) = self.collectives.first().and_then(|first| first.completion.step.get()) {
+        if let Some(step) = self.collectives.queue.front().and_then(|first| first.completion.step.get()) {
             step.start();
         }
     }
 
-    /// Records in the flight recorder that the current collective waits: for which ranks, and how many bytes
-    /// it has received and sent.
+    /// Records that the current collective waits: for which ranks, and the bytes received and sent so far.
     pub(super) fn record_waiting(&self) {
-        let Some(first) = self.collectives.first() else { return };
-        if let Some(step) = first.completion.step.get() {
+        if let Some(first) = self.collectives.queue.front()
+            && let Some(step) = first.completion.step.get()
+        {
             step.wait(
                 first.awaited(self.settings.me, &self.peers),
-                first.execution.received().0,
-                first.execution.sent().0,
+                first.execution.bytes(Direction::Recv).0,
+                first.execution.bytes(Direction::Send).0,
             );
         }
     }
-
-    /// Records the failure of the group in the flight recorder.
-    pub(super) fn record_failure(&self, report: &Report) {
-        self.record_waiting();
-        self.settings.flight.failed(report);
-    }
 }
 
-/// Returns the flight recorder entry of a send, receive or probe.
-pub(super) fn message_entry(
+/// Returns the flight recorder entry of a message or probe; of a collective, without number and bytes.
+pub(super) fn call_entry(
     operation: layout::Operation,
     peer: Option<usize>,
     call: Call,
@@ -94,16 +86,8 @@ pub(super) fn message_entry(
 
 /// Returns the flight recorder entry of a small collective in shared memory. No queued operation precedes it.
 pub(super) fn small_entry(call: Call, small: &SmallCall, at_ns: u64) -> CallInfo {
-    let (to_send_bytes, to_receive_bytes) = small.volume();
-    CallInfo {
-        operation: layout::Operation::Collective,
-        call,
-        at_ns,
-        seq: small.seq,
-        algorithm: Some(Algorithm::Memory),
-        peer: None,
-        to_receive_bytes,
-        to_send_bytes,
-        queued: false,
-    }
+    let (to_send_bytes, to_receive_bytes) = small.schedule.volume();
+    let (seq, algorithm) = (small.seq, Some(Algorithm::Memory));
+    let entry = call_entry(layout::Operation::Collective, None, call, at_ns);
+    CallInfo { seq, algorithm, to_receive_bytes, to_send_bytes, ..entry }
 }

@@ -34,8 +34,7 @@ pub(crate) struct Settings {
     pub(crate) flight: Arc<GroupRecorder>,
 }
 
-/// The resources that groups share with the group from which they are made. The ranks are those of that
-/// group.
+/// What groups share with the group from which they are made. The ranks are those of that group.
 #[derive(Debug, Clone)]
 pub(crate) struct ParentLinks {
     pub(crate) mux: Arc<Mux>,

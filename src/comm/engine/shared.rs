@@ -37,16 +37,13 @@ impl Shared {
             Some(FastPath::Pending(completion)) => return self.outcome(&completion),
             None => {}
         }
+        let Some(operation) = operation.take() else { return Ok(None) };
         let completion = Arc::new(Completion::new(limit));
-        match operation.take() {
-            Some(operation) => self.post(Task { operation, completion: Arc::clone(&completion) }),
-            None => return Ok(None),
-        }
+        self.post(Task { operation, completion: Arc::clone(&completion) });
         self.outcome(&completion)
     }
 
-    /// Runs operations concurrently, and waits for all of them. Returns the status of each message that was
-    /// received.
+    /// Runs operations concurrently, and waits for all. Returns the status of each message that was received.
     pub(crate) fn call_all(
         &self,
         mut operations: Vec<Option<Operation<'_>>>,

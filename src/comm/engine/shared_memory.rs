@@ -4,13 +4,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nix::poll::PollFlags;
+use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
 use super::execution::{Execution, Paths};
 use super::progress_lock::Goal;
-use super::settings::{ParentLinks, Settings};
+use super::settings::ParentLinks;
 use super::state::Engine;
-use crate::collectives::call::Call;
-use crate::collectives::plan::Algorithm;
+use crate::collectives::plan::{Algorithm, Direction};
 use crate::error::cause::{Cause, Report};
 use crate::error::{CommError, ExecutionError};
 use crate::shm::allocations::Allocations;
@@ -21,34 +21,24 @@ use crate::shm::{HostMemory, Layout, RingChannel};
 use crate::transport::frame::Kind;
 use crate::transport::links;
 
-/// Longest wait for the failure report of another rank of this host after that rank has marked the shared
-/// memory as failed.
+/// Longest wait for a failure report after another rank of this host has marked the memory as failed.
 const FAILURE_REPORT_TIMEOUT: Duration = Duration::from_millis(100);
 
 impl Execution for ShmCollective {
-    fn call(&self) -> Call {
-        self.call
-    }
-
-    fn seq(&self) -> u64 {
-        self.seq
-    }
-
     fn poll(&mut self, paths: Paths<'_>) -> Result<bool, ExecutionError> {
         let Some(memory) = paths.memory else { unreachable!("the memory stays as long as the engine") };
         self.progress(memory)
     }
 
     fn is_finished(&self) -> bool {
-        self.is_finished()
+        self.finished
     }
 
-    fn received(&self) -> (u64, u64) {
-        self.received()
-    }
-
-    fn sent(&self) -> (u64, u64) {
-        self.sent()
+    fn bytes(&self, direction: Direction) -> (u64, u64) {
+        match direction {
+            Direction::Send => self.sent(),
+            Direction::Recv => self.received(),
+        }
     }
 
     fn algorithm(&self) -> Option<Algorithm> {
@@ -56,11 +46,7 @@ impl Execution for ShmCollective {
     }
 
     fn awaited(&self) -> Vec<usize> {
-        self.awaited().collect()
-    }
-
-    fn is_in_memory(&self) -> bool {
-        true
+        self.waits.to_vec()
     }
 }
 
@@ -75,8 +61,7 @@ impl Engine {
     ) -> Result<Result<(), Unavailable>, CommError> {
         let Some(me) = ranks.iter().position(|&rank| rank == self.settings.me) else { return Ok(Ok(())) };
         let layout = Layout::dense(ranks.len());
-        let opened = self.start_memory_bootstrap(ranks, me, layout);
-        let mut bootstrap = match opened {
+        let mut bootstrap = match self.start_memory_bootstrap(ranks, me, layout) {
             Ok(bootstrap) => bootstrap,
             Err(reason) => return Ok(Err(reason)),
         };
@@ -87,7 +72,7 @@ impl Engine {
             self.poll_events(now);
             self.check_lost_peers(now);
             if let Some(failure) = &self.failure {
-                return Err(self.error(failure, None, 0, (0, 0)));
+                return Err(failure.error(&self.settings, None, 0, (0, 0)));
             }
             if let HostBootstrap::Follower(follower) = &mut bootstrap
                 && let Some(offer) = self.peers[ranks[0]].offer.take()
@@ -96,27 +81,23 @@ impl Engine {
                 return Ok(Err(reason));
             }
             match bootstrap.progress() {
-                Some(Ok(resources)) => {
+                Ok(Some(resources)) => {
                     let (node, processes) = HostMemory::new(resources, layout, ranks.to_vec(), me);
-                    for (&rank, process) in
-                        ranks.iter().zip(processes).filter(|&(&rank, _)| rank != ranks[me])
-                    {
-                        self.links.watch_process(rank, process);
-                    }
+                    let others = ranks.iter().zip(processes).filter(|&(&rank, _)| rank != ranks[me]);
+                    others.for_each(|(&rank, process)| self.links.watch_process(rank, process));
                     self.install_shared_memory(node);
                     return Ok(Ok(()));
                 }
-                Some(Err(reason)) => return Ok(Err(reason)),
-                None if now >= until => {
+                Err(reason) => return Ok(Err(reason)),
+                Ok(None) if now >= until => {
                     let after_ms = began.elapsed().as_millis() as u64;
                     let cause = Cause::Timeout { missing: bootstrap.missing(), after_ms };
                     return Err(self.abort_bootstrap(Report::new(self.settings.me, cause)));
                 }
-                None => {}
+                Ok(None) => {}
             }
             let wake = self.wake_at(now).min(until);
-            let others =
-                bootstrap.descriptors().into_iter().map(|descriptor| (descriptor, PollFlags::POLLIN));
+            let others = bootstrap.descriptors().into_iter().map(|fd| (fd, PollFlags::POLLIN));
             self.nap(&others.collect::<Vec<_>>(), wake.saturating_duration_since(now));
         }
     }
@@ -124,7 +105,7 @@ impl Engine {
     /// Returns the registry of buffers that users allocate in memory shared with the other ranks of this
     /// host; `None` if these ranks share no memory.
     pub(crate) fn allocations(&self) -> Option<Arc<Allocations>> {
-        self.host.memory.as_ref().map(|node| Arc::clone(node.allocations()))
+        self.host.memory.as_ref().map(|node| Arc::clone(&node.allocations))
     }
 
     fn start_memory_bootstrap(
@@ -133,28 +114,18 @@ impl Engine {
         me: usize,
         layout: Layout,
     ) -> Result<HostBootstrap, Unavailable> {
-        let bell = self.links.doorbell().map_err(|source| Unavailable::Descriptors { source });
-        let process =
-            rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::empty());
-        let local_group = bell.map(|doorbell| LocalGroup {
-            ranks: ranks.to_vec(),
-            me,
-            layout,
-            doorbell,
-            process: process.ok(),
-        });
+        let process = pidfd_open(getpid(), PidfdFlags::empty()).ok();
+        let group = |doorbell| LocalGroup { ranks: ranks.to_vec(), me, layout, doorbell, process };
+        let group = self.links.doorbell().map(group).map_err(|source| Unavailable::Descriptors { source });
         if me > 0 {
-            return Ok(HostBootstrap::Follower(Follower::new(local_group?)));
+            return Ok(HostBootstrap::Follower(Follower::new(group?)));
         }
-        let opened = local_group.and_then(Leader::open);
-        let (offer, bootstrap) = match opened {
+        let (offer, bootstrap) = match group.and_then(Leader::open) {
             Ok((leader, offer)) => (offer, Ok(HostBootstrap::Leader(leader))),
             Err(reason) => (bootstrap::refusal(&reason.to_string()), Err(reason)),
         };
         let frame = self.frame(Kind::Share, 0);
-        for &rank in &ranks[1..] {
-            self.send_control(rank, &frame, &offer);
-        }
+        ranks[1..].iter().for_each(|&rank| self.send_control(rank, &frame, &offer));
         bootstrap
     }
 
@@ -164,19 +135,18 @@ impl Engine {
             self.peers[rank].messages.conn = Some(conn(RingChannel::Messages));
             self.peers[rank].collective = Some(conn(RingChannel::Collectives));
         }
-        self.links.set_memory(Arc::clone(node.doorbells()));
+        self.links.set_memory(Arc::clone(&node.doorbells));
         self.host.ranks = node.others().map(|(_, rank)| rank).collect();
         self.host.memory = Some(node);
     }
 
     /// Returns what groups that are made from this group share with it.
     pub(crate) fn parent_links(&self) -> ParentLinks {
-        let Settings { addresses, .. } = &self.settings;
-        let share = |node: &HostMemory| Some((node.ranks().to_vec(), node.share()?));
+        let share = |node: &HostMemory| Some((node.ranks.clone(), node.share.clone()?));
         ParentLinks {
-            mux: Arc::clone(self.links.mux()),
-            processes: self.links.processes().to_vec(),
-            addresses: addresses.clone(),
+            mux: Arc::clone(&self.links.mux),
+            processes: self.links.processes.clone(),
+            addresses: self.settings.addresses.clone(),
             host: self.host.memory.as_ref().and_then(share),
         }
     }
@@ -185,19 +155,12 @@ impl Engine {
     /// Returns whether this rank may sleep: what they wrote before leaves nothing to do.
     pub(super) fn may_sleep_on_memory(&mut self, goal: &Goal<'_>) -> bool {
         let Some(node) = &self.host.memory else { return true };
-        node.mark_sleeping();
+        node.doorbells.mark_sleeping();
         self.driver.control_activity = false;
         let moved = self.progress_local_messages() | self.progress();
-        // A control frame that the goal waits for may have arrived just now, and no descriptor will report it
-        // again.
+        // An awaited control frame may have arrived just now, and no descriptor will report it again.
         let still = !moved && !self.driver.control_activity && self.failure.is_none() && !goal.is_reached();
-        still && self.host.memory.as_ref().is_some_and(HostMemory::is_marked_sleeping)
-    }
-
-    pub(super) fn end_memory_sleep(&self) {
-        if let Some(node) = &self.host.memory {
-            node.clear_sleeping();
-        }
+        still && self.host.memory.as_ref().is_some_and(|node| node.doorbells.is_marked_sleeping())
     }
 
     /// If another rank of the host has ended the group, waits for the report that says why. Without the

@@ -15,7 +15,7 @@ use super::peer::{Peer, Wait};
 use super::poller::Poller;
 use super::settings::Settings;
 use super::submission::SubmissionQueue;
-use super::wait_policy::{CoreSharing, WaitPolicy};
+use super::wait_policy::WaitPolicy;
 use crate::error::CommError;
 use crate::shm::HostMemory;
 use crate::transport::links::hello::ConnectionKind;
@@ -23,7 +23,7 @@ use crate::transport::links::tcp::Listener;
 
 #[derive(Debug)]
 pub(crate) struct Engine {
-    pub(super) settings: Settings,
+    pub(crate) settings: Settings,
     pub(super) peers: Vec<Peer>,
     /// This group's part of what the groups of this process share.
     pub(super) links: Membership,
@@ -64,8 +64,7 @@ pub(super) struct Waits {
 pub(super) struct Driver {
     pub(super) wait_policy: WaitPolicy,
     pub(super) affinity: Affinity,
-    /// True while a caller runs the engine and waits for an operation; false while the background thread runs
-    /// the engine.
+    /// A caller runs the engine and waits for an operation, not the background thread.
     pub(super) has_waiter: bool,
     /// A control frame has arrived, or a control connection has ended, since this flag was last cleared.
     pub(super) control_activity: bool,
@@ -86,8 +85,7 @@ impl Engine {
         let mux = Mux::new(credentials, size, agent, peer_timeout, listener)?;
         let links = mux.join(credentials.group, me, (0..size).collect());
         let mut engine = Self::with_links(settings, links);
-        let events = engine.links.poll_agent();
-        engine.handle_events(events);
+        engine.handle_events(engine.links.poll_agent());
         Ok(engine)
     }
 
@@ -103,16 +101,11 @@ impl Engine {
         engine
     }
 
-    /// Returns how this rank shares cores with other ranks, for groups that are made from this group.
-    pub(crate) fn sharing(&self) -> CoreSharing {
-        self.settings.sharing
-    }
-
     fn with_links(settings: Settings, links: Membership) -> Self {
         let sharing = settings.sharing;
         Self {
-            peers: (0..settings.size).map(Peer::new).collect(),
-            submissions: Arc::new(SubmissionQueue::with_doorbell(Arc::clone(links.slot()))),
+            peers: (0..settings.size).map(|rank| Peer::new(rank, settings.credentials.group_id())).collect(),
+            submissions: Arc::new(SubmissionQueue::with_doorbell(Arc::clone(&links.slot))),
             links,
             poller: None,
             collectives: Collectives::default(),

@@ -1,5 +1,4 @@
-//! The submission queue: tasks and abort requests that threads hand over to the thread that drives the
-//! engine.
+//! The submission queue: tasks and abort requests for the thread that drives the engine.
 
 use super::mux::Doorbell;
 use super::sync::{

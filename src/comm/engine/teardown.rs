@@ -6,8 +6,8 @@ use super::lifecycle::{Finishing, SETTLE};
 use super::mux::ClosingConn;
 use super::state::Engine;
 use crate::collectives::call::CallKind;
-use crate::error::cause::{Cause, Report};
-use crate::error::{CommError, LossReason};
+use crate::error::LossReason;
+use crate::error::cause::Cause;
 use crate::fault::fault_point;
 use crate::transport::frame::Kind;
 
@@ -16,8 +16,7 @@ impl Engine {
     /// Else the other ranks would assume that this rank has left in good order.
     pub(crate) fn leave_on_panic(&mut self) {
         if !self.lifecycle.left {
-            let rank = self.settings.me;
-            self.fail(Report::new(rank, Cause::PeerLost { rank, how: LossReason::Panicked }));
+            self.fail_for(Cause::PeerLost { rank: self.settings.me, how: LossReason::Panicked });
         }
         self.leave();
     }
@@ -28,15 +27,13 @@ impl Engine {
     pub(super) fn finish(&mut self) {
         let cancelled = self.peers.iter_mut().flat_map(|peer| peer.messages.cancel_receives());
         let cancelled: Vec<_> =
-            cancelled.chain(self.any_source.recvs.drain(..).map(|recv| recv.completion)).collect();
+            cancelled.chain(self.any_source.recvs.drain(..).map(|recv| recv.posted.completion)).collect();
         cancelled.iter().for_each(|completion| completion.complete(Err(self.destroyed())));
         let now = Instant::now();
         self.lifecycle.finishing =
             Some(Finishing { since: now, queried_at: now, last_in_flight: vec![now; self.settings.size] });
-        // The other ranks may have reported their waits before, and do not repeat a report unless they are
-        // asked.
-        let query = self.wait_query();
-        self.broadcast_control(&query, &[]);
+        // The other ranks may have reported their waits before, and repeat a report only if asked.
+        self.broadcast_control(&self.wait_query(), &[]);
     }
 
     /// Returns whether this rank must leave although operations are pending, because another rank waits for a
@@ -69,8 +66,7 @@ impl Engine {
         }
         if now >= finishing.wake_at() {
             finishing.queried_at = now;
-            let query = self.wait_query();
-            self.broadcast_control(&query, &[]);
+            self.broadcast_control(&self.wait_query(), &[]);
         }
         let Finishing { since, last_in_flight, .. } = self.lifecycle.finishing.as_ref()?;
         self.peers.iter().enumerate().find_map(|(rank, peer)| {
@@ -80,14 +76,10 @@ impl Engine {
                     peer.messages.has_message_for(&report.call)
                         || report.received_at < last_in_flight[rank] + SETTLE
                 }
-                _ => report.seq < self.collectives.next_seq(),
+                _ => report.seq < self.collectives.next_seq,
             };
             (report.awaits.contains(&self.settings.me) && !has_begun).then_some((rank, *since))
         })
-    }
-
-    fn destroyed(&self) -> CommError {
-        CommError::Destroyed { group: self.settings.name.clone() }
     }
 
     /// Sends a Goodbye frame to every peer and closes the channels and connections of the group.
@@ -97,8 +89,7 @@ impl Engine {
         }
         fault_point("leaving", 0, 0);
         if self.failure.is_none() {
-            let goodbye = self.frame(Kind::Goodbye, 0);
-            self.broadcast_control(&goodbye, &[]);
+            self.broadcast_control(&self.frame(Kind::Goodbye, 0), &[]);
         }
         let mut closing: Vec<ClosingConn> = Vec::new();
         for peer in &mut self.peers {

@@ -15,8 +15,7 @@ const YIELDS: u32 = 100;
 /// Most yields in a row that let no other thread run, if there are more ranks than cores. After so many, as a
 /// rule no other thread needs this core, and the awaited data comes from another core.
 const OVERSUBSCRIBED_IDLE_YIELDS: u32 = 30;
-/// Most yields in a row that let no other thread run, if the kernel does not give the core to another rank at
-/// a yield (autogroups).
+/// Most yields in a row that let no other thread run, if no other rank gets the core (autogroups).
 const SESSIONS_IDLE_YIELDS: u32 = 3;
 /// A yield that takes at least this long has let another thread run.
 const MIN_SWITCH_TIME: Duration = Duration::from_nanos(900);
@@ -113,7 +112,18 @@ impl WaitPolicy {
             Oversubscription::Cores => (0, OVERSUBSCRIBED_IDLE_YIELDS),
             Oversubscription::Sessions => (0, SESSIONS_IDLE_YIELDS),
         };
-        Self::of(oversubscription, Limits { spins, yields: YIELDS, idle_yields })
+        Self {
+            oversubscription,
+            limits: Limits { spins, yields: YIELDS, idle_yields },
+            spins: 0,
+            yields: 0,
+            idle_yields: 0,
+            switches: 0,
+            long_yields: 0,
+            without_yields: 0,
+            shares_core: false,
+            migrated_last: false,
+        }
     }
 
     /// Returns the policy for an inline call: instead of sleeping, the call becomes a queued operation, for
@@ -131,22 +141,7 @@ impl WaitPolicy {
                 Limits { spins: 0, yields: SESSIONS_IDLE_YIELDS, idle_yields: SESSIONS_IDLE_YIELDS }
             }
         };
-        Self { without_yields: self.without_yields, ..Self::of(self.oversubscription, limits) }
-    }
-
-    fn of(oversubscription: Oversubscription, limits: Limits) -> Self {
-        Self {
-            oversubscription,
-            limits,
-            spins: 0,
-            yields: 0,
-            idle_yields: 0,
-            switches: 0,
-            long_yields: 0,
-            without_yields: 0,
-            shares_core: false,
-            migrated_last: false,
-        }
+        Self { limits, without_yields: self.without_yields, ..Self::new(self.oversubscription) }
     }
 
     /// Notes whether a rank that this rank waits for runs on the same core, as far as is known.

@@ -1,5 +1,4 @@
-//! The waits of this rank: their deadlines, the reports of them to other ranks, and the reports of those
-//! ranks.
+//! The waits of this rank: their deadlines, and the reports of waits between the ranks.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -12,7 +11,7 @@ use super::missing::missing;
 use super::peer::Wait;
 use super::state::Engine;
 use crate::collectives::call::{Call, CallKind};
-use crate::error::cause::{Cause, MAX_REPORTED_RANKS, Report};
+use crate::error::cause::{Cause, MAX_REPORTED_RANKS};
 use crate::transport::frame::{Frame, Kind};
 
 /// Time without progress after which a rank reports to the other ranks which call it waits in. It is a
@@ -25,17 +24,16 @@ impl Engine {
     /// Returns the call that this rank waits in, and for which ranks: its first collective, else its
     /// messages. `None` if nothing is pending.
     fn current_wait(&self) -> Option<Wait> {
-        if let Some(first) = self.collectives.first() {
+        if let Some(first) = self.collectives.queue.front() {
             let awaits = first.awaited(self.settings.me, &self.peers).take(MAX_REPORTED_RANKS).collect();
-            return Some((first.execution.seq(), first.execution.call(), awaits));
+            return Some((first.seq, first.call, awaits));
         }
         let (_, call, _) = self.message_waits().next()?;
         let awaits: BTreeSet<usize> = self.message_waits().flat_map(|(.., awaits)| awaits).collect();
         Some((0, call, awaits.into_iter().take(MAX_REPORTED_RANKS).collect()))
     }
 
-    /// Returns the wait that this rank reports to another rank, which waits in a collective (`in_collective`)
-    /// or for messages.
+    /// Returns the wait that this rank reports to a rank in a collective (`in_collective`) or a message.
     ///
     /// If no caller waits for a pending operation, the program computes, and the other rank may wait for its
     /// next call: nothing is reported. But a pending collective is always reported to a rank that waits in a
@@ -55,18 +53,17 @@ impl Engine {
     /// Reports to all ranks which call this rank waits in, if it has waited for [`REPORT_DELAY`] and has not
     /// reported the same wait before.
     fn report_wait(&mut self, now: Instant) {
-        if self.report_wait_at().is_none_or(|at| now < at) {
-            return;
+        if self.report_wait_at().is_some_and(|at| now >= at)
+            && let Some(wait) = self.reportable_wait(true)
+            && self.waits.reported.as_ref() != Some(&wait)
+        {
+            let (frame, payload) = self.wait_report(&wait);
+            self.waits.reported = Some(wait);
+            self.broadcast_control(&frame, &payload);
         }
-        let wait = self.reportable_wait(true).filter(|wait| self.waits.reported.as_ref() != Some(wait));
-        let Some(wait) = wait else { return };
-        let (frame, payload) = self.wait_report(&wait);
-        self.waits.reported = Some(wait);
-        self.broadcast_control(&frame, &payload);
     }
 
-    /// Returns the time at which this rank reports its wait to the other ranks; `None` if data moves or
-    /// nothing is pending.
+    /// Returns when this rank reports its wait to the others; `None` if data moves or nothing is pending.
     fn report_wait_at(&self) -> Option<Instant> {
         Some(self.waits.stalled_since? + REPORT_DELAY.min(self.deadline_bounds()?.shortest / 4))
     }
@@ -74,22 +71,19 @@ impl Engine {
     /// Shortly before the deadline of a call, asks all ranks which calls they wait in. Their earlier reports
     /// may be out of date, and a rank that does not answer waits for no other rank.
     fn query_waits(&mut self, now: Instant) {
-        if self.deadline_bounds().is_none_or(|bounds| now < bounds.query_at) {
-            return;
-        }
         let due = |completion: &Completion| {
             now >= completion.query_at() && self.waits.queried_at.is_none_or(|at| at < completion.query_at())
         };
-        if self.completions().any(due) {
+        let may_be_due = self.deadline_bounds().is_some_and(|bounds| now >= bounds.query_at);
+        if may_be_due && self.completions().any(due) {
             self.waits.queried_at = Some(now);
-            let query = self.wait_query();
-            self.broadcast_control(&query, &[]);
+            self.broadcast_control(&self.wait_query(), &[]);
         }
     }
 
     /// Returns the frame that asks a rank which call it waits in.
     pub(super) fn wait_query(&self) -> Frame {
-        self.frame(Kind::StateQuery, u64::from(self.collectives.is_empty()))
+        self.frame(Kind::StateQuery, u64::from(self.collectives.queue.is_empty()))
     }
 
     /// Returns when a call times out: at its deadline, or later if this rank asked the other ranks late, so
@@ -101,11 +95,11 @@ impl Engine {
     }
 
     pub(super) fn completions(&self) -> impl Iterator<Item = &Completion> {
-        let collectives = self.collectives.iter().map(|collective| &*collective.completion);
+        let collectives = self.collectives.queue.iter().map(|collective| &*collective.completion);
         let messages = self.peers.iter().map(|peer| &peer.messages).filter(|messages| messages.is_busy());
         let messages = messages.flat_map(|messages| {
-            let sends = messages.sends.iter().map(|send| &*send.completion);
-            sends.chain(messages.recvs.iter().map(|recv| &*recv.completion))
+            let sends = messages.sends.iter().map(|send| &*send.posted.completion);
+            sends.chain(messages.recvs.iter().map(|recv| &*recv.posted.completion))
         });
         collectives.chain(messages).chain(self.any_source_completions())
     }
@@ -113,25 +107,15 @@ impl Engine {
     /// Returns lower bounds for all pending calls: of their timeouts, and of the times to ask other ranks
     /// what they wait in. `None` if no call is pending.
     pub(super) fn deadline_bounds(&self) -> Option<DeadlineBounds> {
-        let few = self
-            .collectives
-            .iter()
-            .map(|collective| &*collective.completion)
-            .chain(self.any_source_completions());
-        let few = few.map(|completion| DeadlineBounds {
-            shortest: completion.timeout,
-            query_at: completion.query_at(),
-        });
-        let all = few.chain(self.peers.iter().filter_map(|peer| peer.messages.deadline_bounds()));
-        all.reduce(|a, b| DeadlineBounds {
-            shortest: a.shortest.min(b.shortest),
-            query_at: a.query_at.min(b.query_at),
-        })
+        let collectives = self.collectives.queue.iter().map(|collective| &*collective.completion);
+        let few = collectives.chain(self.any_source_completions()).map(DeadlineBounds::of);
+        let messages = self.peers.iter().filter_map(|peer| peer.messages.deadline_bounds());
+        few.chain(messages).reduce(DeadlineBounds::min)
     }
 
     /// Returns the completions of receives from any rank, and of probes.
     pub(super) fn any_source_completions(&self) -> impl Iterator<Item = &Completion> {
-        let recvs = self.any_source.recvs.iter().map(|recv| &*recv.completion);
+        let recvs = self.any_source.recvs.iter().map(|recv| &*recv.posted.completion);
         recvs.chain(self.any_source.probes.iter().map(|probe| &*probe.completion))
     }
 
@@ -140,15 +124,16 @@ impl Engine {
         self.check_closed_peers(now);
         if let Some((awaited, timeout)) = self.overdue(now) {
             let (missing, after_ms) = (self.missing(&awaited), timeout.as_millis() as u64);
-            self.fail(Report::new(self.settings.me, Cause::Timeout { missing, after_ms }));
+            self.fail_for(Cause::Timeout { missing, after_ms });
         }
     }
 
     /// Returns the ranks that an overdue call waits for, and its timeout; `None` if no call is overdue.
     fn overdue(&self, now: Instant) -> Option<(Vec<usize>, Duration)> {
         let late = |completion: &Completion| now >= self.times_out_at(completion);
-        if let Some(first) = self.collectives.first()
-            && let Some(overdue) = self.collectives.iter().find(|collective| late(&collective.completion))
+        let queue = &self.collectives.queue;
+        if let Some(first) = queue.front()
+            && let Some(overdue) = queue.iter().find(|collective| late(&collective.completion))
         {
             let awaited = first.awaited(self.settings.me, &self.peers).collect();
             return Some((awaited, overdue.completion.timeout));
@@ -171,11 +156,12 @@ impl Engine {
         let candidates =
             move || (0..self.settings.size).filter(candidate).take(MAX_REPORTED_RANKS).collect::<Vec<_>>();
         let with = self.peers.iter().enumerate().flat_map(|(rank, peer)| {
-            let sends = peer.messages.sends.iter().map(|send| (&send.completion, send.call.as_send()));
-            let all = sends.chain(peer.messages.recvs.iter().map(|recv| (&recv.completion, recv.call)));
-            all.map(move |(completion, call)| (completion, call, vec![rank]))
+            let sends = peer.messages.sends.iter().map(|send| (&send.posted, send.posted.call.as_send()));
+            let all = sends.chain(peer.messages.recvs.iter().map(|recv| (&recv.posted, recv.posted.call)));
+            all.map(move |(posted, call)| (&posted.completion, call, vec![rank]))
         });
-        let open = self.any_source.recvs.iter().map(move |recv| (&recv.completion, recv.call, candidates()));
+        let open = self.any_source.recvs.iter().map(|recv| &recv.posted);
+        let open = open.map(move |posted| (&posted.completion, posted.call, candidates()));
         let probes = self.any_source.probes.iter().map(move |probe| {
             (&probe.completion, probe.call, probe.from.map_or_else(candidates, |from| vec![from]))
         });
@@ -185,14 +171,11 @@ impl Engine {
     /// Follows the waits that ranks have reported, from the ranks `awaited` on, and returns the ranks that do
     /// not answer: they hold up this rank.
     fn missing(&self, awaited: &[usize]) -> Vec<usize> {
-        // A report that came before this rank last asked may be out of date.
-        let answer = |rank: usize| {
-            self.peers[rank]
-                .wait_report
-                .as_ref()
-                .filter(|report| Some(report.received_at) >= self.waits.queried_at)
+        let waits = |rank: usize| {
+            let report = self.peers[rank].wait_report.as_ref()?;
+            // A report that came before this rank last asked may be out of date.
+            (Some(report.received_at) >= self.waits.queried_at).then_some(report.awaits.as_slice())
         };
-        let waits = |rank| answer(rank).map(|report| report.awaits.as_slice());
         missing(self.settings.me, awaited, waits).into_iter().take(MAX_REPORTED_RANKS).collect()
     }
 

@@ -13,15 +13,13 @@ use crate::transport::frame::CONTROL_PAYLOAD_BYTES;
 
 /// Maximum number of ranks that a failure report names.
 pub(crate) const MAX_REPORTED_RANKS: usize = 64;
-/// Maximum number of characters that a failure report keeps of a text from the program or the operating
-/// system.
+/// Maximum number of characters that a failure report keeps of a text.
 const TEXT_CHARS: usize = 256;
 
 /// True if the last group of this process that failed did so because another rank failed first.
 static IS_CONSEQUENCE: AtomicBool = AtomicBool::new(false);
 
-/// Returns true if a failure that this process reports now is most likely the consequence of another rank's
-/// failure.
+/// Returns true if a failure that this process reports now most likely follows from another rank's failure.
 pub(crate) fn is_consequence() -> bool {
     IS_CONSEQUENCE.load(Ordering::SeqCst)
 }

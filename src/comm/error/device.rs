@@ -1,6 +1,5 @@
 //! The reasons why a group cannot use devices.
 
-use std::fmt;
 use std::time::Duration;
 
 use crate::nccl::{NcclError, Version};
@@ -49,7 +48,7 @@ pub enum DeviceError {
         what: String,
     },
     /// The ranks have different versions of NCCL.
-    #[error("the ranks have different versions of NCCL: {}", Versions(ranks))]
+    #[error("the ranks have different versions of NCCL: {}", versions(ranks))]
     VersionMismatch {
         /// For each version, the lowest rank that has it, and the version.
         ranks: Vec<(usize, Version)>,
@@ -79,12 +78,7 @@ pub enum DeviceError {
     },
 }
 
-/// Prints the text of [`Display`](fmt::Display), since a `main` that returns the error prints it this way.
-impl fmt::Debug for DeviceError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
+convoke_env::debug_as_display!(DeviceError);
 
 impl DeviceError {
     /// Returns the rank to inspect first, if the error points to one.
@@ -108,15 +102,8 @@ impl DeviceError {
     }
 }
 
-/// Formats the list of versions, with a rank of each, for error messages.
-struct Versions<'a>(&'a [(usize, Version)]);
-
-impl fmt::Display for Versions<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, (rank, version)) in self.0.iter().enumerate() {
-            let before = if index == 0 { "" } else { ", " };
-            write!(f, "{before}rank {rank} has {version}")?;
-        }
-        Ok(())
-    }
+/// Lists the versions, with a rank of each.
+fn versions(ranks: &[(usize, Version)]) -> String {
+    let one = |(rank, version): &(usize, Version)| format!("rank {rank} has {version}");
+    ranks.iter().map(one).collect::<Vec<_>>().join(", ")
 }

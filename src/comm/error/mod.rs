@@ -22,8 +22,8 @@ pub(crate) use peer_misbehaved::{PeerMisbehaved, ReportError};
 
 /// The reason why a call failed.
 ///
-/// Some errors [end the group](Self::ends_group): every pending or later call, on every rank, then returns one
-/// common cause. The buffers of failed calls have unspecified contents. The other errors concern one call
+/// Some errors [end the group](Self::ends_group): every pending or later call, on every rank, then returns
+/// one common cause. The buffers of failed calls have unspecified contents. The other errors concern one call
 /// only.
 ///
 /// Variants, and their fields, may be added in later versions: match with `_` and `..`.
@@ -232,26 +232,21 @@ pub enum CommError {
     Store(#[from] StoreError),
 }
 
-/// Prints the text of [`Display`](fmt::Display), since Rust prints the `Debug` form of an error that `main`
-/// returns.
-impl fmt::Debug for CommError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
+convoke_env::debug_as_display!(CommError);
 
 impl CommError {
     /// Returns the rank to inspect first, if the error points to one.
     #[must_use]
     pub fn suspect_rank(&self) -> Option<usize> {
         match self {
-            Self::PeerLost { rank, .. } | Self::Mismatch { rank, .. } => Some(*rank),
+            Self::PeerLost { rank, .. }
+            | Self::Mismatch { rank, .. }
+            | Self::Aborted { by: rank, .. }
+            | Self::Exhausted { rank, .. }
+            | Self::Protocol { peer: rank, .. }
+            | Self::Truncated { from: rank, .. }
+            | Self::Object { rank, .. } => Some(*rank),
             Self::Timeout { missing: ranks, .. } | Self::Bootstrap { ranks, .. } => ranks.first().copied(),
-            Self::Aborted { by, .. } => Some(*by),
-            Self::Protocol { peer: rank, .. } | Self::Exhausted { rank, .. } | Self::Object { rank, .. } => {
-                Some(*rank)
-            }
-            Self::Truncated { from, .. } => Some(*from),
             #[cfg(feature = "nccl")]
             Self::Device(error) => error.suspect_rank(),
             _ => None,
@@ -300,6 +295,12 @@ impl CommError {
     pub(crate) fn system(what: &str, source: impl Into<io::Error>) -> Self {
         Self::System { what: what.to_owned(), source: source.into() }
     }
+}
+
+/// Returns [`CommError::InvalidArgument`] with the text of `otherwise` unless `condition` is true.
+#[inline]
+pub(crate) fn require(condition: bool, otherwise: impl FnOnce() -> String) -> Result<(), CommError> {
+    if condition { Ok(()) } else { Err(CommError::InvalidArgument(otherwise())) }
 }
 
 /// The way in which a rank was lost.

@@ -19,12 +19,10 @@ pub(crate) enum PeerMisbehaved {
     Call(#[from] CallError),
     #[error(transparent)]
     Report(#[from] ReportError),
-    /// A control frame of another generation or group.
     #[error("it sent a {kind:?} frame of another generation or group")]
     ForeignControl { kind: Kind },
     #[error("it sent a {kind:?} frame on the control connection")]
     NoControlFrame { kind: Kind },
-    /// The peer asks for a kind of connection that does not exist.
     #[error("it asks for connection kind {number}, which does not exist")]
     ConnectionKind { number: u64 },
     #[error("it sent a message of generation {generation}, group {group}")]

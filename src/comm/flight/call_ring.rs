@@ -37,6 +37,20 @@ impl Slot<'_> {
     pub(super) fn get(&self, index: usize) -> u64 {
         self.0[index].load(Ordering::Relaxed)
     }
+
+    /// Makes the lock odd, for call `number`, if the lock has the value `before`. Returns true if it had.
+    fn lock(&self, before: u64, number: u64) -> bool {
+        let lock = &self.0[layout::entry::LOCK];
+        let locked =
+            lock.compare_exchange(before, layout::lock(number) | 1, Ordering::Acquire, Ordering::Relaxed);
+        // Later memory writes must not be visible before the odd lock.
+        fence(Ordering::Release);
+        locked.is_ok()
+    }
+
+    fn unlock(&self, number: u64) {
+        self.0[layout::entry::LOCK].store(lock(number), Ordering::Release);
+    }
 }
 
 impl CallRing {
@@ -51,7 +65,7 @@ impl CallRing {
         ring
     }
 
-    /// Returns true if this process made the ring, false if it is a forked child of that process.
+    /// Returns false in a forked child of the process that made the ring.
     pub(super) fn is_own_process(&self) -> bool {
         self.forks == fork::fork_count()
     }
@@ -144,20 +158,4 @@ fn copy(from: &[AtomicU64], into: &mut [u64]) {
         }
     }
     into[0] |= 1;
-}
-
-impl Slot<'_> {
-    /// Makes the lock odd, for call `number`, if the lock has the value `before`. Returns true if it had.
-    fn lock(&self, before: u64, number: u64) -> bool {
-        let lock = &self.0[layout::entry::LOCK];
-        let locked =
-            lock.compare_exchange(before, layout::lock(number) | 1, Ordering::Acquire, Ordering::Relaxed);
-        // Later memory writes must not be visible before the odd lock.
-        fence(Ordering::Release);
-        locked.is_ok()
-    }
-
-    fn unlock(&self, number: u64) {
-        self.0[layout::entry::LOCK].store(lock(number), Ordering::Release);
-    }
 }

@@ -42,15 +42,9 @@ const MAX_FILES: u32 = 100;
 /// The longest time for which a failing operation waits until its recording is saved.
 const SAVE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The file of a recording.
+/// The file to which a recording in ordinary memory is saved.
 #[derive(Debug)]
 pub(super) struct RecordingFile {
-    /// The destination of a save; `None` if the file is mapped, or there is no folder.
-    save_to: Option<SaveTarget>,
-}
-
-#[derive(Debug)]
-struct SaveTarget {
     folder: PathBuf,
     name: String,
     /// The path of the saved file; `None` before the first save. Locked during a save.
@@ -59,14 +53,15 @@ struct SaveTarget {
 
 impl RecordingFile {
     /// Returns the memory of a new recording: zeroed words, mapped from a new file in `folder` if possible.
-    pub(super) fn open(folder: Option<PathBuf>, header: &Header) -> (&'static [AtomicU64], Self) {
+    /// Otherwise also returns the file to which to save them, if there is a folder.
+    pub(super) fn open(folder: Option<PathBuf>, header: &Header) -> (&'static [AtomicU64], Option<Self>) {
         let name = match header.rank {
             Some(rank) => format!("rank-{rank}.{}", header.process.pid),
             None => format!("pid-{}", header.process.pid),
         };
         if let Some(path) = &folder {
             match mapped(path, &name) {
-                Ok(words) => return (words, Self { save_to: None }),
+                Ok(words) => return (words, None),
                 Err(error) => {
                     log::warn!(
                         "cannot record calls in folder {}: {error}; they are recorded in memory",
@@ -78,17 +73,17 @@ impl RecordingFile {
         Self::in_memory(folder, name)
     }
 
-    pub(super) fn in_memory(folder: Option<PathBuf>, name: String) -> (&'static [AtomicU64], Self) {
+    pub(super) fn in_memory(folder: Option<PathBuf>, name: String) -> (&'static [AtomicU64], Option<Self>) {
         let words: Vec<AtomicU64> = (0..FILE_LEN).map(|_| AtomicU64::new(0)).collect();
-        let save_to = folder.map(|folder| SaveTarget { folder, name, path: Arc::default() });
-        (Box::leak(words.into_boxed_slice()), Self { save_to })
+        let file = folder.map(|folder| Self { folder, name, path: Arc::default() });
+        (Box::leak(words.into_boxed_slice()), file)
     }
 
-    /// Saves the recording to a file in the folder, or overwrites the earlier save. It does nothing if the
-    /// recording is a mapped file. It reports no errors and waits for at most a second, since the calling
-    /// operation is about to return an error and must not be delayed.
+    /// Saves the recording to a file in the folder, or overwrites the earlier save. It reports no errors and
+    /// waits for at most a second, since the calling operation is about to return an error and must not be
+    /// delayed.
     pub(super) fn save(&self, ring: &CallRing) {
-        let Some(SaveTarget { folder, name, path }) = &self.save_to else { return };
+        let Self { folder, name, path } = self;
         let (folder, name, path, bytes) = (folder.clone(), name.clone(), Arc::clone(path), ring.bytes());
         let (done, wait) = channel();
         let save = move || {

@@ -50,7 +50,8 @@ use file::RecordingFile;
 pub(crate) struct FlightRecorder {
     ring: CallRing,
     groups: Mutex<Groups>,
-    file: RecordingFile,
+    /// `None` if the recording is a mapped file, or there is no folder.
+    file: Option<RecordingFile>,
     /// One moment, read from `Instant` and as nanoseconds of CLOCK_MONOTONIC, to convert between the two.
     clock_origin: (Instant, u64),
 }
@@ -86,7 +87,11 @@ impl FlightRecorder {
         Self::with_memory(words, file, &header)
     }
 
-    fn with_memory(words: &'static [AtomicU64], file: RecordingFile, header: &Header) -> &'static Self {
+    fn with_memory(
+        words: &'static [AtomicU64],
+        file: Option<RecordingFile>,
+        header: &Header,
+    ) -> &'static Self {
         let ring = CallRing::new(words, header);
         let clock_origin = (Instant::now(), now_ns());
         Box::leak(Box::new(Self { ring, groups: Mutex::default(), file, clock_origin }))
@@ -219,20 +224,27 @@ impl GroupRecorder {
             Cause::Unauthorized { .. } => (CauseKind::Other, None),
         };
         let why = RecordedCause { kind, suspect: suspect.map(number), reported_by: number(report.by) };
+        self.end(GroupState::Failed, Some(why));
+    }
+
+    /// Records that the group has ended, in `state` if it had formed; only the first call counts.
+    fn end(&self, state: GroupState, cause: Option<RecordedCause>) {
         self.change(|group| {
-            let ended = match group.state {
+            group.state = match group.state {
                 GroupState::Forming => GroupState::Unformed,
-                GroupState::Formed => GroupState::Failed,
+                GroupState::Formed => state,
                 GroupState::Unformed | GroupState::Failed | GroupState::Left => return,
             };
-            (group.state, group.cause, group.ended_ns) = (ended, Some(why), now_ns());
+            (group.cause, group.ended_ns) = (cause, now_ns());
         });
     }
 
     /// Saves the recording to a file, unless it is in a mapped file. The caller does this when the group has
     /// failed.
     pub(crate) fn save(&self) {
-        self.recorder.file.save(&self.recorder.ring);
+        if let Some(file) = &self.recorder.file {
+            file.save(&self.recorder.ring);
+        }
     }
 
     /// Begins to record a call.
@@ -288,18 +300,13 @@ impl GroupRecorder {
 
 impl Drop for GroupRecorder {
     fn drop(&mut self) {
-        self.change(|group| match group.state {
-            GroupState::Forming => (group.state, group.ended_ns) = (GroupState::Unformed, now_ns()),
-            GroupState::Formed => (group.state, group.ended_ns) = (GroupState::Left, now_ns()),
-            GroupState::Unformed | GroupState::Failed | GroupState::Left => {}
-        });
+        self.end(GroupState::Left, None);
         if let Some(slot) = self.slot.filter(|_| self.recorder.ring.is_own_process()) {
             self.recorder.groups().slots[slot].1 = false;
         }
     }
 }
 
-/// A recorded call.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct CallRecord {
     ring: &'static CallRing,
@@ -336,7 +343,7 @@ impl CallRecord {
         self.change(|slot| {
             slot.set(layout::entry::RECEIVED, received_bytes);
             slot.set(layout::entry::RECEIVED + 1, sent_bytes);
-            slot.set(layout::entry::WAITING, layout::waiting(self.thread, count));
+            slot.set(layout::entry::WAITING, layout::pair(self.thread, count));
             for (index, pair) in peers.as_chunks::<2>().0.iter().enumerate() {
                 slot.set(layout::entry::WAITING + 1 + index, layout::pair(pair[0], pair[1]));
             }
@@ -394,7 +401,7 @@ fn header(env: Option<&WorkerEnv>) -> Header {
             &CallKind::ALL.map(CallKind::template),
             &Dtype::ALL.map(Dtype::name),
             &ReduceOp::ALL.map(ReduceOp::name),
-            &Algorithm::ALL.iter().map(|algorithm| algorithm.name()).collect::<Vec<_>>(),
+            &Algorithm::ALL.map(Algorithm::name),
         ),
     }
 }

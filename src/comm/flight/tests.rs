@@ -122,7 +122,7 @@ fn recording_and_error_describe_calls_alike() {
             }
         }
     }
-    for &algorithm in Algorithm::ALL {
+    for algorithm in Algorithm::ALL {
         assert_eq!(names.algorithm(algorithm as u8 + 1).as_deref(), Some(algorithm.name()));
     }
 }

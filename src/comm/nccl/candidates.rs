@@ -16,7 +16,6 @@ const SYSTEM: [&str; 3] = ["/usr/local", "/usr", "/opt/conda"];
 /// The folders of packages below `lib/python3.*`.
 const PACKAGES: [&str; 2] = ["site-packages", "dist-packages"];
 
-/// A place where the library may be.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Candidate {
     /// A name for the system's loader, or a path.

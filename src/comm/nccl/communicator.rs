@@ -4,7 +4,10 @@
 //! until [`Communicator::progress`] reports otherwise. The caller makes the device the current one of its
 //! thread.
 
+#![allow(unsafe_code)]
+
 use std::ffi::{CStr, c_int, c_void};
+use std::mem::ManuallyDrop;
 use std::ptr::{self, NonNull};
 
 use super::error::NcclError;
@@ -12,11 +15,10 @@ use super::free::{FreeCall, SetDevice};
 use super::functions::Functions;
 use super::library::Library;
 use super::types::{
-    Address, Comm, Config, DataType, HOST_IMMEDIATE, IN_PROGRESS, NcclCall, NcclFunction, RedOp, SUCCESS,
-    UniqueId,
+    Address, Comm, Config, DataType, HOST_IMMEDIATE, IN_PROGRESS, NO_COLOR, NcclCall, NcclFunction, RedOp,
+    SUCCESS, UniqueId,
 };
 
-/// The state of an NCCL call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Progress {
     Done,
@@ -26,13 +28,12 @@ pub(crate) enum Progress {
 /// A communicator. It is aborted when dropped, unless it was [destroyed](Self::destroy). Both wait for NCCL
 /// for at most a second.
 pub(crate) struct Communicator {
-    pub(super) functions: &'static Functions,
+    functions: &'static Functions,
     /// The handle; `None` once it is freed.
-    pub(super) handle: Option<NonNull<Comm>>,
-    pub(super) set_device: SetDevice,
+    handle: Option<NonNull<Comm>>,
+    set_device: SetDevice,
 }
 
-#[allow(unsafe_code)]
 // SAFETY: NCCL's communicators are not bound to a thread. It is not `Sync`: users that share one serialise
 // its calls by a lock.
 unsafe impl Send for Communicator {}
@@ -41,17 +42,28 @@ unsafe impl Send for Communicator {}
 #[derive(Debug)]
 pub(crate) struct RegistrationHandle(NonNull<c_void>);
 
-#[allow(unsafe_code)]
 // SAFETY: a handle that only NCCL reads.
 unsafe impl Send for RegistrationHandle {}
+
+/// A split in progress: NCCL writes the new communicator to `into` when the split is done.
+pub(crate) struct PendingSplit {
+    functions: &'static Functions,
+    set_device: SetDevice,
+    /// The destination of NCCL's write, whose address stays fixed. If the split is abandoned, NCCL may still
+    /// write there: 8 bytes are leaked, once for each group that fails so.
+    into: ManuallyDrop<Box<*mut Comm>>,
+}
+
+// SAFETY: as for a communicator. NCCL writes `into` before the parent reports that it is done, and it is read
+// only then.
+unsafe impl Send for PendingSplit {}
 
 impl Library {
     /// Creates a unique id for a group. One rank creates it and sends it to the other ranks.
     pub(crate) fn unique_id(&'static self) -> Result<UniqueId, NcclError> {
         let mut id = UniqueId([0; 128]);
-        let functions = self.functions();
+        let functions = &self.functions;
         // SAFETY: writes 128 bytes.
-        #[allow(unsafe_code)]
         let result = unsafe { (functions.get_unique_id)(&raw mut id) };
         check(functions, "ncclGetUniqueId", result, ptr::null_mut()).map(|_| id)
     }
@@ -65,20 +77,11 @@ impl Library {
         rank: usize,
         set_device: SetDevice,
     ) -> Result<(Communicator, Progress), NcclError> {
-        let functions = self.functions();
-        let mut handle = ptr::null_mut();
-        let mut config = Config::nonblocking();
+        let functions = &self.functions;
+        let (mut handle, mut config) = (ptr::null_mut(), Config::nonblocking());
+        let (begin, size, rank) = (functions.comm_init_rank_config, size as c_int, rank as c_int);
         // SAFETY: NCCL copies `config` and writes the handle before it returns.
-        #[allow(unsafe_code)]
-        let result = unsafe {
-            (functions.comm_init_rank_config)(
-                &raw mut handle,
-                size as c_int,
-                id,
-                rank as c_int,
-                &raw mut config,
-            )
-        };
+        let result = unsafe { begin(&raw mut handle, size, id, rank, &raw mut config) };
         const NAME: &str = "ncclCommInitRankConfig";
         let progress = check(functions, NAME, result, ptr::null_mut())?;
         let handle = NonNull::new(handle).ok_or_else(|| NcclError::empty_result(NAME))?;
@@ -86,7 +89,6 @@ impl Library {
     }
 }
 
-#[allow(unsafe_code)]
 impl Communicator {
     /// Returns whether the last call on this communicator is done.
     pub(crate) fn progress(&self) -> Result<Progress, NcclError> {
@@ -203,12 +205,33 @@ impl Communicator {
         Ok(NonNull::new(handle).map(RegistrationHandle))
     }
 
-    /// Deregisters memory.
     pub(crate) fn deregister(&self, registered: RegistrationHandle) {
         if let Some(deregister) = self.functions.comm_deregister {
             // SAFETY: from `register` of this communicator, and used once.
             let _ = unsafe { deregister(self.raw(), registered.0.as_ptr()) };
         }
+    }
+
+    /// Begins to split this communicator: ranks with the same color get one new communicator, in the order of
+    /// their keys. All ranks call it; those that want no communicator pass `None`. When [`Self::progress`] of
+    /// this communicator reports that the split is done, [`PendingSplit::into_communicator`] returns the new
+    /// one.
+    ///
+    /// The result of this call does not tell whether the split is done: only `progress` does.
+    pub(crate) fn begin_split(
+        &self,
+        color_and_key: Option<(usize, usize)>,
+    ) -> Result<PendingSplit, NcclError> {
+        let mut into = Box::new(ptr::null_mut());
+        let mut config = Config::nonblocking();
+        let (color, key) = color_and_key.map_or((NO_COLOR, 0), |(color, key)| (color as c_int, key as c_int));
+        // SAFETY: NCCL copies `config`, and writes to `into` until it reports that it is done. `PendingSplit`
+        // keeps `into` until then.
+        let result =
+            unsafe { (self.functions.comm_split)(self.raw(), color, key, &raw mut *into, &raw mut config) };
+        self.check("ncclCommSplit", result)?;
+        let (set_device, into) = (self.set_device.clone(), ManuallyDrop::new(into));
+        Ok(PendingSplit { functions: self.functions, set_device, into })
     }
 
     /// Begins an orderly shutdown, in which enqueued operations are carried out. Call [`Self::progress`]
@@ -237,12 +260,22 @@ impl Communicator {
 
     /// Returns the handle for a call of NCCL. It is valid: only `free_with` takes it, and that is called by
     /// functions that consume the communicator, and by `drop`.
-    pub(super) fn raw(&self) -> *mut Comm {
+    fn raw(&self) -> *mut Comm {
         self.handle.map_or(ptr::null_mut(), NonNull::as_ptr)
     }
 
-    pub(super) fn check(&self, function: &'static str, result: c_int) -> Result<Progress, NcclError> {
+    fn check(&self, function: &'static str, result: c_int) -> Result<Progress, NcclError> {
         check(self.functions, function, result, self.raw())
+    }
+}
+
+impl PendingSplit {
+    /// Returns the new communicator; `None` for a rank without a color. Call it only when the parent
+    /// communicator reports that the split is done.
+    pub(crate) fn into_communicator(self) -> Option<Communicator> {
+        let Self { functions, set_device, into } = self;
+        let handle = Some(NonNull::new(*ManuallyDrop::into_inner(into))?);
+        Some(Communicator { functions, handle, set_device })
     }
 }
 
@@ -257,7 +290,6 @@ impl Drop for CreatedReduction<'_> {
     fn drop(&mut self) {
         if let Some(communicator) = self.owner {
             // SAFETY: made by this communicator, and used for the last time.
-            #[allow(unsafe_code)]
             let _ = unsafe { (communicator.functions.red_op_destroy)(self.number, communicator.raw()) };
         }
     }
@@ -269,8 +301,6 @@ impl Drop for Communicator {
     }
 }
 
-/// Turns a result code into an error.
-#[allow(unsafe_code)]
 fn check(
     functions: &Functions,
     function: &'static str,
@@ -292,7 +322,6 @@ fn check(
 
 /// # Safety
 /// `at` is null or points to a text that ends with a zero byte.
-#[allow(unsafe_code)]
 unsafe fn text(at: *const std::ffi::c_char) -> Option<String> {
     if at.is_null() {
         return None;

@@ -42,7 +42,7 @@ pub enum NcclError {
     #[error(
         "NCCL was not found{}; install it (pip install nvidia-nccl-cu13, or apt-get install libnccl2), or say where it is \
          in {}",
-        Tried(tried),
+        display_tried(tried),
         candidates::LIBRARY_VARIABLE
     )]
     NotFound {
@@ -66,7 +66,7 @@ pub enum NcclError {
         what: String,
     },
     /// A call failed.
-    #[error("{function}: {what}{}", Detail(detail.as_deref()))]
+    #[error("{function}: {what} ({})", detail.as_deref().unwrap_or("set NCCL_DEBUG=WARN for more details"))]
     Call {
         /// The name of the function.
         function: &'static str,
@@ -77,12 +77,7 @@ pub enum NcclError {
     },
 }
 
-/// Prints the text of [`Display`](fmt::Display), since a `main` that returns the error prints it this way.
-impl fmt::Debug for NcclError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(self, f)
-    }
-}
+convoke_env::debug_as_display!(NcclError);
 
 impl NcclError {
     /// The error for a call that reported success but returned nothing.
@@ -91,24 +86,10 @@ impl NcclError {
     }
 }
 
-/// NCCL's last error message, for display.
-struct Detail<'a>(Option<&'a str>);
-
-impl fmt::Display for Detail<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            Some(detail) => write!(f, " ({detail})"),
-            None => write!(f, " (set NCCL_DEBUG=WARN for more details)"),
-        }
-    }
-}
-
 /// The places that were tried, for display.
-struct Tried<'a>(&'a [(PathBuf, String)]);
-
-impl fmt::Display for Tried<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (index, (place, said)) in self.0.iter().enumerate() {
+fn display_tried(tried: &[(PathBuf, String)]) -> impl fmt::Display {
+    fmt::from_fn(move |f| {
+        for (index, (place, said)) in tried.iter().enumerate() {
             let before = if index == 0 { ": tried" } else { "," };
             // The system's message usually begins with the path.
             match said.strip_prefix(&*place.to_string_lossy()) {
@@ -117,5 +98,5 @@ impl fmt::Display for Tried<'_> {
             }
         }
         Ok(())
-    }
+    })
 }

@@ -1,7 +1,6 @@
 //! Frees communicators with a bounded wait.
 
 use std::ffi::c_int;
-use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,7 +13,6 @@ use super::types::Comm;
 /// The longest time to wait for NCCL to free a communicator.
 pub(crate) const FREE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// The number of threads that free a communicator.
 static FREEING: AtomicUsize = AtomicUsize::new(0);
 
 /// Returns whether a thread of this process frees a communicator.
@@ -23,20 +21,7 @@ pub(crate) fn is_freeing() -> bool {
 }
 
 /// Makes the communicator's device the current one of a thread. Returns whether it could.
-#[derive(Clone)]
-pub(crate) struct SetDevice(Arc<dyn Fn() -> bool + Send + Sync>);
-
-impl SetDevice {
-    pub(crate) fn new(set_device: impl Fn() -> bool + Send + Sync + 'static) -> Self {
-        Self(Arc::new(set_device))
-    }
-}
-
-impl fmt::Debug for SetDevice {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("SetDevice")
-    }
-}
+pub(crate) type SetDevice = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// The call that frees a communicator: `ncclCommDestroy` or `ncclCommAbort`.
 pub(super) struct FreeCall {
@@ -54,7 +39,7 @@ impl FreeCall {
     /// as in a process that exits, since NCCL cannot free a communicator then.
     pub(super) fn run_here(self) {
         FREEING.fetch_add(1, Ordering::SeqCst);
-        if (self.set_device.0)() {
+        if (self.set_device)() {
             // SAFETY: the handle is valid, and used for the last time.
             #[allow(unsafe_code)]
             let _ = unsafe { (self.call)(self.handle.as_ptr()) };

@@ -1,5 +1,7 @@
 //! Finds NCCL and opens it.
 
+#![allow(unsafe_code)]
+
 use std::ffi::c_int;
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -16,7 +18,7 @@ use super::types::SUCCESS;
 pub struct Library {
     path: PathBuf,
     version: Version,
-    functions: Functions,
+    pub(super) functions: Functions,
     _handle: Handle,
 }
 
@@ -48,7 +50,6 @@ impl Library {
             }
             // SAFETY: opening a library runs its initialisers. Its name says that it is NCCL, which every
             // program that links it relies on too.
-            #[allow(unsafe_code)]
             let opened = unsafe { Handle::open(Some(&candidate.path), RTLD_NOW | RTLD_LOCAL) };
             match opened {
                 Ok(handle) => match Self::from_handle(handle, &candidate.path) {
@@ -66,13 +67,11 @@ impl Library {
     fn from_handle(handle: Handle, path: &Path) -> Result<Self, NcclError> {
         let unusable = |what: String| NcclError::Unusable { path: path.to_owned(), what };
         // SAFETY: the library has the name of NCCL, so this is the function of `nccl.h`.
-        #[allow(unsafe_code)]
         let get_version =
             unsafe { handle.get::<unsafe extern "C" fn(*mut c_int) -> c_int>(b"ncclGetVersion") };
         let get_version = *get_version.map_err(|_| unusable("it has no ncclGetVersion".to_owned()))?;
         let mut code = 0;
         // SAFETY: writes one number.
-        #[allow(unsafe_code)]
         let result = unsafe { get_version(&raw mut code) };
         let version = Version::from_code(code).filter(|_| result == SUCCESS);
         let version = version.ok_or_else(|| unusable(format!("it reports the invalid version {code}")))?;
@@ -85,15 +84,10 @@ impl Library {
         }
         // SAFETY: the library is NCCL 2, whose versions only add functions to `nccl.h`: those that it has are
         // of the types that `Functions` declares.
-        #[allow(unsafe_code)]
         let functions = unsafe { Functions::load(&handle) };
         let functions = functions.map_err(|absent| unusable(format!("it has no {absent}")))?;
         let path = file_at(get_version as usize).unwrap_or_else(|| path.to_owned());
         Ok(Self { path, version, functions, _handle: handle })
-    }
-
-    pub(super) fn functions(&self) -> &Functions {
-        &self.functions
     }
 
     /// Returns the path of the library file.

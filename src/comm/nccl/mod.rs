@@ -2,12 +2,12 @@
 //!
 //! ```text
 //! candidates ─► library ─► functions, types, error
-//!              └► communicator ─► split, free
+//!              └► communicator ─► free
 //! ```
 //!
 //! `candidates` (pure) lists where the library may be. `library` opens the first that exists, is new enough
 //! and has all functions. `types` (pure) has the needed part of the header. `communicator` makes the calls,
-//! `split` splits a communicator, `free` frees it. Nothing here depends on groups.
+//! `free` frees a communicator. Nothing here depends on groups.
 
 mod candidates;
 mod communicator;
@@ -15,7 +15,6 @@ mod error;
 mod free;
 mod functions;
 mod library;
-mod split;
 #[cfg(test)]
 mod tests;
 mod types;

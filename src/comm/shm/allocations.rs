@@ -44,14 +44,15 @@ pub(super) struct PublishedLocation {
 pub(super) struct Exposure {
     allocation: Arc<Allocation>,
     at: usize,
-    bytes: usize,
-    ended: bool,
+    pub(super) bytes: usize,
+    /// Set when no rank writes to the elements any more.
+    pub(super) ended: bool,
 }
 
 /// The elements of all ranks in one collective call that reduces in place.
 #[derive(Debug)]
 pub(super) struct Direct {
-    exposure: Exposure,
+    pub(super) exposure: Exposure,
     /// The offsets in the allocation at which each rank's elements begin, by local rank.
     starts: Vec<usize>,
 }
@@ -107,9 +108,8 @@ impl Exposure {
         }
         let start = |(local_rank, location): (usize, &PublishedLocation)| {
             let region = self.allocation.regions.get(local_rank).ok_or(local_rank)?;
-            let at = usize::try_from(location.at)
-                .ok()
-                .filter(|at| at.checked_add(self.bytes).is_some_and(|end| end <= region.len()));
+            let fits = |at: &usize| at.checked_add(self.bytes).is_some_and(|end| end <= region.len());
+            let at = usize::try_from(location.at).ok().filter(fits);
             at.map(|at| region.start + at).ok_or(local_rank)
         };
         let starts = locations.iter().enumerate().map(start).collect::<Result<_, _>>()?;
@@ -127,19 +127,9 @@ impl Drop for Exposure {
 }
 
 impl Direct {
-    /// Bytes of each rank's elements.
-    pub(super) fn bytes(&self) -> usize {
-        self.exposure.bytes
-    }
-
     /// Returns the `bytes` bytes from offset `at` of the elements of the rank `local_rank` of the host.
     pub(super) fn view(&self, local_rank: usize, at: usize, bytes: usize) -> View<'_> {
         debug_assert!(at + bytes <= self.exposure.bytes);
         self.exposure.allocation.segment.view(self.starts[local_rank] + at, bytes)
-    }
-
-    /// Marks the call as ended on all ranks, so that no rank writes to this rank's elements any more.
-    pub(super) fn end(&mut self) {
-        self.exposure.ended = true;
     }
 }

@@ -73,11 +73,7 @@ impl HostMemory {
 
     /// Compares call `number` of `rank` with this rank's call, described by `ours`. `seq` is the sequence
     /// number of this rank's call among the group's collectives. Returns false if `rank` has not made the
-    /// call yet.
-    ///
-    /// # Errors
-    ///
-    /// The rank's call differs from this rank's: call `number` itself, or an earlier one.
+    /// call yet, and an error if its call `number`, or an earlier one, differs from this rank's.
     #[inline]
     pub(super) fn match_call(
         &mut self,
@@ -126,21 +122,20 @@ impl HostMemory {
     /// Returns the earliest call of `rank`, up to `number`, that differs from this rank's call of the same
     /// number. Only calls whose slots were not reused can be compared.
     fn first_difference(&mut self, rank: usize, number: u32) -> Option<Header> {
-        let last = (0..SLOTS).map(|back| number.wrapping_sub(back)).filter(|&number| self.has_slots(number));
-        let last: Vec<u32> = last.collect();
-        let differ = last.into_iter().filter_map(|number| {
+        (0..SLOTS).rev().map(|back| number.wrapping_sub(back)).find_map(|number| {
+            if !self.has_slots(number) {
+                return None;
+            }
             let (theirs, ours) = (self.header(rank, number)?, self.header(self.me, number)?);
             (theirs.call != ours.call || theirs.seq != ours.seq).then_some(theirs)
-        });
-        differ.last()
+        })
     }
 
     /// Returns the location of its elements that `rank` published for call `number`, which the rank has made.
     pub(super) fn published_location(&self, rank: usize, number: u32) -> PublishedLocation {
         let mut bytes = [0; PublishedLocation::BYTES];
-        self.segment
-            .view(self.layout.slot(rank, number) + INLINE_OFFSET, PublishedLocation::BYTES)
-            .read(&mut bytes);
+        let at = self.layout.slot(rank, number) + INLINE_OFFSET;
+        self.segment.view(at, PublishedLocation::BYTES).read(&mut bytes);
         PublishedLocation::decode(bytes)
     }
 
@@ -149,7 +144,6 @@ impl HostMemory {
         self.doorbells.wake_all();
     }
 
-    /// Returns whether the counter of `rank` has reached `count`.
     fn has_reached(&mut self, rank: usize, counter: Counter, count: u64) -> bool {
         let known = &mut self.peers.counters[counter as usize][rank];
         if *known < count {

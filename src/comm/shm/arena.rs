@@ -1,9 +1,9 @@
 //! The memory of the groups that the ranks of a host make from their first group: parts of one sparse memory
 //! file, so that a group needs no descriptor and no exchange of descriptors.
 //!
-//! Each rank of the first group owns a range of the file, and gives out parts of it, each once. The first rank
-//! of a group on its host says which of its parts the group uses. The pages of a part are allocated before
-//! they are used, and freed when all ranks of the group have closed the part.
+//! Each rank of the first group owns a range of the file, and gives out parts of it, each once. The first
+//! rank of a group on its host says which of its parts the group uses. The pages of a part are allocated
+//! before they are used, and freed when all ranks of the group have closed the part.
 
 use std::io;
 use std::ops::Range;
@@ -38,7 +38,6 @@ pub(crate) struct Part {
 }
 
 impl Arena {
-    /// Creates the memory file of an arena.
     pub(super) fn create() -> io::Result<OwnedFd> {
         segment::create_sparse(BYTES)
     }
@@ -46,7 +45,7 @@ impl Arena {
     /// Makes the arena of a host of `ranks` ranks from its memory file.
     pub(super) fn new(memory: OwnedFd, ranks: usize) -> io::Result<Self> {
         segment::check_sealed(&memory, BYTES)?;
-        let part_bytes = Layout::sparse(ranks).bytes().next_power_of_two();
+        let part_bytes = Layout::sparse(ranks).bytes.next_power_of_two();
         Ok(Self { memory, part_bytes, reserved: AtomicU64::new(0) })
     }
 
@@ -58,22 +57,19 @@ impl Arena {
     }
 
     /// Maps part `number` of the rank `owner` of the host, for a group of `ranks` ranks, and allocates the
-    /// first pages.
-    ///
-    /// # Errors
-    ///
-    /// The machine or the control group does not have enough memory, or there is no such part.
+    /// first pages. Fails if the machine or the control group does not have enough memory, or there is no
+    /// such part.
     pub(crate) fn map(self: &Arc<Self>, owner: usize, number: u64, ranks: usize) -> io::Result<Segment> {
         let (layout, number) = (Layout::sparse(ranks), usize::try_from(number).unwrap_or(usize::MAX));
         let is_valid =
-            layout.bytes() <= self.part_bytes && owner < MAX_RANKS && number < RANK_BYTES / self.part_bytes;
+            layout.bytes <= self.part_bytes && owner < MAX_RANKS && number < RANK_BYTES / self.part_bytes;
         if !is_valid {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let at = owner * RANK_BYTES + number * self.part_bytes;
         let part = Part { arena: Arc::clone(self), at, layout };
         part.commit(layout.first_pages())?;
-        Segment::map_range(&self.memory, at, layout.bytes(), Some(part))
+        Segment::map_range(&self.memory, at, layout.bytes, Some(part))
     }
 }
 
@@ -85,14 +81,14 @@ impl Part {
     /// Notes that this rank closes the part, which it has mapped as `segment`. Returns whether it is the last
     /// rank to do so.
     pub(super) fn close(&self, segment: &Segment) -> bool {
-        let before = segment.word(Layout::closed_count()).fetch_add(1, Ordering::AcqRel);
-        before + 1 == self.layout.ranks() as u64
+        let before = segment.word(Layout::CLOSED_COUNT).fetch_add(1, Ordering::AcqRel);
+        before + 1 == self.layout.ranks as u64
     }
 
     /// Frees the pages, which no rank has mapped any more.
     pub(super) fn free(&self) {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        let (at, bytes) = (self.at as u64, self.layout.bytes() as u64);
+        let (at, bytes) = (self.at as u64, self.layout.bytes as u64);
         if let Err(error) = rustix::fs::fallocate(self.arena.memory.as_fd(), flags, at, bytes) {
             log::warn!("cannot free the shared memory of a group: {error}");
         }
@@ -117,9 +113,9 @@ mod tests {
         assert_eq!(allocated(&arena), 2 * first);
         one[0].commit(Layout::sparse(2).all_rounds(1)).unwrap();
         assert!(allocated(&arena) > 2 << 20);
-        one[0].word(Layout::failure_flag()).store(5, Ordering::Relaxed);
-        assert_eq!(one[1].word(Layout::failure_flag()).load(Ordering::Relaxed), 5);
-        assert_eq!(other.word(Layout::failure_flag()).load(Ordering::Relaxed), 0);
+        one[0].word(Layout::FAILURE_FLAG).store(5, Ordering::Relaxed);
+        assert_eq!(one[1].word(Layout::FAILURE_FLAG).load(Ordering::Relaxed), 5);
+        assert_eq!(other.word(Layout::FAILURE_FLAG).load(Ordering::Relaxed), 0);
         let [a, b] = one;
         drop(a);
         assert!(allocated(&arena) > 2 << 20, "a rank still uses it");

@@ -15,7 +15,6 @@ use crate::collectives::plan::Plan;
 use crate::error::{ExecutionError, PeerMisbehaved};
 use crate::fault::fault_point;
 
-/// A collective in progress through shared memory.
 #[derive(Debug)]
 pub(crate) struct ShmCollective {
     pub(crate) call: Call,
@@ -29,15 +28,14 @@ pub(crate) struct ShmCollective {
     more: bool,
     /// The number of ranks whose call was found equal to this rank's so far.
     matched: usize,
-    finished: bool,
+    pub(crate) finished: bool,
     /// If set, a reduction has failed. Some elements may have been added already and must not be added again.
     broken: bool,
     /// This rank's elements in a shared allocation, until all ranks have decided whether to reduce in place.
     /// If they do, `direct` has the elements of all ranks.
     exposure: Option<Exposure>,
     direct: Option<Direct>,
-    /// The ranks that the collective waits for.
-    waits: AwaitedRanks,
+    pub(crate) waits: AwaitedRanks,
     published: u64,
     fetched: u64,
 }
@@ -69,13 +67,9 @@ impl ShmCollective {
         kernel: Option<Kernel>,
         broken: bool,
     ) -> Self {
-        let mut collective = Self::with_schedule(
-            memory,
-            (call, small.seq),
-            (buffer, kernel),
-            small.schedule.clone(),
-            small.call_number,
-        );
+        let (schedule, number) = (small.schedule.clone(), small.call_number);
+        let mut collective =
+            Self::with_schedule(memory, (call, small.seq), (buffer, kernel), schedule, number);
         collective.more = collective.schedule.batch(0, &mut collective.steps);
         collective.batch = 1;
         let announced = collective.steps.iter().position(|step| *step == ScheduleStep::Announce);
@@ -112,10 +106,6 @@ impl ShmCollective {
         }
     }
 
-    pub(crate) fn is_finished(&self) -> bool {
-        self.finished
-    }
-
     /// The bytes fetched or reduced so far, and in total.
     pub(crate) fn received(&self) -> (u64, u64) {
         (self.fetched, self.schedule.volume().1)
@@ -124,11 +114,6 @@ impl ShmCollective {
     /// Bytes published so far, and in total.
     pub(crate) fn sent(&self) -> (u64, u64) {
         (self.published, self.schedule.volume().0)
-    }
-
-    /// The ranks that the collective waits for.
-    pub(crate) fn awaited(&self) -> impl Iterator<Item = usize> + '_ {
-        self.waits.iter().copied()
     }
 
     /// Does all steps that are possible now, at most one batch. Returns whether it did any step.
@@ -142,7 +127,7 @@ impl ShmCollective {
             if self.next_step == self.steps.len() {
                 if !self.more {
                     if let Some(direct) = &mut self.direct {
-                        direct.end();
+                        direct.exposure.ended = true;
                     }
                     self.buffer.finish();
                     self.finished = true;
@@ -180,12 +165,9 @@ impl ShmCollective {
             ScheduleStep::Announce => {
                 let location =
                     self.exposure.as_ref().map_or(PublishedLocation::default(), Exposure::location);
-                memory.announce(
-                    self.call_number.number,
-                    &self.call_number.header,
-                    self.schedule.may_be_direct().then_some(location),
-                );
-                memory.wake_sleepers();
+                let location = self.schedule.may_be_direct().then_some(location);
+                memory.announce(self.call_number.number, &self.call_number.header, location);
+                memory.doorbells.wake_all();
                 fault_point("sent", self.seq, self.published as usize);
             }
             ScheduleStep::MatchCall(peers) => return self.match_calls(memory, peers),
@@ -285,14 +267,10 @@ impl ShmCollective {
 
     /// The location at which `rank` publishes the byte `at` of an area.
     fn location(&self, rank: usize, area: Area, at: usize) -> Location {
+        let CallNumber { number, position, round_bytes, .. } = self.call_number;
         let area = match area {
-            Area::Slot => AreaAddress::Slot {
-                number: self.call_number.number,
-                inline: self.schedule.fits_in(INLINE_BYTES),
-            },
-            Area::Round(round) => {
-                AreaAddress::Round(self.call_number.position + round * self.call_number.round_bytes)
-            }
+            Area::Slot => AreaAddress::Slot { number, inline: self.schedule.fits_in(INLINE_BYTES) },
+            Area::Round(round) => AreaAddress::Round(position + round * round_bytes),
         };
         Location { rank, at, area }
     }

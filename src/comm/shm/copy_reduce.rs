@@ -4,6 +4,7 @@ use std::cell::Cell;
 use std::ops::Range;
 
 use super::allocations::Direct;
+use super::layout::{INLINE_OFFSET, ROUND_BYTES, SLOT_HEADER};
 use super::schedule::CACHED_BYTES;
 use super::segment::View;
 use super::{HostMemory, write};
@@ -75,12 +76,16 @@ pub(super) enum AreaAddress {
 
 impl Location {
     fn view(self, memory: &HostMemory, bytes: usize) -> View<'_> {
-        match self.area {
+        let start = match self.area {
             AreaAddress::Slot { number, inline } => {
-                memory.slot_view(self.rank, number, inline, self.at, bytes)
+                memory.layout.slot(self.rank, number) + if inline { INLINE_OFFSET } else { SLOT_HEADER }
             }
-            AreaAddress::Round(position) => memory.round_view(self.rank, position, self.at, bytes),
-        }
+            AreaAddress::Round(position) => {
+                debug_assert!(self.at + bytes <= ROUND_BYTES);
+                memory.layout.round(self.rank, position)
+            }
+        };
+        memory.segment.view(start + self.at, bytes)
     }
 
     fn at_rank(self, rank: usize, further: usize) -> Self {
@@ -102,10 +107,8 @@ pub(super) fn publish(
         if bytes.is_empty() {
             break;
         }
-        location
-            .at_rank(location.rank, range.start - start)
-            .view(memory, bytes.len())
-            .write_with(&memory.store_policies.for_all, bytes);
+        let into = location.at_rank(location.rank, range.start - start).view(memory, bytes.len());
+        into.write_with(&memory.store_policy, bytes);
         range.start += bytes.len();
     }
     range.start - start
@@ -134,11 +137,8 @@ pub(super) fn fetch(
 
 /// Reduces the contributions of all ranks: those of other ranks at `location` in each rank's shared memory,
 /// this rank's own in `range` of `elements`. The result replaces `range`. If `publishes` is set, it is also
-/// written to `location` in this rank's shared memory. Returns the bytes of one contribution.
-///
-/// # Errors
-///
-/// The error of the program's reduction function.
+/// written to `location` in this rank's shared memory. Returns the bytes of one contribution, or the error of
+/// the program's reduction function.
 pub(super) fn reduce(
     memory: &mut HostMemory,
     elements: &mut impl Elements,
@@ -161,9 +161,8 @@ pub(super) fn reduce(
             |rank: usize, at: usize, len: usize| location_at(rank, at).view(host, len).source();
         let publish_sums = |at: usize, sums: &[u8]| {
             if publishes {
-                non_temporal |= location_at(host.me, at)
-                    .view(host, sums.len())
-                    .write_part(&host.store_policies.for_all, sums);
+                let into = location_at(host.me, at).view(host, sums.len());
+                non_temporal |= into.write_part(&host.store_policy, sums);
             }
         };
         result = kernel.reduce_all(ranks, &mut own, &mut scratch, contribution, publish_sums);
@@ -177,11 +176,7 @@ pub(super) fn reduce(
 }
 
 /// Reduces `range` of the elements of all ranks, which are in one shared allocation, and writes the result to
-/// the elements of every rank. Returns the bytes of one contribution.
-///
-/// # Errors
-///
-/// The error of the program's reduction function.
+/// the elements of every rank. Returns what [`reduce`] returns.
 pub(super) fn reduce_direct(
     memory: &mut HostMemory,
     elements: &mut impl Elements,
@@ -189,14 +184,14 @@ pub(super) fn reduce_direct(
     direct: &Direct,
 ) -> Result<usize, String> {
     let ranks = Contributors { count: memory.ranks.len(), me: memory.me };
-    let (policies, mut non_temporal) = (&memory.store_policies.for_rank, false);
+    let (policies, mut non_temporal) = (&memory.rank_policies, false);
     let (mut own, Some(kernel)) = elements.operands(range.clone()) else { return Ok(0) };
     debug_assert_eq!(own.len(), range.len());
     let contribution = |rank: usize, at: usize, len: usize| direct.view(rank, range.start + at, len).source();
     let publish_sums = |at: usize, sums: &[u8]| {
         for rank in (0..ranks.count).filter(|&rank| rank != ranks.me) {
             let into = direct.view(rank, range.start + at, sums.len());
-            if direct.bytes() <= CACHED_BYTES {
+            if direct.exposure.bytes <= CACHED_BYTES {
                 non_temporal |= into.write_part(&policies[rank], sums);
             } else {
                 into.write_without_prefetch(sums);

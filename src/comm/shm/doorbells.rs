@@ -12,13 +12,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use super::layout::Layout;
 use super::segment::{Segment, full_fence};
 
-/// The doorbells of the ranks of a host.
 #[derive(Debug)]
 pub(crate) struct Doorbells {
-    segment: Arc<Segment>,
-    layout: Layout,
-    me: usize,
-    host: HostProcesses,
+    pub(super) segment: Arc<Segment>,
+    pub(super) layout: Layout,
+    pub(super) me: usize,
+    pub(super) host: HostProcesses,
 }
 
 /// The processes of a host, as the ranks of one group see them. All groups of a process share the
@@ -32,10 +31,6 @@ pub(crate) struct HostProcesses {
 }
 
 impl Doorbells {
-    pub(crate) fn new(segment: Arc<Segment>, layout: Layout, me: usize, host: HostProcesses) -> Self {
-        Self { segment, layout, me, host }
-    }
-
     /// Wakes all other ranks that sleep. Call it after writing the data they wait for. It waits until this
     /// data is visible to other cores, so it takes less time if the caller does other work in between.
     #[inline]
@@ -62,8 +57,7 @@ impl Doorbells {
     fn signal(&self, rank: usize) {
         let (at, bit) = Layout::sleep_bit(rank);
         // One signal is enough: the rank that clears the bit sends it.
-        let first = rank != self.me && clear_sleep_bit(self.segment.word(at), bit);
-        if first {
+        if rank != self.me && clear_sleep_bit(self.segment.word(at), bit) {
             let doorbell = &self.host.doorbells[self.host.of_rank[rank]];
             // A full eventfd is readable already, so the error does not matter.
             let _ = rustix::io::write(doorbell, &1_u64.to_ne_bytes());

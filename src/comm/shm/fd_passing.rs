@@ -1,8 +1,8 @@
 //! Shared memory that the ranks of a host create after the bootstrap. The first rank of the host creates it
 //! and passes its file descriptor to the other ranks of the host.
 //!
-//! The descriptor is sent over a [unix socket](super::unix_socket), as in the [bootstrap](super::bootstrap). The
-//! caller runs a collective after each step, so all ranks learn whether the step succeeded, and no
+//! The descriptor is sent over a [unix socket](super::unix_socket), as in the [bootstrap](super::bootstrap).
+//! The caller runs a collective after each step, so all ranks learn whether the step succeeded, and no
 //! function of this module blocks.
 
 use std::io;
@@ -47,7 +47,7 @@ impl FdSender {
     pub(crate) fn new(bytes: usize) -> io::Result<(Self, SocketInfo)> {
         let mut socket_info = [0; 2 * SECRET_BYTES];
         getrandom::fill(&mut socket_info).map_err(io::Error::other)?;
-        let (name, secret) = split_socket_info(&socket_info);
+        let [name, secret]: [[u8; SECRET_BYTES]; 2] = bytemuck::cast(socket_info);
         let sender = Self { memory: segment::create(bytes)?, listener: listen(&name)?, secret };
         Ok((sender, socket_info))
     }
@@ -75,7 +75,7 @@ impl FdSender {
 
 impl FdReceiver {
     pub(crate) fn new(socket_info: &SocketInfo) -> io::Result<Self> {
-        let (name, secret) = split_socket_info(socket_info);
+        let [name, secret]: [[u8; SECRET_BYTES]; 2] = bytemuck::cast(*socket_info);
         let conn = connect(&name)?;
         send(&conn, &secret, &[])?;
         Ok(Self(conn))
@@ -88,13 +88,6 @@ impl FdReceiver {
             io::Error::other("no file descriptor arrived (is the limit of open files reached?)")
         })
     }
-}
-
-fn split_socket_info(socket_info: &SocketInfo) -> ([u8; SECRET_BYTES], [u8; SECRET_BYTES]) {
-    let (mut name, mut secret) = ([0; SECRET_BYTES], [0; SECRET_BYTES]);
-    name.copy_from_slice(&socket_info[..SECRET_BYTES]);
-    secret.copy_from_slice(&socket_info[SECRET_BYTES..]);
-    (name, secret)
 }
 
 #[cfg(test)]

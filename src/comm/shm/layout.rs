@@ -1,8 +1,9 @@
 //! The layout of the memory that the ranks of a host share. Pure arithmetic.
 //!
 //! ```text
-//! dense:  page: sleep bits, flags │ of rank 0: control │ ring counters │ slots │ rounds │ rings │ of rank 1: ...
-//! sparse: page: sleep bits, flags │ control of all ranks │ ring counters │ slots of call 1, of call 2, ... │ rounds │ rings
+//! dense:  page: sleep bits, flags │ of rank 0: control │ ring counters │ slots │ rounds │ rings │ of rank 1:
+//! ... sparse: page: sleep bits, flags │ control of all ranks │ ring counters │ slots of call 1, of call 2,
+//! ... │ rounds │ rings
 //! ```
 //!
 //! The first group of a host has the dense layout, whose pages are all allocated when the group forms. Other
@@ -100,21 +101,17 @@ pub(crate) enum RingChannel {
 impl RingChannel {
     const ALL: [Self; 2] = [Self::Messages, Self::Collectives];
 
-    /// Returns the approximate size of all rings of one rank, and the largest size of one ring. Rings of
-    /// messages are large: their bytes are rewritten only when the reader's core no longer has them in its
-    /// cache (see [`ROUNDS_BYTES`]). A message of 1 MiB between two pairs of ranks on two cores takes 142 µs
-    /// with 512 KiB each. It takes 36 µs with 1 MiB and 41 with 2 MiB. Rings of collectives are small, since
-    /// few collectives use streams where there is shared memory.
-    const fn bytes(self) -> (usize, usize) {
-        match self {
+    /// The size of one ring on a host of `ranks` ranks. Rings of messages are large: their bytes are
+    /// rewritten only when the reader's core no longer has them in its cache (see [`ROUNDS_BYTES`]). A
+    /// message of 1 MiB between two pairs of ranks on two cores takes 142 µs with 512 KiB each. It takes 36
+    /// µs with 1 MiB and 41 with 2 MiB. Rings of collectives are small, since few collectives use streams
+    /// where there is shared memory.
+    fn ring_bytes(self, ranks: usize) -> usize {
+        // The approximate size of all rings of one rank, and the largest size of one ring.
+        let (all, most): (usize, usize) = match self {
             Self::Messages => (4 << 20, 1 << 20),
             Self::Collectives => (512 << 10, 128 << 10),
-        }
-    }
-
-    /// The size of one ring on a host of `ranks` ranks.
-    fn ring_bytes(self, ranks: usize) -> usize {
-        let (all, most) = self.bytes();
+        };
         (all / ranks.next_power_of_two()).clamp(MIN_RING_BYTES, most)
     }
 }
@@ -137,7 +134,7 @@ impl Parts {
 /// The layout of the shared memory for a number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Layout {
-    ranks: usize,
+    pub(crate) ranks: usize,
     control: Parts,
     slots: Parts,
     /// The distance from a rank's slot of one call to its slot of the next call.
@@ -145,14 +142,12 @@ pub(crate) struct Layout {
     rounds: Parts,
     ring_counters: Parts,
     ring_data: Parts,
-    bytes: usize,
-    is_sparse: bool,
+    /// The total size of the shared memory in bytes.
+    pub(crate) bytes: usize,
+    /// Set if only [`Layout::first_pages`] are allocated when the group forms.
+    pub(crate) is_sparse: bool,
 }
 
-/// The offset of the failure flag, behind the sleep bits of the first page.
-const FAILURE_FLAG: usize = 2 * LINE;
-/// The offset of the number of ranks that have closed the memory.
-const CLOSED: usize = 3 * LINE;
 /// The offset of the core numbers in the first page: a word for each rank.
 const CORES: usize = PAGE / 4;
 const CONTROL: usize = PAGE;
@@ -167,6 +162,11 @@ const ALL_ROUNDS: usize = ROUNDS_BYTES + ROUND_BYTES;
 const RING_COUNTERS: usize = 2 * LINE;
 
 impl Layout {
+    /// The offset of the word that is set when the group has failed, behind the sleep bits of the first page.
+    pub(crate) const FAILURE_FLAG: usize = 2 * LINE;
+    /// The offset of the word that counts the ranks that have closed the memory.
+    pub(crate) const CLOSED_COUNT: usize = 3 * LINE;
+
     /// Returns the layout in which the memory of each rank is contiguous.
     pub(crate) fn dense(ranks: usize) -> Self {
         let (counters, data) = Self::ring_sizes(ranks);
@@ -209,20 +209,6 @@ impl Layout {
         (RingChannel::ALL.len() * ranks * RING_COUNTERS, data)
     }
 
-    pub(crate) fn ranks(self) -> usize {
-        self.ranks
-    }
-
-    /// Returns whether only [`Self::first_pages`] are allocated when the group forms.
-    pub(crate) fn is_sparse(self) -> bool {
-        self.is_sparse
-    }
-
-    /// The total size of the shared memory in bytes.
-    pub(crate) fn bytes(self) -> usize {
-        self.bytes
-    }
-
     /// The byte range of the part of `rank` in the dense layout.
     pub(crate) fn rank_range(self, rank: usize) -> Range<usize> {
         debug_assert!(!self.is_sparse);
@@ -251,16 +237,6 @@ impl Layout {
     /// sleeps.
     pub(crate) fn sleep_bit(rank: usize) -> (usize, u64) {
         (rank / 64 * size_of::<u64>(), 1 << (rank % 64))
-    }
-
-    /// The offset of the word that is set when the group has failed.
-    pub(crate) fn failure_flag() -> usize {
-        FAILURE_FLAG
-    }
-
-    /// The offset of the word that counts the ranks that have closed the memory.
-    pub(crate) fn closed_count() -> usize {
-        CLOSED
     }
 
     /// The offset of the word in which `rank` publishes the core on which it waits, plus 1. The word is 0
@@ -333,10 +309,10 @@ mod tests {
     /// The ranges of all fields.
     fn ranges(layout: Layout) -> Vec<Range<usize>> {
         let mut ranges: Vec<_> = layout.sleep_masks().map(|word| word..word + 8).collect();
-        ranges.push(Layout::failure_flag()..Layout::failure_flag() + LINE);
+        ranges.push(Layout::FAILURE_FLAG..Layout::FAILURE_FLAG + LINE);
         for rank in 0..layout.ranks {
             if rank == 0 {
-                ranges.push(Layout::closed_count()..Layout::closed_count() + LINE);
+                ranges.push(Layout::CLOSED_COUNT..Layout::CLOSED_COUNT + LINE);
             }
             ranges.push(Layout::core(rank)..Layout::core(rank) + 8);
             for counter in [Counter::Published, Counter::Reduced, Counter::Done] {
@@ -378,13 +354,13 @@ mod tests {
                 let mut ranges = ranges(layout);
                 ranges.sort_by_key(|range| range.start);
                 assert!(ranges.windows(2).all(|pair| pair[0].end <= pair[1].start), "{ranks} ranks");
-                assert!(ranges.last().unwrap().end <= layout.bytes());
+                assert!(ranges.last().unwrap().end <= layout.bytes);
             }
             let layout = Layout::dense(ranks);
-            assert_eq!(layout.rank_range(0).start % PAGE + layout.bytes() % PAGE, 0);
+            assert_eq!(layout.rank_range(0).start % PAGE + layout.bytes % PAGE, 0);
             let committed: Vec<_> = (0..ranks).map(|rank| layout.committed_by(rank)).collect();
             assert!(committed.windows(2).all(|pair| pair[0].end == pair[1].start), "{ranks} ranks");
-            assert_eq!((committed[0].start, committed[ranks - 1].end), (0, layout.bytes()));
+            assert_eq!((committed[0].start, committed[ranks - 1].end), (0, layout.bytes));
         }
     }
 

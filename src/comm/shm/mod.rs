@@ -57,35 +57,38 @@ use announcements::PeerProgress;
 use arena::Arena;
 use bootstrap::SharedResources;
 use doorbells::{Doorbells, HostProcesses};
-use layout::{INLINE_OFFSET, ROUND_BYTES, ROUNDS_BYTES, SLOT_BYTES, SLOT_HEADER};
 pub(crate) use layout::{Layout, RingChannel};
+use layout::{ROUND_BYTES, ROUNDS_BYTES, SLOT_BYTES};
 use numbering::{CallNumber, StartedCalls};
 use ring::Ring;
 pub(crate) use schedule::is_supported;
 use schedule::{CACHED_BYTES, Limits, Schedule, ScheduleStep};
-use segment::{Segment, View};
-use store_policy::StorePolicies;
+use segment::Segment;
+use store_policy::StorePolicy;
 
 /// The memory that this rank shares with the others on its host.
 #[derive(Debug)]
 pub(crate) struct HostMemory {
     segment: Arc<Segment>,
     layout: Layout,
-    doorbells: Arc<Doorbells>,
+    pub(crate) doorbells: Arc<Doorbells>,
     /// The numbers in the group of the host's ranks. `me` is the local rank of this rank: its index in
     /// `ranks`.
-    ranks: Vec<usize>,
+    pub(crate) ranks: Vec<usize>,
     me: usize,
     /// The resources that groups made from this group share with it. `None` without memory for them.
-    share: Option<HostShare>,
+    pub(crate) share: Option<HostShare>,
     /// The memory whose pages this rank knows to be allocated, if the layout is sparse.
     allocated: Option<Allocated>,
     /// The core that this rank last published, plus 1.
     core: u64,
     calls: StartedCalls,
     peers: PeerProgress,
-    store_policies: StorePolicies,
-    allocations: Arc<Allocations>,
+    /// For writes that all ranks read, and for writes that one rank reads, by local rank.
+    store_policy: StorePolicy,
+    rank_policies: Vec<StorePolicy>,
+    /// The memory of programs that the ranks created together.
+    pub(crate) allocations: Arc<Allocations>,
     /// A list whose memory the next collective reuses for its steps, which saves an allocation.
     steps: Vec<ScheduleStep>,
 }
@@ -93,13 +96,13 @@ pub(crate) struct HostMemory {
 /// The part of a group that groups made from it need, to share memory inside a host.
 #[derive(Debug, Clone)]
 pub(crate) struct HostShare {
-    arena: Arc<Arena>,
+    pub(crate) arena: Arc<Arena>,
     /// The processes of the new group's ranks on this host.
     processes: HostProcesses,
 }
 
-/// The memory of a sparse layout whose pages are allocated: the number of rows of slots, and the bytes of this
-/// rank's rounds.
+/// The memory of a sparse layout whose pages are allocated: the number of rows of slots, and the bytes of
+/// this rank's rounds.
 #[derive(Debug, Clone, Copy, Default)]
 struct Allocated {
     slot_rows: u32,
@@ -115,11 +118,6 @@ impl HostShare {
         let of_rank = chosen.iter().map(|&local_rank| self.processes.of_rank[local_rank]).collect();
         let processes = HostProcesses { of_rank, ..self.processes.clone() };
         Self { arena: Arc::clone(&self.arena), processes }
-    }
-
-    /// Reserves `count` parts of the arena, and returns the number of the first; `None` if none is left.
-    pub(crate) fn reserve(&self, count: u64) -> Option<u64> {
-        self.arena.reserve(count)
     }
 }
 
@@ -154,47 +152,29 @@ impl HostMemory {
         host: HostProcesses,
         arena: Option<Arc<Arena>>,
     ) -> Self {
-        let doorbells = Arc::new(Doorbells::new(Arc::clone(&segment), layout, me, host.clone()));
+        let doorbells = Arc::new(Doorbells { segment: Arc::clone(&segment), layout, me, host: host.clone() });
         Self {
             segment,
             layout,
             doorbells,
             me,
             share: arena.map(|arena| HostShare { arena, processes: host }),
-            allocated: layout.is_sparse().then(Allocated::default),
+            allocated: layout.is_sparse.then(Allocated::default),
             core: 0,
             calls: StartedCalls::default(),
             peers: PeerProgress::new(ranks.len()),
-            store_policies: StorePolicies::new(ranks.len()),
+            store_policy: StorePolicy::default(),
+            rank_policies: ranks.iter().map(|_| StorePolicy::default()).collect(),
             allocations: Arc::default(),
             steps: Vec::new(),
             ranks,
         }
     }
 
-    /// Returns the memory of programs that the ranks created together.
-    pub(crate) fn allocations(&self) -> &Arc<Allocations> {
-        &self.allocations
-    }
-
     /// Returns the local rank of each other rank of the host, and its number in the group.
     pub(crate) fn others(&self) -> impl Iterator<Item = (usize, usize)> + use<> {
         let me = self.me;
         self.ranks.clone().into_iter().enumerate().filter(move |&(local_rank, _)| local_rank != me)
-    }
-
-    /// Returns what groups that are made from this group share with it. `None` without an arena.
-    pub(crate) fn share(&self) -> Option<HostShare> {
-        self.share.clone()
-    }
-
-    /// Returns the numbers in the group of the host's ranks, by local rank.
-    pub(crate) fn ranks(&self) -> &[usize] {
-        &self.ranks
-    }
-
-    pub(crate) fn doorbells(&self) -> &Arc<Doorbells> {
-        &self.doorbells
     }
 
     /// Returns this rank's end of the pair of rings between it and the rank `local_rank` of the host.
@@ -208,25 +188,12 @@ impl HostMemory {
     /// Sets the failure flag, which all ranks of the host read. Control connections report the reason of the
     /// failure.
     pub(crate) fn fail(&self) {
-        self.segment.word(Layout::failure_flag()).store(1, Ordering::Release);
+        self.segment.word(Layout::FAILURE_FLAG).store(1, Ordering::Release);
     }
 
     /// Returns whether a rank has set the failure flag.
     pub(crate) fn has_failed(&self) -> bool {
-        self.segment.word(Layout::failure_flag()).load(Ordering::Acquire) != 0
-    }
-
-    pub(crate) fn mark_sleeping(&self) {
-        self.doorbells.mark_sleeping();
-    }
-
-    /// Returns whether this rank is still marked as sleeping, because no other rank has woken it since.
-    pub(crate) fn is_marked_sleeping(&self) -> bool {
-        self.doorbells.is_marked_sleeping()
-    }
-
-    pub(crate) fn clear_sleeping(&self) {
-        self.doorbells.clear_sleeping();
+        self.segment.word(Layout::FAILURE_FLAG).load(Ordering::Acquire) != 0
     }
 
     fn schedule(&self, call: &Call) -> Schedule {
@@ -242,11 +209,7 @@ impl HostMemory {
     }
 
     /// Allocates the pages that call `number` may access on all ranks, apart from the rounds of other ranks,
-    /// which those allocate before they publish them.
-    ///
-    /// # Errors
-    ///
-    /// There is not enough memory.
+    /// which those allocate before they publish them. Fails if there is not enough memory.
     fn allocate(&mut self, call_number: &CallNumber, rounds: u64) -> Result<(), ExecutionError> {
         let Some(mut allocated) = self.allocated else { return Ok(()) };
         let failed = |source| ExecutionError::OutOfMemory(source);
@@ -272,18 +235,6 @@ impl HostMemory {
         Ok(())
     }
 
-    /// Returns `bytes` bytes from offset `at` of the data that `rank` publishes in the slot of call `number`.
-    /// If `inline`, the data is in the header of the slot, beside the stamp.
-    fn slot_view(&self, rank: usize, number: u32, inline: bool, at: usize, bytes: usize) -> View<'_> {
-        let start = if inline { INLINE_OFFSET } else { SLOT_HEADER };
-        self.segment.view(self.layout.slot(rank, number) + start + at, bytes)
-    }
-
-    fn round_view(&self, rank: usize, position: u64, at: usize, bytes: usize) -> View<'_> {
-        debug_assert!(at + bytes <= ROUND_BYTES);
-        self.segment.view(self.layout.round(rank, position) + at, bytes)
-    }
-
     /// Returns whether one of `ranks` last waited on the core of this rank, so that it can run only if this
     /// rank yields the core.
     pub(crate) fn shares_core_with_any(&mut self, ranks: impl IntoIterator<Item = usize>) -> bool {
@@ -303,11 +254,5 @@ impl HostMemory {
 
     fn shares_core(&self, local_rank: usize) -> bool {
         self.core != 0 && self.segment.word(Layout::core(local_rank)).load(Ordering::Relaxed) == self.core
-    }
-
-    /// Wakes the ranks that sleep. Call it after announcing a call.
-    #[inline]
-    pub(crate) fn wake_sleepers(&self) {
-        self.doorbells.wake_all();
     }
 }

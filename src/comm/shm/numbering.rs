@@ -1,5 +1,5 @@
-//! The numbers of collective calls and of their rounds. All ranks make their calls in the same order, so these
-//! numbers agree. Pure.
+//! The numbers of collective calls and of their rounds. All ranks make their calls in the same order, so
+//! these numbers agree. Pure.
 
 use crate::collectives::call::Call;
 
@@ -50,15 +50,10 @@ impl StartedCalls {
         self.calls = self.next();
         let header = Header { call: call.encode(), seq: seq as u32, history: self.history };
         self.history = header.digest();
-        let call_number = CallNumber {
-            number: self.calls,
-            rounds: self.rounds,
-            position: self.round_bytes,
-            round_bytes: round_bytes as u64,
-            header,
-        };
+        let (number, position, round_bytes) = (self.calls, self.round_bytes, round_bytes as u64);
+        let call_number = CallNumber { number, rounds: self.rounds, position, round_bytes, header };
         self.rounds += rounds;
-        self.round_bytes += rounds * round_bytes as u64;
+        self.round_bytes += rounds * round_bytes;
         call_number
     }
 }

@@ -1,6 +1,8 @@
 //! A region of shared memory that the program of one rank uses as a slice. Other ranks write to the region
 //! only during a collective to which its rank has passed the slice.
 
+#![allow(unsafe_code)]
+
 use std::io;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -26,28 +28,17 @@ pub(crate) struct Region {
 /// The owner of a region's elements; each region has exactly one.
 #[derive(Debug)]
 pub(crate) struct OwnedRegion<T> {
-    region: Arc<Region>,
+    pub(crate) region: Arc<Region>,
     len: usize,
     elements: PhantomData<T>,
 }
 
 // SAFETY: it is an address and a length; the `OwnedRegion` of the region owns the elements.
-#[allow(unsafe_code)]
 unsafe impl Send for Region {}
 // SAFETY: as for `Send`.
-#[allow(unsafe_code)]
 unsafe impl Sync for Region {}
 
 impl Region {
-    /// Maps the `bytes` bytes of `memory` from offset `at` on, a multiple of the page size. Their pages must
-    /// be allocated.
-    ///
-    /// A forked child inherits the mapping, so it sees what the parent's collectives write, as in all shared
-    /// memory.
-    fn map(memory: impl AsFd, at: usize, bytes: usize) -> io::Result<Self> {
-        Ok(Self { start: map_shared(memory, at, bytes)?, bytes })
-    }
-
     /// Returns the offset in this region of the `bytes` bytes at `address`. `None` if they are not all in the
     /// region, or if one of their pages holds other elements.
     pub(crate) fn offset_of(&self, address: usize, bytes: usize) -> Option<usize> {
@@ -62,7 +53,6 @@ impl Region {
     ///
     /// A failed collective does so for its elements before it returns, since other ranks may still write to
     /// them.
-    #[allow(unsafe_code)]
     pub(crate) fn make_private(&self, at: usize, bytes: usize) {
         assert!(at.is_multiple_of(PAGE_BYTES) && at.checked_add(bytes).is_some_and(|end| end <= self.bytes));
         let bytes = bytes.next_multiple_of(PAGE_BYTES);
@@ -81,24 +71,22 @@ impl Region {
 }
 
 impl<T: Element> OwnedRegion<T> {
-    /// Maps `len` elements of `memory` from byte `at` on, a multiple of the page size. The elements are zero
-    /// at first.
+    /// Maps `len` elements of `memory` from byte `at` on, a multiple of the page size. Their pages must be
+    /// allocated. The elements are zero at first.
+    ///
+    /// A forked child inherits the mapping, so it sees what the parent's collectives write, as in all shared
+    /// memory.
     pub(crate) fn map(memory: impl AsFd, at: usize, len: usize) -> io::Result<Self> {
         let bytes =
             len.checked_mul(size_of::<T>()).filter(|&bytes| bytes > 0).ok_or(io::ErrorKind::InvalidInput)?;
-        let region = Arc::new(Region::map(memory, at, bytes)?);
+        let region = Arc::new(Region { start: map_shared(memory, at, bytes)?, bytes });
         Ok(Self { region, len, elements: PhantomData })
-    }
-
-    pub(crate) fn region(&self) -> &Arc<Region> {
-        &self.region
     }
 }
 
 impl<T: Element> Deref for OwnedRegion<T> {
     type Target = [T];
 
-    #[allow(unsafe_code)]
     fn deref(&self) -> &[T] {
         // SAFETY: the memory is mapped as long as the region exists, is aligned to a page, and has `len`
         // elements. Zeros and all bytes that other ranks write are valid elements. Other ranks write only
@@ -108,7 +96,6 @@ impl<T: Element> Deref for OwnedRegion<T> {
 }
 
 impl<T: Element> DerefMut for OwnedRegion<T> {
-    #[allow(unsafe_code)]
     fn deref_mut(&mut self) -> &mut [T] {
         // SAFETY: as in `deref`; and this is the only owner of the elements, borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.region.start.as_ptr().cast(), self.len) }
@@ -116,7 +103,6 @@ impl<T: Element> DerefMut for OwnedRegion<T> {
 }
 
 impl Drop for Region {
-    #[allow(unsafe_code)]
     fn drop(&mut self) {
         // SAFETY: our mapping, and no slice of it exists: slices borrow its owner.
         let _ = unsafe {
@@ -140,7 +126,7 @@ mod tests {
         others.view(PAGE_BYTES, 1).write(&[1]);
         others.view(2 * PAGE_BYTES, 1).write(&[2]);
         assert_eq!((owned[0], owned[PAGE_BYTES]), (1, 2));
-        owned.region().make_private(PAGE_BYTES, 2 * PAGE_BYTES - 10);
+        owned.region.make_private(PAGE_BYTES, 2 * PAGE_BYTES - 10);
         for page in 1..4 {
             others.view(page * PAGE_BYTES, 1).write(&[9]);
         }
@@ -156,7 +142,7 @@ mod tests {
         let memory = create(4 * PAGE_BYTES).unwrap();
         commit(&memory, 0..4 * PAGE_BYTES).unwrap();
         let owned = OwnedRegion::<u8>::map(&memory, 0, 3 * PAGE_BYTES + 5).unwrap();
-        let (region, start) = (owned.region(), owned.as_ptr() as usize);
+        let (region, start) = (&owned.region, owned.as_ptr() as usize);
         assert_eq!(region.offset_of(start, 3 * PAGE_BYTES + 5), Some(0));
         assert_eq!(region.offset_of(start + PAGE_BYTES, PAGE_BYTES), Some(PAGE_BYTES));
         assert_eq!(region.offset_of(start + PAGE_BYTES, 2 * PAGE_BYTES + 5), Some(PAGE_BYTES));

@@ -112,15 +112,14 @@ impl Ring {
         Ok(((self.peer_written - self.read) as usize).min(bytes - at)).map(|readable| (readable, data + at))
     }
 
-    fn publish_written(&self) {
-        self.segment.word(self.outgoing.written).store(self.written, Ordering::Release);
+    fn publish(&self, at: usize, value: u64) {
+        self.segment.word(at).store(value, Ordering::Release);
         self.doorbells.wake(self.peer);
     }
 
     fn publish_read(&mut self) {
         self.reported_read = self.read;
-        self.segment.word(self.incoming.read).store(self.read, Ordering::Release);
-        self.doorbells.wake(self.peer);
+        self.publish(self.incoming.read, self.read);
     }
 }
 
@@ -151,13 +150,13 @@ impl Link for Ring {
                 sent += now.len();
                 part = rest;
                 if sent - reported >= CHUNK_BYTES {
-                    self.publish_written();
+                    self.publish(self.outgoing.written, self.written);
                     reported = sent;
                 }
             }
         }
         if sent > reported {
-            self.publish_written();
+            self.publish(self.outgoing.written, self.written);
         }
         let empty = parts.iter().all(|part| part.is_empty());
         if sent > 0 || empty { Ok(sent) } else { Err(io::ErrorKind::WouldBlock.into()) }
@@ -195,8 +194,7 @@ impl Link for Ring {
     }
 
     fn close_write(&mut self) {
-        self.segment.word(self.outgoing.closed).store(1, Ordering::Release);
-        self.doorbells.wake(self.peer);
+        self.publish(self.outgoing.closed, 1);
     }
 
     /// Always true: bytes in shared memory stay readable as long as the reader has mapped the memory.

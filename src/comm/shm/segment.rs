@@ -5,6 +5,8 @@
 //! words. Data is copied in and out, or reduced through raw pointers. The schedules of [`super`] define when
 //! a rank may access which bytes.
 
+#![allow(unsafe_code)]
+
 use std::ffi::c_void;
 use std::io;
 use std::marker::PhantomData;
@@ -40,10 +42,8 @@ pub(crate) struct Segment {
 // module `shm` ensures that this is sound. The order of the steps in its schedules keeps two ranks from
 // writing the same bytes at once, and from reading bytes that are being written. No safe function outside of
 // `shm` makes a view.
-#[allow(unsafe_code)]
 unsafe impl Send for Segment {}
 // SAFETY: as for `Send`.
-#[allow(unsafe_code)]
 unsafe impl Sync for Segment {}
 
 /// A byte range of a segment. The methods of a view are safe to call only within the module `shm`, which
@@ -101,11 +101,8 @@ pub(super) fn create_sparse(bytes: usize) -> io::Result<OwnedFd> {
 }
 
 /// Allocates the pages of `range`, so that later access to them cannot fail for lack of memory. On NUMA
-/// machines the pages come from the node on which the caller runs.
-///
-/// # Errors
-///
-/// The machine or the control group does not have enough memory.
+/// machines the pages come from the node on which the caller runs. Fails if the machine or the control group
+/// does not have enough memory.
 pub(crate) fn commit(memory: impl AsFd, range: Range<usize>) -> io::Result<()> {
     inject_fault!(Commit);
     // The cgroup limit is not checked for small ranges: the check takes as long as allocating some pages.
@@ -118,7 +115,6 @@ pub(crate) fn commit(memory: impl AsFd, range: Range<usize>) -> io::Result<()> {
 
 /// Maps `bytes` bytes of `memory` from offset `at` on, a multiple of the page size. The address has the same
 /// offset in a huge page as `at`, so that the kernel can map huge pages.
-#[allow(unsafe_code)]
 pub(super) fn map_shared(memory: impl AsFd, at: usize, bytes: usize) -> io::Result<NonNull<u8>> {
     let protection = ProtFlags::READ | ProtFlags::WRITE;
     let hint = if bytes < HUGE_PAGE_BYTES { std::ptr::null_mut() } else { aligned_hint(at, bytes) };
@@ -129,7 +125,6 @@ pub(super) fn map_shared(memory: impl AsFd, at: usize, bytes: usize) -> io::Resu
 
 /// Returns an address at which `bytes` bytes are unmapped now, with the offset of `at` within a huge page. It
 /// is only a hint for `mmap`, since another thread may map memory there. It is null if no address is found.
-#[allow(unsafe_code)]
 fn aligned_hint(at: usize, bytes: usize) -> *mut c_void {
     let (null, more) = (std::ptr::null_mut(), bytes.saturating_add(HUGE_PAGE_BYTES));
     let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
@@ -152,20 +147,16 @@ pub(super) fn check_sealed(memory: impl AsFd, bytes: usize) -> io::Result<()> {
 }
 
 impl Segment {
-    /// Maps the `bytes` bytes of `memory`.
-    ///
-    /// # Errors
-    ///
-    /// A system call fails; or the memory is not sealed, has another size, or has no whole number of words.
+    /// Maps the `bytes` bytes of `memory`. Fails if a system call fails, or the memory is not sealed, has
+    /// another size, or has no whole number of words.
     pub(crate) fn map(memory: impl AsFd, bytes: usize) -> io::Result<Self> {
         inject_fault!(Map);
         check_sealed(&memory, bytes)?;
         Self::map_range(memory, 0, bytes, None)
     }
 
-    /// Maps the `bytes` bytes of sealed `memory` from `at` on, a multiple of the page size; they are `part` of
-    /// an arena.
-    #[allow(unsafe_code)]
+    /// Maps the `bytes` bytes of sealed `memory` from `at` on, a multiple of the page size; they are `part`
+    /// of an arena.
     pub(super) fn map_range(
         memory: impl AsFd,
         at: usize,
@@ -183,8 +174,8 @@ impl Segment {
         Ok(segment)
     }
 
-    /// Allocates the pages of `range` if they may not be allocated yet. Access to pages that are not allocated
-    /// would raise SIGBUS when memory is lacking.
+    /// Allocates the pages of `range` if they may not be allocated yet. Access to pages that are not
+    /// allocated would raise SIGBUS when memory is lacking.
     pub(super) fn commit(&self, range: Range<usize>) -> io::Result<()> {
         assert!(range.end <= self.bytes);
         self.part.as_ref().map_or(Ok(()), |part| part.commit(range))
@@ -196,7 +187,6 @@ impl Segment {
     ///
     /// Huge pages need fewer TLB entries: four ranks on two cores of an EPYC (Zen 4) add up 16 MiB in place
     /// 1.18 times as fast (median of 9 pairs).
-    #[allow(unsafe_code)]
     pub(crate) fn populate(&self, own: Range<usize>) {
         let align = |at: usize| at.next_multiple_of(HUGE_PAGE_BYTES).min(self.bytes);
         self.collapse(align(own.start)..align(own.end));
@@ -209,7 +199,6 @@ impl Segment {
 
     /// Asks the kernel to turn the pages of `range` into huge pages. Its ends are multiples of the size of a
     /// huge page, or the end of the memory.
-    #[allow(unsafe_code)]
     pub(super) fn collapse(&self, range: Range<usize>) {
         assert!(range.end <= self.bytes);
         if !range.is_empty() {
@@ -222,7 +211,6 @@ impl Segment {
     }
 
     /// Returns the atomic word at byte offset `at`, which must be a multiple of 8 inside the segment.
-    #[allow(unsafe_code)]
     #[inline(always)]
     pub(crate) fn word(&self, at: usize) -> &AtomicU64 {
         assert!(at.is_multiple_of(size_of::<u64>()) && at < self.bytes);
@@ -233,7 +221,6 @@ impl Segment {
     }
 
     /// Returns a view of the `bytes` bytes from offset `at` on, which must be inside the segment.
-    #[allow(unsafe_code)]
     #[inline(always)]
     pub(crate) fn view(&self, at: usize, bytes: usize) -> View<'_> {
         assert!(at.checked_add(bytes).is_some_and(|end| end <= self.bytes));
@@ -244,7 +231,6 @@ impl Segment {
 }
 
 impl Drop for Segment {
-    #[allow(unsafe_code)]
     fn drop(&mut self) {
         let is_last = self.part.as_ref().is_some_and(|part| part.close(self));
         // SAFETY: our mapping, and no view of it exists: views borrow it.
@@ -257,7 +243,6 @@ impl Drop for Segment {
 
 impl<'a> View<'a> {
     /// Returns the bytes as the read-only operand of a reduction kernel.
-    #[allow(unsafe_code)]
     #[inline(always)]
     pub(crate) fn source(self) -> SourceBytes<'a> {
         // SAFETY: mapped for `'a`. The order of a schedule's steps keeps other ranks from writing these bytes
@@ -282,7 +267,6 @@ pub(super) fn full_fence() {
     // SAFETY: the instruction changes nothing: it is an `or` with 0 on this thread's stack. The compiler
     // assumes that it may access any memory, so it moves no access across it.
     #[cfg(all(target_arch = "x86_64", not(loom)))]
-    #[allow(unsafe_code)]
     unsafe {
         std::arch::asm!("lock or dword ptr [rsp], 0");
     }

@@ -15,7 +15,7 @@ use crate::fault::fault_point;
 /// A small collective call between [`HostMemory::start_small`] and [`HostMemory::finish_small`].
 #[derive(Debug)]
 pub(crate) struct SmallCall {
-    pub(super) schedule: Schedule,
+    pub(crate) schedule: Schedule,
     pub(crate) seq: u64,
     pub(super) call_number: CallNumber,
     pub(super) published: usize,
@@ -59,11 +59,8 @@ impl HostMemory {
         fault_point("sent", small.seq, published);
     }
 
-    /// Returns whether every rank whose data this rank needs has made the call.
-    ///
-    /// # Errors
-    ///
-    /// One of these ranks made another collective call instead.
+    /// Returns whether every rank whose data this rank needs has made the call, and an error if one of them
+    /// made another collective call instead.
     #[inline]
     pub(crate) fn match_small(&mut self, small: &mut SmallCall) -> Result<bool, ExecutionError> {
         let Some(sources) = small.schedule.sources() else { return Ok(true) };
@@ -97,11 +94,8 @@ impl HostMemory {
         })
     }
 
-    /// Fetches or reduces the results into `buffer`, once [`Self::match_small`] has returned true.
-    ///
-    /// # Errors
-    ///
-    /// The error of the program's reduction function.
+    /// Fetches or reduces the results into `buffer`, once [`Self::match_small`] has returned true. The error
+    /// is that of the program's reduction function.
     #[inline]
     pub(crate) fn finish_small(
         &mut self,
@@ -128,16 +122,8 @@ impl HostMemory {
 }
 
 impl SmallCall {
-    /// Returns the bytes that this rank publishes, and the bytes that it fetches or reduces.
-    pub(crate) fn volume(&self) -> (u64, u64) {
-        self.schedule.volume()
-    }
-
     fn location(&self, rank: usize, at: usize) -> Location {
-        Location {
-            rank,
-            at,
-            area: AreaAddress::Slot { number: self.call_number.number, inline: self.inline },
-        }
+        let (number, inline) = (self.call_number.number, self.inline);
+        Location { rank, at, area: AreaAddress::Slot { number, inline } }
     }
 }

@@ -57,24 +57,6 @@ pub(super) struct StorePolicy {
     random: Cell<u32>,
 }
 
-/// The choices of one rank for its writes to the memory of a host.
-#[derive(Debug)]
-pub(super) struct StorePolicies {
-    /// For writes that all ranks read.
-    pub(super) for_all: StorePolicy,
-    /// For writes that one rank reads, by local rank.
-    pub(super) for_rank: Vec<StorePolicy>,
-}
-
-impl StorePolicies {
-    pub(super) fn new(ranks: usize) -> Self {
-        Self {
-            for_all: StorePolicy::default(),
-            for_rank: (0..ranks).map(|_| StorePolicy::default()).collect(),
-        }
-    }
-}
-
 #[derive(Debug, Clone, Copy)]
 enum Stage {
     /// Writes are not timed for `left` more bytes.

@@ -34,8 +34,8 @@ pub(super) fn listen(name: &[u8; SECRET_BYTES]) -> io::Result<OwnedFd> {
     Ok(listener)
 }
 
-pub(super) fn accept(listener: &OwnedFd) -> rustix::io::Result<OwnedFd> {
-    rustix::net::accept_with(listener, FLAGS)
+pub(super) fn accept(listener: &OwnedFd) -> io::Result<OwnedFd> {
+    Ok(rustix::net::accept_with(listener, FLAGS)?)
 }
 
 pub(super) fn connect(name: &[u8; SECRET_BYTES]) -> io::Result<OwnedFd> {

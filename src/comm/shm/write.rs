@@ -1,5 +1,7 @@
 //! Copies into shared memory: with normal stores, with prefetched lines, or with non-temporal stores.
 
+#![allow(unsafe_code)]
+
 use std::sync::LazyLock;
 use std::time::Instant;
 
@@ -56,7 +58,6 @@ impl View<'_> {
     }
 
     /// Copies `bytes` with non-temporal stores, which are in main memory after [`store_fence`].
-    #[allow(unsafe_code)]
     fn write_non_temporal(self, bytes: &[u8]) {
         assert_eq!(bytes.len(), self.bytes);
         #[cfg(target_arch = "x86_64")]
@@ -87,7 +88,6 @@ impl View<'_> {
     }
 
     /// Copies `bytes` without prefetching, for destinations that no other core has in its cache.
-    #[allow(unsafe_code)]
     #[inline(always)]
     pub(crate) fn write_without_prefetch(self, bytes: &[u8]) {
         assert_eq!(bytes.len(), self.bytes);
@@ -97,7 +97,6 @@ impl View<'_> {
     }
 
     /// Copies `bytes` and asks the processor for each group of cache lines before it writes to them.
-    #[allow(unsafe_code)]
     fn write_with_prefetch(self, bytes: &[u8]) {
         assert_eq!(bytes.len(), self.bytes);
         prefetch_for_write(self.start, PREFETCH_BYTES);
@@ -111,7 +110,6 @@ impl View<'_> {
 }
 
 /// Orders earlier non-temporal stores of this thread before later stores (`sfence`).
-#[allow(unsafe_code)]
 pub(super) fn store_fence() {
     // SAFETY: every x86-64 processor has this instruction.
     #[cfg(target_arch = "x86_64")]
@@ -142,7 +140,6 @@ fn prefetch_for_write(start: *const u8, bytes: usize) {
         // SAFETY: a hint that changes nothing and never faults, wherever it points; processors without it
         // skip it.
         #[cfg(target_arch = "x86_64")]
-        #[allow(unsafe_code)]
         unsafe {
             std::arch::asm!("prefetchw [{}]", in(reg) line, options(readonly, nostack, preserves_flags));
         }

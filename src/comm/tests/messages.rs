@@ -191,8 +191,8 @@ enum Meeting {
     Blocking,
 }
 
-/// Sends a message of `count` elements from rank 0 to the last rank, which has a buffer of `room` elements. Then
-/// sends another with the same tag.
+/// Sends a message of `count` elements from rank 0 to the last rank, which has a buffer of `room` elements.
+/// Then sends another with the same tag.
 fn send_into(group: &Group, meeting: Meeting, count: usize, room: usize) {
     let (me, last) = (group.rank(), group.size() - 1);
     let case = format!("{count} elements into {room}, {meeting:?}, {last}");

@@ -71,26 +71,16 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    pub(crate) const ALL: [Self; 18] = [
-        Self::Hello,
-        Self::Welcome,
-        Self::Proof,
-        Self::Refuse,
-        Self::Data,
-        Self::Eager,
-        Self::Rts,
-        Self::Cts,
-        Self::Message,
-        Self::Credit,
-        Self::Open,
-        Self::State,
-        Self::StateQuery,
-        Self::Abort,
-        Self::Goodbye,
-        Self::Share,
-        Self::Close,
-        Self::Stream,
-    ];
+    pub(crate) const ALL: [Self; 18] = {
+        use Kind::{
+            Abort, Close, Credit, Cts, Data, Eager, Goodbye, Hello, Message, Open, Proof, Refuse, Rts, Share,
+            State, StateQuery, Stream, Welcome,
+        };
+        [
+            Hello, Welcome, Proof, Refuse, Data, Eager, Rts, Cts, Message, Credit, Open, State, StateQuery,
+            Abort, Goodbye, Share, Close, Stream,
+        ]
+    };
 
     const fn to_wire(self) -> u8 {
         self as u8 + 1
@@ -107,6 +97,9 @@ impl Kind {
     }
 }
 
+/// The generation and the number of a group.
+pub(crate) type GroupId = (Generation, u64);
+
 /// A decoded frame header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Frame {
@@ -114,8 +107,7 @@ pub(crate) struct Frame {
     pub(crate) generation: Generation,
     pub(crate) group: u64,
     pub(crate) seq: u64,
-    /// Descriptor of the collective or message (operation, element type, count), still encoded; zero for
-    /// frame kinds that have none.
+    /// The encoded descriptor of the collective or message (operation, element type, count); zero if none.
     pub(crate) call: [u8; 16],
     /// Length of the payload in bytes.
     pub(crate) len: u64,
@@ -137,6 +129,15 @@ pub(crate) enum FrameError {
 }
 
 impl Frame {
+    /// Returns a header without a call and with payload length 0.
+    pub(crate) fn empty(kind: Kind, (generation, group): GroupId, seq: u64) -> Self {
+        Self { kind, generation, group, seq, call: [0; 16], len: 0 }
+    }
+
+    pub(crate) fn group_id(&self) -> GroupId {
+        (self.generation, self.group)
+    }
+
     pub(crate) fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut out = [0; HEADER_BYTES];
         out[..4].copy_from_slice(&MAGIC);
@@ -178,7 +179,7 @@ impl Frame {
 }
 
 /// Returns the `N` bytes at `at`; the caller ensures that they exist.
-fn bytes_at<const N: usize>(bytes: &[u8; HEADER_BYTES], at: usize) -> [u8; N] {
+pub(super) fn bytes_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     let mut out = [0; N];
     out.copy_from_slice(&bytes[at..at + N]);
     out

@@ -43,11 +43,6 @@ impl Cgroup {
     pub fn number(&self, file: &str) -> Option<u64> {
         number(&self.folder, file)
     }
-
-    /// Returns the cgroup's folder and those of its visible ancestors, whose limits also apply.
-    fn self_and_ancestors(&self) -> impl Iterator<Item = &Path> {
-        self.folder.ancestors().take_while(|folder| folder.starts_with(&self.top))
-    }
 }
 
 /// Returns the cgroups of this process with this controller. Paths are read below `root`. Cgroups of version
@@ -62,9 +57,7 @@ pub fn groups(root: &Path, controller: &str) -> Vec<Cgroup> {
             mounted(mounts, is_v2, name, controller)
                 .map(|(top, folder)| (below(root, &top), below(root, &folder)))
         });
-        if let Some((top, folder)) = place {
-            found.push(Cgroup { name: name.to_owned(), folder, top, is_v2 });
-        }
+        found.extend(place.map(|(top, folder)| Cgroup { name: name.to_owned(), folder, top, is_v2 }));
     }
     found.sort_by_key(|group| group.is_v2);
     found
@@ -74,33 +67,37 @@ pub fn groups(root: &Path, controller: &str) -> Vec<Cgroup> {
 /// means no quota.
 #[must_use]
 pub fn cpu_quota(root: &Path) -> Option<usize> {
-    let quotas = groups(root, "cpu");
-    let quotas =
-        quotas.iter().flat_map(|group| group.self_and_ancestors().map(|folder| (group.is_v2, folder)));
-    let cpus = quotas.filter_map(|(is_v2, folder)| if is_v2 { quota_v2(folder) } else { quota_v1(folder) });
-    cpus.min().map(|cpus| cpus.max(1))
+    let groups = groups(root, "cpu");
+    let cpus = folders(&groups).filter_map(|(folder, is_v2)| quota_in(folder, is_v2)).min()?;
+    Some(cpus.max(1))
 }
 
 /// Returns the limit that leaves the least room for further tasks; `None` if there is no limit.
 #[must_use]
 pub fn task_limit(root: &Path) -> Option<TaskLimit> {
     let groups = groups(root, "pids");
-    let folders = groups.iter().flat_map(Cgroup::self_and_ancestors);
-    let limits = folders.filter_map(|folder| {
+    let limits = folders(&groups).filter_map(|(folder, _)| {
         let (max, current) = (number(folder, "pids.max")?, number(folder, "pids.current")?);
         Some(TaskLimit { folder: folder.to_owned(), max, current })
     });
     limits.min_by_key(|tasks| tasks.max.saturating_sub(tasks.current))
 }
 
-/// Returns the bytes of memory that the cgroups and their ancestors leave free; `None` without a limit. Cached
-/// files count as free, since the kernel can drop them or write them back.
+/// Returns the bytes of memory that the cgroups and their ancestors leave free; `None` without a limit.
+/// Cached files count as free, since the kernel can drop them or write them back.
 #[must_use]
 pub fn free_memory(root: &Path) -> Option<u64> {
     let groups = groups(root, "memory");
-    let folders =
-        groups.iter().flat_map(|group| group.self_and_ancestors().map(|folder| (group.is_v2, folder)));
-    folders.filter_map(|(is_v2, folder)| free_in(folder, is_v2)).min()
+    folders(&groups).filter_map(|(folder, is_v2)| free_in(folder, is_v2)).min()
+}
+
+/// Returns the folders of the cgroups and of their visible ancestors, whose limits also apply, and whether
+/// they are of version 2.
+fn folders(groups: &[Cgroup]) -> impl Iterator<Item = (&Path, bool)> {
+    groups.iter().flat_map(|group| {
+        let folders = group.folder.ancestors().take_while(|folder| folder.starts_with(&group.top));
+        folders.map(|folder| (folder, group.is_v2))
+    })
 }
 
 fn free_in(folder: &Path, is_v2: bool) -> Option<u64> {
@@ -119,19 +116,15 @@ fn free_in(folder: &Path, is_v2: bool) -> Option<u64> {
     Some(limit.saturating_sub(used.saturating_sub(cached.sum())))
 }
 
-fn quota_v1(folder: &Path) -> Option<usize> {
-    // The value -1 means no quota, and does not parse as an unsigned number.
-    whole(number(folder, "cpu.cfs_quota_us")?, number(folder, "cpu.cfs_period_us")?)
-}
-
-fn quota_v2(folder: &Path) -> Option<usize> {
-    let text = fs::read_to_string(folder.join("cpu.max")).ok()?;
-    let (quota, period) = text.trim().split_once(' ')?;
-    // The value `max` means no quota, and does not parse as a number.
-    whole(quota.parse().ok()?, period.parse().ok()?)
-}
-
-fn whole(quota: u64, period: u64) -> Option<usize> {
+fn quota_in(folder: &Path, is_v2: bool) -> Option<usize> {
+    // No quota is the value `max` (version 2) or -1 (version 1). Neither parses as an unsigned number.
+    let (quota, period): (u64, u64) = if is_v2 {
+        let text = fs::read_to_string(folder.join("cpu.max")).ok()?;
+        let (quota, period) = text.trim().split_once(' ')?;
+        (quota.parse().ok()?, period.parse().ok()?)
+    } else {
+        (number(folder, "cpu.cfs_quota_us")?, number(folder, "cpu.cfs_period_us")?)
+    };
     usize::try_from(quota.checked_div(period)?).ok()
 }
 

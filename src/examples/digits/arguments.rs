@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::str::FromStr;
 
 use lexopt::prelude::*;
 
@@ -28,7 +29,8 @@ Options:
   -h, --help             print this text
 ";
 
-/// The parsed command line of `digits`.
+const AT_LEAST_1: &str = "a whole number of at least 1";
+
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Arguments {
     pub(crate) epochs: u32,
@@ -45,7 +47,6 @@ pub(crate) struct Arguments {
     pub(crate) die_at: Option<DieAt>,
 }
 
-/// The method of averaging gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Gradients {
     /// `convoke_train::Ddp` averages gradients: during the backward pass if `overlap`, else after it.
@@ -54,7 +55,6 @@ pub(crate) enum Gradients {
     ByHand,
 }
 
-/// The device that computes the training steps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ComputeDevice {
     Cpu,
@@ -93,38 +93,25 @@ impl Arguments {
         while let Some(argument) = parser.next()? {
             match argument {
                 Long("epochs") => arguments.epochs = parser.value()?.parse()?,
-                Long("batch") => {
-                    arguments.batch =
-                        parse_value(&parser.value()?, "a whole number of at least 1", |text| {
-                            text.parse().ok().filter(|&batch: &usize| batch > 0)
-                        })?;
-                }
+                Long("batch") => arguments.batch = value(&mut parser, AT_LEAST_1, positive)?,
                 Long("lr") => {
-                    arguments.learning_rate = parse_value(&parser.value()?, "a positive number", |text| {
-                        text.parse().ok().filter(|&rate: &f32| rate > 0.0 && rate.is_finite())
-                    })?;
+                    let finite = |text: &str| positive(text).filter(|rate: &f32| rate.is_finite());
+                    arguments.learning_rate = value(&mut parser, "a positive number", finite)?;
                 }
                 Long("hidden") => {
-                    arguments.hidden = parse_value(&parser.value()?, "numbers of units, as in 64,64", units)?;
+                    arguments.hidden = value(&mut parser, "numbers of units, as in 64,64", units)?
                 }
                 Long("gradients") => {
-                    arguments.gradients = parse_value(&parser.value()?, "ddp, late or by-hand", gradients)?;
+                    arguments.gradients = value(&mut parser, "ddp, late or by-hand", gradients)?
                 }
                 Long("bucket-bytes") => arguments.bucket_bytes = parser.value()?.parse()?,
-                Long("device") => {
-                    arguments.device = parse_value(&parser.value()?, "cpu, cuda or staged", device)?;
-                }
+                Long("device") => arguments.device = value(&mut parser, "cpu, cuda or staged", device)?,
                 Long("trace") => arguments.trace = Some(parser.value()?.into()),
                 Long("seed") => arguments.seed = parser.value()?.parse()?,
-                Long("print-every") => {
-                    arguments.print_every =
-                        parse_value(&parser.value()?, "a whole number of at least 1", |text| {
-                            text.parse().ok().filter(|&every: &u32| every > 0)
-                        })?;
-                }
+                Long("print-every") => arguments.print_every = value(&mut parser, AT_LEAST_1, positive)?,
                 Long("checkpoint") => arguments.checkpoint = Some(parser.value()?.into()),
                 Long("die-at") => {
-                    arguments.die_at = Some(parse_value(&parser.value()?, "EPOCH:RANK, as in 3:1", die_at)?)
+                    arguments.die_at = Some(value(&mut parser, "EPOCH:RANK, as in 3:1", die_at)?)
                 }
                 Long("help") | Short('h') => return Ok(None),
                 Long(_) | Short(_) | Value(_) => return Err(argument.unexpected()),
@@ -141,6 +128,10 @@ impl Arguments {
     pub(crate) fn overlaps(&self) -> bool {
         self.gradients == Gradients::Ddp { overlap: true }
     }
+}
+
+fn positive<T: FromStr + PartialOrd + Default>(text: &str) -> Option<T> {
+    text.parse().ok().filter(|number| *number > T::default())
 }
 
 fn die_at(text: &str) -> Option<DieAt> {
@@ -175,15 +166,14 @@ fn device(text: &str) -> Option<ComputeDevice> {
 }
 
 /// Parses the value of a flag, or returns an error that names the expected form.
-fn parse_value<T>(
-    value: &OsString,
+fn value<T>(
+    parser: &mut lexopt::Parser,
     expected: &str,
     parse: impl Fn(&str) -> Option<T>,
 ) -> Result<T, lexopt::Error> {
-    value
-        .to_str()
-        .and_then(parse)
-        .ok_or_else(|| lexopt::Error::Custom(format!("{} is not {expected}", value.display()).into()))
+    let value = parser.value()?;
+    let wrong = || lexopt::Error::Custom(format!("{} is not {expected}", value.display()).into());
+    value.to_str().and_then(parse).ok_or_else(wrong)
 }
 
 #[cfg(test)]

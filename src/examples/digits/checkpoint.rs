@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use crate::hash::fnv1a;
 use crate::network::Network;
 
-/// First bytes of a checkpoint file.
 const MAGIC: [u8; 8] = *b"digits\r\n";
 /// Version of the checkpoint format. A file of another version is an error.
 const VERSION: u32 = 2;
@@ -19,14 +18,12 @@ const HASH_BYTES: usize = 8;
 /// The state of training after a whole number of epochs.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Checkpoint {
-    /// Number of completed epochs.
     pub(crate) epoch: u32,
     /// Seed of the run. It decides which images are held out, so another seed must not use the file.
     pub(crate) seed: u64,
     pub(crate) network: Network,
 }
 
-/// An error of writing, reading or using a checkpoint.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum CheckpointError {
     #[error("checkpoint {}: cannot {action} it: {source}", path.display())]
@@ -65,10 +62,7 @@ impl Checkpoint {
         // failure may leave the new name with an empty file.
         file.sync_all().map_err(failed)?;
         fs::rename(&temporary, path).map_err(failed)?;
-        let folder = match path.parent() {
-            Some(parent) if parent != Path::new("") => parent,
-            _ => Path::new("."),
-        };
+        let folder = path.parent().filter(|parent| *parent != Path::new("")).unwrap_or(Path::new("."));
         File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed)
     }
 
@@ -82,11 +76,8 @@ impl Checkpoint {
         };
         let checkpoint = Self::from_bytes(&bytes, path)?;
         if checkpoint.seed != seed {
-            return Err(CheckpointError::Seed {
-                path: path.to_owned(),
-                written: checkpoint.seed,
-                asked: seed,
-            });
+            let (path, written) = (path.to_owned(), checkpoint.seed);
+            return Err(CheckpointError::Seed { path, written, asked: seed });
         }
         if checkpoint.network.hidden() != hidden {
             let written = checkpoint.network.hidden().to_vec();
@@ -148,9 +139,7 @@ impl Checkpoint {
 }
 
 fn read_array<const N: usize>(rest: &mut &[u8]) -> Option<[u8; N]> {
-    let (first, others) = rest.split_first_chunk::<N>()?;
-    *rest = others;
-    Some(*first)
+    rest.split_off(..N)?.try_into().ok()
 }
 
 #[cfg(test)]

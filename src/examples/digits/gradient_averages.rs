@@ -11,9 +11,7 @@ use convoke_example_data::Example;
 /// Gradients averaged over all ranks. The loss is an additional last parameter: it is computed and sent
 /// first.
 pub(crate) enum GradientAverages<'a> {
-    /// `Ddp` averages the gradients, in buckets.
     Ddp(Box<Ddp>, Vec<ParameterId>),
-    /// One `all_reduce` after the backward pass averages the gradients.
     ByHand(&'a World, Vec<Vec<f32>>),
 }
 
@@ -65,18 +63,12 @@ impl<'a> GradientAverages<'a> {
                 let _span = trace.span("wait");
                 let mut flat = gradients.concat();
                 world.all_reduce(&mut flat, ReduceOp::Avg)?;
-                let mut rest = &flat[..];
-                for gradient in gradients {
-                    let (first, others) = rest.split_at(gradient.len());
-                    gradient.copy_from_slice(first);
-                    rest = others;
-                }
+                gradients.iter_mut().flatten().zip(flat).for_each(|(gradient, average)| *gradient = average);
                 Ok(())
             }
         }
     }
 
-    /// Returns the average gradient of a parameter over all ranks.
     pub(crate) fn average(&self, parameter: usize) -> &[f32] {
         match self {
             Self::Ddp(ddp, ids) => ddp.average(ids[parameter]),

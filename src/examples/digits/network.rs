@@ -18,7 +18,7 @@ const SIMD_LANES: usize = 8;
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Network {
     /// Number of units of each layer; pixels are the first layer, classes the last.
-    units: Vec<usize>,
+    pub(crate) units: Vec<usize>,
     pub(crate) parameters: Vec<Vec<f32>>,
     /// Momentum of gradient descent, one value for each parameter value.
     pub(crate) velocity: Vec<Vec<f32>>,
@@ -52,14 +52,8 @@ impl Network {
         network
     }
 
-    /// Number of units of each hidden layer.
     pub(crate) fn hidden(&self) -> &[usize] {
         &self.units[1..self.units.len() - 1]
-    }
-
-    /// Number of units of each layer; pixels are the first layer, classes the last.
-    pub(crate) fn units(&self) -> &[usize] {
-        &self.units
     }
 
     fn layers(&self) -> usize {
@@ -74,12 +68,10 @@ impl Network {
         })
     }
 
-    /// Number of values of all parameters.
     pub(crate) fn len(&self) -> usize {
         self.parameters.iter().map(Vec::len).sum()
     }
 
-    /// Computes the outputs of all layers for these examples.
     pub(crate) fn forward(&self, examples: &[&Example]) -> Activations {
         let pixels: Vec<f32> = examples.iter().flat_map(|example| example.pixels).collect();
         let mut rows = vec![pixels];

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use convoke_comm::{CommError, ReduceOp, World, op};
@@ -21,7 +21,6 @@ const MOMENTUM: f32 = 0.9;
 /// The rank that reads and writes the checkpoint and prints results.
 const ROOT: usize = 0;
 
-/// An error that ends a worker.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum TrainError {
     #[error(transparent)]
@@ -68,11 +67,8 @@ pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainErr
             network.len(),
             arguments.batch
         ))?;
-        if done > 0 {
-            print_line(format_args!(
-                "going on after epoch {done}, from {}",
-                display_path(arguments.checkpoint.as_deref())
-            ))?;
+        if let Some(path) = arguments.checkpoint.as_ref().filter(|_| done > 0) {
+            print_line(format_args!("going on after epoch {done}, from {}", path.display()))?;
         }
     }
     // Each example is used once per epoch. If a rank has one example less, its contribution weighs less.
@@ -121,10 +117,8 @@ fn start(arguments: &Arguments, world: &World) -> Result<(Network, u32), TrainEr
     if world.rank() == ROOT {
         // If reading the checkpoint fails, rank 0 ends here, and the other ranks end with a `PeerLost` error
         // that names it.
-        let saved = match &arguments.checkpoint {
-            Some(path) => Checkpoint::read(path, arguments.seed, hidden)?,
-            None => None,
-        };
+        let path = arguments.checkpoint.as_deref();
+        let saved = path.map(|path| Checkpoint::read(path, arguments.seed, hidden)).transpose()?.flatten();
         (network, done[0]) = match saved {
             Some(saved) => (saved.network, saved.epoch),
             None => (Network::initial(hidden, arguments.seed), 0),
@@ -136,7 +130,6 @@ fn start(arguments: &Arguments, world: &World) -> Result<(Network, u32), TrainEr
     Ok((network, done[0]))
 }
 
-/// The state of a training run on one rank.
 struct Training<'a> {
     arguments: &'a Arguments,
     world: &'a World,
@@ -146,7 +139,6 @@ struct Training<'a> {
     trace: Trace,
 }
 
-/// The device that computes the steps.
 enum Backend<'a> {
     Host(GradientAverages<'a>),
     Device(Box<DeviceTraining>),
@@ -255,10 +247,6 @@ fn finish(
         ))?;
     }
     Ok(())
-}
-
-fn display_path(path: Option<&Path>) -> String {
-    path.map_or_else(String::new, |path| path.display().to_string())
 }
 
 fn print_line(text: std::fmt::Arguments<'_>) -> io::Result<()> {

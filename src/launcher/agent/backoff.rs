@@ -16,7 +16,8 @@ const MAX_DELAY: Duration = Duration::from_secs(60);
 pub(super) struct Backoff {
     /// Minimum delay before every restart (`--restart-delay`).
     min_delay: Duration,
-    quick_failures: u32,
+    /// Number of rounds in a row that failed sooner than [`QUICK_FAILURE`] after their start.
+    pub(super) quick_failures: u32,
 }
 
 impl Backoff {
@@ -32,11 +33,6 @@ impl Backoff {
             .checked_sub(FAILURES_WITHOUT_DELAY + 1)
             .map_or(Duration::ZERO, doubled)
             .max(self.min_delay)
-    }
-
-    /// Returns the number of rounds in a row that failed sooner than [`QUICK_FAILURE`] after their start.
-    pub(super) fn quick_failures(&self) -> u32 {
-        self.quick_failures
     }
 }
 
@@ -72,7 +68,7 @@ mod tests {
             let _ = backoff.record_failure(AT_ONCE);
         }
         assert_eq!(backoff.record_failure(QUICK_FAILURE), Duration::ZERO);
-        assert_eq!((backoff.record_failure(AT_ONCE), backoff.quick_failures()), (Duration::ZERO, 1));
+        assert_eq!((backoff.record_failure(AT_ONCE), backoff.quick_failures), (Duration::ZERO, 1));
     }
 
     #[test]

@@ -2,73 +2,55 @@
 
 use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use convoke_env::{ExitCause, Token};
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 
 use super::environment::command_line;
-use super::guard_process::GuardProcess;
 use super::restart_delay::RestartDelay;
 use super::rounds::Rounds;
-use super::setup::token;
 use super::signals::Signals;
 use super::start_failure::start_context;
-use super::state_machine::{Action, Agent, AgentOutcome, AgentPolicy, Event};
+use super::state_machine::{Action, Agent, AgentOutcome, Event};
 use crate::cause::explain_start_failure;
-use crate::config::{Config, Orphans};
+use crate::config::{Config, Orphans, Rendezvous};
 use crate::events::Events;
 use crate::flight::FlightFolder;
-use crate::guard::{FromGuard, ToGuard};
+use crate::guard::{FromGuard, GuardProcess, ToGuard, reap};
 use crate::logs::RunDir;
 use crate::messages::print_message;
 use crate::rendezvous::{
     Cluster, ClusterCommand, ClusterEvent, FailureProtocol, JobOutcome, OutcomeKind, ProposedOutcome,
-    RendezvousError,
+    RendezvousError, until,
 };
-use crate::supervise;
-use crate::{exit, fault};
+use crate::{fault, supervise};
 
-/// If workers failed only because they lost a peer, the launcher waits this long before it stops workers,
-/// here or on other nodes. The peer's own failure may still be reported in this time. This exceeds the time
-/// in which the loss of a launcher or its host is detected.
-pub(super) const ROOT_CAUSE_WAIT: Duration = Duration::from_secs(5);
-/// Time from SIGTERM to SIGKILL for the remaining workers after a worker failed; torchrun's fixed value.
-pub(super) const FAILURE_GRACE: Duration = Duration::from_secs(30);
 /// Time from SIGTERM to SIGKILL when the other nodes are about to start a round without this node.
 const PARTITIONED_GRACE: Duration = Duration::from_millis(500);
 /// Time after which the launcher prints why the nodes may not have met in the rendezvous. Nodes on one host
 /// meet sooner.
 const RENDEZVOUS_HINT_DELAY: Duration = Duration::from_secs(1);
-/// After a worker succeeds, processes that it started may run this long before the launcher stops and reports
-/// them. Helpers such as Python's resource tracker end shortly after their worker.
-const ORPHAN_EXIT_WAIT: Duration = Duration::from_millis(250);
 
 /// Runs this node's part of the job to its end.
 pub(crate) fn run(config: Config, guard: Pid, socket: UnixStream) -> ExitCode {
     fault::point("starting");
-    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
-        Ok(runtime) => runtime,
-        Err(error) => {
-            print_message(&format!("error: cannot start the event loop: {error}"));
-            return exit::FAILURE;
-        }
-    };
-    let end = runtime.block_on(async {
-        match EventLoop::new(config, guard, socket) {
-            Ok(mut event_loop) => event_loop.run().await,
-            Err(error) => {
-                print_message(&format!("error: {error}"));
-                LauncherExit::Code(exit::FAILURE)
-            }
-        }
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(|error| format!("cannot start the event loop: {error}"));
+    let end = runtime.and_then(|runtime| {
+        let end = runtime.block_on(async { Ok(EventLoop::new(config, guard, socket)?.run().await) });
+        // Does not wait for threads: one that still waits for other nodes must not delay the exit.
+        runtime.shutdown_background();
+        end
     });
-    // Does not wait for threads: one that still waits for other nodes must not delay the exit.
-    runtime.shutdown_background();
     match end {
-        LauncherExit::Code(code) => code,
-        LauncherExit::Signal(signal) => crate::os::exit_by_signal(signal),
+        Ok(LauncherExit::Code(code)) => code,
+        Ok(LauncherExit::Signal(signal)) => crate::os::exit_by_signal(signal),
+        Err(error) => {
+            print_message(&format!("error: {error}"));
+            ExitCode::FAILURE
+        }
     }
 }
 
@@ -88,27 +70,23 @@ pub(super) struct EventLoop {
     pub(super) agent: Agent,
     pub(super) rounds: Rounds,
     pub(super) restart_delay: RestartDelay,
-    pub(super) job: JobEnd,
+    /// The failure that this node has declared to the other nodes or is about to declare.
+    pub(super) declared: Option<ProposedOutcome>,
+    /// Outcome of the job on all nodes; `None` until this node learns it.
+    pub(super) job_outcome: Option<JobOutcome>,
     pub(super) run_dir: RunDir,
     pub(super) flight: FlightFolder,
     pub(super) events: Events,
 }
 
-/// The end of the job, as far as this node knows it.
-#[derive(Debug, Default)]
-pub(super) struct JobEnd {
-    /// The failure that this node has declared to the other nodes or is about to declare.
-    pub(super) declared: Option<ProposedOutcome>,
-    /// Outcome of the job on all nodes; `None` until this node learns it.
-    pub(super) outcome: Option<JobOutcome>,
-}
-
-/// Completes at the time `at`, or never if `at` is `None`.
-async fn until(at: Option<Instant>) {
-    match at {
-        Some(at) => tokio::time::sleep_until(at.into()).await,
-        None => std::future::pending().await,
+/// Returns the token of the job. The user may provide it. Otherwise the launcher creates one if the job has
+/// only this node, and returns `None` for several nodes.
+fn token(config: &Config) -> Result<Option<Token>, String> {
+    if let Some(token) = Token::from_process().map_err(|error| error.to_string())? {
+        return Ok(Some(token));
     }
+    let alone = matches!(config.rendezvous, Rendezvous::Standalone) || config.nodes.max == 1;
+    alone.then(Token::random).transpose().map_err(|error| format!("cannot get random numbers: {error}"))
 }
 
 impl EventLoop {
@@ -118,15 +96,10 @@ impl EventLoop {
         // Threads that start later inherit the mask of signals.
         let signals = Signals::watch(&config)?;
         let run_dir = RunDir::create(&config.logs, &config.run_id);
-        let policy = AgentPolicy {
-            // If all nodes count restarts together (a budget of the job), this agent has no restarts of its
-            // own: the nodes decide together after each failure.
-            max_restarts: if config.has_job_budget() { 0 } else { config.max_restarts },
-            sweep_delay: ORPHAN_EXIT_WAIT,
-            sweep_grace: FAILURE_GRACE,
-            keep_orphans: config.orphans == Orphans::Keep,
-        };
-        let (agent, _first) = Agent::new(policy);
+        // If all nodes count restarts together (a budget of the job), this agent has no restarts of its own:
+        // the nodes decide together after each failure.
+        let max_restarts = if config.has_job_budget() { 0 } else { config.max_restarts };
+        let agent = Agent::new(max_restarts, config.orphans == Orphans::Keep);
         Ok(Self {
             token: token(&config)?,
             cluster: Cluster::new(&config),
@@ -138,7 +111,8 @@ impl EventLoop {
             signals,
             agent,
             rounds: Rounds::default(),
-            job: JobEnd::default(),
+            declared: None,
+            job_outcome: None,
             run_dir,
         })
     }
@@ -148,8 +122,9 @@ impl EventLoop {
         let mut hint = self.config.rendezvous_hint.clone();
         let hint_at = tokio::time::Instant::now() + RENDEZVOUS_HINT_DELAY;
         loop {
-            let sleep = until(self.rounds.current.as_ref().and_then(|round| round.supervisor.wake_at()));
-            let pause = until(self.restart_delay.wake_at());
+            let sleep = self.rounds.current.as_ref().and_then(|round| round.supervisor.wake_at());
+            let sleep = until(sleep.map(Into::into));
+            let pause = until(self.restart_delay.wake_at().map(Into::into));
             let ended = tokio::select! {
                 biased;
                 message = self.guard.receive() => match message {
@@ -217,7 +192,7 @@ impl EventLoop {
             ClusterEvent::JobEnded(outcome) => {
                 // The outcome may be the one that this node declared. This node is then already acting on it.
                 let mine = self.cluster.is_own(&outcome);
-                self.job.outcome.get_or_insert(outcome);
+                self.job_outcome.get_or_insert(outcome);
                 self.decide(if mine { Event::JobFailedHere } else { Event::JobEnded })
             }
             ClusterEvent::NewRound { round, cause, partitioned } => {
@@ -237,7 +212,7 @@ impl EventLoop {
     /// as subreaper or as PID 1.
     pub(super) fn reap_children(&mut self) {
         let mut reaped = Vec::new();
-        crate::guard::reap(|pid, cause| reaped.push((pid, cause)));
+        reap(|pid, cause, _| reaped.push((pid, cause)));
         self.record_reaped(&reaped);
     }
 
@@ -256,8 +231,8 @@ impl EventLoop {
             FromGuard::Spawned { id, pid } => {
                 let restarts = self.rounds.restarts;
                 let (round, local_rank) = self.rounds.of_worker(id)?;
-                round.workers.record_start(local_rank, pid);
-                self.events.started(&round.assignment, round.workers.rank(local_rank), pid, restarts);
+                round.workers[local_rank].pid = Some(pid);
+                self.events.started(&round.assignment, round.rank(local_rank), pid, restarts);
                 self.supervise(supervise::Event::Started { local_rank })
             }
             FromGuard::SpawnFailed { id, error } => {
@@ -269,7 +244,7 @@ impl EventLoop {
             FromGuard::Exited { id, cause, evidence, last } => {
                 let (round, local_rank) = self.rounds.of_worker(id)?;
                 round.no_process_left = last;
-                round.workers.record_exit(local_rank, SystemTime::now(), cause, evidence);
+                round.record_exit(local_rank, cause, evidence);
                 if cause == ExitCause::Code(0) {
                     self.run_dir.worker_succeeded(self.rounds.restarts, local_rank);
                 }
@@ -297,7 +272,7 @@ impl EventLoop {
             match action {
                 supervise::Action::Signal { local_rank, signal } => {
                     fault::point("stopping");
-                    let id = self.rounds.current.as_ref()?.workers.id(local_rank);
+                    let id = self.rounds.current.as_ref()?.id(local_rank);
                     self.guard.send(&ToGuard::Signal { id, signal: signal as i32 }, &[]);
                 }
                 supervise::Action::RoundFailed { local_rank, cause } => {
@@ -331,14 +306,14 @@ impl EventLoop {
                 self.supervise(supervise::Event::Stop { signal, grace, at_once })
             }
             Action::Abort => {
-                let (signal, grace) = match self.job.outcome.as_ref().map(|outcome| &outcome.kind) {
+                let (signal, grace) = match self.job_outcome.as_ref().map(|outcome| &outcome.kind) {
                     _ if self.is_partitioned() => (Signal::SIGTERM, PARTITIONED_GRACE),
                     // Another node was stopped by this signal. The workers here are stopped as if this node
                     // had received it.
                     Some(OutcomeKind::Stopped { signal }) => {
                         (Signal::try_from(*signal).unwrap_or(Signal::SIGTERM), self.config.shutdown_timeout)
                     }
-                    Some(_) | None => (Signal::SIGTERM, FAILURE_GRACE),
+                    Some(_) | None => (Signal::SIGTERM, supervise::FAILURE_GRACE),
                 };
                 self.supervise(supervise::Event::Abort { signal, grace })
             }
@@ -364,7 +339,7 @@ impl EventLoop {
 
     /// Returns true if this node is cut off from the other nodes, and they are about to continue without it.
     fn is_partitioned(&self) -> bool {
-        let outcome = self.job.outcome.as_ref().map(|outcome| &outcome.kind);
+        let outcome = self.job_outcome.as_ref().map(|outcome| &outcome.kind);
         self.rounds.is_partitioned() || matches!(outcome, Some(OutcomeKind::Partitioned { .. }))
     }
 

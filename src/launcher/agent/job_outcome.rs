@@ -7,7 +7,7 @@ use convoke_env::ExitCause;
 use nix::sys::signal::Signal;
 use tokio::time::timeout;
 
-use super::event_loop::{EventLoop, ROOT_CAUSE_WAIT};
+use super::event_loop::EventLoop;
 use super::signals::SignalAction;
 use super::state_machine::AgentOutcome;
 use crate::cause::{CauseKind, Class};
@@ -16,7 +16,7 @@ use crate::messages::print_message;
 use crate::os::stop_this_process;
 use crate::rendezvous::{ClusterCommand, FailureProtocol, OutcomeKind, ProposedOutcome};
 use crate::report::{self, Report};
-use crate::supervise::FailureOrigin;
+use crate::supervise::{FailureOrigin, ROOT_CAUSE_WAIT};
 
 /// Longest wait for the other nodes to agree on the job's outcome before this launcher exits.
 const TERMINATION_TIMEOUT: Duration = ROOT_CAUSE_WAIT.saturating_add(Duration::from_secs(3));
@@ -36,7 +36,7 @@ impl EventLoop {
         if has_no_peers || round.supervisor.is_stopping() {
             return FailureOrigin::Own;
         }
-        let base = round.workers.rank(0);
+        let base = round.rank(0);
         match self.preliminary_report(Some(local_rank)).failures.first() {
             Some(failure) if failure.class == Class::PeerLost => {
                 let here =
@@ -59,7 +59,7 @@ impl EventLoop {
             FailureProtocol::FirstIsFinal if restarts => return,
             FailureProtocol::FirstIsFinal | FailureProtocol::Confirmed => {}
         }
-        let (rank, failed) = (round.workers.rank(local_rank), round.first_failed);
+        let (rank, failed) = (round.rank(local_rank), round.first_failed);
         let first = self.preliminary_report(None);
         let root = first.root();
         let (rank, local_rank, how) = match root {
@@ -67,8 +67,7 @@ impl EventLoop {
             None => (rank, local_rank, report::describe(cause)),
         };
         let mut summary = format!("rank {rank} (local_rank {local_rank}) {how}");
-        let here =
-            |rank: &usize| (0..self.config.nproc_per_node).any(|local| round.workers.rank(local) == *rank);
+        let here = |rank: &usize| (0..self.config.nproc_per_node).any(|local| round.rank(local) == *rank);
         if let Some(blamed) = root.and_then(|root| root.suspect_rank).filter(|rank| !here(rank)) {
             summary
                 .push_str(&format!("; suspected root cause: rank {blamed}, whose node reported no failure"));
@@ -83,7 +82,7 @@ impl EventLoop {
         let defer_until = failed.map(|failed| failed + head_start).filter(|&until| until > Instant::now());
         let report = first.root_only().to_json();
         let kind = OutcomeKind::Failed { summary: summary.clone(), report: report.clone() };
-        self.job.declared = (!restarts).then_some(ProposedOutcome { kind, defer_until });
+        self.declared = (!restarts).then_some(ProposedOutcome { kind, defer_until });
         self.cluster.send(ClusterCommand::ReportFailure { summary, report, restarts, defer_until });
     }
 
@@ -93,8 +92,8 @@ impl EventLoop {
     }
 
     /// Declares to the other nodes how this node ends, unless it succeeded or was ended by them, and leaves
-    /// the job. Records the outcome if another node ended the job. Returns the number of other jobs that still
-    /// use the rendezvous server of this launcher.
+    /// the job. Records the outcome if another node ended the job. Returns the number of other jobs that
+    /// still use the rendezvous server of this launcher.
     pub(super) async fn leave(&mut self, end: &AgentOutcome) -> usize {
         if self.cluster.protocol == FailureProtocol::None {
             return 0;
@@ -102,7 +101,7 @@ impl EventLoop {
         let proposed = match end {
             AgentOutcome::Success | AgentOutcome::Aborted => None,
             // The failure was declared when it happened, but that may have been deferred. Declares it again.
-            AgentOutcome::Failed(_) => self.job.declared.take(),
+            AgentOutcome::Failed(_) => self.declared.take(),
             AgentOutcome::Error(text) => Some(OutcomeKind::Error { text: text.clone() }.into()),
             AgentOutcome::Stopped(signal) | AgentOutcome::Interrupted(signal) => {
                 Some(OutcomeKind::Stopped { signal: *signal as i32 }.into())
@@ -112,8 +111,8 @@ impl EventLoop {
         let Ok((agreed, other_jobs)) = timeout(TERMINATION_TIMEOUT, self.cluster.left()).await else {
             return 0;
         };
-        let outcome = self.job.outcome.take().or(agreed);
-        self.job.outcome = outcome.filter(|outcome| !self.cluster.is_own(outcome));
+        let outcome = self.job_outcome.take().or(agreed);
+        self.job_outcome = outcome.filter(|outcome| !self.cluster.is_own(outcome));
         other_jobs
     }
 
@@ -151,12 +150,6 @@ impl EventLoop {
 
 /// Returns the report that came with the job outcome of another node, if it can be parsed.
 pub(super) fn report_of(what: &OutcomeKind) -> Option<Report> {
-    match what {
-        OutcomeKind::Failed { report, .. } => Report::from_json(report).ok(),
-        OutcomeKind::Error { .. }
-        | OutcomeKind::Stopped { .. }
-        | OutcomeKind::Lost
-        | OutcomeKind::Succeeded
-        | OutcomeKind::Partitioned { .. } => None,
-    }
+    let OutcomeKind::Failed { report, .. } = what else { return None };
+    Report::from_json(report).ok()
 }

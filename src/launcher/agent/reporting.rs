@@ -6,7 +6,6 @@ use convoke_env::{ExitCause, vars};
 use convoke_recorder::layout::Exit;
 
 use super::event_loop::EventLoop;
-use super::rounds::Round;
 use super::state_machine::AgentOutcome;
 use crate::cause::{Class, Evidence};
 use crate::flight;
@@ -25,32 +24,24 @@ const TAIL_READ_TIMEOUT: Duration = Duration::from_millis(100);
 impl EventLoop {
     pub(super) fn report_round(&mut self, outcome: &supervise::Outcome) {
         self.rounds.succeeded = *outcome == supervise::Outcome::Succeeded;
-        let Some(round) = &self.rounds.current else { return };
-        for local_rank in 0..self.config.nproc_per_node {
-            let worker = round.workers.get(local_rank);
+        let Some(round) = &mut self.rounds.current else { return };
+        for (local_rank, worker) in round.workers.iter().enumerate() {
             if let (Some(pid), Some((_, cause))) = (worker.pid, worker.ended) {
-                self.events.ended(
-                    &round.assignment,
-                    round.workers.rank(local_rank),
-                    pid,
-                    cause,
-                    self.rounds.restarts,
-                );
+                let rank = round.rank(local_rank);
+                self.events.ended(&round.assignment, rank, pid, cause, self.rounds.restarts);
             }
         }
         if let supervise::Outcome::NotStarted { local_rank, error } = outcome {
-            if let Some(round) = &mut self.rounds.current {
-                round.workers.not_started = Some((*local_rank, error.clone()));
-            }
+            round.not_started = Some((*local_rank, error.clone()));
             return;
         }
         let supervise::Outcome::Failed(failures) = outcome else { return };
+        let lasted = round.began.elapsed();
         let left = self.config.max_restarts.saturating_sub(self.rounds.restarts);
         if left == 0 {
             return;
         }
-        let (report, ..) = self.report(failures);
-        let lasted = self.rounds.current.as_ref().map_or(Duration::MAX, |round| round.began.elapsed());
+        let (report, ..) = self.report(failures, None);
         if !self.restart_delay.record_failure(lasted, report.root()) {
             self.agent.disable_restarts();
             // This node has not declared the failure to the other nodes yet, since a restart was left.
@@ -84,21 +75,21 @@ impl EventLoop {
     /// Returns what the flight recordings of this round's workers, which have all ended, show about their
     /// operations. Without `failures`, all workers count as stopped by the launcher.
     pub(super) fn flight(&self, failures: Option<&[supervise::Failure]>) -> Option<report::FlightSummary> {
-        let Round { assignment, workers, .. } = self.rounds.current.as_ref()?;
+        let round = self.rounds.current.as_ref()?;
         let stopped = |local_rank: usize| {
             failures.is_none_or(|failures| {
                 failures.iter().any(|failure| failure.local_rank == local_rank && failure.stopped)
             })
         };
         let exit = |&local_rank: &usize| {
-            let (time, cause) = workers.get(local_rank).ended?;
+            let (time, cause) = round.workers[local_rank].ended?;
             let exit = Exit { unix_ns: flight::unix_ns(time), cause, stopped: stopped(local_rank) };
-            Some((workers.rank(local_rank), exit))
+            Some((round.rank(local_rank), exit))
         };
         self.flight.analyze(&flight::Round {
-            generation: assignment.generation,
-            began: workers.began,
-            exits: workers.in_exit_order().iter().filter_map(exit).collect(),
+            generation: round.assignment.generation,
+            began: round.began_at,
+            exits: round.exit_order.iter().filter_map(exit).collect(),
         })
     }
 
@@ -123,7 +114,7 @@ impl EventLoop {
 
     /// Reports which workers failed and why: on stderr and in the requested files.
     pub(super) fn report_failures(&self, failures: &[supervise::Failure]) -> Report {
-        let (mut report, ended, wrong) = self.report(failures);
+        let (mut report, ended, wrong) = self.report(failures, None);
         self.add_gpu_evidence(&mut report);
         report.flight = self.flight(Some(failures));
         let target = std::env::var_os(vars::ERROR_FILE).filter(|path| !path.is_empty());
@@ -141,7 +132,7 @@ impl EventLoop {
 
     /// Adds evidence about the GPUs of those workers that failed by themselves.
     fn add_gpu_evidence(&self, report: &mut Report) {
-        let Some(began) = self.rounds.current.as_ref().map(|round| round.workers.began) else { return };
+        let Some(began) = self.rounds.current.as_ref().map(|round| round.began_at) else { return };
         let own = |failure: &&mut report::Failure| !failure.stopped_by_us && failure.pid > 0;
         let failed = report.failures.iter_mut().filter(own).map(|failure| {
             let devices = self.config.gpus.1.get(failure.local_rank).cloned();
@@ -157,27 +148,18 @@ impl EventLoop {
 
     /// Returns a preliminary report, for use while the first failure of a round is being handled. The other
     /// workers still run, and the failed worker's stderr may not have been read to its end. The final report
-    /// can only add to this one. `only` selects one worker by local rank; `None` selects all.
+    /// can only add to this one. `only` is that of [`EventLoop::report`].
     pub(super) fn preliminary_report(&self, only: Option<usize>) -> Report {
         if let Some(tee) = self.rounds.tee() {
             tee.read_pending(TAIL_READ_TIMEOUT);
         }
-        self.build_report(&[], only).0
+        self.report(&[], only).0
     }
 
     /// Returns the report of the current round, the ended workers from which it was built, and a problem with
-    /// an error file, if any.
-    ///
-    /// The report is complete once all output of the workers has been read ([`EventLoop::finish_output`]).
-    /// Repeated calls are allowed.
+    /// an error file, if any. `only` selects one worker by local rank; `None` selects all. The report is
+    /// complete once all output of the workers has been read ([`EventLoop::finish_output`]).
     pub(super) fn report(
-        &self,
-        failures: &[supervise::Failure],
-    ) -> (Report, Vec<EndedWorker>, Option<String>) {
-        self.build_report(failures, None)
-    }
-
-    fn build_report(
         &self,
         failures: &[supervise::Failure],
         only: Option<usize>,
@@ -187,11 +169,11 @@ impl EventLoop {
             return (report::without_failures(&job, Outcome::Failed, None), Vec::new(), None);
         };
         let ended = |&local_rank: &usize| {
-            let worker = round.workers.get(local_rank);
+            let worker = &round.workers[local_rank];
             let (time, cause) = worker.ended?;
             Some(EndedWorker {
                 local_rank,
-                rank: round.workers.rank(local_rank),
+                rank: round.rank(local_rank),
                 pid: worker.pid,
                 end: WorkerEnd::Exited(cause),
                 time,
@@ -203,12 +185,11 @@ impl EventLoop {
             })
         };
         let wanted = |local_rank: &&usize| only.is_none_or(|only| **local_rank == only);
-        let mut all: Vec<EndedWorker> =
-            round.workers.in_exit_order().iter().filter(wanted).filter_map(ended).collect();
-        if let Some((local_rank, why)) = round.workers.not_started.clone() {
+        let mut all: Vec<EndedWorker> = round.exit_order.iter().filter(wanted).filter_map(ended).collect();
+        if let Some((local_rank, why)) = round.not_started.clone() {
             let first = EndedWorker {
                 local_rank,
-                rank: round.workers.rank(local_rank),
+                rank: round.rank(local_rank),
                 pid: None,
                 end: WorkerEnd::NotStarted(why),
                 time: SystemTime::now(),
@@ -230,14 +211,14 @@ impl EventLoop {
     pub(super) fn write_report(&self, end: &AgentOutcome, report: Option<Report>) {
         let Some(path) = &self.config.report_file else { return };
         let bare = |outcome, message| report::without_failures(&self.job(), outcome, message);
-        let job_outcome = self.job.outcome.as_ref().map(ToString::to_string);
+        let job_outcome = self.job_outcome.as_ref().map(ToString::to_string);
         let mut report = report.unwrap_or_else(|| match end {
             AgentOutcome::Success => bare(Outcome::Succeeded, None),
-            AgentOutcome::Failed(failures) => self.report(failures).0,
+            AgentOutcome::Failed(failures) => self.report(failures, None).0,
             AgentOutcome::Error(_)
-                if self.rounds.current.as_ref().is_some_and(|round| round.workers.not_started.is_some()) =>
+                if self.rounds.current.as_ref().is_some_and(|round| round.not_started.is_some()) =>
             {
-                self.report(&[]).0
+                self.report(&[], None).0
             }
             AgentOutcome::Error(error) => bare(Outcome::Error, Some(error.clone())),
             AgentOutcome::Stopped(signal) => bare(Outcome::Stopped, Some(format!("stopped by {signal}"))),
@@ -267,24 +248,20 @@ impl EventLoop {
     pub(super) fn report_guard_loss(&self) {
         let (mut failures, mut fallen) = (Vec::new(), Vec::new());
         let mut killed = false;
-        if let Some(Round { supervisor, workers, .. }) = &self.rounds.current {
-            failures.extend_from_slice(supervisor.failures());
-            for &local_rank in workers.in_exit_order() {
-                let told = failures.iter().any(|failure| failure.local_rank == local_rank);
-                if let Some((_, cause)) = workers.get(local_rank).ended
-                    && !told
+        if let Some(round) = &self.rounds.current {
+            failures.extend_from_slice(&round.supervisor.failures);
+            for &local_rank in &round.exit_order {
+                let is_reported = failures.iter().any(|failure| failure.local_rank == local_rank);
+                if let Some((_, cause)) = round.workers[local_rank].ended
+                    && !is_reported
                     && cause != ExitCause::Code(0)
                 {
                     fallen.push(local_rank);
-                    failures.push(supervise::Failure {
-                        local_rank,
-                        cause,
-                        stopped: true,
-                        origin: FailureOrigin::Own,
-                    });
+                    let origin = FailureOrigin::Own;
+                    failures.push(supervise::Failure { local_rank, cause, stopped: true, origin });
                 }
             }
-            killed = !fallen.is_empty() || workers.any_not_ended();
+            killed = !fallen.is_empty() || round.workers.iter().any(|worker| worker.ended.is_none());
         }
         let how = self.guard.exit_cause();
         let how = how.map_or_else(|| "ended with an unknown exit status".to_owned(), report::describe);
@@ -292,7 +269,7 @@ impl EventLoop {
         let message = format!("the guard process (pid {}) {how}{workers}", self.guard.pid);
         print_message(&format!("error: {message}"));
 
-        let mut report = self.report(&failures).0;
+        let mut report = self.report(&failures, None).0;
         report.outcome = Outcome::Error;
         report.flight = self.flight(Some(&failures));
         for worker in &mut report.failures {
@@ -313,7 +290,6 @@ impl EventLoop {
         self.write_report(&AgentOutcome::Error(message), Some(report));
     }
 
-    /// Prints the report on stderr.
     pub(super) fn print(&self, report: &Report) {
         print_report(&report::render(report, self.config.report));
     }
@@ -328,7 +304,7 @@ impl EventLoop {
             restarts: self.rounds.restarts,
             max_restarts: self.config.max_restarts,
             assumed_python: self.config.program.assumed_python,
-            began: self.rounds.current.as_ref().map_or_else(SystemTime::now, |round| round.workers.began),
+            began: self.rounds.current.as_ref().map_or_else(SystemTime::now, |round| round.began_at),
             stderr_lines: self.config.stderr_lines,
             notes: self.config.notes.clone(),
         }

@@ -12,7 +12,8 @@ pub(super) struct RestartDelay {
     /// Delay before the next restart, computed when the last round failed.
     next: Duration,
     pending: Option<PendingRestart>,
-    streak: FailureStreak,
+    /// The latest failure, and how many times in a row the workers failed in this way.
+    last_failure: (String, u32),
     /// Number of equal failures in a row after which a restart is useless.
     max_same: Option<u32>,
 }
@@ -25,27 +26,10 @@ struct PendingRestart {
     what: String,
 }
 
-/// Counts how often in a row the workers failed in the same way.
-#[derive(Debug, Default)]
-struct FailureStreak {
-    failure: String,
-    count: u32,
-}
-
-impl FailureStreak {
-    /// Records a failure. Returns how many times in a row it has been recorded.
-    fn record(&mut self, failure: &Failure) -> u32 {
-        let now = format!("{} {} {}", failure.rank, failure.describe(), failure.explanation);
-        self.count = if now == self.failure { self.count + 1 } else { 1 };
-        self.failure = now;
-        self.count
-    }
-}
-
 impl RestartDelay {
     pub(super) fn new(min_delay: Duration, max_same: Option<u32>) -> Self {
-        let (backoff, streak) = (Backoff::new(min_delay), FailureStreak::default());
-        Self { backoff, next: Duration::ZERO, pending: None, streak, max_same }
+        let (backoff, last_failure) = (Backoff::new(min_delay), (String::new(), 0));
+        Self { backoff, next: Duration::ZERO, pending: None, last_failure, max_same }
     }
 
     /// Starts the delay before a restart. Returns false if there is none.
@@ -55,7 +39,7 @@ impl RestartDelay {
             return false;
         }
         let until = Instant::now() + delay;
-        let what = match self.backoff.quick_failures() {
+        let what = match self.backoff.quick_failures {
             0..=1 => "waiting before the restart".to_owned(),
             quick => format!("waiting before the restart: the workers failed quickly {quick} times in a row"),
         };
@@ -90,7 +74,9 @@ impl RestartDelay {
     pub(super) fn record_failure(&mut self, lasted: Duration, root: Option<&Failure>) -> bool {
         self.next = self.backoff.record_failure(lasted);
         let (Some(root), Some(most)) = (root, self.max_same) else { return true };
-        let times = self.streak.record(root);
+        let failure = format!("{} {} {}", root.rank, root.describe(), root.explanation);
+        let times = if failure == self.last_failure.0 { self.last_failure.1 + 1 } else { 1 };
+        self.last_failure = (failure, times);
         if times < most {
             return true;
         }

@@ -1,16 +1,17 @@
 //! Ends the launcher, at the end of the job or after the loss of its guard.
 
 use std::io;
-use std::time::{Duration, Instant, SystemTime};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use super::event_loop::{EventLoop, LauncherExit};
 use super::job_outcome::report_of;
 use super::signals::SignalAction;
 use super::state_machine::AgentOutcome;
-use crate::guard::{FromGuard, kill_all};
+use crate::guard::{FromGuard, ToGuard, kill_all};
 use crate::messages::print_message;
 use crate::rendezvous::ClusterCommand;
-use crate::{exit, fault, supervise};
+use crate::{fault, supervise};
 
 /// Longest time that the guard may take to exit after the launcher told it to.
 const GUARD_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -25,14 +26,14 @@ impl EventLoop {
             print_message(&format!(
                 "warning: cannot stop the guard process: {error}; killing the remaining processes"
             ));
-            kill_all(|_, _| {});
+            kill_all();
         }
         let other_jobs = self.leave(&end).await;
         let mut report = None;
-        if let Some(job_outcome) = &self.job.outcome {
+        if let Some(job_outcome) = &self.job_outcome {
             print_message(&format!("error: {job_outcome}; so this node ends as well"));
             report = report_of(&job_outcome.kind).map(|theirs| match end.failures() {
-                Some(failures) => self.report(failures).0.with_root_of(&theirs),
+                Some(failures) => self.report(failures, None).0.with_root_of(&theirs),
                 None => theirs,
             });
             if let Some(report) = &mut report {
@@ -40,49 +41,45 @@ impl EventLoop {
                 self.print(report);
             }
         }
-        let exit = match &end {
+        let (assignment, restarts) = (self.rounds.assignment(), self.rounds.restarts);
+        let mut exit = LauncherExit::Code(ExitCode::FAILURE);
+        match &end {
             AgentOutcome::Success => {
-                self.events.agent_ended(self.rounds.assignment(), self.rounds.restarts, true);
-                LauncherExit::Code(exit::SUCCESS)
+                self.events.agent_ended(assignment, restarts, true);
+                exit = LauncherExit::Code(ExitCode::SUCCESS);
             }
             AgentOutcome::Failed(failures) => {
-                self.events.agent_ended(self.rounds.assignment(), self.rounds.restarts, false);
+                self.events.agent_ended(assignment, restarts, false);
                 // If other nodes caused the failure, their report has been printed above.
-                if self.job.outcome.is_none() {
+                if self.job_outcome.is_none() {
                     report = Some(self.report_failures(failures));
                 }
-                LauncherExit::Code(exit::FAILURE)
             }
             AgentOutcome::Error(error) => {
                 print_message(&format!("error: {error}"));
                 self.report_flight();
-                LauncherExit::Code(exit::FAILURE)
             }
             AgentOutcome::Stopped(signal) => {
                 print_message(&format!("stopped by {signal}"));
                 self.report_flight();
-                LauncherExit::Code(exit::FAILURE)
             }
             AgentOutcome::Aborted => {
-                self.events.agent_ended(self.rounds.assignment(), self.rounds.restarts, false);
+                self.events.agent_ended(assignment, restarts, false);
                 if report.is_none() {
                     self.report_flight();
                 }
-                LauncherExit::Code(exit::FAILURE)
             }
             AgentOutcome::Interrupted(signal) if self.restart_delay.cancel().is_some() => {
                 print_message(&format!("stopped by {signal} before the workers were restarted"));
-                LauncherExit::Code(exit::FAILURE)
             }
             AgentOutcome::Interrupted(signal) if self.rounds.current.is_some() => {
                 print_message(&format!("stopped by {signal} while waiting for other nodes"));
-                LauncherExit::Code(exit::FAILURE)
             }
             AgentOutcome::Interrupted(signal) => {
                 print_message(&format!("{signal} while waiting for other nodes"));
-                LauncherExit::Signal(*signal as i32)
+                exit = LauncherExit::Signal(*signal as i32);
             }
-        };
+        }
         self.write_report(&end, report);
         self.serve_other_jobs(other_jobs).await;
         self.signals.fatal.map_or(exit, LauncherExit::Signal)
@@ -107,7 +104,7 @@ impl EventLoop {
     /// Tells the guard to exit and waits until it has. While the guard exits, closes the rendezvous and
     /// removes files that nobody needs.
     async fn stop_guard(&mut self, end: &AgentOutcome) -> io::Result<()> {
-        self.guard.send_exit()?;
+        self.guard.try_send(&ToGuard::Exit, &[])?;
         self.cluster.send(ClusterCommand::Close);
         if matches!(end, AgentOutcome::Success) {
             self.flight.discard();
@@ -137,17 +134,16 @@ impl EventLoop {
     /// Handles the unexpected end of the guard. The kernel has killed the workers, and this process kills
     /// their descendants.
     pub(super) async fn handle_guard_loss(&mut self) -> LauncherExit {
-        let mut reaped = Vec::new();
         // The guard's socket may have closed a moment before the guard could be reaped. `kill_all` waits for
         // the guard too.
-        kill_all(|pid, cause| reaped.push((pid, cause)));
+        let reaped = kill_all();
         // The wait is bounded only in case another process holds the far end of the socket open, which none
         // should.
         let _ = tokio::time::timeout(DRAIN_TIMEOUT, self.drain_guard_messages()).await;
         self.record_reaped(&reaped);
         self.close_output();
         self.report_guard_loss();
-        LauncherExit::Code(exit::FAILURE)
+        LauncherExit::Code(ExitCode::FAILURE)
     }
 
     /// Records the guard's last messages about its workers. The actions that the supervisor derives from them
@@ -157,12 +153,12 @@ impl EventLoop {
             match message {
                 FromGuard::Spawned { id, pid } => {
                     if let Some((round, local_rank)) = self.rounds.of_worker(id) {
-                        round.workers.record_start(local_rank, pid);
+                        round.workers[local_rank].pid = Some(pid);
                     }
                 }
                 FromGuard::Exited { id, cause, evidence, .. } => {
                     if let Some((round, local_rank)) = self.rounds.of_worker(id) {
-                        round.workers.record_exit(local_rank, SystemTime::now(), cause, evidence);
+                        round.record_exit(local_rank, cause, evidence);
                         let origin = supervise::FailureOrigin::Own;
                         let exited = supervise::Event::Exited { local_rank, cause, origin };
                         round.supervisor.handle(Instant::now(), exited, &mut Vec::new());

@@ -21,27 +21,17 @@ impl EventLoop {
                 self.signals.interrupts += u32::from(signal == Signal::SIGINT);
                 let at_once = signal == Signal::SIGINT && self.signals.interrupts > 1 && has_terminal();
                 self.declare_stop(signal);
-                self.decide(Event::Signalled { signal, at_once })
+                return self.decide(Event::Signalled { signal, at_once });
             }
-            (SignalAction::Forward, Ok(signal)) => {
-                self.forward(signal);
-                None
-            }
-            (SignalAction::Suspend, _) => {
-                self.suspend();
-                None
-            }
+            (SignalAction::Forward, Ok(signal)) => self.forward(signal),
+            (SignalAction::Suspend, _) => self.suspend(),
             (SignalAction::Resize, _) => {
                 if let Some(tee) = self.rounds.tee() {
                     tee.resize();
                     self.signal_workers(Signal::SIGWINCH);
                 }
-                None
             }
-            (SignalAction::Child, _) => {
-                self.reap_children();
-                None
-            }
+            (SignalAction::Child, _) => self.reap_children(),
             (SignalAction::Die | SignalAction::Stop | SignalAction::Forward, _) => {
                 if self.signals.fatal.is_none() {
                     print_message(&format!(
@@ -51,17 +41,17 @@ impl EventLoop {
                     self.signals.fatal = Some(number);
                 }
                 self.declare_stop(Signal::SIGTERM);
-                self.decide(Event::Signalled { signal: Signal::SIGTERM, at_once: false })
+                return self.decide(Event::Signalled { signal: Signal::SIGTERM, at_once: false });
             }
         }
+        None
     }
 
     /// Returns the id and rank of each worker that may be running.
     fn running_workers(&self) -> Vec<(WorkerId, usize)> {
         let Some(round) = &self.rounds.current else { return Vec::new() };
-        let workers = &round.workers;
-        let locals = (0..self.config.nproc_per_node).filter(|&local| workers.may_be_running(local));
-        locals.map(|local| (workers.id(local), workers.rank(local))).collect()
+        let running = round.workers.iter().enumerate().filter(|(_, worker)| worker.ended.is_none());
+        running.map(|(local_rank, _)| (round.id(local_rank), round.rank(local_rank))).collect()
     }
 
     fn signal_workers(&mut self, signal: Signal) {

@@ -1,10 +1,11 @@
 //! The signals that the launcher receives: what it does on each, and what it knows of those that came.
 
-use nix::errno::Errno;
+use std::io;
+
 use nix::sys::signal::{SigSet, Signal};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
+use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
-use tokio::sync::mpsc;
 
 use super::forwarded_signals::ForwardedSignals;
 use crate::config::Config;
@@ -81,9 +82,20 @@ pub(super) fn signal_actions(
     all
 }
 
+/// Blocks the signals that stop a job. They stay pending until the event loop reads them. PID 1 of a
+/// container would otherwise ignore them.
+pub(crate) fn block_signals() {
+    // Users and schedulers end a launcher by these signals. If blocking fails, they keep their default
+    // actions.
+    let signals = [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGQUIT];
+    let _ = SigSet::from_iter(signals).thread_block();
+}
+
 /// The signals of this launcher.
 pub(super) struct Signals {
-    receiver: mpsc::UnboundedReceiver<(i32, SignalAction)>,
+    actions: Vec<(i32, SignalAction)>,
+    /// The source of the signals; `None` once reading it has failed.
+    source: Option<AsyncFd<SignalFd>>,
     /// A signal that ends the launcher because no reaction to it is defined. The launcher first stops its
     /// workers, then kills itself by the same signal.
     pub(super) fatal: Option<i32>,
@@ -102,62 +114,38 @@ impl Signals {
             forward: &config.forward_signals,
         };
         let actions = signal_actions(settings, is_ignored);
-        let action =
-            move |number| actions.iter().find(|(known, _)| *known == number).map(|(_, action)| *action);
-        let cannot = |error: std::io::Error| format!("cannot handle signals: {error}");
         // The set contains every real-time signal. Those without an action are dropped when they arrive.
         let mut watched = SigSet::all();
-        Signal::iterator()
-            .filter(|&named| action(named as i32).is_none())
-            .for_each(|named| watched.remove(named));
-        watched.thread_set_mask().map_err(|errno| cannot(errno.into()))?;
-        let signals = SignalFd::with_flags(&watched, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)
-            .map_err(|errno| cannot(errno.into()))?;
-        let signals = crate::os::readable(signals).map_err(cannot)?;
-        let (sender, receiver) = mpsc::unbounded_channel();
-        tokio::spawn(async move {
-            while let Some(number) = next_signal(&signals).await {
-                if let Some(action) = action(number)
-                    && sender.send((number, action)).is_err()
-                {
-                    return;
-                }
-            }
-        });
-        Ok(Self { receiver, fatal: None, interrupts: 0, forwarded: ForwardedSignals::default() })
+        let has_action = |signal: &Signal| actions.iter().any(|(number, _)| *number == *signal as i32);
+        Signal::iterator().filter(|signal| !has_action(signal)).for_each(|signal| watched.remove(signal));
+        let source = watched
+            .thread_set_mask()
+            .and_then(|()| SignalFd::with_flags(&watched, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK));
+        let source = source.map_err(io::Error::from).and_then(crate::os::readable);
+        let source = Some(source.map_err(|error| format!("cannot handle signals: {error}"))?);
+        Ok(Self { actions, source, fatal: None, interrupts: 0, forwarded: ForwardedSignals::default() })
     }
 
     /// Waits for the next signal. Returns its number and the action. Cancel safe.
     pub(super) async fn next(&mut self) -> (i32, SignalAction) {
-        match self.receiver.recv().await {
-            Some(signal) => signal,
-            // Reading signals has failed, so no signal follows.
-            None => std::future::pending().await,
-        }
-    }
-}
-
-/// Waits for the next signal. Returns `None`, with a warning, if reading signals fails, which ends their
-/// handling.
-async fn next_signal(signals: &AsyncFd<SignalFd>) -> Option<i32> {
-    loop {
-        let read = match signals.readable().await {
-            Ok(mut ready) => match signals.get_ref().read_signal() {
-                Ok(None) => {
-                    ready.clear_ready();
-                    continue;
+        while let Some(source) = &self.source {
+            let nothing = || io::Error::from(io::ErrorKind::WouldBlock);
+            let read =
+                source.async_io(Interest::READABLE, |source| source.read_signal()?.ok_or_else(nothing));
+            match read.await {
+                Ok(signal) => {
+                    let mut actions = self.actions.iter().copied();
+                    if let Some(found) = actions.find(|(number, _)| *number as u32 == signal.ssi_signo) {
+                        return found;
+                    }
                 }
-                Ok(Some(signal)) => i32::try_from(signal.ssi_signo).map_err(std::io::Error::other),
-                Err(Errno::EINTR) => continue,
-                Err(errno) => Err(errno.into()),
-            },
-            Err(error) => Err(error),
-        };
-        return read
-            .inspect_err(|error| {
-                print_message(&format!("warning: signals are not handled any more: {error}"))
-            })
-            .ok();
+                Err(error) => {
+                    print_message(&format!("warning: signals are not handled any more: {error}"));
+                    self.source = None;
+                }
+            }
+        }
+        std::future::pending().await
     }
 }
 

@@ -12,13 +12,20 @@ use std::time::Duration;
 
 use nix::sys::signal::Signal;
 
-use crate::supervise::{Failure, Outcome};
+use crate::supervise::{FAILURE_GRACE, Failure, Outcome};
+
+/// After a worker succeeds, processes that it started may run this long before the launcher stops and reports
+/// them. Helpers such as Python's resource tracker end shortly after their worker.
+const ORPHAN_EXIT_WAIT: Duration = Duration::from_millis(250);
 
 /// State of one agent.
 #[derive(Debug)]
 pub(crate) struct Agent {
     state: State,
-    policy: AgentPolicy,
+    /// `--max-restarts`.
+    max_restarts: u32,
+    /// True if processes left behind by successful workers are left alone (`--orphans=keep`).
+    keep_orphans: bool,
     restarts: u32,
     /// What follows the current round on all nodes; `None` until the rendezvous has decided it.
     decision: Option<RoundDecision>,
@@ -37,19 +44,6 @@ enum RoundDecision {
     Restart,
     /// The job ends because of a failure of this node.
     JobFailed,
-}
-
-/// Command-line settings for restarts and leftover processes.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct AgentPolicy {
-    /// `--max-restarts`.
-    pub(crate) max_restarts: u32,
-    /// Time in which processes left behind by successful workers may end by themselves, before SIGTERM.
-    pub(crate) sweep_delay: Duration,
-    /// Time from SIGTERM to SIGKILL for leftover processes.
-    pub(crate) sweep_grace: Duration,
-    /// True if processes left behind by successful workers are left alone (`--orphans=keep`).
-    pub(crate) keep_orphans: bool,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -130,29 +124,23 @@ pub(crate) enum AgentOutcome {
 impl AgentOutcome {
     /// Returns the failures because of which the agent ended.
     pub(crate) fn failures(&self) -> Option<&[Failure]> {
-        match self {
-            Self::Failed(failures) => Some(failures),
-            Self::Success | Self::Error(_) | Self::Stopped(_) | Self::Interrupted(_) | Self::Aborted => None,
-        }
+        if let Self::Failed(failures) = self { Some(failures) } else { None }
     }
 }
 
 impl Agent {
-    /// Returns a new agent and its first action.
-    pub(crate) fn new(policy: AgentPolicy) -> (Self, Action) {
-        let (state, decision, awaits_decision) = (State::Joining, None, false);
-        (
-            Self {
-                state,
-                policy,
-                restarts: 0,
-                decision,
-                awaits_decision,
-                signalled: None,
-                restarts_disabled: false,
-            },
-            Action::Join { restarts: 0 },
-        )
+    /// Returns the agent of a node that joins its first round.
+    pub(crate) fn new(max_restarts: u32, keep_orphans: bool) -> Self {
+        Self {
+            state: State::Joining,
+            max_restarts,
+            keep_orphans,
+            restarts: 0,
+            decision: None,
+            awaits_decision: false,
+            signalled: None,
+            restarts_disabled: false,
+        }
     }
 
     /// Processes `event`. Returns the resulting action, if any.
@@ -176,11 +164,8 @@ impl Agent {
             (State::Joining | State::Barrier, Event::JobEnded) => end(AgentOutcome::Aborted),
             (State::Running, Event::JobEnded) => (State::Running, Some(Action::Abort)),
             (State::Sweeping(outcome), Event::JobEnded) => {
-                let goes_on = match &outcome {
-                    Outcome::Succeeded => true,
-                    Outcome::Failed(_) => self.restarts_left() > 0,
-                    Outcome::NotStarted { .. } | Outcome::Stopped { .. } | Outcome::Aborted => false,
-                };
+                let restarts = matches!(outcome, Outcome::Failed(_)) && self.restarts_left() > 0;
+                let goes_on = restarts || outcome == Outcome::Succeeded;
                 (State::Sweeping(if goes_on { Outcome::Aborted } else { outcome }), None)
             }
 
@@ -206,18 +191,12 @@ impl Agent {
             (State::Running, Event::Signalled { signal, at_once }) => {
                 (State::Running, Some(Action::Stop { signal, at_once }))
             }
-            (State::Running, Event::RoundEnded(Outcome::Succeeded)) if self.policy.keep_orphans => {
+            (State::Running, Event::RoundEnded(Outcome::Succeeded)) if self.keep_orphans => {
                 (State::Barrier, Some(Action::Barrier))
             }
             (State::Running, Event::RoundEnded(outcome)) => {
-                let delay = match outcome {
-                    Outcome::Succeeded => self.policy.sweep_delay,
-                    Outcome::Failed(_)
-                    | Outcome::NotStarted { .. }
-                    | Outcome::Stopped { .. }
-                    | Outcome::Aborted => Duration::ZERO,
-                };
-                (State::Sweeping(outcome), Some(Action::Sweep { delay, grace: self.policy.sweep_grace }))
+                let delay = if outcome == Outcome::Succeeded { ORPHAN_EXIT_WAIT } else { Duration::ZERO };
+                (State::Sweeping(outcome), Some(Action::Sweep { delay, grace: FAILURE_GRACE }))
             }
 
             (State::Sweeping(outcome), Event::Signalled { at_once, .. }) => {
@@ -239,7 +218,7 @@ impl Agent {
 
     /// Returns how many more times this agent can restart its workers.
     pub(crate) fn restarts_left(&self) -> u32 {
-        if self.restarts_disabled { 0 } else { self.policy.max_restarts - self.restarts }
+        if self.restarts_disabled { 0 } else { self.max_restarts - self.restarts }
     }
 
     /// Makes the next failure final.
@@ -300,15 +279,8 @@ mod tests {
     use crate::supervise::FailureOrigin;
 
     const GRACE: Duration = Duration::from_secs(30);
-    const DELAY: Duration = Duration::from_millis(200);
+    const DELAY: Duration = ORPHAN_EXIT_WAIT;
     const SWEEP: Action = Action::Sweep { delay: Duration::ZERO, grace: GRACE };
-
-    fn agent(max_restarts: u32, keep_orphans: bool) -> Agent {
-        let (agent, action) =
-            Agent::new(AgentPolicy { max_restarts, sweep_delay: DELAY, sweep_grace: GRACE, keep_orphans });
-        assert_eq!(action, Action::Join { restarts: 0 });
-        agent
-    }
 
     fn term() -> Event {
         Event::Signalled { signal: Signal::SIGTERM, at_once: false }
@@ -332,7 +304,7 @@ mod tests {
     #[test]
     fn successful_node_stops_orphans_and_waits_for_other_nodes() {
         story(
-            &mut agent(0, false),
+            &mut Agent::new(0, false),
             &[
                 (Event::Joined { awaits_decision: false }, Some(Action::Start)),
                 (Event::RoundEnded(Outcome::Succeeded), Some(Action::Sweep { delay: DELAY, grace: GRACE })),
@@ -345,7 +317,7 @@ mod tests {
     #[test]
     fn orphans_are_kept_only_after_success() {
         story(
-            &mut agent(1, true),
+            &mut Agent::new(1, true),
             &[
                 (Event::Joined { awaits_decision: false }, Some(Action::Start)),
                 (Event::RoundEnded(failed()), Some(SWEEP)),
@@ -358,7 +330,7 @@ mod tests {
 
     #[test]
     fn max_restarts_allows_exactly_that_many_restarts() {
-        let mut agent = agent(2, false);
+        let mut agent = Agent::new(2, false);
         for restarts in 1..=2 {
             story(
                 &mut agent,
@@ -383,7 +355,7 @@ mod tests {
 
     #[test]
     fn signal_during_failure_cleanup_prevents_a_restart() {
-        let mut agent = agent(5, false);
+        let mut agent = Agent::new(5, false);
         let Outcome::Failed(failures) = failed() else { unreachable!() };
         story(
             &mut agent,
@@ -400,7 +372,7 @@ mod tests {
     fn signal_during_success_cleanup_skips_the_exit_barrier() {
         let stopped = Some(Action::End(AgentOutcome::Stopped(Signal::SIGTERM)));
         for notification in [Event::NewRound { partitioned: false }, Event::JobFailedHere] {
-            let mut agent = agent(5, false);
+            let mut agent = Agent::new(5, false);
             agent.handle(Event::Joined { awaits_decision: true });
             agent.handle(Event::RoundEnded(Outcome::Succeeded));
             story(&mut agent, &[(term(), None), (notification, None), (Event::Swept, stopped.clone())]);
@@ -410,7 +382,7 @@ mod tests {
     #[test]
     fn signal_never_causes_a_restart() {
         story(
-            &mut agent(5, false),
+            &mut Agent::new(5, false),
             &[
                 (Event::Joined { awaits_decision: false }, Some(Action::Start)),
                 (
@@ -431,15 +403,15 @@ mod tests {
     #[test]
     fn signal_without_running_workers_ends_the_agent_at_once() {
         let interrupted = Some(Action::End(AgentOutcome::Interrupted(Signal::SIGTERM)));
-        story(&mut agent(5, false), &[(term(), interrupted)]);
+        story(&mut Agent::new(5, false), &[(term(), interrupted)]);
     }
 
     #[test]
     fn final_job_outcome_ends_every_state_and_prevents_restarts() {
         let aborted = Some(Action::End(AgentOutcome::Aborted));
-        story(&mut agent(5, false), &[(Event::JobEnded, aborted.clone())]);
+        story(&mut Agent::new(5, false), &[(Event::JobEnded, aborted.clone())]);
         story(
-            &mut agent(5, false),
+            &mut Agent::new(5, false),
             &[
                 (Event::Joined { awaits_decision: false }, Some(Action::Start)),
                 (Event::JobEnded, Some(Action::Abort)),
@@ -448,7 +420,7 @@ mod tests {
             ],
         );
         story(
-            &mut agent(5, false),
+            &mut Agent::new(5, false),
             &[
                 (Event::Joined { awaits_decision: false }, Some(Action::Start)),
                 (Event::RoundEnded(failed()), Some(SWEEP)),
@@ -457,7 +429,7 @@ mod tests {
             ],
         );
         story(
-            &mut agent(5, true),
+            &mut Agent::new(5, true),
             &[
                 (Event::Joined { awaits_decision: false }, Some(Action::Start)),
                 (Event::RoundEnded(Outcome::Succeeded), Some(Action::Barrier)),
@@ -470,7 +442,7 @@ mod tests {
     fn final_failure_of_this_node_stays_its_result() {
         let Outcome::Failed(failures) = failed() else { unreachable!() };
         story(
-            &mut agent(0, false),
+            &mut Agent::new(0, false),
             &[
                 (Event::Joined { awaits_decision: false }, Some(Action::Start)),
                 (Event::RoundEnded(failed()), Some(SWEEP)),
@@ -489,7 +461,7 @@ mod tests {
             (Event::RoundEnded(Outcome::Aborted), Some(SWEEP)),
             (Event::Swept, join.clone()),
         ];
-        let mut one = agent(0, false);
+        let mut one = Agent::new(0, false);
         story(&mut one, &stopped);
         story(&mut one, &stopped);
         // All workers of the node had succeeded.
@@ -525,7 +497,7 @@ mod tests {
             (Event::NewRound { partitioned: false }, Some(Action::Join { restarts: 0 })),
             (term(), Some(Action::End(AgentOutcome::Interrupted(Signal::SIGTERM)))),
         ] {
-            let mut agent = agent(0, false);
+            let mut agent = Agent::new(0, false);
             story(&mut agent, &failed);
             story(&mut agent, &[(decision, then)]);
         }
@@ -534,7 +506,7 @@ mod tests {
             (Event::JobFailedHere, end),
             (Event::NewRound { partitioned: false }, Some(Action::Join { restarts: 0 })),
         ] {
-            let mut agent = agent(0, false);
+            let mut agent = Agent::new(0, false);
             story(&mut agent, &failed[..2]);
             story(&mut agent, &[(decision, None), (Event::Swept, then)]);
         }
@@ -543,14 +515,14 @@ mod tests {
     #[test]
     fn standby_node_succeeds_with_the_job() {
         let success = Some(Action::End(AgentOutcome::Success));
-        story(&mut agent(5, false), &[(Event::NotNeeded, success)]);
+        story(&mut Agent::new(5, false), &[(Event::NotNeeded, success)]);
     }
 
     #[test]
     fn failed_rendezvous_and_missing_program_are_errors() {
         let late = "node 1 did not come".to_owned();
         story(
-            &mut agent(5, false),
+            &mut Agent::new(5, false),
             &[(Event::JoinFailed(late.clone()), Some(Action::End(AgentOutcome::Error(late))))],
         );
         let (why, advice) = ("not found".to_owned(), "install it".to_owned());
@@ -558,7 +530,7 @@ mod tests {
         let outcome = Outcome::NotStarted { local_rank: 1, error };
         let text = "the worker of local rank 1 could not be started: not found\n  try: install it".to_owned();
         story(
-            &mut agent(5, false),
+            &mut Agent::new(5, false),
             &[
                 (Event::Joined { awaits_decision: false }, Some(Action::Start)),
                 (Event::RoundEnded(outcome), Some(SWEEP)),

@@ -4,7 +4,7 @@ use convoke_env::ExitCause;
 use nix::sys::signal::Signal;
 
 use super::log_evidence::{LogEvidence, NO_MAIN};
-use super::{Class, Evidence, OomKills};
+use super::{CauseKind, Class, Evidence, OomKills};
 use crate::formatting;
 
 /// The known facts about the end of one process.
@@ -40,11 +40,6 @@ impl Diagnosis {
         self.advice = Some(advice.into());
         self
     }
-
-    fn with_suspect(mut self, rank: Option<usize>) -> Self {
-        self.suspect_rank = rank;
-        self
-    }
 }
 
 /// Diagnoses the failure of a worker. `facts.cause` is not exit code 0.
@@ -62,27 +57,16 @@ pub(crate) fn diagnose(facts: &Facts<'_>) -> Diagnosis {
     if matches!(cause, ExitCause::Signal(9 | 15) | ExitCause::Code(137 | 143)) {
         // The worker may have been failing by itself when it was stopped: Python takes a while to exit after
         // an uncaught exception.
-        return match &log.exception {
-            Some(exception) if is_own(exception) => {
-                let diagnosis = diagnose_exception(facts, exception);
-                if diagnosis.class.cause_kind() == super::class::CauseKind::Primary {
-                    diagnosis
-                } else {
-                    stopped_by_launcher
-                }
-            }
-            Some(_) | None => stopped_by_launcher,
-        };
+        let exception = log.exception.as_deref().filter(|exception| is_own(exception));
+        let own = exception.map(|exception| diagnose_exception(facts, exception));
+        let primary = own.filter(|own| own.class.cause_kind() == CauseKind::Primary);
+        return primary.unwrap_or(stopped_by_launcher);
     }
     let diagnosis = diagnose_own_failure(facts);
     let says_so = log.exception.as_deref().is_some_and(|exception| !is_own(exception));
+    use Class::{Exit, Killed, PeerLost, Signal, Terminated, Timeout};
     match diagnosis.class {
-        Class::Exit
-        | Class::PeerLost
-        | Class::Timeout
-        | Class::Terminated
-        | Class::Killed
-        | Class::Signal => stopped_by_launcher,
+        Exit | PeerLost | Timeout | Terminated | Killed | Signal => stopped_by_launcher,
         _ if says_so => stopped_by_launcher,
         _ => diagnosis,
     }
@@ -105,13 +89,9 @@ fn diagnose_own_failure(facts: &Facts<'_>) -> Diagnosis {
 fn diagnose_signal(facts: &Facts<'_>, signal: i32, code: Option<i32>) -> Diagnosis {
     let Facts { evidence, log, .. } = *facts;
     // A shell or wrapper script exits with 128 + signal if a signal ended the program that it ran.
+    let name = formatting::signal(signal);
     let by = |text: &str| match code {
-        Some(code) => {
-            format!(
-                "{text} (exit code {code} = 128 + {signal}: its program was ended by {})",
-                formatting::signal(signal)
-            )
-        }
+        Some(code) => format!("{text} (exit code {code} = 128 + {signal}: its program was ended by {name})"),
         None => text.to_owned(),
     };
     let Ok(known) = Signal::try_from(signal) else {
@@ -134,11 +114,7 @@ fn diagnose_signal(facts: &Facts<'_>, signal: i32, code: Option<i32>) -> Diagnos
         Signal::SIGABRT | Signal::SIGTRAP => diagnose_abort(log, &by("aborted itself (SIGABRT)")),
         Signal::SIGSEGV => {
             let said = log.abort_message.as_deref().filter(|words| !words.contains("Segmentation fault"));
-            let text = said.map_or_else(
-                || "access to invalid memory (SIGSEGV)".to_owned(),
-                |words| format!("access to invalid memory (SIGSEGV): {words}"),
-            );
-            Diagnosis::new(Class::Segfault, by(&text))
+            Diagnosis::new(Class::Segfault, by(&with_line("access to invalid memory (SIGSEGV)", said)))
                 .with_advice("native code is at fault; PYTHONFAULTHANDLER=1 shows where Python was, a core file where the program was")
         }
         Signal::SIGBUS => Diagnosis::new(Class::BusError, by("access to mapped memory without storage behind it (SIGBUS)"))
@@ -157,20 +133,16 @@ fn diagnose_signal(facts: &Facts<'_>, signal: i32, code: Option<i32>) -> Diagnos
 }
 
 fn diagnose_oom(oom: &OomKills) -> Diagnosis {
-    let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
+    let place =
+        oom.cgroup.as_ref().map_or("on this machine".to_owned(), |cgroup| format!("in cgroup {cgroup}"));
     let mut text = format!(
-        "out of memory, likely: SIGKILL that was not sent by this launcher, while the kernel's OOM killer ended {} process(es)",
+        "out of memory, likely: SIGKILL that was not sent by this launcher, while the kernel's OOM killer ended {} process(es) \
+         {place}",
         oom.count
     );
-    match &oom.cgroup {
-        Some(cgroup) => text.push_str(&format!(" in cgroup {cgroup}")),
-        None => text.push_str(" on this machine"),
-    }
     let numbers = [("limit", oom.limit_bytes), ("peak", oom.peak_bytes)];
-    let numbers: Vec<String> = numbers
-        .iter()
-        .filter_map(|(what, bytes)| bytes.map(|bytes| format!("{what} {}", mib(bytes))))
-        .collect();
+    let numbers = numbers.iter().filter_map(|(what, bytes)| Some(format!("{what} {} MiB", (*bytes)? >> 20)));
+    let numbers: Vec<String> = numbers.collect();
     if !numbers.is_empty() {
         text.push_str(&format!(" ({})", numbers.join(", ")));
     }
@@ -192,17 +164,15 @@ fn diagnose_abort(log: &LogEvidence, otherwise: &str) -> Diagnosis {
     if let Some(panic) = &log.panic {
         return Diagnosis::new(Class::Panic, panic.clone());
     }
-    match (&log.abort_message, &log.exception) {
-        (Some(words), _) if words.contains(THREAD_AT_EXIT) => {
-            Diagnosis::new(Class::Abort, format!("{otherwise}: {words}")).with_advice(
-                "a thread of a library still ran while the program ended; with torch.distributed call \
-                 dist.destroy_process_group() before the script ends",
-            )
-        }
-        (Some(words), _) => Diagnosis::new(Class::Abort, format!("{otherwise}: {words}")),
-        (None, Some(exception)) => Diagnosis::new(Class::Abort, format!("{otherwise}: {exception}")),
-        (None, None) => Diagnosis::new(Class::Abort, otherwise),
+    let words = log.abort_message.as_deref();
+    let diagnosis = Diagnosis::new(Class::Abort, with_line(otherwise, words.or(log.exception.as_deref())));
+    if words.is_some_and(|words| words.contains(THREAD_AT_EXIT)) {
+        return diagnosis.with_advice(
+            "a thread of a library still ran while the program ended; with torch.distributed call \
+             dist.destroy_process_group() before the script ends",
+        );
     }
+    diagnosis
 }
 
 fn diagnose_exit_code(facts: &Facts<'_>, code: i32) -> Diagnosis {
@@ -219,25 +189,15 @@ fn diagnose_exit_code(facts: &Facts<'_>, code: i32) -> Diagnosis {
     if let Some(diagnosis) = diagnose_arguments(log, code) {
         return diagnosis;
     }
-    match code {
-        126 => {
-            return Diagnosis::new(
-                Class::NotExecutable,
-                with_line(
-                    "exit code 126: a program was found but cannot be executed",
-                    log.not_permitted.as_deref(),
-                ),
-            )
+    if code == 126 {
+        let what = "exit code 126: a program was found but cannot be executed";
+        return Diagnosis::new(Class::NotExecutable, with_line(what, log.not_permitted.as_deref()))
             .with_advice("chmod +x, the #! line, or a file system mounted noexec");
-        }
-        127 => {
-            return Diagnosis::new(
-                Class::MissingProgram,
-                with_line("exit code 127: a program was not found", log.not_found.as_deref()),
-            )
+    }
+    if code == 127 {
+        let text = with_line("exit code 127: a program was not found", log.not_found.as_deref());
+        return Diagnosis::new(Class::MissingProgram, text)
             .with_advice("is it installed on this node, and in PATH?");
-        }
-        _ => {}
     }
     if let Some(line) = log.not_found.as_deref().filter(|line| line.contains("can't open file")) {
         return Diagnosis::new(Class::MissingProgram, line).with_advice(if facts.assumed_python {
@@ -327,31 +287,23 @@ fn diagnose_exception(facts: &Facts<'_>, exception: &str) -> Diagnosis {
 
 /// Returns the diagnosis for a program that rejected its arguments.
 fn diagnose_arguments(log: &LogEvidence, code: i32) -> Option<Diagnosis> {
-    let line = match (&log.argument, log.usage && code == 2) {
-        (Some(line), _) => line.clone(),
-        (None, true) => "exit code 2 after its usage text".to_owned(),
-        (None, false) => return None,
-    };
-    let diagnosis = Diagnosis::new(Class::UsageError, line.clone());
-    let given = |spelling: &str| line.contains(spelling);
-    Some(if given("--local-rank") {
-        diagnosis.with_advice("the script does not know --local-rank: give convoke --pass-local-rank=underscore if it knows --local_rank, or leave --pass-local-rank out (--use-env) if it reads LOCAL_RANK")
-    } else if given("--local_rank") {
-        diagnosis.with_advice("the script does not know --local_rank: give convoke --pass-local-rank=dash if it knows --local-rank, or leave --pass-local-rank out (--use-env) if it reads LOCAL_RANK")
+    let usage = (log.usage && code == 2).then_some("exit code 2 after its usage text");
+    let line = log.argument.as_deref().or(usage)?;
+    let advice = if line.contains("--local-rank") {
+        "the script does not know --local-rank: give convoke --pass-local-rank=underscore if it knows --local_rank, or leave --pass-local-rank out (--use-env) if it reads LOCAL_RANK"
+    } else if line.contains("--local_rank") {
+        "the script does not know --local_rank: give convoke --pass-local-rank=dash if it knows --local-rank, or leave --pass-local-rank out (--use-env) if it reads LOCAL_RANK"
     } else {
-        diagnosis.with_advice("flags of convoke stand before SCRIPT, those of the script after it")
-    })
+        "flags of convoke stand before SCRIPT, those of the script after it"
+    };
+    Some(Diagnosis::new(Class::UsageError, line).with_advice(advice))
 }
 
 /// Returns the diagnosis for a process to which the kernel or a device refused a resource.
 fn diagnose_resource(log: &LogEvidence) -> Option<Diagnosis> {
-    if let Some(line) = &log.device_memory {
-        return Some(device_memory(line));
-    }
-    if let Some(line) = &log.no_space {
-        return Some(disk_full(line));
-    }
-    log.address_in_use.as_deref().map(address_in_use)
+    let device = log.device_memory.as_deref().map(device_memory);
+    let disk = || log.no_space.as_deref().map(disk_full);
+    device.or_else(disk).or_else(|| log.address_in_use.as_deref().map(address_in_use))
 }
 
 fn diagnose_consequence(log: &LogEvidence) -> Option<Diagnosis> {
@@ -363,25 +315,21 @@ fn diagnose_consequence(log: &LogEvidence) -> Option<Diagnosis> {
 }
 
 fn peer_lost(line: &str, rank: Option<usize>) -> Diagnosis {
-    let diagnosis = Diagnosis::new(Class::PeerLost, format!("a consequence of another worker's end: {line}"))
-        .with_suspect(rank);
-    match rank {
-        Some(rank) => diagnosis.with_advice(format!("look at rank {rank} first")),
-        None if line.contains("Broken pipe") => diagnosis.with_advice(
-            "look first at the worker that ended before this one, on whatever node; or, if this was about stdout, at what the output of convoke is piped into",
-        ),
-        None => diagnosis.with_advice("look first at the worker that ended before this one, on whatever node"),
-    }
+    let advice = match rank {
+        Some(rank) => format!("look at rank {rank} first"),
+        None if line.contains("Broken pipe") => "look first at the worker that ended before this one, on whatever node; or, if this was about stdout, at what the output of convoke is piped into".to_owned(),
+        None => "look first at the worker that ended before this one, on whatever node".to_owned(),
+    };
+    let text = format!("a consequence of another worker's end: {line}");
+    Diagnosis { suspect_rank: rank, ..Diagnosis::new(Class::PeerLost, text).with_advice(advice) }
 }
 
 fn timeout(line: &str, rank: Option<usize>) -> Diagnosis {
-    let diagnosis = Diagnosis::new(Class::Timeout, line).with_suspect(rank);
-    match rank {
-        Some(rank) => diagnosis
-            .with_advice(format!("look at what rank {rank} does: it is slow, hangs, or makes other calls")),
-        None => diagnosis
-            .with_advice("one rank did not reach the same call: it is slow, hangs, or makes other calls"),
-    }
+    let advice = match rank {
+        Some(rank) => format!("look at what rank {rank} does: it is slow, hangs, or makes other calls"),
+        None => "one rank did not reach the same call: it is slow, hangs, or makes other calls".to_owned(),
+    };
+    Diagnosis { suspect_rank: rank, ..Diagnosis::new(Class::Timeout, line).with_advice(advice) }
 }
 
 fn device_memory(line: &str) -> Diagnosis {

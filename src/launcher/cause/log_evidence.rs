@@ -44,7 +44,6 @@ pub(crate) struct LogEvidence {
     pub(crate) traceback_range: Option<Range<usize>>,
 }
 
-/// One text of the evidence.
 type Field = fn(&mut LogEvidence) -> &mut Option<String>;
 
 /// Texts that a line has which is such evidence. Of several lines, the last counts.

@@ -28,13 +28,12 @@ pub(crate) fn select_root_cause(candidates: &[Candidate]) -> Option<usize> {
         let rank = candidate.suspect_rank?;
         candidates.iter().position(|other| other.rank == rank && other.class != Class::Stopped)
     };
-    let best = (0..candidates.len()).min_by_key(|&at| {
+    (0..candidates.len()).min_by_key(|&at| {
         let candidate = &candidates[at];
         // A candidate that blames a rank outside this list comes before one that blames another candidate,
         // since that other candidate can be considered itself.
         (priority(candidate), suspect_in_list(candidate).is_some(), candidate.time)
-    })?;
-    Some(best)
+    })
 }
 
 fn priority(candidate: &Candidate) -> u8 {

@@ -26,9 +26,7 @@ pub(crate) struct StartFailure {
 pub(crate) enum StartStep {
     /// Creating the process, and the pipe on which it reports failures.
     Fork,
-    /// Binding the process to its CPUs.
     Bind,
-    /// Executing the program.
     Exec,
 }
 
@@ -83,13 +81,10 @@ pub(crate) fn explain_start_failure(failure: StartFailure, context: &StartContex
     let error = io::Error::from(errno);
     let (class, detail, advice) = match failure.step {
         StartStep::Bind => {
-            return NotStarted {
-                class: Class::CpuBinding,
-                reason: format!("{}: cannot be bound to its CPUs: {error}", context.program),
-                advice:
-                    "this job may no longer use them (cgroup cpuset): start it again, or leave --bind out"
-                        .to_owned(),
-            };
+            let advice =
+                "this job may no longer use them (cgroup cpuset): start it again, or leave --bind out";
+            let reason = format!("{}: cannot be bound to its CPUs: {error}", context.program);
+            return NotStarted { class: Class::CpuBinding, reason, advice: advice.to_owned() };
         }
         StartStep::Fork => fork_failure(errno, context),
         StartStep::Exec => exec_failure(errno, context),
@@ -105,39 +100,34 @@ fn explanation(class: Class, detail: impl Into<String>, advice: impl Into<String
 }
 
 fn fork_failure(errno: Errno, context: &StartContext) -> Explanation {
-    let class = Class::ResourceLimit;
-    match (errno, &context.tasks, context.process_limit) {
+    let class = if errno == Errno::ENOMEM { Class::OutOfMemory } else { Class::ResourceLimit };
+    let (detail, advice) = match (errno, &context.tasks, context.process_limit) {
         (Errno::EAGAIN, Some(tasks), _) if tasks.current + 1 >= tasks.max => {
             let (folder, max, current) = (tasks.folder.display(), tasks.max, tasks.current);
-            explanation(
-                class,
+            (
                 format!("{folder} allows {max} processes and threads (pids.max), and has {current}"),
                 "raise it (docker run --pids-limit, podPidsLimit of the kubelet, TasksMax= of systemd), or start fewer workers",
             )
         }
-        (Errno::EAGAIN, _, Some(limit)) => explanation(
-            class,
+        (Errno::EAGAIN, _, Some(limit)) => (
             format!("this user may have {limit} processes and threads (ulimit -u), on the whole host"),
             "raise it (ulimit -u, nproc in /etc/security/limits.conf, LimitNPROC= of systemd), or start fewer workers",
         ),
-        (Errno::EMFILE, ..) => explanation(
-            class,
+        (Errno::EMFILE, ..) => (
             context
                 .descriptor_limit
-                .map_or(String::new(), |limit| format!("{limit} open files are allowed (ulimit -n)")),
+                .map_or_else(String::new, |limit| format!("{limit} open files are allowed (ulimit -n)")),
             "raise it (ulimit -n, nofile in /etc/security/limits.conf, LimitNOFILE= of systemd, docker run --ulimit nofile=N:N)",
         ),
-        (Errno::ENOMEM, ..) => explanation(
-            Class::OutOfMemory,
-            "no process could be made",
-            "free memory on this host, or start fewer workers",
-        ),
-        _ => explanation(
-            class,
-            "no process could be made",
+        (Errno::ENOMEM, ..) => {
+            ("no process could be made".to_owned(), "free memory on this host, or start fewer workers")
+        }
+        _ => (
+            "no process could be made".to_owned(),
             "look at kernel.pid_max, kernel.threads-max and fs.file-max of this host, and at ulimit -a",
         ),
-    }
+    };
+    explanation(class, detail, advice)
 }
 
 fn exec_failure(errno: Errno, context: &StartContext) -> Explanation {
@@ -191,50 +181,39 @@ fn missing_interpreter(file: &ProgramFile) -> Explanation {
 }
 
 fn permission_denied(program: &str, file: &ProgramFile) -> Explanation {
-    let (class, path) = (Class::NotExecutable, &file.path);
-    match &file.kind {
-        FileKind::Folder { .. } => explanation(class, "it is a folder", "name the program in it"),
-        _ if file.is_noexec => {
-            let way = match &file.kind {
+    let path = &file.path;
+    let (detail, advice) = match &file.kind {
+        FileKind::Folder { .. } => ("it is a folder", "name the program in it".to_owned()),
+        kind if file.is_noexec => {
+            let way = match kind {
                 FileKind::Script(line) => {
                     format!(", or write --no-python {} {program}", line.interpreter.display())
                 }
                 _ => String::new(),
             };
-            explanation(
-                class,
-                "its file system is mounted noexec",
-                format!("copy it to another (findmnt -T {path} shows this one){way}"),
-            )
+            let advice = format!("copy it to another (findmnt -T {path} shows this one){way}");
+            ("its file system is mounted noexec", advice)
         }
-        _ if !file.is_executable && program.ends_with(".py") => explanation(
-            class,
-            "it has no permission to be executed",
-            format!("leave --no-python out, or chmod +x {path}"),
-        ),
         _ if !file.is_executable => {
-            explanation(class, "it has no permission to be executed", format!("chmod +x {path}"))
+            let python = if program.ends_with(".py") { "leave --no-python out, or " } else { "" };
+            ("it has no permission to be executed", format!("{python}chmod +x {path}"))
         }
-        FileKind::Script(line) => explanation(
-            class,
-            "",
-            format!(
-                "may this user execute {}, which its #! line names, and enter all folders above?",
-                line.interpreter.display()
-            ),
-        ),
-        _ => {
-            explanation(class, "", format!("may this user enter all folders above? namei -l {path} shows it"))
+        FileKind::Script(line) => {
+            let interpreter = line.interpreter.display();
+            let question = format!("may this user execute {interpreter}, which its #! line names");
+            ("", format!("{question}, and enter all folders above?"))
         }
-    }
+        _ => ("", format!("may this user enter all folders above? namei -l {path} shows it")),
+    };
+    explanation(Class::NotExecutable, detail, advice)
 }
 
 fn unknown_format(file: &ProgramFile) -> Explanation {
     let class = Class::NotExecutable;
-    let FileKind::Elf(elf) = &file.kind else {
+    if !matches!(file.kind, FileKind::Elf(_)) {
         return explanation(class, "", "put its interpreter in a #! line, its first");
-    };
-    match elf.foreign_arch() {
+    }
+    match file.kind.foreign_arch() {
         Some(cpu) => explanation(
             class,
             format!("it is a program for {cpu}, and this host is {}", std::env::consts::ARCH),

@@ -29,8 +29,7 @@ fn clean(line: &str) -> String {
     while let Some(c) = chars.next() {
         match c {
             '\u{1b}' => skip_escape(&mut chars),
-            '\t' => out.push(c),
-            c if c.is_control() => out.push('\u{fffd}'),
+            c if c.is_control() && c != '\t' => out.push('\u{fffd}'),
             c => out.push(c),
         }
     }
@@ -41,11 +40,7 @@ fn clean(line: &str) -> String {
 fn skip_escape(chars: &mut std::iter::Peekable<std::str::Chars<'_>>) {
     match chars.next() {
         Some('[') => {
-            for c in chars.by_ref() {
-                if ('@'..='~').contains(&c) {
-                    break;
-                }
-            }
+            let _final = chars.find(|c| ('@'..='~').contains(c));
         }
         Some(']') => {
             while let Some(c) = chars.next() {

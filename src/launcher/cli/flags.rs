@@ -1,13 +1,11 @@
 //! The table of all flags. The parser, the help text and the completions are made from it.
 
-/// One flag of the command line.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Flag {
     /// Long name with dashes between words, without the two leading dashes.
     pub(crate) name: &'static str,
     /// Letter of the short form, if the flag has one.
     pub(crate) short: Option<char>,
-    /// Whether the flag takes a value.
     pub(crate) takes: Takes,
     /// True if the environment variable `PET_<NAME>` sets the flag's default.
     pub(crate) pet: bool,
@@ -23,7 +21,6 @@ pub(crate) struct Flag {
 /// Whether a flag takes a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Takes {
-    /// The flag is a switch without a value.
     Nothing,
     /// The flag needs a value: `--flag VALUE` or `--flag=VALUE`. The text is the value's name in the help.
     Value(&'static str),
@@ -34,7 +31,6 @@ pub(crate) enum Takes {
 /// The flags under one heading of the help text.
 #[derive(Debug)]
 pub(crate) struct FlagGroup {
-    /// The heading.
     pub(crate) heading: &'static str,
     /// Flags of this group, in the order of the help text.
     pub(crate) flags: &'static [Flag],
@@ -90,26 +86,18 @@ impl Flag {
 use Takes::{MaybeValue, Nothing, Value};
 
 /// The table of all flags, by heading of the help text.
+#[rustfmt::skip] // one or two lines for a flag: its name and value, then its help and default
 pub(crate) const GROUPS: &[FlagGroup] = &[
     FlagGroup {
         heading: "Nodes and workers",
         flags: &[
             flag("nnodes", Value("N|MIN:MAX"), "Number of nodes, or a range", "1:1"),
-            flag(
-                "nproc-per-node",
-                Value("N|KIND"),
-                "Workers on this node: a number, cpu, gpu, xpu or auto",
-                "1",
-            ),
+            flag("nproc-per-node", Value("N|KIND"),
+                "Workers on this node: a number, cpu, gpu, xpu or auto", "1"),
             flag("node-rank", Value("N"), "Rank of this node, 0 up (static)", "0"),
             flag("master-addr", Value("HOST"), "Host of node 0 (static)", "127.0.0.1"),
             flag("master-port", Value("PORT"), "Port on node 0 (static)", "29500"),
-            flag(
-                "standalone",
-                Nothing,
-                "A job of this node alone; endpoint, backend and id are ignored",
-                "",
-            ),
+            flag("standalone", Nothing, "A job of this node alone; endpoint, backend and id are ignored", ""),
             flag("max-restarts", Value("N"), "Restarts after a failure before the job fails", "0"),
             flag("role", Value("NAME"), "Role of the workers of this node", "default"),
         ],
@@ -117,21 +105,14 @@ pub(crate) const GROUPS: &[FlagGroup] = &[
     FlagGroup {
         heading: "Rendezvous",
         flags: &[
-            flag(
-                "rdzv-backend",
-                Value("NAME"),
-                "How nodes find each other: static, c10d, etcd-v2 or etcd",
-                "static",
-            ),
-            flag(
-                "rdzv-endpoint",
-                Value("HOST:PORT"),
-                "Address of the rendezvous; an IPv6 address is written [addr]:port",
-                "",
-            ),
+            flag("rdzv-backend", Value("NAME"),
+                "How nodes find each other: static, c10d, etcd-v2 or etcd", "static"),
+            flag("rdzv-endpoint", Value("HOST:PORT"),
+                "Address of the rendezvous; an IPv6 address is written [addr]:port", ""),
             flag("rdzv-id", Value("ID"), "Id of the job, the same on all nodes; empty is random", "none"),
             flag("rdzv-conf", Value("K=V,..."), "More settings, such as timeout=900 or join_timeout=600", ""),
-            flag("local-addr", Value("HOST"), "Address at which other nodes reach this node", "full host name"),
+            flag("local-addr", Value("HOST"),
+                "Address at which other nodes reach this node", "full host name"),
         ],
     },
     FlagGroup {
@@ -140,196 +121,93 @@ pub(crate) const GROUPS: &[FlagGroup] = &[
             flag("module", Nothing, "SCRIPT is a Python module, run as python -m", "").short('m'),
             flag("no-python", Nothing, "SCRIPT is a program of its own, not run by Python", ""),
             flag("run-path", Nothing, "Run SCRIPT as __main__ by Python's runpy", ""),
-            flag(
-                "start-method",
-                Value("METHOD"),
-                "spawn, fork or forkserver; accepted for --run-path, no effect",
-                "spawn",
-            ),
-            flag(
-                "virtual-local-rank",
-                Nothing,
-                "LOCAL_RANK is 0 everywhere, one visible device per worker",
-                "",
-            ),
-            flag(
-                "gpu-bind",
-                Nothing,
-                "Each worker sees only its own GPU, as device 0; LOCAL_RANK stays",
-                "",
-            )
-            .no_variable()
-            .convoke_only(),
-            flag(
-                "gpus-per-worker",
-                Value("N"),
-                "GPUs of each worker, which sees no others; --nproc-per-node=gpu starts as many workers as that leaves",
-                "1",
-            )
-            .no_variable()
-            .convoke_only(),
-            flag(
-                "numa-binding",
-                Value("KIND"),
-                "Bind workers to CPUs near their device: node, socket, exclusive, core-complex",
-                "",
-            )
-            .no_variable(),
-            flag(
-                "bind",
-                Value("KIND"),
-                "Spread workers over CPUs, with or without devices: node, socket, core-complex, core, none",
-                "none",
-            )
-            .no_variable()
-            .convoke_only(),
-            flag(
-                "pass-local-rank",
-                MaybeValue("FORM"),
-                "Add --local-rank=N to SCRIPT's arguments: dash, underscore or both",
-                "off",
-            )
-            .no_variable()
-            .convoke_only(),
-            flag(
-                "use-env",
-                MaybeValue("BOOL"),
-                "Do not add --local-rank, whatever --pass-local-rank says",
-                "",
-            )
-            .no_variable()
-            .convoke_only(),
+            flag("start-method", Value("METHOD"),
+                "spawn, fork or forkserver; accepted for --run-path, no effect", "spawn"),
+            flag("virtual-local-rank", Nothing,
+                "LOCAL_RANK is 0 everywhere, one visible device per worker", ""),
+            flag("gpu-bind", Nothing,
+                "Each worker sees only its own GPU, as device 0; LOCAL_RANK stays", "")
+                .no_variable().convoke_only(),
+            flag("gpus-per-worker", Value("N"),
+                "GPUs of each worker, which sees no others; --nproc-per-node=gpu starts as many workers as that leaves", "1")
+                .no_variable().convoke_only(),
+            flag("numa-binding", Value("KIND"),
+                "Bind workers to CPUs near their device: node, socket, exclusive, core-complex", "")
+                .no_variable(),
+            flag("bind", Value("KIND"),
+                "Spread workers over CPUs, with or without devices: node, socket, core-complex, core, none", "none")
+                .no_variable().convoke_only(),
+            flag("pass-local-rank", MaybeValue("FORM"),
+                "Add --local-rank=N to SCRIPT's arguments: dash, underscore or both", "off")
+                .no_variable().convoke_only(),
+            flag("use-env", MaybeValue("BOOL"),
+                "Do not add --local-rank, whatever --pass-local-rank says", "").no_variable().convoke_only(),
         ],
     },
     FlagGroup {
         heading: "Output",
         flags: &[
-            flag(
-                "log-dir",
-                Value("DIR"),
-                "Where log and error files go; /dev/null: there are none",
-                "a new one in TMPDIR",
-            ),
-            flag(
-                "redirects",
-                Value("STREAMS"),
-                "Streams to files only: 0 none, 1 stdout, 2 stderr, 3 both, or 0:3,1:2 by local rank",
-                "0",
-            )
-            .short('r'),
-            flag(
-                "tee",
-                Value("STREAMS"),
-                "Streams to files and, with a prefix, to the console; values as for -r",
-                "0",
-            )
-            .short('t'),
-            flag(
-                "log-line-prefix-template",
-                Value("TEXT"),
-                "Prefix of teed lines; placeholders are role_name, local_rank, rank, hostname",
-                "[${role_name}${local_rank}]:",
-            ),
+            flag("log-dir", Value("DIR"),
+                "Where log and error files go; /dev/null: there are none", "a new one in TMPDIR"),
+            flag("redirects", Value("STREAMS"),
+                "Streams to files only: 0 none, 1 stdout, 2 stderr, 3 both, or 0:3,1:2 by local rank", "0")
+                .short('r'),
+            flag("tee", Value("STREAMS"),
+                "Streams to files and, with a prefix, to the console; values as for -r", "0").short('t'),
+            flag("log-line-prefix-template", Value("TEXT"),
+                "Prefix of teed lines; placeholders are role_name, local_rank, rank, hostname", "[${role_name}${local_rank}]:"),
             flag("local-ranks-filter", Value("N,..."), "Only these local ranks write to the console", "all"),
-            flag(
-                "duplicate-stdout-filters",
-                Value("TEXT,..."),
-                "Teed stdout lines with such a text also go to filtered_stdout.log",
-                "",
-            ),
-            flag(
-                "duplicate-stderr-filters",
-                Value("TEXT,..."),
-                "Teed stderr lines with such a text also go to filtered_stderr.log",
-                "",
-            ),
-            flag(
-                "report",
-                Value("FORM"),
-                "What is printed of a failed job: short (one screen), full (a block for each worker, as torchrun)",
-                "short",
-            )
-            .convoke_only(),
-            flag("report-file", Value("FILE"), "How the job ended, as JSON: causes, tracebacks, last lines", "").convoke_only(),
-            flag(
-                "stderr-tail",
-                Value("LINES"),
-                "Last lines of a failed worker's stderr in the report; 0: stderr does not pass through convoke",
-                "64",
-            )
-            .convoke_only(),
-            flag(
-                "event-log-handler",
-                Value("NAME"),
-                "Events: null drops them, console writes JSON lines to stderr",
-                "null",
-            ),
-            flag("logs-specs", Value("NAME"), "Python plug-in for logs; convoke supports none", "")
-                .no_variable(),
+            flag("duplicate-stdout-filters", Value("TEXT,..."),
+                "Teed stdout lines with such a text also go to filtered_stdout.log", ""),
+            flag("duplicate-stderr-filters", Value("TEXT,..."),
+                "Teed stderr lines with such a text also go to filtered_stderr.log", ""),
+            flag("report", Value("FORM"),
+                "What is printed of a failed job: short (one screen), full (a block for each worker, as torchrun)", "short")
+                .convoke_only(),
+            flag("report-file", Value("FILE"),
+                "How the job ended, as JSON: causes, tracebacks, last lines", "").convoke_only(),
+            flag("stderr-tail", Value("LINES"),
+                "Last lines of a failed worker's stderr in the report; 0: stderr does not pass through convoke", "64")
+                .convoke_only(),
+            flag("event-log-handler", Value("NAME"),
+                "Events: null drops them, console writes JSON lines to stderr", "null"),
+            flag("logs-specs", Value("NAME"),
+                "Python plug-in for logs; convoke supports none", "").no_variable(),
         ],
     },
     FlagGroup {
         heading: "Watching and stopping",
         flags: &[
-            flag(
-                "monitor-interval",
-                Value("SECONDS"),
-                "Failures this close together count as simultaneous",
-                "0.1",
-            ),
-            flag(
-                "restart-delay",
-                Value("SECONDS"),
-                "Least time before a restart; after three quick failures restarts wait 1 to 60 s in any case",
-                "0",
-            )
-            .convoke_only(),
-            flag(
-                "restart-stop-after-same",
-                Value("N"),
-                "Give up after N equal failures in a row",
-                "",
-            )
-            .convoke_only(),
-            flag(
-                "signals-to-handle",
-                Value("NAME,..."),
-                "Signals that end the job; they are passed on to the workers",
-                "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-            ),
-            flag(
-                "forward-signals",
-                Value("NAME,..."),
-                "Signals passed on to the workers that catch them; the job continues",
-                "SIGUSR1,SIGUSR2",
-            )
-            .convoke_only(),
-            flag("shutdown-timeout", Value("SECONDS"), "Time from a signal that ends the job to SIGKILL", "30"),
-            flag(
-                "orphans",
-                Value("WHAT"),
-                "Processes that outlive a successful worker: stop or keep",
-                "stop",
-            )
-            .convoke_only(),
+            flag("monitor-interval", Value("SECONDS"),
+                "Failures this close together count as simultaneous", "0.1"),
+            flag("restart-delay", Value("SECONDS"),
+                "Least time before a restart; after three quick failures restarts wait 1 to 60 s in any case", "0")
+                .convoke_only(),
+            flag("restart-stop-after-same", Value("N"),
+                "Give up after N equal failures in a row", "").convoke_only(),
+            flag("signals-to-handle", Value("NAME,..."),
+                "Signals that end the job; they are passed on to the workers", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"),
+            flag("forward-signals", Value("NAME,..."),
+                "Signals passed on to the workers that catch them; the job continues", "SIGUSR1,SIGUSR2")
+                .convoke_only(),
+            flag("shutdown-timeout", Value("SECONDS"),
+                "Time from a signal that ends the job to SIGKILL", "30"),
+            flag("orphans", Value("WHAT"),
+                "Processes that outlive a successful worker: stop or keep", "stop").convoke_only(),
         ],
     },
     FlagGroup {
         heading: "Help",
         flags: &[
             flag("help", Nothing, "This text", "").short('h').no_variable(),
-            flag("version", Nothing, "Version, commit and target", "").short('V').no_variable().convoke_only(),
-            flag(
-                "print-completion",
-                Value("SHELL"),
-                "Completions for bash, zsh, fish, elvish or powershell",
-                "",
-            )
-            .no_variable(),
+            flag("version", Nothing,
+                "Version, commit and target", "").short('V').no_variable().convoke_only(),
+            flag("print-completion", Value("SHELL"),
+                "Completions for bash, zsh, fish, elvish or powershell", "").no_variable(),
             flag("print-man", Nothing, "The manual page, for man -l -", "").no_variable().convoke_only(),
-            flag("dry-run", Nothing, "Show what would be started, with which variables, and start nothing", "")
-                .no_variable()
-                .convoke_only(),
+            flag("dry-run", Nothing,
+                "Show what would be started, with which variables, and start nothing", "")
+                .no_variable().convoke_only(),
         ],
     },
 ];

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
-use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::ffi::OsStrExt;
 
 use super::flags::{self, Flag, Takes};
 use super::suggest;
@@ -24,19 +24,14 @@ pub(crate) struct RawArgs {
 pub(crate) enum Request {
     /// `--help`, before any error in the command line.
     Help,
-    /// `--version`.
     Version,
-    /// `--print-completion SHELL`.
     Completion(OsString),
-    /// `--print-man`.
     Man,
-    /// Run a program, with these flags.
     Run(RawArgs),
 }
 
 /// The kind of one word before or at SCRIPT.
 enum ArgKind {
-    /// A word that is no flag.
     Plain,
     /// A flag, and the value or letters attached to it in the same word.
     Flag(&'static Flag, AttachedValue),
@@ -56,10 +51,7 @@ enum AttachedValue {
     Letters(OsString),
 }
 
-/// Parses the command line after the program's name.
-///
-/// # Errors
-/// The text of a usage error (exit code 2), without `error: `.
+/// Parses the command line after the program's name. The error is a text without `error: `.
 pub(crate) fn read(words: impl Iterator<Item = OsString>) -> Result<Request, String> {
     let mut words = words.peekable();
     let mut out = RawArgs::default();
@@ -96,11 +88,8 @@ pub(crate) fn read(words: impl Iterator<Item = OsString>) -> Result<Request, Str
         let attached = if let AttachedValue::Value(value) = attached { Some(value) } else { None };
         let value = match (flag.takes, attached) {
             (Takes::Nothing, Some(value)) => {
-                return Err(format!(
-                    "{0} takes no value, but got `{1}`; write {0}",
-                    flag.dashed(),
-                    value.display()
-                ));
+                let (name, value) = (flag.dashed(), value.display());
+                return Err(format!("{name} takes no value, but got `{value}`; write {name}"));
             }
             (Takes::Nothing | Takes::MaybeValue(_), None) => None,
             (Takes::Value(_) | Takes::MaybeValue(_), Some(value)) => Some(value),
@@ -125,9 +114,7 @@ pub(crate) fn read(words: impl Iterator<Item = OsString>) -> Result<Request, Str
         let what = "SCRIPT is an empty word; is a variable of the shell not set, as in convoke \"$SCRIPT\"?";
         return Err(what.to_owned());
     }
-    out.script = script;
-    out.arguments = words.collect();
-    Ok(Request::Run(out))
+    Ok(Request::Run(RawArgs { script, arguments: words.collect(), ..out }))
 }
 
 /// Returns the request of a flag that, as in argparse, ends the parsing at once; `None` for other flags.
@@ -157,13 +144,12 @@ fn classify(word: &OsStr) -> ArgKind {
     }
     if bytes[1] == b'-' {
         let (name, value) = split_at_equals(&bytes[2..]);
-        let attached = value
-            .map_or(AttachedValue::Nothing, |value| AttachedValue::Value(OsString::from_vec(value.to_vec())));
+        let attached = value.map_or(AttachedValue::Nothing, |value| AttachedValue::Value(owned(value)));
         return match lookup(name) {
-            FlagLookup::One(flag) => ArgKind::Flag(flag, attached),
-            FlagLookup::Many(names) => ArgKind::Ambiguous(names),
-            FlagLookup::None if bytes.contains(&b' ') => ArgKind::Plain,
-            FlagLookup::None => ArgKind::Unknown,
+            Ok(Some(flag)) => ArgKind::Flag(flag, attached),
+            Ok(None) if bytes.contains(&b' ') => ArgKind::Plain,
+            Ok(None) => ArgKind::Unknown,
+            Err(names) => ArgKind::Ambiguous(names),
         };
     }
     match classify_short(word) {
@@ -179,54 +165,48 @@ fn classify_short(word: &OsStr) -> Option<(&'static Flag, AttachedValue)> {
     let bytes = word.as_bytes();
     let letter = char::from(*bytes.get(1)?);
     let flag = flags::all().find(|flag| flag.short == Some(letter))?;
-    let rest = &bytes[2..];
-    let own = |bytes: &[u8]| OsString::from_vec(bytes.to_vec());
-    let attached = match (rest, flag.takes) {
+    let attached = match (&bytes[2..], flag.takes) {
         ([], _) => AttachedValue::Nothing,
-        ([b'=', value @ ..], _) => AttachedValue::Value(own(value)),
-        (letters, Takes::Nothing) => AttachedValue::Letters(own(letters)),
-        (value, Takes::Value(_) | Takes::MaybeValue(_)) => AttachedValue::Value(own(value)),
+        ([b'=', value @ ..], _) => AttachedValue::Value(owned(value)),
+        (letters, Takes::Nothing) => AttachedValue::Letters(owned(letters)),
+        (value, Takes::Value(_) | Takes::MaybeValue(_)) => AttachedValue::Value(owned(value)),
     };
     Some((flag, attached))
 }
 
-enum FlagLookup {
-    One(&'static Flag),
-    Many(Vec<String>),
-    None,
+fn owned(bytes: &[u8]) -> OsString {
+    OsStr::from_bytes(bytes).to_owned()
 }
 
-/// Finds the flag with this name, or with this unique prefix of its name.
+/// Finds the flag with this name, or with this unique prefix of its name; `None` if there is none. The error
+/// has the names of several flags with this prefix.
 ///
 /// As in argparse, both spellings of a flag are separate candidates: `--nproc` is ambiguous between
 /// `--nproc-per-node` and `--nproc_per_node`. A prefix of a torchrun flag never means one of convoke's own
 /// flags. The two spellings of convoke's own flags do not make a prefix ambiguous.
-fn lookup(name: &[u8]) -> FlagLookup {
-    let Ok(name) = std::str::from_utf8(name) else { return FlagLookup::None };
+fn lookup(name: &[u8]) -> Result<Option<&'static Flag>, Vec<String>> {
+    let Ok(name) = std::str::from_utf8(name) else { return Ok(None) };
     for torchrun in [true, false] {
         let mut found: Vec<(String, &'static Flag)> = Vec::new();
         for flag in flags::all() {
             for spelling in [Some(flag.name.to_owned()), flag.underscored()].into_iter().flatten() {
                 if spelling == name {
-                    return FlagLookup::One(flag);
+                    return Ok(Some(flag));
                 }
                 let found_before = !torchrun && found.last().is_some_and(|(_, last)| *last == flag);
-                if flag.torchrun == torchrun
-                    && spelling.starts_with(name)
-                    && !name.is_empty()
-                    && !found_before
-                {
+                let matches = spelling.starts_with(name) && !name.is_empty() && !found_before;
+                if matches && flag.torchrun == torchrun {
                     found.push((format!("--{spelling}"), flag));
                 }
             }
         }
         match found.as_slice() {
             [] => {}
-            [(_, flag)] => return FlagLookup::One(flag),
-            _ => return FlagLookup::Many(found.into_iter().map(|(name, _)| name).collect()),
+            [(_, flag)] => return Ok(Some(flag)),
+            _ => return Err(found.into_iter().map(|(name, _)| name).collect()),
         }
     }
-    FlagLookup::None
+    Ok(None)
 }
 
 fn split_at_equals(bytes: &[u8]) -> (&[u8], Option<&[u8]>) {
@@ -262,9 +242,9 @@ fn no_value(flag: &Flag, form: &str, next: Option<&OsString>) -> String {
     let name = flag.dashed();
     match next {
         Some(next) if next != "--" => {
+            let next = next.display();
             format!(
-                "{name} needs a value, but `{0}` looks like a flag; write {name}={0} if it is meant as the value",
-                next.display()
+                "{name} needs a value, but `{next}` looks like a flag; write {name}={next} if it is meant as the value"
             )
         }
         _ => format!("{name} needs a value; write {name}={form}"),
@@ -304,11 +284,8 @@ fn unrecognized(word: &OsStr) -> String {
 fn no_script(taken: Option<(&Flag, OsString)>) -> String {
     match taken {
         Some((flag, value)) if looks_like_program(&value) => {
-            format!(
-                "no SCRIPT: `{0}` was taken as the value of {1}; write {1}=VALUE {0}",
-                value.display(),
-                flag.dashed()
-            )
+            let (name, value) = (flag.dashed(), value.display());
+            format!("no SCRIPT: `{value}` was taken as the value of {name}; write {name}=VALUE {value}")
         }
         _ => "no SCRIPT; write convoke [FLAGS] SCRIPT [ARGUMENTS]".to_owned(),
     }

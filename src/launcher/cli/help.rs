@@ -45,13 +45,8 @@ pub(crate) fn command(name: &'static str) -> Command {
 }
 
 fn argument(flag: &'static Flag) -> Arg {
-    let mut arg = Arg::new(flag.name).long(flag.name).help(help_line(flag));
-    if let Some(letter) = flag.short {
-        arg = arg.short(letter);
-    }
-    if let Some(underscored) = flag.underscored() {
-        arg = arg.alias(underscored);
-    }
+    let arg = Arg::new(flag.name).long(flag.name).short(flag.short).aliases(flag.underscored());
+    let arg = arg.help(help_line(flag));
     match flag.takes {
         Takes::Nothing => arg.action(ArgAction::SetTrue),
         Takes::Value(form) => arg.value_name(form).action(ArgAction::Set),
@@ -62,17 +57,12 @@ fn argument(flag: &'static Flag) -> Arg {
 }
 
 fn help_line(flag: &Flag) -> String {
-    let mut line = flag.help.to_owned();
-    if !flag.default.is_empty() {
-        line.push_str(&format!(" [default: {}]", flag.default));
-    }
-    if let Some(variable) = flag.variable() {
-        line.push_str(&format!(" [{variable}]"));
-    }
-    line
+    let default = Some(flag.default).filter(|default| !default.is_empty());
+    let default = default.map_or_else(String::new, |default| format!(" [default: {default}]"));
+    let variable = flag.variable().map_or_else(String::new, |variable| format!(" [{variable}]"));
+    format!("{}{default}{variable}", flag.help)
 }
 
-/// Returns the whole help text.
 pub(crate) fn text(name: &'static str) -> String {
     command(name).render_help().to_string()
 }

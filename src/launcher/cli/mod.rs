@@ -19,7 +19,7 @@ use std::path::Path;
 pub(crate) use error::CliError;
 use grammar::Request;
 pub(crate) use help::VERSION;
-pub(crate) use parsed_args::{ParsedArgs, Value};
+pub(crate) use parsed_args::{Env, ParsedArgs, Value};
 pub(crate) use suggest::choice as suggest_choice;
 pub(crate) use values::{float, integer};
 
@@ -37,13 +37,7 @@ pub(crate) enum Invocation {
 }
 
 /// Parses a command line, whose first word is the program's own name, and the environment.
-///
-/// # Errors
-/// [`CliError`]: the error and the correct spelling, with torchrun's exit code.
-pub(crate) fn parse(
-    mut args: impl Iterator<Item = OsString>,
-    env: &dyn Fn(&str) -> Option<OsString>,
-) -> Result<Invocation, CliError> {
+pub(crate) fn parse(mut args: impl Iterator<Item = OsString>, env: Env<'_>) -> Result<Invocation, CliError> {
     let name = program_name(args.next().as_deref());
     match grammar::read(args).map_err(CliError::usage)? {
         Request::Help => Ok(Invocation::Help(help::text(name))),

@@ -9,13 +9,14 @@ use super::flags::{self, Takes};
 use super::grammar::RawArgs;
 use super::values;
 
+/// The lookup of an environment variable.
+pub(crate) type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+
 /// All flags that the user has set. Other flags have their defaults.
 #[derive(Debug)]
 pub(crate) struct ParsedArgs {
     values: BTreeMap<&'static str, Value>,
-    /// The word SCRIPT: what to run.
     pub(crate) script: OsString,
-    /// The arguments after SCRIPT.
     pub(crate) arguments: Vec<OsString>,
 }
 
@@ -33,23 +34,13 @@ pub(crate) struct Value {
 
 impl ParsedArgs {
     /// Merges the flags of the command line with the `PET_` variables. The command line has priority.
-    ///
-    /// # Errors
-    /// A `PET_` variable of a switch is not an integer: exit code 1, as torchrun's.
-    pub(crate) fn new(raw: RawArgs, env: &dyn Fn(&str) -> Option<OsString>) -> Result<Self, CliError> {
+    pub(crate) fn new(raw: RawArgs, env: Env<'_>) -> Result<Self, CliError> {
         let mut values = BTreeMap::new();
         for flag in flags::all() {
-            let variable = flag.variable().and_then(|name| env(&name).map(|text| (name, text)));
-            if let Some((name, text)) = variable {
+            if let Some((name, text)) = flag.variable().and_then(|name| env(&name).map(|text| (name, text))) {
                 let value = Value { text, name, on_command_line: false };
-                match flag.takes {
-                    Takes::Value(_) | Takes::MaybeValue(_) => {
-                        values.insert(flag.name, value);
-                    }
-                    Takes::Nothing if value.switch()? => {
-                        values.insert(flag.name, value);
-                    }
-                    Takes::Nothing => {}
+                if flag.takes != Takes::Nothing || value.switch()? {
+                    values.insert(flag.name, value);
                 }
             }
             if let Some(text) = raw.flags.get(flag.name) {
@@ -66,61 +57,69 @@ impl ParsedArgs {
         self.values.get(name)
     }
 
-    /// Returns whether the user has set a flag.
+    /// Returns the value of a flag, if the user has set it to a text that is not empty.
+    pub(crate) fn get_nonempty(&self, name: &str) -> Option<&Value> {
+        self.get(name).filter(|value| !value.text.is_empty())
+    }
+
     pub(crate) fn is_on(&self, name: &str) -> bool {
         self.get(name).is_some()
     }
 
     /// Returns the value of a flag as text; empty if the user has not set it.
-    ///
-    /// # Errors
-    /// The value is not UTF-8.
     pub(crate) fn text(&self, name: &str) -> Result<&str, CliError> {
-        self.get(name).map_or(Ok(""), Value::as_str)
+        self.text_or(name, "")
+    }
+
+    /// Returns the value of a flag as text; `default` if the user has not set it.
+    pub(crate) fn text_or<'a>(&'a self, name: &str, default: &'a str) -> Result<&'a str, CliError> {
+        self.get(name).map_or(Ok(default), Value::as_str)
+    }
+
+    /// Creates the error about the value of a flag that is set, as [`Value::error`] does.
+    pub(crate) fn error(&self, name: &str, what: &str, example: &str) -> CliError {
+        self.get(name).expect("only a flag that is set has a wrong value").error(what, example)
     }
 }
 
 impl Value {
-    /// Returns the value as text.
-    ///
-    /// # Errors
-    /// The value is not UTF-8.
     pub(crate) fn as_str(&self) -> Result<&str, CliError> {
         self.text.to_str().ok_or_else(|| CliError::value(format!("{self}: not valid UTF-8")))
     }
 
-    /// Parses the value as Python's `int` does.
-    ///
-    /// # Errors
-    /// A usage error (exit code 2) that shows `example` as a valid value.
+    /// Parses the value as Python's `int` does. The usage error shows `example`.
     pub(crate) fn integer(&self, example: &str) -> Result<i128, CliError> {
         let number = self.text.to_str().and_then(values::integer);
-        number.ok_or_else(|| CliError::usage(self.wrong("not an integer", example)))
+        number.ok_or_else(|| self.usage_error("not an integer", example))
     }
 
-    /// Parses the value as Python's `float` does.
-    ///
-    /// # Errors
-    /// A usage error (exit code 2) that shows `example` as a valid value.
+    /// Parses the value as Python's `float` does. The usage error shows `example`.
     pub(crate) fn float(&self, example: &str) -> Result<f64, CliError> {
         let number = self.text.to_str().and_then(values::float);
-        number.ok_or_else(|| CliError::usage(self.wrong("not a number", example)))
+        number.ok_or_else(|| self.usage_error("not a number", example))
     }
 
-    /// Formats an error about this value: `--flag=TEXT: what is wrong; write --flag=EXAMPLE`.
-    pub(crate) fn wrong(&self, what: &str, example: &str) -> String {
+    /// Creates an error about this value, which makes no sense (exit code 1): `--flag=TEXT: what is wrong;
+    /// write --flag=EXAMPLE`.
+    pub(crate) fn error(&self, what: &str, example: &str) -> CliError {
+        CliError::value(self.wrong(what, example))
+    }
+
+    /// Creates an error in the form of [`Self::error`] about a value that cannot be parsed (exit code 2).
+    pub(crate) fn usage_error(&self, what: &str, example: &str) -> CliError {
+        CliError::usage(self.wrong(what, example))
+    }
+
+    fn wrong(&self, what: &str, example: &str) -> String {
         format!("{self}: {what}; write {}={example}", self.name)
     }
 
     /// Returns whether the environment variable of a switch turns it on.
     fn switch(&self) -> Result<bool, CliError> {
-        match self.text.to_str().and_then(values::integer) {
-            Some(number) => Ok(number != 0),
-            None => Err(CliError::value(format!(
-                "{self}: a switch is an integer; write {0}=1 or {0}=0",
-                self.name
-            ))),
-        }
+        let number = self.text.to_str().and_then(values::integer);
+        number.map(|number| number != 0).ok_or_else(|| {
+            CliError::value(format!("{self}: a switch is an integer; write {0}=1 or {0}=0", self.name))
+        })
     }
 }
 

@@ -4,32 +4,22 @@ use strsim::osa_distance;
 
 use super::flags;
 
-/// Flags of other launchers, and the flags of convoke with the same meaning.
-const FOREIGN_FLAGS: &[(&str, &str)] = &[
-    ("-n", "--nproc-per-node"),
-    ("-np", "--nproc-per-node"),
-    ("--np", "--nproc-per-node"),
-    ("--ntasks", "--nproc-per-node"),
-    ("--ntasks-per-node", "--nproc-per-node"),
-    ("--num-processes", "--nproc-per-node"),
-    ("--num-procs", "--nproc-per-node"),
-    ("--num-gpus", "--nproc-per-node"),
-    ("-N", "--nnodes"),
-    ("--nodes", "--nnodes"),
-    ("--num-nodes", "--nnodes"),
-    ("--num-machines", "--nnodes"),
-    ("--machine-rank", "--node-rank"),
-    ("--main-process-ip", "--master-addr"),
-    ("--main-process-port", "--master-port"),
-    ("--job-id", "--rdzv-id"),
-    ("--run-id", "--rdzv-id"),
+/// Flags of convoke, each with the flags of other launchers that mean the same.
+const FOREIGN_FLAGS: &[(&str, &[&str])] = &[
+    ("--nproc-per-node", &["-n", "-np", "--np", "--ntasks", "--ntasks-per-node"]),
+    ("--nproc-per-node", &["--num-processes", "--num-procs", "--num-gpus"]),
+    ("--nnodes", &["-N", "--nodes", "--num-nodes", "--num-machines"]),
+    ("--node-rank", &["--machine-rank"]),
+    ("--master-addr", &["--main-process-ip"]),
+    ("--master-port", &["--main-process-port"]),
+    ("--rdzv-id", &["--job-id", "--run-id"]),
 ];
 
 /// Returns advice for an unknown flag, such as `did you mean --master-addr?`; `None` if no flag is similar.
 pub(crate) fn flag(name: &str) -> Option<String> {
     let plain = name.to_lowercase().replace('_', "-");
-    let same = |other: &str| if other.len() == 2 { other == name } else { other == plain };
-    if let Some((_, ours)) = FOREIGN_FLAGS.iter().find(|(theirs, _)| same(theirs)) {
+    let same = |other: &&str| if other.len() == 2 { *other == name } else { *other == plain };
+    if let Some((ours, _)) = FOREIGN_FLAGS.iter().find(|(_, theirs)| theirs.iter().any(same)) {
         return Some(format!("convoke calls it {ours}"));
     }
     let wanted = plain.trim_start_matches('-');

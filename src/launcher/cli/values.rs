@@ -16,10 +16,8 @@ pub(crate) fn integer(text: &str) -> Option<i128> {
         return None;
     }
     let most = 10i128.pow(36);
-    let number = digits
-        .bytes()
-        .filter(u8::is_ascii_digit)
-        .fold(0i128, |number, digit| (number * 10 + i128::from(digit - b'0')).min(most));
+    // Only a number that is too large for the type cannot be parsed.
+    let number = digits.replace('_', "").parse().unwrap_or(most).min(most);
     Some(if negative { -number } else { number })
 }
 

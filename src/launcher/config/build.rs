@@ -1,61 +1,53 @@
 //! Converts the flags to [`Config`], and checks all their values.
 
-use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use nix::sys::signal::Signal;
 
 use super::machine::{Machine, Vendor};
-use super::numeric_flags::{NumericFlags, choice, non_negative, seconds};
+use super::numeric_flags::{choice, non_negative, seconds, whole_number};
 use super::settings::{Config, NodeRange, Orphans, ReportFormat};
-use super::{binding, devices, output, program, rendezvous_flags};
-use crate::cli::{CliError, ParsedArgs, Value, integer, suggest_choice};
+use super::{binding, devices, numeric_flags, output, program, rendezvous_flags};
+use crate::cli::{CliError, Env, ParsedArgs, integer, suggest_choice};
 use crate::formatting::count;
 
-type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
-
-const SHUTDOWN_TIMEOUT_SECONDS: u64 = 30;
+const SHUTDOWN_TIMEOUT_SECONDS: u32 = 30;
 /// Most lines of stderr that a report keeps per worker, by default.
 const STDERR_LINES: usize = 64;
 const SIGNALS: &str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT";
 const FORWARDED: &str = "SIGUSR1,SIGUSR2";
 
 /// Checks the values of all flags and chooses defaults for the others.
-///
-/// # Errors
-/// The first value that cannot be parsed (exit code 2) or makes no sense (exit code 1).
 pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Result<Config, CliError> {
-    let numbers = NumericFlags::read(args)?;
+    numeric_flags::check(args)?;
     let mut warnings = Vec::new();
 
     let nodes = nodes(args)?;
-    let max_restarts = non_negative(args, "max-restarts", numbers.max_restarts, "3")?.unwrap_or(0);
-    let monitor_interval = seconds(args, "monitor-interval", numbers.monitor_interval)?;
-    let shutdown_timeout = shutdown_timeout(args, numbers.shutdown_timeout, env)?;
-    let gpus_per_worker = gpus_per_worker(args, numbers.gpus_per_worker)?;
+    let max_restarts = non_negative(args, "max-restarts", "3")?.unwrap_or(0);
+    let monitor_interval = seconds(args, "monitor-interval")?;
+    let shutdown_timeout = shutdown_timeout(args, env)?;
+    let gpus_per_worker = gpus_per_worker(args)?;
     let nproc_per_node = nproc_per_node(args, env, machine, gpus_per_worker.unwrap_or(1))?;
     let mut logs = output::logs(args, env, nproc_per_node, &mut warnings)?;
-    let stderr_lines = stderr_lines(args, numbers.stderr_tail)?;
-    logs.keep_stderr_tail = stderr_lines > 0 && orphans(args)? == Orphans::Stop;
+    let stderr_lines = stderr_lines(args)?;
+    let orphans = if args.text("orphans")? == "keep" { Orphans::Keep } else { Orphans::Stop };
+    logs.keep_stderr_tail = stderr_lines > 0 && orphans == Orphans::Stop;
     let events = output::events(args, env)?;
     let program = program::program(args, env, machine)?;
     let (rendezvous, run_id, nodes, rendezvous_conf) =
-        rendezvous_flags::rendezvous_config(args, &numbers, nodes, &mut warnings)?;
-    let signals_given = args.is_on("signals-to-handle");
-    let signals_text = if signals_given { args.text("signals-to-handle")? } else { SIGNALS };
+        rendezvous_flags::rendezvous_config(args, nodes, &mut warnings)?;
+    let signals_text = args.text_or("signals-to-handle", SIGNALS)?;
     let signals = signals("signals-to-handle", signals_text, &mut warnings);
-    let forwarded = args.get("forward-signals").map_or(Ok(FORWARDED), Value::as_str)?;
+    let forwarded = args.text_or("forward-signals", FORWARDED)?;
     let mut forward_signals = self::signals("forward-signals", forwarded, &mut warnings);
     forward_signals.retain(|signal| !signals.contains(signal));
     let virtual_local_rank = args.is_on("virtual-local-rank");
     if virtual_local_rank {
         let parent = |name: &str| env(name).map(|value| value.to_string_lossy().into_owned());
-        devices::visible_devices(&parent, nproc_per_node - 1).map_err(|error| {
-            CliError::value(format!(
-                "--virtual-local-rank: {error}; lower --nproc-per-node or extend the list"
-            ))
-        })?;
+        let advice = "lower --nproc-per-node or extend the list";
+        devices::visible_devices(&parent, nproc_per_node - 1)
+            .map_err(|error| CliError::value(format!("--virtual-local-rank: {error}; {advice}")))?;
     }
     let gpus = if gpus_per_worker.is_some() || args.is_on("gpu-bind") {
         let name = if gpus_per_worker.is_some() { "gpus-per-worker" } else { "gpu-bind" };
@@ -72,8 +64,8 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
         ("CUDA_VISIBLE_DEVICES", Vec::new())
     };
     let cpus = binding::worker_cpus(args, env, machine, nproc_per_node)?;
-    if args.is_on("logs-specs") {
-        let name = args.text("logs-specs")?;
+    if let Some(value) = args.get("logs-specs") {
+        let name = value.as_str()?;
         return Err(CliError::value(format!(
             "--logs-specs={name}: there are no Python plug-ins here; leave it out, and see --redirects, --tee and --log-dir"
         )));
@@ -97,13 +89,12 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
         run_id,
         rendezvous_conf,
         local_addr: args
-            .get("local-addr")
-            .filter(|value| !value.text.is_empty())
+            .get_nonempty("local-addr")
             .map(|value| rendezvous_flags::host_without_port(value, None))
             .transpose()?,
         max_restarts,
-        restart_delay: seconds(args, "restart-delay", numbers.restart_delay)?.unwrap_or_default(),
-        restart_stop_after_same: stop_after_same(args, numbers.restart_stop_after_same)?,
+        restart_delay: seconds(args, "restart-delay")?.unwrap_or_default(),
+        restart_stop_after_same: stop_after_same(args)?,
         monitor_interval,
         role: output::role(args)?,
         program,
@@ -111,7 +102,7 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
         flight: output::flight(env),
         events,
         signals,
-        signals_given,
+        signals_given: args.is_on("signals-to-handle"),
         forward_signals,
         signals_text: signals_text.to_owned(),
         shutdown_timeout,
@@ -120,16 +111,13 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
         cpus,
         own_sessions: nproc_per_node <= machine.cpu_count()
             || !convoke_env::host::autogroup_enabled(&machine.root),
-        orphans: orphans(args)?,
+        orphans,
         report: match choice(args, "report", &["short", "full"])? {
             Some("full") => ReportFormat::Full,
             Some(_) | None => ReportFormat::Short,
         },
         notes: threads.map(note).into_iter().collect(),
-        report_file: args
-            .get("report-file")
-            .map(|value| PathBuf::from(&value.text))
-            .filter(|path| !path.as_os_str().is_empty()),
+        report_file: args.get_nonempty("report-file").map(|value| PathBuf::from(&value.text)),
         stderr_lines,
         share_store: env("TORCH_DISABLE_SHARE_RDZV_TCP_STORE").is_none_or(|value| value != "1"),
         warnings,
@@ -139,7 +127,7 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
 fn nodes(args: &ParsedArgs) -> Result<NodeRange, CliError> {
     let Some(value) = args.get("nnodes") else { return Ok(NodeRange { min: 1, max: 1 }) };
     let text = value.as_str()?;
-    let wrong = |what: &str, example: &str| Err(CliError::value(value.wrong(what, example)));
+    let wrong = |what: &str, example: &str| Err(value.error(what, example));
     let count = |text: &str| integer(text).map(|number| usize::try_from(number.max(0)).unwrap_or(usize::MAX));
     let parts: Option<Vec<usize>> = text.split(':').map(count).collect();
     let (min, max) = match parts.as_deref() {
@@ -160,12 +148,12 @@ fn nodes(args: &ParsedArgs) -> Result<NodeRange, CliError> {
     Ok(NodeRange { min, max })
 }
 
-fn gpus_per_worker(args: &ParsedArgs, number: Option<i128>) -> Result<Option<usize>, CliError> {
-    let (Some(value), Some(number)) = (args.get("gpus-per-worker"), number) else { return Ok(None) };
+fn gpus_per_worker(args: &ParsedArgs) -> Result<Option<usize>, CliError> {
+    let Some((value, number)) = whole_number(args, "gpus-per-worker", "1")? else { return Ok(None) };
     match usize::try_from(number) {
         Ok(number @ 1..=1024) => Ok(Some(number)),
-        Ok(0) | Err(_) => Err(CliError::value(value.wrong("there must be at least one", "1"))),
-        Ok(_) => Err(CliError::value(value.wrong("more than any node has", "8"))),
+        Ok(0) | Err(_) => Err(value.error("there must be at least one", "1")),
+        Ok(_) => Err(value.error("more than any node has", "8")),
     }
 }
 
@@ -176,7 +164,7 @@ fn nproc_per_node(
     gpus_per_worker: usize,
 ) -> Result<usize, CliError> {
     let Some(value) = args.get("nproc-per-node") else { return Ok(1) };
-    let wrong = |what: &str, example: &str| Err(CliError::value(value.wrong(what, example)));
+    let wrong = |what: &str, example: &str| Err(value.error(what, example));
     let text = value.as_str()?;
     if let Some(number) = integer(text) {
         return match usize::try_from(number) {
@@ -196,13 +184,10 @@ fn nproc_per_node(
             count => (count / gpus_per_worker).max(1),
         }),
         "gpu" => match gpus() {
-            0 => match hidden_gpus_message(env, machine) {
-                Some(what) => wrong(&what, "cpu, or a number"),
-                None => wrong(
-                    "no GPU was found (no /dev/nvidia0, no /dev/kfd, or the variables hide all)",
-                    "cpu, or a number",
-                ),
-            },
+            0 => {
+                let none = "no GPU was found (no /dev/nvidia0, no /dev/kfd, or the variables hide all)";
+                wrong(hidden_gpus_message(env, machine).as_deref().unwrap_or(none), "cpu, or a number")
+            }
             count if count < gpus_per_worker => wrong(
                 &format!("there are {count} GPUs, fewer than --gpus-per-worker={gpus_per_worker}"),
                 "cpu, or a number",
@@ -231,41 +216,40 @@ fn hidden_gpus_message(env: Env<'_>, machine: &Machine) -> Option<String> {
     Some(format!("{name}={} shows no GPU; without it there are {}", list.display(), count(gpus, "GPU")))
 }
 
-fn stop_after_same(args: &ParsedArgs, number: Option<i128>) -> Result<Option<u32>, CliError> {
-    match non_negative(args, "restart-stop-after-same", number, "3")? {
-        Some(0) => {
-            let what = "must be 1 or more; leave it out to restart whatever happens";
-            args.get("restart-stop-after-same")
-                .map_or(Ok(None), |value| Err(CliError::value(value.wrong(what, "3"))))
-        }
-        times => Ok(times),
+fn stop_after_same(args: &ParsedArgs) -> Result<Option<u32>, CliError> {
+    let times = non_negative(args, "restart-stop-after-same", "3")?;
+    if times == Some(0) {
+        let what = "must be 1 or more; leave it out to restart whatever happens";
+        return Err(args.error("restart-stop-after-same", what, "3"));
     }
+    Ok(times)
 }
 
-fn shutdown_timeout(args: &ParsedArgs, number: Option<i128>, env: Env<'_>) -> Result<Duration, CliError> {
+fn shutdown_timeout(args: &ParsedArgs, env: Env<'_>) -> Result<Duration, CliError> {
     const VARIABLE: &str = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT";
-    if let Some(seconds) = non_negative::<u32>(args, "shutdown-timeout", number, "30")? {
-        return Ok(Duration::from_secs(u64::from(seconds)));
-    }
-    let Some(text) = env(VARIABLE) else { return Ok(Duration::from_secs(SHUTDOWN_TIMEOUT_SECONDS)) };
-    let seconds = text.to_str().and_then(integer).and_then(|number| u32::try_from(number).ok());
-    match seconds {
-        Some(seconds) => Ok(Duration::from_secs(u64::from(seconds))),
-        None => Err(CliError::value(format!(
-            "{VARIABLE}={}: must be a whole number of seconds, 0 or more; write {VARIABLE}=30",
-            text.display()
-        ))),
-    }
-}
-fn stderr_lines(args: &ParsedArgs, number: Option<i128>) -> Result<usize, CliError> {
-    const MAX: usize = 1000;
-    match non_negative::<usize>(args, "stderr-tail", number, "64")? {
-        None => Ok(STDERR_LINES),
-        Some(lines) if lines <= MAX => Ok(lines),
-        Some(lines) => {
-            Err(CliError::value(format!("--stderr-tail={lines}: too large; write --stderr-tail={MAX}")))
+    let seconds = match (non_negative(args, "shutdown-timeout", "30")?, env(VARIABLE)) {
+        (Some(seconds), _) => seconds,
+        (None, None) => SHUTDOWN_TIMEOUT_SECONDS,
+        (None, Some(text)) => {
+            let seconds = text.to_str().and_then(integer).and_then(|number| u32::try_from(number).ok());
+            seconds.ok_or_else(|| {
+                CliError::value(format!(
+                    "{VARIABLE}={}: must be a whole number of seconds, 0 or more; write {VARIABLE}=30",
+                    text.display()
+                ))
+            })?
         }
+    };
+    Ok(Duration::from_secs(seconds.into()))
+}
+
+fn stderr_lines(args: &ParsedArgs) -> Result<usize, CliError> {
+    const MAX: usize = 1000;
+    let lines = non_negative(args, "stderr-tail", "64")?.unwrap_or(STDERR_LINES);
+    if lines > MAX {
+        return Err(CliError::value(format!("--stderr-tail={lines}: too large; write --stderr-tail={MAX}")));
     }
+    Ok(lines)
 }
 
 /// Parses a list of signal names. Leaves out, with a warning, signals that no process can handle or that the
@@ -290,11 +274,4 @@ fn signals(flag: &str, text: &str, warnings: &mut Vec<String>) -> Vec<Signal> {
         }
     }
     out
-}
-
-fn orphans(args: &ParsedArgs) -> Result<Orphans, CliError> {
-    Ok(match args.text("orphans")? {
-        "keep" => Orphans::Keep,
-        _ => Orphans::Stop,
-    })
 }

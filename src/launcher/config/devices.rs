@@ -15,9 +15,6 @@ pub(crate) struct TooFewDevices {
 /// The device is the entry with this index in the launcher's CUDA_VISIBLE_DEVICES, or the local rank if that
 /// is not set. If HIP_VISIBLE_DEVICES is set and not empty, it is the source instead, and both variables are
 /// set. An empty CUDA_VISIBLE_DEVICES hides all devices and is left empty.
-///
-/// # Errors
-/// The list has no entry for this local rank.
 pub(crate) fn visible_devices(
     parent: &dyn Fn(&str) -> Option<String>,
     local_rank: usize,
@@ -37,11 +34,8 @@ pub(crate) fn visible_devices(
             }
         }
     };
-    let mut out = vec![(CUDA.to_owned(), device.clone())];
-    if variable == HIP {
-        out.push((HIP.to_owned(), device));
-    }
-    Ok(out)
+    let names: &[&str] = if variable == HIP { &[CUDA, HIP] } else { &[CUDA] };
+    Ok(names.iter().map(|&name| (name.to_owned(), device.clone())).collect())
 }
 
 /// Returns the value of OMP_NUM_THREADS to set for the workers: `1` if there are several workers and the

@@ -2,10 +2,8 @@
 
 use std::net::{IpAddr, Ipv6Addr};
 
-/// Reasons why a text is no valid endpoint.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum EndpointError {
-    /// The port is no number, or too large.
     #[error("the port must be a number from 0 to 65535")]
     Port,
     /// The host is empty, or has characters that no host name or address has.
@@ -48,13 +46,8 @@ pub(crate) fn parse(text: &str) -> Result<(String, Option<u16>), EndpointError> 
         (None, Some((host, port))) => (bracketed(host).unwrap_or_else(|| host.to_owned()), Some(port)),
         (None, None) => (text.to_owned(), None),
     };
-    let port = match port {
-        Some(port) if port.bytes().all(|byte| byte.is_ascii_digit()) => {
-            Some(port.parse().map_err(|_| EndpointError::Port)?)
-        }
-        Some(_) => return Err(EndpointError::Port),
-        None => None,
-    };
+    let number = |port: &str| port.parse().ok().filter(|_| !port.starts_with('+'));
+    let port = port.map(|port| number(port).ok_or(EndpointError::Port)).transpose()?;
     let allowed = |c: char| c.is_alphanumeric() || matches!(c, '_' | '.' | ':' | '-');
     if host.is_empty() || !host.chars().all(allowed) || host.contains(':') && !is_v6(&host) {
         return Err(EndpointError::Host);

@@ -41,9 +41,6 @@ impl EtcdCluster {
 
     /// Reads the cluster's settings from `--rdzv-conf`, where `value` looks up a key. For some keys, the
     /// names of both torch backends are accepted.
-    ///
-    /// # Errors
-    /// Settings that contradict each other, or a password.
     pub(super) fn new(
         endpoints: Vec<(String, u16)>,
         value: impl Fn(&str) -> Option<String>,
@@ -84,11 +81,7 @@ impl EtcdCluster {
 
 impl fmt::Display for EtcdCluster {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("etcd at ")?;
-        for (index, (host, port)) in self.endpoints.iter().enumerate() {
-            let comma = if index > 0 { "," } else { "" };
-            write!(f, "{comma}{}", formatting::address(host, *port))?;
-        }
-        Ok(())
+        let members = self.endpoints.iter().map(|(host, port)| formatting::address(host, *port));
+        write!(f, "etcd at {}", members.collect::<Vec<_>>().join(","))
     }
 }

@@ -14,8 +14,9 @@ const LINE_MAX_BYTES: u64 = 256;
 /// What is at a path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum FileKind {
-    /// An ELF file.
-    Elf(Elf),
+    /// An ELF file, and the field `e_machine` of its header: the kind of CPU for which the file is built;
+    /// `None` if the file is too short.
+    Elf(Option<u16>),
     /// A file that starts with `#!`.
     Script(Shebang),
     /// A folder, and whether Python can run it: whether it has a `__main__.py`.
@@ -28,14 +29,6 @@ pub(crate) enum FileKind {
     Unreadable(io::ErrorKind),
     /// There is no file of this name.
     Absent,
-}
-
-/// The fields of an ELF header that decide whether this host can run the file.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Elf {
-    /// The header's `e_machine`: the kind of CPU for which the file is built; `None` if the file is too
-    /// short.
-    pub(crate) machine: Option<u16>,
 }
 
 /// The `#!` line of a script, as the kernel parses it.
@@ -51,7 +44,6 @@ pub(crate) struct Shebang {
 }
 
 impl FileKind {
-    /// Determines what is at a path.
     pub(crate) fn of(path: &Path) -> Self {
         let metadata = match fs::metadata(path) {
             Ok(metadata) => metadata,
@@ -77,21 +69,19 @@ impl FileKind {
 
     fn of_start(start: &[u8], is_executable: bool) -> Self {
         if start.starts_with(b"\x7fELF") {
-            let machine = match start {
-                // Byte 5 of the header gives the byte order of its other fields.
-                [_, _, _, _, _, 2, ..] => start.get(18..20).map(|two| u16::from_be_bytes([two[0], two[1]])),
-                _ => start.get(18..20).map(|two| u16::from_le_bytes([two[0], two[1]])),
-            };
-            return Self::Elf(Elf { machine });
+            // Byte 5 of the header gives the byte order of its other fields.
+            let is_big_endian = start.get(5) == Some(&2);
+            let machine = start.get(18..20).map(|two| u16::from_le_bytes([two[0], two[1]]));
+            return Self::Elf(
+                machine.map(|machine| if is_big_endian { machine.swap_bytes() } else { machine }),
+            );
         }
         start.strip_prefix(b"#!").map_or(Self::Other, |line| Self::Script(Shebang::of(line, is_executable)))
     }
-}
 
-impl Elf {
-    /// Returns the name of the CPU for which the file is built, if this host has another kind of CPU.
-    pub(crate) fn foreign_arch(self) -> Option<String> {
-        let machine = self.machine?;
+    /// Returns the name of the CPU for which an ELF file is built, if this host has another kind of CPU.
+    pub(crate) fn foreign_arch(&self) -> Option<String> {
+        let Self::Elf(Some(machine)) = *self else { return None };
         let is_own = match std::env::consts::ARCH {
             // An x86_64 kernel may also run i386 programs, and an aarch64 kernel arm programs.
             "x86_64" => matches!(machine, 62 | 3),
@@ -209,17 +199,14 @@ mod tests {
             start.extend(two);
             FileKind::of_start(&start, true)
         };
-        let foreign_arch = |kind: FileKind| match kind {
-            FileKind::Elf(elf) => elf.foreign_arch(),
-            other => panic!("{other:?}"),
-        };
         let (other, name): ([u8; 2], _) =
             if std::env::consts::ARCH == "x86_64" { ([183, 0], "aarch64") } else { ([62, 0], "x86_64") };
-        assert_eq!(foreign_arch(elf(1, other)), Some(name.to_owned()));
-        assert_eq!(foreign_arch(elf(2, [0, 22])), Some("s390x".to_owned()), "the other order of bytes");
-        assert!(foreign_arch(elf(1, [9, 9])).is_some_and(|name| name.contains("ELF machine 2313")));
-        assert_eq!(foreign_arch(FileKind::of(&std::env::current_exe().unwrap())), None);
-        assert_eq!(FileKind::of_start(b"\x7fELF", true), FileKind::Elf(Elf { machine: None }));
+        assert_eq!(elf(1, other).foreign_arch(), Some(name.to_owned()));
+        assert_eq!(elf(2, [0, 22]).foreign_arch(), Some("s390x".to_owned()), "the other order of bytes");
+        assert!(elf(1, [9, 9]).foreign_arch().is_some_and(|name| name.contains("ELF machine 2313")));
+        let own = FileKind::of(&std::env::current_exe().unwrap());
+        assert!(matches!(own, FileKind::Elf(Some(_))) && own.foreign_arch().is_none());
+        assert_eq!(FileKind::of_start(b"\x7fELF", true), FileKind::Elf(None));
     }
 
     proptest::proptest! {

@@ -11,6 +11,7 @@ use convoke_env::host;
 use convoke_env::host::cgroup::cpu_quota;
 
 use super::topology::numbered_entries;
+use crate::cli::Env;
 use crate::gpus::Gpu;
 use crate::gpus::list::{self, GpuList};
 use crate::gpus::visible::{self, VisibleError};
@@ -42,8 +43,6 @@ pub(crate) enum Vendor {
     /// Intel: render nodes of Intel.
     Intel,
 }
-
-type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
 impl Machine {
     /// Detects the CPUs and folders of the machine on which this process runs.
@@ -102,9 +101,6 @@ impl Machine {
 
     /// Returns the environment variable that makes devices visible, and its value for each of `workers`,
     /// which get `each` devices.
-    ///
-    /// # Errors
-    /// There are too few devices, or the variable names a device that does not exist.
     pub(crate) fn gpus_of_workers(
         &self,
         env: Env<'_>,
@@ -158,18 +154,13 @@ fn launcher_folders() -> Vec<PathBuf> {
 /// Returns how many of `count` devices the environment variables leave visible. Like the drivers, it counts
 /// the list's entries up to the first that is no device.
 fn visible_count(count: usize, env: Env<'_>, variables: &[&str]) -> usize {
-    variables.iter().fold(count, |left, variable| match env(variable) {
-        Some(list) => {
-            let list = list.to_string_lossy();
-            let is_index = |text: &str| text.parse().is_ok_and(|index: usize| index < count);
-            // A name, or a part of a device such as 0.1, counts as a device: only the driver knows whether it
-            // exists.
-            let is_part = |entry: &str| entry.split_once('.').is_some_and(|(device, _)| is_index(device));
-            let is_device = |entry: &&str| is_index(entry) || is_part(entry) || visible::has_uuid_form(entry);
-            left.min(list.split(',').map(str::trim).take_while(is_device).count())
-        }
-        None => left,
-    })
+    let is_index = |text: &str| text.parse().is_ok_and(|index: usize| index < count);
+    // A name, or a part of a device such as 0.1, counts as a device: only the driver knows whether it exists.
+    let is_part = |entry: &str| entry.split_once('.').is_some_and(|(device, _)| is_index(device));
+    let is_device = |entry: &&str| is_index(entry) || is_part(entry) || visible::has_uuid_form(entry);
+    let visible =
+        |list: OsString| list.to_string_lossy().split(',').map(str::trim).take_while(is_device).count();
+    variables.iter().filter_map(|variable| env(variable)).map(visible).fold(count, usize::min)
 }
 
 /// Returns whether the path is a file with an execute permission.

@@ -2,46 +2,32 @@
 
 use std::time::Duration;
 
-use crate::cli::{CliError, ParsedArgs, suggest_choice};
+use crate::cli::{CliError, ParsedArgs, Value, suggest_choice};
 
 const MAX_SECONDS: f64 = 86_400.0;
 
-/// Values of the flags that argparse itself converts. As in torchrun, a failed conversion is a usage error,
-/// found before all other checks.
-pub(super) struct NumericFlags {
-    pub(super) max_restarts: Option<i128>,
-    pub(super) node_rank: Option<i128>,
-    pub(super) master_port: Option<i128>,
-    pub(super) shutdown_timeout: Option<i128>,
-    pub(super) stderr_tail: Option<i128>,
-    pub(super) gpus_per_worker: Option<i128>,
-    pub(super) restart_stop_after_same: Option<i128>,
-    pub(super) monitor_interval: Option<f64>,
-    pub(super) restart_delay: Option<f64>,
-}
-
-impl NumericFlags {
-    pub(super) fn read(args: &ParsedArgs) -> Result<Self, CliError> {
-        let integer =
-            |name: &str, example: &str| args.get(name).map(|value| value.integer(example)).transpose();
-        let float = |name: &str, example: &str| args.get(name).map(|value| value.float(example)).transpose();
-        let numbers = Self {
-            max_restarts: integer("max-restarts", "3")?,
-            node_rank: integer("node-rank", "0")?,
-            master_port: integer("master-port", "29500")?,
-            shutdown_timeout: integer("shutdown-timeout", "30")?,
-            stderr_tail: integer("stderr-tail", "64")?,
-            gpus_per_worker: integer("gpus-per-worker", "1")?,
-            restart_stop_after_same: integer("restart-stop-after-same", "3")?,
-            monitor_interval: float("monitor-interval", "0.1")?,
-            restart_delay: float("restart-delay", "5")?,
-        };
-        choice(args, "start-method", &["spawn", "fork", "forkserver"])?;
-        choice(args, "numa-binding", &["node", "socket", "exclusive", "core-complex"])?;
-        choice(args, "bind", &["node", "socket", "core-complex", "core", "none"])?;
-        choice(args, "orphans", &["stop", "keep"])?;
-        Ok(numbers)
+/// Checks the flags that argparse itself converts. As in torchrun, a failed conversion is a usage error that
+/// is found before all other checks.
+pub(super) fn check(args: &ParsedArgs) -> Result<(), CliError> {
+    for (name, example) in [
+        ("max-restarts", "3"),
+        ("node-rank", "0"),
+        ("master-port", "29500"),
+        ("shutdown-timeout", "30"),
+        ("stderr-tail", "64"),
+        ("gpus-per-worker", "1"),
+        ("restart-stop-after-same", "3"),
+    ] {
+        whole_number(args, name, example)?;
     }
+    for (name, example) in [("monitor-interval", "0.1"), ("restart-delay", "5")] {
+        args.get(name).map(|value| value.float(example)).transpose()?;
+    }
+    choice(args, "start-method", &["spawn", "fork", "forkserver"])?;
+    choice(args, "numa-binding", &["node", "socket", "exclusive", "core-complex"])?;
+    choice(args, "bind", &["node", "socket", "core-complex", "core", "none"])?;
+    choice(args, "orphans", &["stop", "keep"])?;
+    Ok(())
 }
 
 /// Returns the value of a flag with fixed choices; `None` if the flag is not set. Another value is a usage
@@ -54,38 +40,43 @@ pub(super) fn choice<'a>(
     let Some(value) = args.get(name) else { return Ok(None) };
     match value.text.to_str() {
         Some(text) if choices.contains(&text) => Ok(Some(text)),
-        text => {
-            let example = text
-                .and_then(|text| suggest_choice(text, choices))
-                .map_or_else(|| choices.join("|"), str::to_owned);
-            Err(CliError::usage(value.wrong("no such choice", &example)))
-        }
+        text => Err(value.usage_error("no such choice", &suggestion(text.unwrap_or(""), choices))),
     }
 }
 
-/// Checks that a number is not negative; `None` if the flag is not set.
+/// Returns the choice that `text` probably meant, else all choices.
+pub(super) fn suggestion(text: &str, choices: &[&str]) -> String {
+    suggest_choice(text, choices).map_or_else(|| choices.join("|"), str::to_owned)
+}
+
+/// Returns a flag with a whole number as value, and the number; `None` if the flag is not set.
+pub(super) fn whole_number<'a>(
+    args: &'a ParsedArgs,
+    name: &str,
+    example: &str,
+) -> Result<Option<(&'a Value, i128)>, CliError> {
+    args.get(name).map(|value| Ok((value, value.integer(example)?))).transpose()
+}
+
+/// Returns a number that must not be negative; `None` if the flag is not set.
 pub(super) fn non_negative<T: TryFrom<i128>>(
     args: &ParsedArgs,
     name: &str,
-    number: Option<i128>,
     example: &str,
 ) -> Result<Option<T>, CliError> {
-    let (Some(value), Some(number)) = (args.get(name), number) else { return Ok(None) };
+    let Some((value, number)) = whole_number(args, name, example)? else { return Ok(None) };
     if number < 0 {
-        return Err(CliError::value(value.wrong("must not be negative", example)));
+        return Err(value.error("must not be negative", example));
     }
-    T::try_from(number).map(Some).map_err(|_| CliError::value(value.wrong("too large", example)))
+    T::try_from(number).map(Some).map_err(|_| value.error("too large", example))
 }
 
-/// Checks that a time is at most a day; `None` if the flag is not set.
-pub(super) fn seconds(
-    args: &ParsedArgs,
-    name: &str,
-    seconds: Option<f64>,
-) -> Result<Option<Duration>, CliError> {
-    let (Some(value), Some(seconds)) = (args.get(name), seconds) else { return Ok(None) };
+/// Returns a time, which is at most a day; `None` if the flag is not set.
+pub(super) fn seconds(args: &ParsedArgs, name: &str) -> Result<Option<Duration>, CliError> {
+    let Some(value) = args.get(name) else { return Ok(None) };
+    let seconds = value.float("0.1")?;
     if !(0.0..=MAX_SECONDS).contains(&seconds) {
-        return Err(CliError::value(value.wrong("must be from 0 to 86400 seconds", "0.1")));
+        return Err(value.error("must be from 0 to 86400 seconds", "0.1"));
     }
     Ok(Some(Duration::from_secs_f64(seconds)))
 }

@@ -1,78 +1,73 @@
 //! Reads the flags for output: log files, tee, filters, events.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::OsString;
 use std::fs;
 use std::path::PathBuf;
 
 use convoke_env::vars;
 
 use super::settings::{EventHandler, FlightDir, LogConfig, LogDir, StreamChoice, Streams};
-use crate::cli::{CliError, ParsedArgs, Value, integer};
+use crate::cli::{CliError, Env, ParsedArgs, integer};
 use crate::formatting::count;
-
-type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
 const PREFIX_TEMPLATE: &str = "[${role_name}${local_rank}]:";
 
 /// Reads all flags about the workers' output.
-///
-/// # Errors
-/// A value that makes no sense: exit code 1.
 pub(super) fn logs(
     args: &ParsedArgs,
     env: Env<'_>,
     nproc_per_node: usize,
     warnings: &mut Vec<String>,
 ) -> Result<LogConfig, CliError> {
-    let redirects = stream_choice(args, "redirects", nproc_per_node, warnings)?;
-    let tee = stream_choice(args, "tee", nproc_per_node, warnings)?;
-    let dir = match args.get("log-dir") {
+    let (redirects, tee) = (stream_choice(args, "redirects")?, stream_choice(args, "tee")?);
+    let dir = match args.get_nonempty("log-dir") {
         None => LogDir::Temporary,
-        Some(value) if value.text.is_empty() => LogDir::Temporary,
         Some(value) if value.text == "/dev/null" => LogDir::Disabled,
         // A path that is no directory is probably mistyped. Other problems of the path (no permission, a full
         // disk) must not stop a job.
         Some(value) if fs::metadata(&value.text).is_ok_and(|found| !found.is_dir()) => {
-            return Err(CliError::value(value.wrong("not a directory", "DIRECTORY")));
+            return Err(value.error("not a directory", "DIRECTORY"));
         }
         Some(value) => LogDir::Path(PathBuf::from(&value.text)),
     };
-    let template = |text: OsString| text.to_string_lossy().into_owned();
-    let from_flag = args.get("log-line-prefix-template").map(|value| template(value.text.clone()));
-    let from_variable = || env("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE").map(template);
-    let prefix_template =
-        from_flag.filter(|text| !text.is_empty()).or_else(from_variable).filter(|text| !text.is_empty());
+    let from_flag = args.get_nonempty("log-line-prefix-template").map(|value| value.text.clone());
+    let from_variable = || env("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE").filter(|text| !text.is_empty());
+    let prefix_template = from_flag.or_else(from_variable).map(|text| text.to_string_lossy().into_owned());
+    let (role, local_ranks_filter) = (role(args)?, local_ranks_filter(args)?);
+    let named = |choice: &StreamChoice| match choice {
+        StreamChoice::All(_) => BTreeSet::new(),
+        StreamChoice::Some(of_rank) => of_rank.keys().copied().collect(),
+    };
+    let filtered = local_ranks_filter.clone().into_iter().flatten().collect();
+    let ranks_of_flags =
+        [("redirects", named(&redirects)), ("tee", named(&tee)), ("local-ranks-filter", filtered)];
+    for (flag, ranks) in ranks_of_flags {
+        if let (Some(value), Some(rank)) = (args.get(flag), ranks.range(nproc_per_node..).next()) {
+            let workers = count(nproc_per_node, "worker");
+            warnings.push(format!("{value} names local rank {rank}, but this node has {workers}"));
+        }
+    }
     Ok(LogConfig {
-        role: role(args)?,
+        role,
         dir,
         redirects,
         tee,
         prefix_template: prefix_template.unwrap_or_else(|| PREFIX_TEMPLATE.to_owned()),
-        local_ranks_filter: local_ranks_filter(args, nproc_per_node, warnings)?,
+        local_ranks_filter,
         keep_stderr_tail: true,
         duplicate_stdout: substrings(args.text("duplicate-stdout-filters")?),
         duplicate_stderr: substrings(args.text("duplicate-stderr-filters")?),
     })
 }
 
-fn stream_choice(
-    args: &ParsedArgs,
-    name: &str,
-    nproc_per_node: usize,
-    warnings: &mut Vec<String>,
-) -> Result<StreamChoice, CliError> {
+fn stream_choice(args: &ParsedArgs, name: &str) -> Result<StreamChoice, CliError> {
     let Some(value) = args.get(name) else { return Ok(StreamChoice::All(Streams::default())) };
-    let choice = streams(value.as_str()?).ok_or_else(|| {
-        CliError::value(value.wrong(
+    streams(value.as_str()?).ok_or_else(|| {
+        value.error(
             "neither 0 (none), 1 (stdout), 2 (stderr) or 3 (both), nor a list of rank:digit with ranks 0 to 9",
             "3, or 0:3,1:2",
-        ))
-    })?;
-    if let StreamChoice::Some(of_rank) = &choice {
-        warn_of_absent_ranks(value, of_rank.keys().copied(), nproc_per_node, warnings);
-    }
-    Ok(choice)
+        )
+    })
 }
 
 /// Parses the value of `-r` and `-t`: one digit, or `rank:digit,rank:digit` with one-digit local ranks.
@@ -90,13 +85,8 @@ pub(super) fn streams(text: &str) -> Option<StreamChoice> {
 }
 
 fn one_streams(text: &str) -> Option<Streams> {
-    match text {
-        "0" => Some(Streams { stdout: false, stderr: false }),
-        "1" => Some(Streams { stdout: true, stderr: false }),
-        "2" => Some(Streams { stdout: false, stderr: true }),
-        "3" => Some(Streams { stdout: true, stderr: true }),
-        _ => None,
-    }
+    let bits = ["0", "1", "2", "3"].iter().position(|digit| *digit == text)?;
+    Some(Streams { stdout: bits & 1 != 0, stderr: bits & 2 != 0 })
 }
 
 /// Parses the value of the duplicate filters. A comma separates texts, `,,` is a comma itself. Empty texts
@@ -115,34 +105,13 @@ pub(super) fn substrings(text: &str) -> Vec<String> {
     out
 }
 
-fn local_ranks_filter(
-    args: &ParsedArgs,
-    nproc_per_node: usize,
-    warnings: &mut Vec<String>,
-) -> Result<Option<BTreeSet<usize>>, CliError> {
-    let Some(value) = args.get("local-ranks-filter").filter(|value| !value.text.is_empty()) else {
-        return Ok(None);
-    };
+fn local_ranks_filter(args: &ParsedArgs) -> Result<Option<BTreeSet<usize>>, CliError> {
+    let Some(value) = args.get_nonempty("local-ranks-filter") else { return Ok(None) };
     let rank = |text: &str| integer(text).and_then(|number| usize::try_from(number).ok());
     let ranks: Option<BTreeSet<usize>> = value.as_str()?.split(',').map(rank).collect();
-    let ranks = ranks.ok_or_else(|| CliError::value(value.wrong("not a list of local ranks", "0,2")))?;
-    warn_of_absent_ranks(value, ranks.iter().copied(), nproc_per_node, warnings);
-    Ok(Some(ranks))
+    ranks.map(Some).ok_or_else(|| value.error("not a list of local ranks", "0,2"))
 }
 
-fn warn_of_absent_ranks(
-    value: &Value,
-    ranks: impl Iterator<Item = usize>,
-    nproc_per_node: usize,
-    warnings: &mut Vec<String>,
-) {
-    if let Some(rank) = ranks.into_iter().find(|&rank| rank >= nproc_per_node) {
-        let workers = count(nproc_per_node, "worker");
-        warnings.push(format!("{value} names local rank {rank}, but this node has {workers}"));
-    }
-}
-
-/// Reads CONVOKE_FLIGHT_DIR.
 pub(super) fn flight(env: Env<'_>) -> FlightDir {
     match env(vars::FLIGHT_DIR) {
         None => FlightDir::LogFolder,
@@ -152,9 +121,6 @@ pub(super) fn flight(env: Env<'_>) -> FlightDir {
 }
 
 /// Reads `--event-log-handler` and the environment variable LOGLEVEL.
-///
-/// # Errors
-/// There is no such handler: exit code 1.
 pub(super) fn events(args: &ParsedArgs, env: Env<'_>) -> Result<EventHandler, CliError> {
     const INFO: i128 = 20;
     let Some(value) = args.get("event-log-handler") else { return Ok(EventHandler::Null) };
@@ -163,11 +129,10 @@ pub(super) fn events(args: &ParsedArgs, env: Env<'_>) -> Result<EventHandler, Cl
         // Unlike other messages of level INFO, events are printed unless LOGLEVEL is set to a higher level.
         Some("console") if env("LOGLEVEL").is_some() && log_level(env) > INFO => Ok(EventHandler::Null),
         Some("console") => Ok(EventHandler::Console),
-        _ => Err(CliError::value(value.wrong("no such handler", "console"))),
+        _ => Err(value.error("no such handler", "console")),
     }
 }
 
-/// The level if LOGLEVEL is not set.
 const WARNING: i128 = 30;
 
 /// Returns whether the environment variable LOGLEVEL suppresses warnings.
@@ -190,7 +155,6 @@ fn log_level(env: Env<'_>) -> i128 {
     }
 }
 
-/// Returns the value of `--role`, or its default.
 pub(super) fn role(args: &ParsedArgs) -> Result<String, CliError> {
-    Ok(if args.is_on("role") { args.text("role")?.to_owned() } else { "default".to_owned() })
+    args.text_or("role", "default").map(str::to_owned)
 }

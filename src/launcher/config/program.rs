@@ -8,9 +8,7 @@ use std::path::{Path, PathBuf};
 use super::file::{FileKind, Shebang};
 use super::machine::{Machine, in_path, is_executable};
 use super::settings::{LocalRankArgument, Program};
-use crate::cli::{CliError, ParsedArgs};
-
-type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
+use crate::cli::{CliError, Env, ParsedArgs};
 
 /// Python code for `--run-path`: runs SCRIPT as `__main__` in the worker's own interpreter, with `argv[0]` as
 /// torchrun sets it.
@@ -32,21 +30,6 @@ const OTHER_LANGUAGES: &[(&str, &str)] = &[
     (".R", "Rscript"),
 ];
 
-/// How SCRIPT is run.
-enum RunMethod {
-    /// SCRIPT is a program, executed by this name.
-    Executable(OsString),
-    /// The interpreter of SCRIPT's `#!` line runs it. The command is the interpreter, its argument, and the
-    /// file.
-    Interpreter(Vec<OsString>),
-    /// Python runs SCRIPT.
-    Python,
-}
-
-/// Builds the command of the workers from SCRIPT and the flags.
-///
-/// # Errors
-/// Flags that contradict each other, no Python, or a SCRIPT that cannot be run: exit code 1.
 pub(super) fn program(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Result<Program, CliError> {
     let form = local_rank_form(args)?;
     let (module, no_python, run_path) =
@@ -69,10 +52,9 @@ pub(super) fn program(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Res
         }
         argv.push(script.clone());
     } else {
-        match if module { RunMethod::Python } else { run_method(script, env)? } {
-            RunMethod::Executable(program) => argv.push(program),
-            RunMethod::Interpreter(words) => argv.extend(words),
-            RunMethod::Python => {
+        match if module { None } else { own_command(script, env)? } {
+            Some(words) => argv.extend(words),
+            None => {
                 if let Some(python) = env("PYTHON_EXEC").filter(|python| !python.is_empty()) {
                     title = python.display().to_string();
                 }
@@ -91,14 +73,14 @@ pub(super) fn program(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Res
     Ok(Program { argv, local_rank_argument, title, assumed_python })
 }
 
-/// Decides how SCRIPT is run.
+/// Returns the command that runs SCRIPT without the chosen Python; `None` if that runs it.
 ///
 /// - It is executed itself if it is an ELF file, or a file with a `#!` line and execute permission that does
 ///   not end in `.py`.
 /// - It is also executed itself if there is no such file but PATH has a program of this name.
 /// - The interpreter of its `#!` line runs it if only the permission is missing.
 /// - Otherwise Python runs it.
-fn run_method(script: &OsStr, env: Env<'_>) -> Result<RunMethod, CliError> {
+fn own_command(script: &OsStr, env: Env<'_>) -> Result<Option<Vec<OsString>>, CliError> {
     let here = || {
         // A name without a slash would be searched in PATH instead of the current folder.
         let mut path = OsString::from(if script.as_bytes().contains(&b'/') { "" } else { "./" });
@@ -108,29 +90,27 @@ fn run_method(script: &OsStr, env: Env<'_>) -> Result<RunMethod, CliError> {
     let refused = |why: String| Err(CliError::value(format!("{} {why}", script.display())));
     let is_named_python = script.as_bytes().ends_with(b".py");
     match FileKind::of(Path::new(script)) {
-        FileKind::Elf(_) => Ok(RunMethod::Executable(here())),
-        FileKind::Script(_) if is_named_python => Ok(RunMethod::Python),
+        FileKind::Elf(_) => Ok(Some(vec![here()])),
+        FileKind::Script(_) if is_named_python => Ok(None),
         FileKind::Script(shebang) if shebang.has_cr && !shebang.is_python() => {
-            refused(carriage_return_message(script, &shebang))
+            let (word, name) = (shebang.last_argument().display(), script.display());
+            refused(format!(
+                "has Windows line endings: by its #! line its interpreter is `{word}\\r`; dos2unix {name} converts them"
+            ))
         }
-        FileKind::Script(shebang) if shebang.is_executable && !shebang.has_cr => {
-            Ok(RunMethod::Executable(here()))
-        }
-        FileKind::Script(shebang) if shebang.is_python() || shebang.interpreter.is_empty() => {
-            Ok(RunMethod::Python)
-        }
+        FileKind::Script(shebang) if shebang.is_executable && !shebang.has_cr => Ok(Some(vec![here()])),
+        FileKind::Script(shebang) if shebang.is_python() || shebang.interpreter.is_empty() => Ok(None),
         FileKind::Script(Shebang { interpreter, argument, .. }) => {
-            let words = std::iter::once(interpreter).chain(argument).chain([here()]);
-            Ok(RunMethod::Interpreter(words.collect()))
+            Ok(Some(std::iter::once(interpreter).chain(argument).chain([here()]).collect()))
         }
-        FileKind::Folder { has_main: true } => Ok(RunMethod::Python),
+        FileKind::Folder { has_main: true } => Ok(None),
         FileKind::Folder { has_main: false } => refused(
             "is a folder without a __main__.py; name the script in it, or -m and the name of a package"
                 .to_owned(),
         ),
         // PATH has a program of this name, for example if the current folder belongs to another user.
         FileKind::Dangling(_) | FileKind::Unreadable(_) if in_path(script, env).is_some() => {
-            Ok(RunMethod::Executable(script.to_owned()))
+            Ok(Some(vec![script.to_owned()]))
         }
         FileKind::Dangling(target) => {
             refused(format!("is a link to {}, which is not there", target.display()))
@@ -139,23 +119,13 @@ fn run_method(script: &OsStr, env: Env<'_>) -> Result<RunMethod, CliError> {
             let why = io::Error::from(kind);
             refused(format!("cannot be read: {why}; chmod a+r for the file, a+x for the folders above it"))
         }
-        FileKind::Other => other_language_message(script).map_or(Ok(RunMethod::Python), refused),
+        FileKind::Other => other_language_message(script).map_or(Ok(None), refused),
         FileKind::Absent if script.as_bytes().ends_with(b"\r") => Err(CliError::value(format!(
             "{script:?} ends with a carriage return: the file in which convoke is called has Windows \
              line endings; dos2unix converts them"
         ))),
-        FileKind::Absent if in_path(script, env).is_some() => Ok(RunMethod::Executable(script.to_owned())),
-        FileKind::Absent => Ok(RunMethod::Python),
+        FileKind::Absent => Ok(in_path(script, env).map(|_| vec![script.to_owned()])),
     }
-}
-
-/// Explains why a script with Windows line endings cannot be run.
-fn carriage_return_message(script: &OsStr, shebang: &Shebang) -> String {
-    format!(
-        "has Windows line endings: by its #! line its interpreter is `{}\\r`; dos2unix {} converts them",
-        shebang.last_argument().display(),
-        script.display()
-    )
 }
 
 /// Explains why Python cannot run a file without a `#!` line, if its name ends as in another language.
@@ -206,7 +176,7 @@ fn local_rank_form(args: &ParsedArgs) -> Result<Option<(bool, bool)>, CliError> 
         Some(value) => match value.text.to_str().map(str::to_lowercase).as_deref() {
             Some("" | "true" | "1" | "yes") => true,
             Some("false" | "0" | "no") => false,
-            _ => return Err(CliError::usage(value.wrong("neither true nor false", "True"))),
+            _ => return Err(value.usage_error("neither true nor false", "True")),
         },
     };
     let form = match args.get("pass-local-rank") {
@@ -215,7 +185,7 @@ fn local_rank_form(args: &ParsedArgs) -> Result<Option<(bool, bool)>, CliError> 
             Some("" | "dash") => Some((true, false)),
             Some("underscore") => Some((false, true)),
             Some("both") => Some((true, true)),
-            _ => return Err(CliError::usage(value.wrong("no such form", "dash|underscore|both"))),
+            _ => return Err(value.usage_error("no such form", "dash|underscore|both")),
         },
     };
     Ok(form.filter(|_| !use_env))

@@ -4,9 +4,6 @@ use crate::cli::{float, integer, suggest_choice};
 
 /// Splits `k=v,k=v` at commas, then at the first `=`, and trims both sides. If a key is repeated, its last
 /// value counts.
-///
-/// # Errors
-/// A description of the malformed part.
 pub(crate) fn split(text: &str) -> Result<Vec<(String, String)>, String> {
     let mut out: Vec<(String, String)> = Vec::new();
     if text.trim().is_empty() {
@@ -29,7 +26,6 @@ pub(crate) fn split(text: &str) -> Result<Vec<(String, String)>, String> {
     Ok(out)
 }
 
-/// What kind of value a key requires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ValueKind {
     /// A positive whole number, mostly of seconds.
@@ -38,9 +34,7 @@ pub(crate) enum ValueKind {
     Seconds,
     /// A boolean: `1/true/t/yes/y` or `0/false/f/no/n`.
     Switch,
-    /// One of these texts.
     Choice(&'static [&'static str]),
-    /// Any text.
     Text,
 }
 
@@ -85,20 +79,12 @@ const STATIC_ONLY: &[(&str, ValueKind)] = &[("timeout", ValueKind::Positive)];
 
 /// Keys of the backend `c10d`, the built-in rendezvous.
 pub(crate) const C10D: &KnownKeys = &[DYNAMIC, C10D_ONLY];
-
 /// Keys of the backends `etcd` and `etcd-v2`.
 pub(crate) const ETCD: &KnownKeys = &[DYNAMIC, ETCD_ONLY];
-
-/// Keys of the backend `static`.
 pub(crate) const STATIC: &KnownKeys = &[STATIC_ONLY];
-
-/// Keys of all backends.
 pub(crate) const ANY: &KnownKeys = &[DYNAMIC, C10D_ONLY, STATIC_ONLY, ETCD_ONLY];
 
 /// Checks the values of the keys that `known` lists; does not check other keys.
-///
-/// # Errors
-/// A description of the wrong value, and a valid example.
 pub(crate) fn check(conf: &[(String, String)], known: &KnownKeys) -> Result<(), String> {
     for (key, value) in conf {
         let Some((_, kind)) = known.iter().copied().flatten().find(|(name, _)| name == key) else { continue };

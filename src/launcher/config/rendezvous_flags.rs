@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use super::endpoint::EndpointError;
 use super::etcd::EtcdCluster;
-use super::numeric_flags::NumericFlags;
+use super::numeric_flags::{suggestion, whole_number};
+use super::rdzv_conf::KnownKeys;
 use super::settings::{ElasticSettings, Endpoint, NodeRange, Rendezvous};
 use super::{endpoint, rdzv_conf};
-use crate::cli::{CliError, ParsedArgs, Value, integer, suggest_choice};
+use crate::cli::{CliError, ParsedArgs, Value, integer};
 use crate::formatting::count;
 
 const BACKENDS: &[&str] = &["static", "c10d", "etcd-v2", "etcd"];
@@ -37,30 +38,25 @@ pub(crate) fn is_named(run_id: &str) -> bool {
 pub(super) type RendezvousConfig = (Rendezvous, String, NodeRange, Vec<(String, String)>);
 
 /// Selects the rendezvous backend as torchrun does, and checks the values that the backend needs.
-///
-/// # Errors
-/// A value that makes no sense: exit code 1.
 pub(super) fn rendezvous_config(
     args: &ParsedArgs,
-    numbers: &NumericFlags,
     nodes: NodeRange,
     warnings: &mut Vec<String>,
 ) -> Result<RendezvousConfig, CliError> {
-    let backend = if args.is_on("rdzv-backend") { args.text("rdzv-backend")? } else { "static" };
+    let backend = args.text_or("rdzv-backend", "static")?;
     let endpoint_text = args.text("rdzv-endpoint")?.trim();
-    let conf_value = args.get("rdzv-conf");
-    let conf = rdzv_conf::split(args.text("rdzv-conf")?).map_err(|what| {
-        CliError::value(conf_value.map_or(what.clone(), |value| value.wrong(&what, "KEY=VALUE,KEY=VALUE")))
-    })?;
-    let conf_name = conf_value.map_or("--rdzv-conf", |value| value.name.as_str());
-    let check = |known: &rdzv_conf::KnownKeys| {
-        rdzv_conf::check(&conf, known).map_err(|what| CliError::value(format!("{conf_name}: {what}")))
-    };
-    let warn_ignored = |known: &rdzv_conf::KnownKeys, reader: &str, warnings: &mut Vec<String>| {
-        warnings.extend(rdzv_conf::ignored(&conf, known, reader).map(|what| format!("{conf_name}: {what}")));
+    let conf = rdzv_conf::split(args.text("rdzv-conf")?)
+        .map_err(|what| args.error("rdzv-conf", &what, "KEY=VALUE,KEY=VALUE"))?;
+    let conf_name = args.get("rdzv-conf").map_or("--rdzv-conf", |value| value.name.as_str());
+    // Checks the values of the keys in `known`, and warns of keys that the `reader` does not `read`.
+    let check_conf = |known: &KnownKeys, read: &KnownKeys, reader: &str, warnings: &mut Vec<String>| {
+        let message = |what| format!("{conf_name}: {what}");
+        rdzv_conf::check(&conf, known).map_err(|what| CliError::value(message(what)))?;
+        warnings.extend(rdzv_conf::ignored(&conf, read, reader).map(message));
+        Ok::<_, CliError>(())
     };
     let is_single_node =
-        backend == "static" && endpoint_text.is_empty() && numbers.master_port.is_none() && nodes.max == 1;
+        backend == "static" && endpoint_text.is_empty() && !args.is_on("master-port") && nodes.max == 1;
     if args.is_on("standalone") || is_single_node {
         if nodes.min > 1 {
             return Err(CliError::value(format!(
@@ -69,40 +65,32 @@ pub(super) fn rendezvous_config(
                 nodes.min
             )));
         }
-        check(rdzv_conf::C10D)?;
-        warn_ignored(rdzv_conf::ANY, "convoke", warnings);
+        check_conf(rdzv_conf::C10D, rdzv_conf::ANY, "convoke", warnings)?;
         warn_ignored_by_standalone(args, warnings);
         return Ok((Rendezvous::Standalone, random_uuid()?, NodeRange { min: 1, max: 1 }, conf));
     }
-    let endpoint = |default_port: Option<u16>| parse_endpoint(args, endpoint_text, default_port);
     let rendezvous = match backend {
         "static" => {
-            check(rdzv_conf::STATIC)?;
-            warn_ignored(rdzv_conf::STATIC, backend, warnings);
-            static_rendezvous(args, numbers, nodes, endpoint_text, &conf)?
+            check_conf(rdzv_conf::STATIC, rdzv_conf::STATIC, backend, warnings)?;
+            static_rendezvous(args, nodes, endpoint_text, &conf)?
         }
         "c10d" => {
-            check(rdzv_conf::C10D)?;
-            warn_ignored(rdzv_conf::C10D, backend, warnings);
+            check_conf(rdzv_conf::C10D, rdzv_conf::C10D, backend, warnings)?;
             warn_ignored_by_dynamic(args, warnings);
             let endpoint = if value(&conf, "store_type") == Some("file") {
                 Endpoint::File(shared_file(args, endpoint_text)?)
             } else {
-                let (host, port) = endpoint(Some(C10D_PORT))?;
+                let (host, port) = parse_endpoint(args, endpoint_text, Some(C10D_PORT), nodes.min == 1)?;
                 let is_host = value(&conf, "is_host").and_then(rdzv_conf::parse_bool);
-                if port == 0 && nodes.min > 1 {
-                    return Err(port_zero_error(args));
-                }
                 Endpoint::Host { host, port, is_host }
             };
             Rendezvous::Elastic { endpoint, settings: settings(&conf) }
         }
         "etcd" | "etcd-v2" => {
-            check(rdzv_conf::ETCD)?;
-            warn_ignored(rdzv_conf::ETCD, backend, warnings);
+            check_conf(rdzv_conf::ETCD, rdzv_conf::ETCD, backend, warnings)?;
             warn_ignored_by_dynamic(args, warnings);
-            let members: Result<_, CliError> =
-                endpoint_text.split(',').map(|text| parse_member(args, text)).collect();
+            let member = |text| parse_endpoint(args, text, Some(ETCD_PORT), false);
+            let members: Result<_, CliError> = endpoint_text.split(',').map(member).collect();
             let cluster = EtcdCluster::new(members?, |key| value(&conf, key).map(str::to_owned));
             let cluster = cluster.map_err(|what| CliError::value(format!("--rdzv-conf: {what}")))?;
             if let (false, Some(backend)) = (EtcdCluster::IS_BUILT_IN, args.get("rdzv-backend")) {
@@ -114,13 +102,7 @@ pub(super) fn rendezvous_config(
             }
             Rendezvous::Elastic { endpoint: Endpoint::Etcd(cluster), settings }
         }
-        other => {
-            let example = suggest_choice(other, BACKENDS).map_or_else(|| BACKENDS.join("|"), str::to_owned);
-            let value = args
-                .get("rdzv-backend")
-                .map_or_else(String::new, |value| value.wrong("no such backend", &example));
-            return Err(CliError::value(value));
-        }
+        other => return Err(args.error("rdzv-backend", "no such backend", &suggestion(other, BACKENDS))),
     };
     let run_id = match args.get("rdzv-id") {
         None => NO_RUN_ID.to_owned(),
@@ -160,39 +142,33 @@ fn settings(conf: &[(String, String)]) -> ElasticSettings {
 /// Reads the flags of the `static` backend: an endpoint, or `--master-addr` and `--master-port`.
 fn static_rendezvous(
     args: &ParsedArgs,
-    numbers: &NumericFlags,
     nodes: NodeRange,
     endpoint_text: &str,
     conf: &[(String, String)],
 ) -> Result<Rendezvous, CliError> {
     let (host, port) = if endpoint_text.is_empty() {
-        let host =
-            args.get("master-addr").map(|value| host_without_port(value, Some("master-port"))).transpose()?;
-        let host = host.unwrap_or_else(|| "127.0.0.1".to_owned());
-        let port = match (args.get("master-port"), numbers.master_port) {
-            (Some(value), Some(number)) => match u16::try_from(number) {
-                Ok(port) if port > 0 => port,
-                _ => return Err(CliError::value(value.wrong("a port is a number from 1 to 65535", "29500"))),
-            },
-            _ => STATIC_PORT,
+        let host = args.get("master-addr").map(|value| host_without_port(value, Some("master-port")));
+        let host = host.transpose()?.unwrap_or_else(|| "127.0.0.1".to_owned());
+        let port = match whole_number(args, "master-port", "29500")? {
+            None => STATIC_PORT,
+            Some((value, number)) => u16::try_from(number)
+                .ok()
+                .filter(|&port| port > 0)
+                .ok_or_else(|| value.error("a port is a number from 1 to 65535", "29500"))?,
         };
         (host, port)
     } else {
-        match parse_endpoint(args, endpoint_text, None)? {
-            (_, 0) => return Err(port_zero_error(args)),
-            found => found,
-        }
+        parse_endpoint(args, endpoint_text, None, false)?
     };
-    let node_rank = match (args.get("node-rank"), numbers.node_rank) {
-        (Some(value), Some(number)) => match usize::try_from(number) {
-            Ok(rank) if rank < nodes.max => rank,
-            _ => {
+    let node_rank = match whole_number(args, "node-rank", "0")? {
+        None => 0,
+        Some((value, number)) => {
+            usize::try_from(number).ok().filter(|&rank| rank < nodes.max).ok_or_else(|| {
                 let last = nodes.max - 1;
                 let what = format!("with {} there are node ranks 0 to {last} only", count(nodes.max, "node"));
-                return Err(CliError::value(value.wrong(&what, &format!("{last}, or raise --nnodes"))));
-            }
-        },
-        _ => 0,
+                value.error(&what, &format!("{last}, or raise --nnodes"))
+            })?
+        }
     };
     let timeout = seconds(conf, "timeout").unwrap_or(STATIC_TIMEOUT);
     Ok(Rendezvous::Static { host, port, node_rank, timeout })
@@ -213,43 +189,37 @@ pub(super) fn host_without_port(value: &Value, port_flag: Option<&str>) -> Resul
                 true => format!(" --{flag}={port}"),
                 false => format!(" PET_{}={port}", flag.replace('-', "_").to_uppercase()),
             });
-            Err(CliError::value(value.wrong("a port does not belong here", &format!("{host}{port}"))))
+            Err(value.error("a port does not belong here", &format!("{host}{port}")))
         }
         Err(EndpointError::Scheme { scheme, rest }) => {
             let what = format!("a host, without {scheme}://");
             let host = endpoint::parse(&rest).map_or(rest, |(host, _)| host);
-            Err(CliError::value(value.wrong(&what, &host)))
+            Err(value.error(&what, &host))
         }
-        Ok(_) | Err(_) => Err(CliError::value(value.wrong("neither a host name nor an address", "10.0.0.1"))),
+        Ok(_) | Err(_) => Err(value.error("neither a host name nor an address", "10.0.0.1")),
     }
-}
-
-fn port_zero_error(args: &ParsedArgs) -> CliError {
-    let what = "port 0 cannot be known to other nodes";
-    let wrong = |value: &Value| value.wrong(what, "HOST:29500, or --standalone for one node");
-    CliError::value(args.get("rdzv-endpoint").map_or_else(String::new, wrong))
 }
 
 /// Parses the endpoint for `store_type=file`, which is a path.
 fn shared_file(args: &ParsedArgs, text: &str) -> Result<PathBuf, CliError> {
-    if text.is_empty() {
-        let what = "with store_type=file it is the path of a file that all nodes share";
-        let missing = || format!("--rdzv-endpoint is missing: {what}; write --rdzv-endpoint=/shared/job");
-        let value = args.get("rdzv-endpoint").map_or_else(missing, |value| value.wrong(what, "/shared/job"));
-        return Err(CliError::value(value));
+    const WHAT: &str = "with store_type=file it is the path of a file that all nodes share";
+    match args.get("rdzv-endpoint") {
+        _ if !text.is_empty() => Ok(PathBuf::from(text)),
+        Some(value) => Err(value.error(WHAT, "/shared/job")),
+        None => Err(CliError::value(format!(
+            "--rdzv-endpoint is missing: {WHAT}; write --rdzv-endpoint=/shared/job"
+        ))),
     }
-    Ok(PathBuf::from(text))
 }
 
+/// Parses host and port of a node, or of one member of an etcd cluster.
 fn parse_endpoint(
     args: &ParsedArgs,
     text: &str,
     default_port: Option<u16>,
+    is_zero_allowed: bool,
 ) -> Result<(String, u16), CliError> {
-    let wrong = |what: &str, example: &str| {
-        let value = args.get("rdzv-endpoint").map_or_else(String::new, |value| value.wrong(what, example));
-        CliError::value(value)
-    };
+    let wrong = |what: &str, example: &str| args.error("rdzv-endpoint", what, example);
     const EXAMPLE: &str = "HOST:PORT, such as 10.0.0.1:29500";
     let (host, port) = endpoint::parse(text).map_err(|error| {
         let what = error.to_string();
@@ -275,16 +245,11 @@ fn parse_endpoint(
         }
     })?;
     match port.or(default_port) {
+        Some(0) if !is_zero_allowed => {
+            Err(wrong("port 0 cannot be known to other nodes", "HOST:29500, or --standalone for one node"))
+        }
         Some(port) => Ok((host, port)),
         None => Err(wrong("the static backend needs a port", EXAMPLE)),
-    }
-}
-
-/// Parses host and port of one member of an etcd cluster.
-fn parse_member(args: &ParsedArgs, text: &str) -> Result<(String, u16), CliError> {
-    match parse_endpoint(args, text, Some(ETCD_PORT))? {
-        (_, 0) => Err(port_zero_error(args)),
-        member => Ok(member),
     }
 }
 
@@ -295,20 +260,19 @@ pub(super) fn rendezvous_hint(
     nodes: NodeRange,
     rendezvous: &Rendezvous,
 ) -> Option<String> {
-    let is_here = |host: &String| endpoint::is_loopback(host);
-    let (host, what, flag) = match rendezvous {
-        Rendezvous::Static { host, .. } => (Some(host).filter(|host| is_here(host)), "node 0", "master-addr"),
+    let (hosts, what, flag) = match rendezvous {
+        Rendezvous::Static { host, .. } => (vec![host], "node 0", "master-addr"),
         Rendezvous::Elastic { endpoint: Endpoint::Host { host, .. }, .. } => {
-            (Some(host).filter(|host| is_here(host)), "the rendezvous", "rdzv-endpoint")
+            (vec![host], "the rendezvous", "rdzv-endpoint")
         }
         Rendezvous::Elastic { endpoint: Endpoint::Etcd(cluster), .. } => {
-            let all = cluster.endpoints.iter().all(|(host, _)| is_here(host));
-            (cluster.endpoints.first().map(|(host, _)| host).filter(|_| all), "etcd", "rdzv-endpoint")
+            (cluster.endpoints.iter().map(|(host, _)| host).collect(), "etcd", "rdzv-endpoint")
         }
         Rendezvous::Elastic { endpoint: Endpoint::File(_), .. } | Rendezvous::Standalone => return None,
     };
-    let host = host.filter(|_| nodes.max > 1)?;
-    let by_endpoint = args.get("rdzv-endpoint").is_some_and(|value| !value.text.is_empty());
+    let is_here = hosts.iter().all(|host| endpoint::is_loopback(host));
+    let host = hosts.first().filter(|_| is_here && nodes.max > 1)?;
+    let by_endpoint = args.get_nonempty("rdzv-endpoint").is_some();
     let flag = if by_endpoint { "rdzv-endpoint" } else { flag };
     let example = if flag == "master-addr" { "10.0.0.1" } else { "10.0.0.1:PORT" };
     Some(format!(
@@ -319,27 +283,26 @@ pub(super) fn rendezvous_hint(
 
 /// Warns about flags that a job of one node ignores.
 fn warn_ignored_by_standalone(args: &ParsedArgs, warnings: &mut Vec<String>) {
-    let standalone = args.is_on("standalone");
-    let why = if standalone { "--standalone" } else { "one node without --rdzv-endpoint or --master-port" };
-    let names: &[&str] = if standalone {
-        &["rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port"]
+    let (why, names): (_, &[&str]) = if args.is_on("standalone") {
+        ("--standalone", &["rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port"])
     } else {
-        &["rdzv-id"]
+        ("one node without --rdzv-endpoint or --master-port", &["rdzv-id"])
     };
-    for value in names.iter().filter_map(|name| args.get(name)).filter(|value| value.on_command_line) {
-        warnings.push(format!("{value} is ignored: {why}"));
-    }
-    if let Some(value) = args.get("node-rank").filter(|value| value.on_command_line && value.text != "0") {
-        warnings.push(format!("{value} is ignored: {why}"));
+    warn_ignored(args, names, why, warnings);
+    if args.get("node-rank").is_some_and(|value| value.text != "0") {
+        warn_ignored(args, &["node-rank"], why, warnings);
     }
 }
 
 /// Warns about flags that only the static backend reads, since another backend is used.
 fn warn_ignored_by_dynamic(args: &ParsedArgs, warnings: &mut Vec<String>) {
     let names = ["node-rank", "master-addr", "master-port"];
-    for value in names.iter().filter_map(|name| args.get(name)).filter(|value| value.on_command_line) {
-        warnings.push(format!("{value} is ignored: only the static backend reads it"));
-    }
+    warn_ignored(args, &names, "only the static backend reads it", warnings);
+}
+
+fn warn_ignored(args: &ParsedArgs, names: &[&str], why: &str, warnings: &mut Vec<String>) {
+    let given = names.iter().filter_map(|name| args.get(name)).filter(|value| value.on_command_line);
+    warnings.extend(given.map(|value| format!("{value} is ignored: {why}")));
 }
 
 fn random_uuid_bytes() -> Result<[u8; 16], CliError> {

@@ -15,7 +15,6 @@ pub(crate) struct Config {
     pub(crate) nodes: NodeRange,
     /// Number of workers on this node, from `--nproc-per-node`; at least 1.
     pub(crate) nproc_per_node: usize,
-    /// The way in which the nodes of the job find each other.
     pub(crate) rendezvous: Rendezvous,
     /// Id of the job: `--rdzv-id`, or a random UUID.
     pub(crate) run_id: String,
@@ -34,11 +33,8 @@ pub(crate) struct Config {
     /// `--monitor-interval`: failures within one interval of the first count as simultaneous, as with
     /// torchrun's polling. The launcher notices failures at once in any case.
     pub(crate) monitor_interval: Option<Duration>,
-    /// Role of the workers (`--role`).
     pub(crate) role: String,
-    /// The program to execute.
     pub(crate) program: Program,
-    /// The destination of the workers' output.
     pub(crate) logs: LogConfig,
     /// CONVOKE_FLIGHT_DIR: folder in which workers record their collective calls.
     pub(crate) flight: FlightDir,
@@ -96,9 +92,7 @@ impl Config {
 /// Allowed number of nodes (`--nnodes`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct NodeRange {
-    /// Smallest number of nodes.
     pub(crate) min: usize,
-    /// Largest number of nodes.
     pub(crate) max: usize,
 }
 
@@ -124,9 +118,7 @@ pub(crate) struct ElasticSettings {
 pub(crate) enum Endpoint {
     /// The coordinator listens at this address, on one of the nodes.
     Host {
-        /// Host name or address of the coordinator.
         host: String,
-        /// Port of the coordinator.
         port: u16,
         /// `is_host`: whether this node runs the coordinator. If `None`, any node that can listen at the
         /// address runs it.
@@ -165,12 +157,7 @@ pub(crate) enum Rendezvous {
         timeout: Duration,
     },
     /// Backends `c10d`, `etcd`, `etcd-v2`: nodes may join and leave during the job.
-    Elastic {
-        /// The place at which the nodes find the coordinator.
-        endpoint: Endpoint,
-        /// When rounds begin and end.
-        settings: ElasticSettings,
-    },
+    Elastic { endpoint: Endpoint, settings: ElasticSettings },
 }
 
 /// The program that workers execute, before macros are replaced.
@@ -202,7 +189,6 @@ pub(crate) struct LocalRankArgument {
 /// The handling of events (`--event-log-handler`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum EventHandler {
-    /// Events are dropped.
     Null,
     /// Events are written to stderr, one JSON object a line.
     Console,
@@ -229,9 +215,7 @@ pub(crate) enum ReportFormat {
 /// Which of the two output streams of a worker are selected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Streams {
-    /// True if standard output is selected.
     pub(crate) stdout: bool,
-    /// True if standard error is selected.
     pub(crate) stderr: bool,
 }
 
@@ -274,7 +258,6 @@ pub(crate) struct LogConfig {
 pub(crate) enum FlightDir {
     /// In the log folder, since the variable is not set.
     LogFolder,
-    /// In this directory.
     Path(PathBuf),
     /// Nowhere: the variable is empty, so there are no recordings.
     Disabled,

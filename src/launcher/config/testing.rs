@@ -3,12 +3,12 @@
 use std::ffi::OsString;
 
 use super::{Config, Machine, build};
-use crate::cli::{self, CliError, Invocation};
+use crate::cli::{self, CliError, Env, Invocation};
 
 /// Parses a command line that runs a program and checks its values, as `main` does.
 pub(crate) fn config_of(
     words: impl Iterator<Item = OsString>,
-    env: &dyn Fn(&str) -> Option<OsString>,
+    env: Env<'_>,
     machine: &Machine,
 ) -> Result<Config, CliError> {
     match cli::parse(words, env)? {

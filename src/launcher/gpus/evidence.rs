@@ -84,11 +84,7 @@ fn find_gpu<'a>(gpus: &'a [Gpu], device: &str) -> Option<&'a Gpu> {
     if let Ok(index) = device.parse::<usize>() {
         return gpus.get(index);
     }
-    let is_it = |gpu: &&Gpu| {
-        let mut names = std::iter::once(&gpu.uuid).chain(gpu.instances.iter().flatten());
-        names.any(|name| name.starts_with(device))
-    };
-    gpus.iter().find(is_it)
+    gpus.iter().find(|gpu| gpu.names().any(|name| name.starts_with(device)))
 }
 
 /// Returns the driver's messages in the kernel's log since `began`, as far as this user may read them.

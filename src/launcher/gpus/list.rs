@@ -19,7 +19,6 @@ const DRIVER_TIMEOUT: Duration = Duration::from_secs(60);
 /// Signals that end the wait for the driver. They stay pending.
 const INTERRUPTS: [Signal; 4] = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT];
 
-/// The GPUs of this node.
 #[derive(Debug, Clone)]
 pub(crate) struct GpuList {
     pub(crate) gpus: Vec<Gpu>,

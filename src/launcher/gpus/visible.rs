@@ -22,9 +22,6 @@ fn list_names(there: &[String]) -> String {
 /// `list` is the value of the environment variable `variable`, if that is set. As in the driver, the list
 /// ends at the first entry that is no device. An unknown UUID is an error. `gpus` are the GPUs of the node,
 /// without names if those are unknown.
-///
-/// # Errors
-/// [`VisibleError::Unknown`]: the list ends at the UUID of no device.
 pub(crate) fn devices(
     gpus: &[Gpu],
     variable: &'static str,
@@ -33,10 +30,7 @@ pub(crate) fn devices(
     let (devices, end) = enumerate_visible(gpus, list);
     match end {
         Some(name) if has_uuid_form(name) => {
-            let there = gpus
-                .iter()
-                .flat_map(|gpu| [vec![gpu.uuid.clone()], gpu.instances.clone().unwrap_or_default()]);
-            let there = there.flatten().filter(|name| !name.is_empty()).collect();
+            let there = gpus.iter().flat_map(Gpu::names).cloned().collect();
             Err(VisibleError::Unknown { variable, entry: name.chars().take(60).collect(), there })
         }
         Some(_) | None => Ok(devices),
@@ -88,15 +82,11 @@ fn enumerate_visible<'a>(gpus: &[Gpu], list: Option<&'a str>) -> (Vec<String>, O
 /// Returns whether the entry is a prefix of a device's UUID, as in the driver. If no UUIDs are known, any
 /// entry in the form of one matches.
 fn is_named(gpus: &[Gpu], entry: &str) -> bool {
-    let names = gpus.iter().flat_map(|gpu| std::iter::once(&gpu.uuid).chain(gpu.instances.iter().flatten()));
-    let mut names = names.filter(|name| !name.is_empty()).peekable();
+    let mut names = gpus.iter().flat_map(Gpu::names).peekable();
     has_uuid_form(entry) && (names.peek().is_none() || names.any(|name| name.starts_with(entry)))
 }
 
 /// Assigns `each` devices, in order, to each of `workers`. Returns one list for each worker.
-///
-/// # Errors
-/// [`VisibleError::TooFew`]: there are fewer devices than that.
 pub(crate) fn split_devices(
     devices: &[String],
     workers: usize,

@@ -4,7 +4,7 @@
 //! ended. The cgroup of a dead process cannot be looked up any more (v1), and the kernel counts a kill before
 //! it kills.
 
-use std::collections::HashMap;
+use std::cell::OnceCell;
 use std::fs;
 use std::path::Path;
 
@@ -13,89 +13,49 @@ use convoke_env::host::cgroup::{Cgroup, groups};
 
 use crate::cause::OomKills;
 
-/// The OOM kills counted so far, and those already attributed to workers.
+/// Counts OOM kills, and attributes them to workers.
 #[derive(Debug, Default)]
 pub(super) struct OomCounter {
-    /// File that holds the counter, looked up when the first workers start.
-    source: Option<Source>,
-    /// Value of the counter when each running worker started, by worker id.
-    at_start: HashMap<u64, u64>,
+    /// The cgroup that has the counter, looked up when the first workers start. `None` if no cgroup has one:
+    /// the machine's counter in `/proc/vmstat` counts.
+    group: OnceCell<Option<Cgroup>>,
     /// Number of kills that are attributed to workers that have ended.
     accounted: u64,
 }
 
-/// Location of the kernel's OOM kill counter.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum Source {
-    /// Cgroup version 1: `memory.oom_control` and other files in this folder.
-    V1(Cgroup),
-    /// Cgroup version 2: `memory.events` and other files.
-    V2(Cgroup),
-    /// The machine's counter in `/proc/vmstat`, if no cgroup has one.
-    Machine,
-}
-
 impl OomCounter {
-    /// Records the counter's value for workers that have just started. One call for all of them reads the
-    /// counter once, and so delays none of their starts.
-    pub(super) fn started(&mut self, workers: &[u64]) {
-        if workers.is_empty() {
-            return;
-        }
-        let source = self.source.get_or_insert_with(Source::of_this_process);
-        if let Some(count) = source.count() {
-            self.at_start.extend(workers.iter().map(|&worker| (worker, count)));
-        }
+    /// Returns the number of OOM kills so far; `None` if they cannot be counted.
+    pub(super) fn count(&self) -> Option<u64> {
+        let find = || groups(Path::new("/"), "memory").into_iter().find(|group| count(Some(group)).is_some());
+        count(self.group.get_or_init(find).as_ref())
     }
 
-    /// Returns the OOM kills since the worker started, without those attributed to other workers. `None` if
-    /// there are none or they cannot be counted.
-    pub(super) fn oom_kills(&mut self, worker: u64, cause: ExitCause) -> Option<OomKills> {
-        let (source, start) = (self.source.as_ref()?, *self.at_start.get(&worker)?);
+    /// Returns the OOM kills since a worker started, when the counter was `start`, without those attributed
+    /// to other workers. `None` if there are none or they cannot be counted.
+    pub(super) fn kills_since(&mut self, start: u64, cause: ExitCause) -> Option<OomKills> {
         let since = start.max(self.accounted);
-        let count = source.count()?.checked_sub(since).filter(|&count| count > 0)?;
+        let count = self.count()?.checked_sub(since).filter(|&count| count > 0)?;
         if matches!(cause, ExitCause::Signal(9) | ExitCause::Code(137)) {
             self.accounted = since + 1;
         }
-        let (limit, peak) = match source {
-            Source::V1(group) => {
-                (group.number("memory.limit_in_bytes"), group.number("memory.max_usage_in_bytes"))
-            }
-            Source::V2(group) => (group.number("memory.max"), group.number("memory.peak")),
-            Source::Machine => (None, None),
-        };
+        let group = self.group.get()?.as_ref();
+        let number =
+            |v1: &str, v2: &str| group.and_then(|group| group.number(if group.is_v2 { v2 } else { v1 }));
         // Version 1 represents "no limit" by a number near 2^63.
-        let limit_bytes = limit.filter(|&bytes| bytes < 1 << 60);
-        Some(OomKills { count, cgroup: source.name(), limit_bytes, peak_bytes: peak })
-    }
-
-    /// Forgets the start of a worker that has ended.
-    pub(super) fn forget(&mut self, worker: u64) {
-        self.at_start.remove(&worker);
+        let limit = number("memory.limit_in_bytes", "memory.max").filter(|&bytes| bytes < 1 << 60);
+        let peak = number("memory.max_usage_in_bytes", "memory.peak");
+        let cgroup = group.map(|group| group.name.clone());
+        Some(OomKills { count, cgroup, limit_bytes: limit, peak_bytes: peak })
     }
 }
 
-impl Source {
-    fn of_this_process() -> Self {
-        let groups = groups(Path::new("/"), "memory").into_iter();
-        let mut sources = groups.map(|group| if group.is_v2 { Self::V2(group) } else { Self::V1(group) });
-        sources.find(|source| source.count().is_some()).unwrap_or(Self::Machine)
-    }
-
-    fn count(&self) -> Option<u64> {
-        match self {
-            Self::V1(group) => field(&group.read("memory.oom_control")?, "oom_kill"),
-            Self::V2(group) => field(&group.read("memory.events")?, "oom_kill"),
-            Self::Machine => field(&fs::read_to_string("/proc/vmstat").ok()?, "oom_kill"),
-        }
-    }
-
-    fn name(&self) -> Option<String> {
-        match self {
-            Self::V1(group) | Self::V2(group) => Some(group.name.clone()),
-            Self::Machine => None,
-        }
-    }
+/// Returns the OOM kills that the kernel has counted in a cgroup, or on the machine.
+fn count(group: Option<&Cgroup>) -> Option<u64> {
+    let text = match group {
+        Some(group) => group.read(if group.is_v2 { "memory.events" } else { "memory.oom_control" })?,
+        None => fs::read_to_string("/proc/vmstat").ok()?,
+    };
+    field(&text, "oom_kill")
 }
 
 /// Returns the number after `name` in lines of `name number`.
@@ -124,14 +84,14 @@ mod tests {
         fs::write(folder.path().join("memory.max"), "1048576\n").unwrap();
         let (name, folder, top) = ("/g".to_owned(), folder.path().to_owned(), folder.path().to_owned());
         let group = Cgroup { name, folder, top, is_v2: true };
-        let mut memory = OomCounter { source: Some(Source::V2(group)), ..OomCounter::default() };
+        let mut memory = OomCounter { group: OnceCell::from(Some(group)), ..OomCounter::default() };
         count(4);
-        memory.started(&[0, 1, 2]);
-        assert_eq!(memory.oom_kills(0, ExitCause::Signal(9)), None, "an old kill is no evidence");
+        assert_eq!(memory.count(), Some(4));
+        assert_eq!(memory.kills_since(4, ExitCause::Signal(9)), None, "an old kill is no evidence");
         count(6);
         // A worker that was not killed may report kills, but does not use them up.
-        assert_eq!(memory.oom_kills(1, ExitCause::Code(1)).map(|oom| oom.count), Some(2));
-        let first = memory.oom_kills(0, ExitCause::Signal(9));
+        assert_eq!(memory.kills_since(4, ExitCause::Code(1)).map(|oom| oom.count), Some(2));
+        let first = memory.kills_since(4, ExitCause::Signal(9));
         let expected = OomKills {
             count: 2,
             cgroup: Some("/g".to_owned()),
@@ -139,7 +99,7 @@ mod tests {
             peak_bytes: None,
         };
         assert_eq!(first, Some(expected));
-        assert_eq!(memory.oom_kills(1, ExitCause::Signal(9)).map(|oom| oom.count), Some(1));
-        assert_eq!(memory.oom_kills(2, ExitCause::Signal(9)), None, "two kills, two deaths");
+        assert_eq!(memory.kills_since(4, ExitCause::Signal(9)).map(|oom| oom.count), Some(1));
+        assert_eq!(memory.kills_since(4, ExitCause::Signal(9)), None, "two kills, two deaths");
     }
 }

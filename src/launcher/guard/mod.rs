@@ -17,7 +17,7 @@ mod procfs;
 mod protocol;
 mod sweep;
 
-pub(crate) use link::GuardLink;
+pub(crate) use link::GuardProcess;
 pub(crate) use process::run;
 pub(crate) use protocol::{FromGuard, Orphan, SpawnRequest, ToGuard, WorkerId};
 pub(crate) use sweep::{kill_all, reap};

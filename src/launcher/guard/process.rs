@@ -1,8 +1,7 @@
 //! The guard: the process between launcher and workers.
 //!
-//! The guard starts, signals and reaps workers for the launcher. When the launcher's socket closes, the guard
-//! kills all its own descendants and then exits. It has one thread and no timers except its poll timeout.
-//! [`super::sweep`] decides which processes to signal when.
+//! It has one thread and no timers except its poll timeout. [`super::sweep`] decides which descendants to
+//! signal when.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ffi::OsString;
@@ -19,15 +18,16 @@ use nix::sys::signal::{SigSet, Signal, kill, killpg};
 use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::socket::{ControlMessageOwned, MsgFlags, recvmsg};
 use nix::unistd::Pid;
+use rustix::process::{PidfdFlags, pidfd_open};
 
 use super::memory::OomCounter;
 use super::procfs::pids_catching;
 use super::protocol::{Decoder, FromGuard, SpawnRequest, ToGuard, WorkerId, encode};
-use super::sweep::{Sweep, kill_all, reap_with_core};
+use super::sweep::{Sweep, kill_all, reap};
 use crate::cause::Evidence;
 use crate::fault;
 use crate::limits::Limits;
-use crate::os::{FAILURE_BYTES, PreparedProgram, StartingProcess, decode_failure, start_worker};
+use crate::os::{PreparedProgram, read_start_failure, start_worker};
 
 /// Environment variable that makes the guard work without pidfds, as on kernels before 5.3.
 const NO_PIDFD: &str = "CONVOKE_NO_PIDFD";
@@ -36,20 +36,13 @@ const NO_PIDFD: &str = "CONVOKE_NO_PIDFD";
 pub(crate) fn run(socket: UnixStream, limits: Limits) -> ExitCode {
     fault::init("guard");
     match Guard::new(socket, limits).and_then(|mut guard| guard.serve()) {
-        Ok(GuardExit::Requested) => ExitCode::SUCCESS,
-        // No process can receive an error any more. After every error the guard kills its descendants.
-        Ok(GuardExit::LauncherDied) | Err(_) => {
-            kill_all(|_, _| {});
+        Ok(()) => ExitCode::SUCCESS,
+        // The launcher has died, or a system call has failed, which no process can receive any more.
+        Err(_) => {
+            kill_all();
             ExitCode::FAILURE
         }
     }
-}
-
-enum GuardExit {
-    /// The launcher told the guard to exit.
-    Requested,
-    /// The launcher's end of the socket is closed.
-    LauncherDied,
 }
 
 struct Guard {
@@ -60,19 +53,26 @@ struct Guard {
     decoder: Decoder,
     /// File descriptors that have arrived with messages not handled yet.
     descriptors: VecDeque<OwnedFd>,
-    workers: BTreeMap<i32, WorkerId>,
+    /// The workers that have not been reaped, by pid. A worker that could not execute its program is removed
+    /// before it is reaped.
+    workers: BTreeMap<i32, Worker>,
     pids: HashMap<WorkerId, i32>,
-    /// Forked workers that have not executed their program yet. The descriptor shows when they have, or why
-    /// they failed.
-    starting: HashMap<i32, OwnedFd>,
-    /// A pidfd for each running worker, if the kernel has them. The worker's exit makes it readable.
-    pidfds: HashMap<i32, OwnedFd>,
     use_pidfds: bool,
     sweep: Option<Sweep>,
     memory: OomCounter,
-    /// Workers whose start has not been passed to [`OomCounter`] yet.
-    just_started: Vec<u64>,
+    /// Pids of workers that were started after the OOM kills were last counted.
+    just_started: Vec<i32>,
     send_buffer: VecDeque<u8>,
+}
+
+struct Worker {
+    id: WorkerId,
+    /// Shows when the forked process has executed its program, or why it failed. `None` from then on.
+    starting: Option<OwnedFd>,
+    /// The worker's exit makes it readable. `None` on a kernel without pidfds.
+    pidfd: Option<OwnedFd>,
+    /// Number of OOM kills when the worker was started.
+    oom_kills_before: Option<u64>,
 }
 
 impl Guard {
@@ -100,8 +100,6 @@ impl Guard {
             descriptors: VecDeque::new(),
             workers: BTreeMap::new(),
             pids: HashMap::new(),
-            starting: HashMap::new(),
-            pidfds: HashMap::new(),
             use_pidfds: std::env::var_os(NO_PIDFD).is_none(),
             sweep: None,
             memory: OomCounter::default(),
@@ -110,16 +108,16 @@ impl Guard {
         })
     }
 
-    fn serve(&mut self) -> io::Result<GuardExit> {
+    /// Serves the launcher until it tells the guard to exit. An error if the launcher's end of the socket
+    /// closes before.
+    fn serve(&mut self) -> io::Result<()> {
         loop {
             self.wait()?;
             while let Ok(Some(_)) = self.signals.read_signal() {}
             self.report_started()?;
             self.reap();
             self.continue_sweep();
-            if !self.receive()? {
-                return Ok(GuardExit::LauncherDied);
-            }
+            self.receive()?;
             while let Some(message) = self.decoder.next::<ToGuard>().map_err(io::Error::other)? {
                 match message {
                     ToGuard::Spawn(request) => self.spawn(request)?,
@@ -134,13 +132,23 @@ impl Guard {
                     }
                     ToGuard::Exit => {
                         fault::point("leaving");
-                        return Ok(GuardExit::Requested);
+                        return Ok(());
                     }
                 }
             }
-            self.memory.started(&std::mem::take(&mut self.just_started));
-            if !self.flush()? {
-                return Ok(GuardExit::LauncherDied);
+            self.count_oom_kills();
+            self.flush()?;
+        }
+    }
+
+    /// Counts the OOM kills before workers that have just started. One count for all of them delays none of
+    /// their starts.
+    fn count_oom_kills(&mut self) {
+        let started = std::mem::take(&mut self.just_started);
+        let count = if started.is_empty() { None } else { self.memory.count() };
+        for pid in started {
+            if let Some(worker) = self.workers.get_mut(&pid) {
+                worker.oom_kills_before = count;
             }
         }
     }
@@ -154,49 +162,41 @@ impl Guard {
             PollFd::new(self.socket.as_fd(), wanted),
             PollFd::new(self.signals.as_fd(), PollFlags::POLLIN),
         ];
-        let watched = self.pidfds.values().chain(self.starting.values());
+        let watched = self.workers.values().flat_map(|worker| [&worker.pidfd, &worker.starting]).flatten();
         fds.extend(watched.map(|fd| PollFd::new(fd.as_fd(), PollFlags::POLLIN)));
         let now = Instant::now();
-        let timeout = match &self.sweep {
-            None => PollTimeout::NONE,
-            Some(sweep) => {
-                let left = sweep.wake_at(now).saturating_duration_since(now) + Duration::from_millis(1);
-                PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
-            }
-        };
+        let timeout = self.sweep.as_ref().map_or(PollTimeout::NONE, |sweep| {
+            let left = sweep.wake_at(now).saturating_duration_since(now) + Duration::from_millis(1);
+            PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX)
+        });
         match poll(&mut fds, timeout) {
             Ok(_) | Err(Errno::EINTR) => Ok(()),
             Err(error) => Err(error.into()),
         }
     }
 
-    /// Reads the bytes and descriptors that have arrived from the launcher. Returns false if the launcher is
-    /// gone.
-    fn receive(&mut self) -> io::Result<bool> {
+    /// Reads the bytes and descriptors that have arrived from the launcher.
+    fn receive(&mut self) -> io::Result<()> {
         let mut bytes = [0; 16 << 10];
         let mut space = nix::cmsg_space!([std::os::fd::RawFd; 3]);
         loop {
             let mut parts = [IoSliceMut::new(&mut bytes)];
             let flags = MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_CMSG_CLOEXEC;
-            let (count, received) =
-                match recvmsg::<()>(self.socket.as_raw_fd(), &mut parts, Some(&mut space), flags) {
-                    Ok(message) => {
-                        let mut received = Vec::new();
-                        for part in message.cmsgs()? {
-                            if let ControlMessageOwned::ScmRights(fds) = part {
-                                received.extend(fds);
-                            }
+            let count = match recvmsg::<()>(self.socket.as_raw_fd(), &mut parts, Some(&mut space), flags) {
+                Ok(message) => {
+                    for part in message.cmsgs()? {
+                        if let ControlMessageOwned::ScmRights(fds) = part {
+                            self.descriptors.extend(fds.into_iter().map(crate::os::adopt_received_fd));
                         }
-                        (message.bytes, received)
                     }
-                    Err(Errno::EAGAIN) => return Ok(true),
-                    Err(Errno::EINTR) => continue,
-                    Err(Errno::ECONNRESET) => return Ok(false),
-                    Err(error) => return Err(error.into()),
-                };
-            self.descriptors.extend(received.into_iter().map(crate::os::adopt_received_fd));
+                    message.bytes
+                }
+                Err(Errno::EAGAIN) => return Ok(()),
+                Err(Errno::EINTR) => continue,
+                Err(error) => return Err(error.into()),
+            };
             if count == 0 {
-                return Ok(false);
+                return Err(io::ErrorKind::UnexpectedEof.into());
             }
             self.decoder.push(&bytes[..count]);
         }
@@ -219,14 +219,16 @@ impl Guard {
                 start_worker(&program, &self.limits, &channel, stdout.as_ref(), stderr.as_ref())
             });
         match started {
-            Ok(StartingProcess { pid, status }) => {
-                self.workers.insert(pid, id);
+            Ok((pid, status)) => {
+                let pidfd = rustix::process::Pid::from_raw(pid)
+                    .filter(|_| self.use_pidfds)
+                    .and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+                // Without a pidfd (old kernel, sandbox), SIGCHLD reports the exit.
+                self.use_pidfds = pidfd.is_some();
+                self.workers
+                    .insert(pid, Worker { id, starting: Some(status), pidfd, oom_kills_before: None });
                 self.pids.insert(id, pid);
-                self.starting.insert(pid, status);
-                self.just_started.push(id.0);
-                if self.use_pidfds {
-                    self.watch(pid);
-                }
+                self.just_started.push(pid);
                 Ok(())
             }
             Err(error) => self.send(&FromGuard::SpawnFailed { id, error }),
@@ -236,45 +238,32 @@ impl Guard {
     /// Reports to the launcher that a worker has executed its program, or failed to. The process `pid` may
     /// have been reaped already.
     fn started(&mut self, pid: i32) -> io::Result<()> {
-        let (Some(status), Some(&id)) = (self.starting.remove(&pid), self.workers.get(&pid)) else {
-            return Ok(());
-        };
-        let mut failure = [0; FAILURE_BYTES];
-        match nix::unistd::read(&status, &mut failure) {
-            Ok(FAILURE_BYTES) => {
+        let Some(worker) = self.workers.get_mut(&pid) else { return Ok(()) };
+        let (id, Some(status)) = (worker.id, worker.starting.take()) else { return Ok(()) };
+        match read_start_failure(&status) {
+            Some(error) => {
                 // The failed process is reaped later as an unknown child.
                 self.workers.remove(&pid);
                 self.pids.remove(&id);
-                self.send(&FromGuard::SpawnFailed { id, error: decode_failure(failure) })
+                self.send(&FromGuard::SpawnFailed { id, error })
             }
-            Ok(_) | Err(_) => self.send(&FromGuard::Spawned { id, pid }),
+            None => self.send(&FromGuard::Spawned { id, pid }),
         }
     }
 
     /// Reports to the launcher all workers whose start has succeeded or failed since the last call.
     fn report_started(&mut self) -> io::Result<()> {
-        let pids: Vec<i32> = self.starting.keys().copied().collect();
-        for pid in pids {
-            let Some(status) = self.starting.get(&pid) else { continue };
-            let mut fds = [PollFd::new(status.as_fd(), PollFlags::POLLIN)];
-            if poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0) {
-                self.started(pid)?;
-            }
-        }
-        Ok(())
+        let is_readable = |fd: &OwnedFd| {
+            let mut fds = [PollFd::new(fd.as_fd(), PollFlags::POLLIN)];
+            poll(&mut fds, PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
+        };
+        let ready =
+            self.workers.iter().filter(|(_, worker)| worker.starting.as_ref().is_some_and(is_readable));
+        let ready: Vec<i32> = ready.map(|(pid, _)| *pid).collect();
+        ready.into_iter().try_for_each(|pid| self.started(pid))
     }
 
-    /// Opens a pidfd for a worker. Without one (old kernel, sandbox), SIGCHLD reports its exit.
-    fn watch(&mut self, pid: i32) {
-        let opened = rustix::process::Pid::from_raw(pid)
-            .and_then(|pid| rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok());
-        match opened {
-            Some(fd) => drop(self.pidfds.insert(pid, fd)),
-            None => self.use_pidfds = false,
-        }
-    }
-
-    fn signal(&mut self, id: WorkerId, signal: i32) {
+    fn signal(&self, id: WorkerId, signal: i32) {
         let (Some(&pid), Ok(signal)) = (self.pids.get(&id), Signal::try_from(signal)) else { return };
         fault::point("signalling");
         // The worker has not been reaped, so its pid still denotes its own process group.
@@ -288,9 +277,8 @@ impl Guard {
     /// Sends a signal only to those processes of a worker that have a handler for it. The default action
     /// would kill the others.
     fn forward(&mut self, id: WorkerId, signal: i32) -> io::Result<()> {
-        let group = self.pids.get(&id).copied();
         let mut caught = false;
-        if let (Some(group), Ok(signal)) = (group, Signal::try_from(signal)) {
+        if let (Some(&group), Ok(signal)) = (self.pids.get(&id), Signal::try_from(signal)) {
             for pid in pids_catching(group, signal as i32) {
                 caught |= kill(Pid::from_raw(pid), signal).is_ok();
             }
@@ -300,21 +288,20 @@ impl Guard {
 
     fn reap(&mut self) {
         let mut exits = Vec::new();
-        let last = reap_with_core(|pid, cause, core_dumped| exits.push((pid, cause, core_dumped)));
+        let last = reap(|pid, cause, core_dumped| exits.push((pid, cause, core_dumped)));
         for (pid, cause, core_dumped) in exits {
             self.exited(pid, cause, core_dumped, last);
         }
     }
 
     fn exited(&mut self, pid: i32, cause: ExitCause, core_dumped: bool, last: bool) {
-        self.pidfds.remove(&pid);
         // The launcher must get the report of the start first, even if start and exit are seen at once. If it
         // fails, the next flush reports the error.
         let _ = self.started(pid);
-        if let Some(id) = self.workers.remove(&pid) {
+        if let Some(Worker { id, oom_kills_before, .. }) = self.workers.remove(&pid) {
             self.pids.remove(&id);
-            let oom = if cause == ExitCause::Code(0) { None } else { self.memory.oom_kills(id.0, cause) };
-            self.memory.forget(id.0);
+            let before = oom_kills_before.filter(|_| cause != ExitCause::Code(0));
+            let oom = before.and_then(|before| self.memory.kills_since(before, cause));
             let evidence = Evidence { core_dumped, oom };
             let _ = self.send(&FromGuard::Exited { id, cause, evidence, last });
         }
@@ -324,7 +311,7 @@ impl Guard {
         let swept = self.sweep.as_mut().and_then(|sweep| sweep.step(Instant::now()));
         if let Some(swept) = swept {
             self.sweep = None;
-            let _ = self.send(&FromGuard::Swept { stopped: swept.stopped, stuck: swept.stuck });
+            let _ = self.send(&swept);
         }
     }
 
@@ -333,18 +320,17 @@ impl Guard {
         Ok(())
     }
 
-    /// Writes as many bytes of `send_buffer` as the socket accepts. Returns false if the launcher is gone.
-    fn flush(&mut self) -> io::Result<bool> {
+    /// Writes as many bytes of `send_buffer` as the socket accepts.
+    fn flush(&mut self) -> io::Result<()> {
         while !self.send_buffer.is_empty() {
             match (&self.socket).write(self.send_buffer.as_slices().0) {
                 Ok(written) => drop(self.send_buffer.drain(..written)),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if error.kind() == io::ErrorKind::BrokenPipe => return Ok(false),
                 Err(error) => return Err(error),
             }
         }
-        Ok(true)
+        Ok(())
     }
 }
 

@@ -8,8 +8,6 @@ use nix::unistd::Pid;
 use rustix::io::Errno;
 use rustix::process::{WaitId, WaitIdOptions, waitid};
 
-use super::protocol::Orphan;
-
 /// Returns all children of this process, adopted ones and zombies included.
 ///
 /// The kernel's list of children is reliable only while no child is forked or ends. An empty list is
@@ -39,16 +37,13 @@ fn children_by_list() -> Vec<i32> {
 /// Returns all children of this process by reading the parent of every process on the machine.
 fn children_by_scan() -> Vec<i32> {
     let me = Pid::this().as_raw();
-    let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
-    entries
-        .flatten()
-        .filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok())
-        .filter(|&pid| parent(pid) == Some(me))
-        .collect()
+    all_processes().filter(|&pid| stat(pid, 1) == Some(me)).collect()
 }
 
-fn parent(pid: i32) -> Option<i32> {
-    stat(pid, 1)
+/// Returns the pids of all processes of the machine; none if /proc cannot be read.
+fn all_processes() -> impl Iterator<Item = i32> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok())
 }
 
 /// Returns field number `field` of `/proc/PID/stat`, counted after the name: 1 is the parent, 2 the process
@@ -64,9 +59,7 @@ pub(crate) fn pids_catching(group: i32, signal: i32) -> Vec<i32> {
         let status = kernel_file::read(Path::new(&format!("/proc/{pid}/status")));
         signal_set(&status, "SigCgt:") >> (signal - 1) & 1 == 1
     };
-    let Ok(entries) = fs::read_dir("/proc") else { return Vec::new() };
-    let pids = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
-    pids.filter(|&pid| stat(pid, 2) == Some(group)).filter(catches).collect()
+    all_processes().filter(|&pid| stat(pid, 2) == Some(group)).filter(catches).collect()
 }
 
 /// Parses the set of signals in line `field` of `/proc/PID/status`, as a bit set: bit 0 is signal 1. Returns
@@ -74,11 +67,6 @@ pub(crate) fn pids_catching(group: i32, signal: i32) -> Vec<i32> {
 fn signal_set(status: &str, field: &str) -> u64 {
     let line = status.lines().find_map(|line| line.strip_prefix(field));
     line.and_then(|digits| u64::from_str_radix(digits.trim(), 16).ok()).unwrap_or(0)
-}
-
-/// Returns the pid and name of a process, for messages.
-pub(crate) fn describe(pid: i32) -> Orphan {
-    Orphan { pid, name: kernel_file::process_name(pid) }
 }
 
 #[cfg(test)]

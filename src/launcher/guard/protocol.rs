@@ -59,10 +59,8 @@ pub(crate) struct SpawnRequest {
 impl ToGuard {
     /// Returns the number of file descriptors that this message carries.
     pub(crate) fn descriptors(&self) -> usize {
-        match self {
-            Self::Spawn(request) => 1 + usize::from(request.stdout) + usize::from(request.stderr),
-            Self::Signal { .. } | Self::Forward { .. } | Self::Sweep { .. } | Self::Exit => 0,
-        }
+        let Self::Spawn(request) = self else { return 0 };
+        1 + usize::from(request.stdout) + usize::from(request.stderr)
     }
 }
 

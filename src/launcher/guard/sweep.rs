@@ -7,12 +7,13 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use convoke_env::ExitCause;
+use convoke_env::host::kernel_file::process_name;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use rustix::process::WaitOptions;
 
 use super::procfs;
-use super::protocol::Orphan;
+use super::protocol::{FromGuard, Orphan};
 
 /// Longest time that SIGKILL may take before a process counts as stuck in the kernel.
 pub(crate) const KILL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -29,15 +30,6 @@ pub(crate) struct Sweep {
     found: BTreeMap<i32, (Orphan, bool)>,
 }
 
-/// Result of a sweep.
-#[derive(Debug, PartialEq, Eq)]
-pub(crate) struct SweepResult {
-    /// Processes that the sweep signalled and that have ended.
-    pub(crate) stopped: Vec<Orphan>,
-    /// Processes that still exist after the time limit.
-    pub(crate) stuck: Vec<Orphan>,
-}
-
 impl Sweep {
     /// Starts a sweep. It sends SIGTERM to processes that still exist after `delay`, and SIGKILL after
     /// another `grace` (zero: at once).
@@ -46,9 +38,9 @@ impl Sweep {
         Self { term_at, kill_at: term_at + grace, found: BTreeMap::new() }
     }
 
-    /// Sends the signals that are due at `now`. Returns `Some` when the sweep is over. The caller must reap
-    /// children before every call.
-    pub(crate) fn step(&mut self, now: Instant) -> Option<SweepResult> {
+    /// Sends the signals that are due at `now`. Returns the result ([`FromGuard::Swept`]) when the sweep is
+    /// over. The caller must reap children before every call.
+    pub(crate) fn step(&mut self, now: Instant) -> Option<FromGuard> {
         let killing = now >= self.kill_at;
         let children = procfs::children();
         if now < self.term_at && !children.is_empty() {
@@ -56,7 +48,8 @@ impl Sweep {
         }
         for &pid in &children {
             let known = self.found.contains_key(&pid);
-            let (_, killed) = self.found.entry(pid).or_insert_with(|| (procfs::describe(pid), false));
+            let describe = || (Orphan { pid, name: process_name(pid) }, false);
+            let (_, killed) = self.found.entry(pid).or_insert_with(describe);
             let signal = match (killing, known, *killed) {
                 (true, _, false) => Signal::SIGKILL,
                 (false, false, _) => Signal::SIGTERM,
@@ -73,12 +66,9 @@ impl Sweep {
         }
         let over = children.is_empty() || now >= self.kill_at + KILL_TIMEOUT;
         over.then(|| {
-            let found = std::mem::take(&mut self.found);
-            let (stuck, stopped) = found
-                .into_values()
-                .map(|(process, _)| process)
-                .partition(|process| children.contains(&process.pid));
-            SweepResult { stopped, stuck }
+            let found = std::mem::take(&mut self.found).into_values().map(|(process, _)| process);
+            let (stuck, stopped) = found.partition(|process| children.contains(&process.pid));
+            FromGuard::Swept { stopped, stuck }
         })
     }
 
@@ -88,14 +78,9 @@ impl Sweep {
     }
 }
 
-/// Reaps every child that has ended. `on_exit` gets each pid and how the process ended.
-pub(crate) fn reap(mut on_exit: impl FnMut(i32, ExitCause)) {
-    let _ = reap_with_core(|pid, cause, _| on_exit(pid, cause));
-}
-
-/// Reaps every child that has ended, as [`reap`]. The last argument of `on_exit` says whether the kernel
+/// Reaps every child that has ended. `on_exit` gets each pid, how the process ended, and whether the kernel
 /// wrote a core file. Returns true if no child is left.
-pub(super) fn reap_with_core(mut on_exit: impl FnMut(i32, ExitCause, bool)) -> bool {
+pub(crate) fn reap(mut on_exit: impl FnMut(i32, ExitCause, bool)) -> bool {
     /// Flag of wait(2)'s status: the kernel wrote a core file.
     const CORE_DUMPED: i32 = 0x80;
     loop {
@@ -115,13 +100,15 @@ pub(super) fn reap_with_core(mut on_exit: impl FnMut(i32, ExitCause, bool)) -> b
     }
 }
 
-/// Kills and reaps all descendants. Blocks, so it is for a process that has no other work left.
-pub(crate) fn kill_all(mut on_exit: impl FnMut(i32, ExitCause)) -> SweepResult {
+/// Kills and reaps all descendants, and returns the pid of each and how it ended. Blocks, so it is for a
+/// process that has no other work left.
+pub(crate) fn kill_all() -> Vec<(i32, ExitCause)> {
     let mut sweep = Sweep::new(Instant::now(), Duration::ZERO, Duration::ZERO);
+    let mut reaped = Vec::new();
     loop {
-        reap(&mut on_exit);
-        if let Some(swept) = sweep.step(Instant::now()) {
-            return swept;
+        reap(|pid, cause, _| reaped.push((pid, cause)));
+        if sweep.step(Instant::now()).is_some() {
+            return reaped;
         }
         // A sleep is needed, since the end of a child does not wake this loop. No other code runs in this
         // process.

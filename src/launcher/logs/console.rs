@@ -1,7 +1,6 @@
 //! Writes the launcher's stdout or stderr from a separate thread, so that a slow terminal does not delay log
 //! files and the other stream.
 
-use std::fmt;
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -24,11 +23,10 @@ const POLL_INTERVAL: Duration = Duration::from_millis(100);
 const WRITE_BYTES: usize = 16 << 10;
 
 /// The sending side of a console: collects lines for the thread that writes them. Used by one thread.
-#[derive(Debug)]
 pub(super) struct Console {
     shared: Arc<Shared>,
-    /// What the writing thread needs. The thread starts with the first bytes; then this is `None`.
-    unstarted: Option<Unstarted>,
+    /// Name and stream of the writing thread. The thread starts with the first bytes; then this is `None`.
+    unstarted: Option<(String, Box<dyn Write + Send>)>,
     /// Number of the source whose unfinished line is the last on the console.
     open: Option<usize>,
     /// True if that unfinished line was passed through unchanged, without prefix.
@@ -40,23 +38,12 @@ pub(super) struct Console {
     stall: Duration,
 }
 
-struct Unstarted {
-    name: String,
-    stream: Box<dyn Write + Send>,
-}
-
-impl fmt::Debug for Unstarted {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Unstarted").field("name", &self.name).finish_non_exhaustive()
-    }
-}
-
 #[derive(Debug, Default)]
 struct Shared {
     state: Mutex<State>,
     changed: Condvar,
     /// Number of completed writes, which shows whether the console makes progress.
-    writes: AtomicU64,
+    writes: Arc<AtomicU64>,
 }
 
 #[derive(Debug, Default)]
@@ -85,7 +72,7 @@ impl Console {
     pub(super) fn with_stall(name: &str, stream: Box<dyn Write + Send>, stall: Duration) -> Self {
         Self {
             shared: Arc::new(Shared::default()),
-            unstarted: Some(Unstarted { name: name.to_owned(), stream }),
+            unstarted: Some((name.to_owned(), stream)),
             open: None,
             open_raw: false,
             batch: Vec::new(),
@@ -95,7 +82,7 @@ impl Console {
     }
 
     fn start(&mut self) -> io::Result<()> {
-        let Some(Unstarted { name, stream }) = self.unstarted.take() else { return Ok(()) };
+        let Some((name, stream)) = self.unstarted.take() else { return Ok(()) };
         let theirs = Arc::clone(&self.shared);
         let started = thread::Builder::new().name(name).spawn(move || {
             super::block_file_size_signal();
@@ -205,25 +192,15 @@ impl Console {
         state.broken
     }
 
-    /// Returns a counter of completed writes, which shows whether the console makes progress.
-    pub(super) fn writes(&self) -> Writes {
-        Writes(Arc::clone(&self.shared))
+    /// Returns the counter of completed writes, which shows whether the console makes progress.
+    pub(super) fn writes(&self) -> Arc<AtomicU64> {
+        Arc::clone(&self.shared.writes)
     }
 
     fn close_line(&mut self) {
         if self.open.take().is_some() {
             self.batch.push(b'\n');
         }
-    }
-}
-
-/// Counts the completed writes of a console.
-#[derive(Debug, Clone)]
-pub(super) struct Writes(Arc<Shared>);
-
-impl Writes {
-    pub(super) fn count(&self) -> u64 {
-        self.0.writes.load(Ordering::Relaxed)
     }
 }
 

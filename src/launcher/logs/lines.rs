@@ -52,17 +52,16 @@ impl Lines {
                 pass(Piece { text: line, line, complete: true, newline: true });
             } else {
                 self.partial.extend_from_slice(&bytes[..end]);
-                self.pass_partial(true, true, &mut pass);
+                self.pass_partial(true, &mut pass);
             }
             bytes = &bytes[next..];
         }
         while self.partial.len() + bytes.len() >= LINE_MAX_BYTES {
             let (now, later) = bytes.split_at(LINE_MAX_BYTES - self.partial.len());
             self.partial.extend_from_slice(now);
-            let rest = self
-                .partial
-                .split_off((self.partial.len() - incomplete_utf8_len(&self.partial)).max(self.shown));
-            self.pass_partial(true, false, &mut pass);
+            let whole = self.partial.len() - incomplete_utf8_len(&self.partial);
+            let rest = self.partial.split_off(whole.max(self.shown));
+            self.pass_partial(false, &mut pass);
             self.partial = rest;
             bytes = later;
         }
@@ -83,7 +82,7 @@ impl Lines {
     /// Passes the unfinished line to `pass` at the end of the output.
     pub(super) fn finish(&mut self, mut pass: impl FnMut(Piece<'_>)) {
         if !self.partial.is_empty() {
-            self.pass_partial(true, false, &mut pass);
+            self.pass_partial(false, &mut pass);
         }
     }
 
@@ -92,8 +91,8 @@ impl Lines {
         self.shown < self.partial.len()
     }
 
-    fn pass_partial(&mut self, complete: bool, newline: bool, pass: &mut impl FnMut(Piece<'_>)) {
-        pass(Piece { text: &self.partial[self.shown..], line: &self.partial, complete, newline });
+    fn pass_partial(&mut self, newline: bool, pass: &mut impl FnMut(Piece<'_>)) {
+        pass(Piece { text: &self.partial[self.shown..], line: &self.partial, complete: true, newline });
         self.partial.clear();
         self.shown = 0;
     }

@@ -95,9 +95,7 @@ pub(crate) struct AttemptDir {
 /// Descriptors and paths for one worker's output.
 #[derive(Debug)]
 pub(crate) struct WorkerStdio {
-    /// Destination of the worker's standard output.
     pub(crate) stdout: StdioTarget,
-    /// Destination of the worker's standard error.
     pub(crate) stderr: StdioTarget,
     /// Path for TORCHELASTIC_ERROR_FILE; `None` if there are no log files.
     pub(crate) error_file: Option<PathBuf>,
@@ -136,12 +134,8 @@ impl RunDir {
     }
 
     fn create_on(config: &LogConfig, run_id: &str, terminal: bool) -> Self {
-        let settings = Arc::new(Settings {
-            config: config.clone(),
-            host: host_name(),
-            terminal,
-            reported: Arc::default(),
-        });
+        let (host, reported) = (host_name(), Arc::default());
+        let settings = Arc::new(Settings { config: config.clone(), host, terminal, reported });
         let (base, made) = match &config.dir {
             LogDir::Disabled => return Self { settings, path: None },
             LogDir::Temporary => {
@@ -206,12 +200,8 @@ impl RunDir {
     /// Creates the directory of an attempt, with one directory for each of `nproc` local ranks. An existing
     /// one is removed before. A problem is reported, and there will be no log files.
     pub(crate) fn attempt(&self, restarts: u32, nproc: usize) -> AttemptDir {
-        let mut attempt = AttemptDir {
-            settings: Arc::clone(&self.settings),
-            path: None,
-            sources: Vec::new(),
-            filtered: [None, None],
-        };
+        let settings = Arc::clone(&self.settings);
+        let mut attempt = AttemptDir { settings, path: None, sources: Vec::new(), filtered: [None, None] };
         let Some(run) = &self.path else { return attempt };
         let path = run.join(attempt_name(restarts));
         match create_attempt_dir(&path, nproc, &self.settings.config) {
@@ -305,9 +295,6 @@ fn append(path: &Path) -> io::Result<File> {
 impl AttemptDir {
     /// Returns the descriptors and paths for the output of the worker with this local and global rank. To be
     /// called once for each worker.
-    ///
-    /// # Errors
-    /// The system refuses a pipe or /dev/null.
     pub(crate) fn worker(&mut self, local_rank: usize, rank: usize) -> Result<WorkerStdio, LogError> {
         let (stdout, _) = self.target(Stream::Stdout, local_rank, rank)?;
         let (stderr, stderr_tail) = self.target(Stream::Stderr, local_rank, rank)?;
@@ -316,9 +303,6 @@ impl AttemptDir {
     }
 
     /// Starts the thread that copies the output of teed streams; `None` if there are none.
-    ///
-    /// # Errors
-    /// The system refuses the thread.
     pub(crate) fn start_tee(self) -> Result<Option<Tee>, LogError> {
         if self.sources.is_empty() {
             return Ok(None);
@@ -355,15 +339,8 @@ impl AttemptDir {
         if teed {
             let (ours, theirs) = pipe()?;
             let prefix = prefix(config, &settings.host, local_rank, rank);
-            let mut source = Source::new(stream, ours, file.zip(path), prefix, on_console);
-            let mut tail = StderrTail::Unknown;
-            if tail_wanted {
-                let kept = Tail::default();
-                source = source.with_tail(kept.clone());
-                tail = kept.into();
-            }
-            self.sources.push(source);
-            return Ok((StdioTarget::Pipe(theirs), tail));
+            let source = Source::new(stream, ours, file.zip(path), prefix, on_console);
+            return Ok(self.add_source(source, theirs, tail_wanted));
         }
         if let (Some(file), Some(path)) = (file, path) {
             return Ok((StdioTarget::File(file.into()), StderrTail::File(path)));
@@ -372,7 +349,6 @@ impl AttemptDir {
         let inherit = on_console && !(redirected && config.dir == LogDir::Disabled);
         let nowhere = redirected && !inherit;
         if tail_wanted && !nowhere {
-            let tail = Tail::default();
             let terminal = if inherit && settings.terminal { pty::open().ok() } else { None };
             let (source, theirs) = match terminal {
                 Some((ours, theirs)) => (Source::terminal(ours), theirs),
@@ -381,8 +357,7 @@ impl AttemptDir {
                     (Source::raw(ours, on_console), theirs)
                 }
             };
-            self.sources.push(source.with_tail(tail.clone()));
-            return Ok((StdioTarget::Pipe(theirs), tail.into()));
+            return Ok(self.add_source(source, theirs, true));
         }
         if inherit {
             return Ok((StdioTarget::Inherit, StderrTail::Unknown));
@@ -392,13 +367,22 @@ impl AttemptDir {
         Ok((null, StderrTail::Unknown))
     }
 
+    /// Adds a source that keeps its last bytes if `tail_wanted`. `theirs` is the worker's end of its pipe.
+    fn add_source(
+        &mut self,
+        mut source: Source,
+        theirs: OwnedFd,
+        tail_wanted: bool,
+    ) -> (StdioTarget, StderrTail) {
+        source.tail = tail_wanted.then(Tail::default);
+        let tail = source.tail.clone().map_or(StderrTail::Unknown, StderrTail::Stream);
+        self.sources.push(source);
+        (StdioTarget::Pipe(theirs), tail)
+    }
+
     fn open(&self, path: &Path) -> Option<File> {
-        append(path)
-            .inspect_err(|error| {
-                self.settings
-                    .warn_once(&format!("cannot write {}: {error}; the job continues", path.display()))
-            })
-            .ok()
+        let warning = |error| format!("cannot write {}: {error}; the job continues", path.display());
+        append(path).map_err(|error| self.settings.warn_once(&warning(error))).ok()
     }
 }
 

@@ -9,9 +9,6 @@ use rustix::termios::{OptionalActions, Winsize, tcgetattr, tcgetwinsize, tcsetat
 
 /// Opens a pseudo-terminal. Returns the launcher's end and the worker's. The terminal is raw: it passes bytes
 /// from the worker unchanged.
-///
-/// # Errors
-/// The system cannot provide a pseudo-terminal (no /dev/pts, too many).
 pub(super) fn open() -> io::Result<(OwnedFd, OwnedFd)> {
     let flags = OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC;
     let ours = openpt(flags)?;

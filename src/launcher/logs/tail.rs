@@ -10,7 +10,7 @@ pub(super) const TAIL_BYTES: usize = 32 << 10;
 
 /// The last bytes of a stderr that the launcher copies. Clones share the bytes.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Tail(Arc<Mutex<TailBuffer>>);
+pub(crate) struct Tail(Arc<Mutex<TailBuffer>>);
 
 #[derive(Debug, Default)]
 struct TailBuffer {
@@ -52,19 +52,9 @@ pub(crate) enum StderrTail {
     /// Nowhere: the output bypassed the launcher, or its last lines are not needed.
     Unknown,
     /// From the bytes that the launcher kept while it copied the output.
-    Stream(TailHandle),
+    Stream(Tail),
     /// From the file to which the worker itself writes.
     File(PathBuf),
-}
-
-/// The last bytes of a stderr that the launcher copies.
-#[derive(Debug, Clone)]
-pub(crate) struct TailHandle(Tail);
-
-impl From<Tail> for StderrTail {
-    fn from(tail: Tail) -> Self {
-        Self::Stream(TailHandle(tail))
-    }
 }
 
 impl StderrTail {
@@ -73,7 +63,7 @@ impl StderrTail {
     pub(crate) fn read(&self) -> (Vec<u8>, bool) {
         match self {
             Self::Unknown => (Vec::new(), false),
-            Self::Stream(TailHandle(tail)) => tail.get(),
+            Self::Stream(tail) => tail.get(),
             Self::File(path) => end_of_file(path).unwrap_or_default(),
         }
     }

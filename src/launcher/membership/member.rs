@@ -2,10 +2,10 @@
 //! its right to have workers. Pure.
 //!
 //! The right to have workers is a lease. The coordinator evicts a member from which no status arrives for the
-//! heartbeat timeout, and starts a round without it. The member's lease ([`lease`]) is slightly shorter, so
-//! that a member without answers has stopped its workers by then. Each side measures with its own clock from
-//! the last answered status: the member from sending it, the coordinator from receiving it. So the clocks
-//! need not agree.
+//! heartbeat timeout, and starts a round without it. The member's lease ([`Member::lease`]) is slightly
+//! shorter, so that a member without answers has stopped its workers by then. Each side measures with its own
+//! clock from the last answered status: the member from sending it, the coordinator from receiving it. So the
+//! clocks need not agree.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -15,11 +15,6 @@ use super::leader_lease::leader_node_lease;
 use super::messages::{
     Assignment, JobResult, JoinStatus, Order, OrderMessage, Phase, Refusal, RestartCause, Status,
 };
-
-/// Returns how long a member may have workers after it sent its last answered status.
-fn lease(heartbeat_timeout: Duration) -> Duration {
-    heartbeat_timeout * 4 / 5
-}
 
 /// Maximum number of unanswered statuses whose send times a member remembers.
 const MAX_UNANSWERED_STATUSES: usize = 64;
@@ -106,11 +101,8 @@ impl Member {
     /// Returns the lease: the time after the last answered status was sent at which the right to have workers
     /// ends.
     pub(crate) fn lease(&self) -> Duration {
-        if self.is_coordinator {
-            leader_node_lease(self.heartbeat_timeout)
-        } else {
-            lease(self.heartbeat_timeout)
-        }
+        let timeout = self.heartbeat_timeout;
+        if self.is_coordinator { leader_node_lease(timeout) } else { timeout * 4 / 5 }
     }
 
     /// Notes that the lease has ended and that the node is stopping its workers.

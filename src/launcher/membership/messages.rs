@@ -1,22 +1,14 @@
 //! Messages between agents and their coordinator. Pure.
 
-use std::fmt;
 use std::time::Duration;
 
-use convoke_env::Generation;
 use serde::{Deserialize, Serialize};
 
 use crate::formatting;
 
 /// Identifies one agent process. A restarted agent has a new id.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub(crate) struct AgentId(pub(crate) u128);
-
-impl fmt::Debug for AgentId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "agent {:x}", self.0)
-    }
-}
 
 /// Properties of an agent, which it sends once per connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -38,11 +30,6 @@ impl Profile {
     /// Returns true if the numbers of nodes and workers are possible, as those of every launcher are.
     pub(crate) fn is_valid(&self) -> bool {
         0 < self.min && self.min <= self.max && self.workers > 0
-    }
-
-    /// Returns the name of the agent for messages to users.
-    pub(crate) fn name(&self) -> String {
-        format!("{} (pid {})", self.host, self.pid)
     }
 }
 
@@ -167,47 +154,29 @@ pub(crate) struct Assignment {
     pub(crate) heartbeat_timeout: Duration,
 }
 
-impl Assignment {
-    pub(crate) fn generation(&self) -> Generation {
-        Generation::from_bytes(self.generation)
-    }
-}
-
 /// Reason for which the coordinator ends a rendezvous round before its workers end.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub(crate) enum RestartCause {
     /// A worker of the node with group rank `node` failed.
+    #[error("node {node} ({host}) failed: {summary}")]
     Failed { node: usize, host: String, summary: String },
     /// A node disappeared (`why` is `None`), or left with the error `why`.
+    #[error("node {node} ({host}) {}", describe_loss(why.as_deref()))]
     Lost { node: usize, host: String, why: Option<String> },
     /// A new node joined.
+    #[error("a node has joined: {host}")]
     Joined { host: String },
     /// A signal stopped a node.
+    #[error("node {node} ({host}) was stopped by {}", formatting::signal(*signal))]
     Stopped { node: usize, host: String, signal: i32 },
     /// A new coordinator does not know the round, because it found no record of the job.
+    #[error("the coordinator was replaced, and the new one does not know this round")]
     UnknownRound,
 }
 
-impl fmt::Display for RestartCause {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Failed { node, host, summary } => write!(f, "node {node} ({host}) failed: {summary}"),
-            Self::Lost { node, host, why: None } => write!(
-                f,
-                "node {node} ({host}) is lost: its launcher was killed, or its host or the network is down"
-            ),
-            Self::Lost { node, host, why: Some(why) } => {
-                write!(f, "node {node} ({host}) could not continue: {why}")
-            }
-            Self::Joined { host } => write!(f, "a node has joined: {host}"),
-            Self::Stopped { node, host, signal } => {
-                write!(f, "node {node} ({host}) was stopped by {}", formatting::signal(*signal))
-            }
-            Self::UnknownRound => {
-                f.write_str("the coordinator was replaced, and the new one does not know this round")
-            }
-        }
-    }
+fn describe_loss(why: Option<&str>) -> String {
+    let killed = || "is lost: its launcher was killed, or its host or the network is down".to_owned();
+    why.map_or_else(killed, |why| format!("could not continue: {why}"))
 }
 
 /// Outcome of the job.
@@ -229,10 +198,7 @@ impl JobResult {
     /// for nodes that never come. A job without a run id of its own (`is_named` is false) always frees the
     /// id.
     pub(crate) fn frees_run_id(&self, is_named: bool) -> bool {
-        match self {
-            Self::Succeeded => !is_named,
-            Self::Failed { .. } | Self::CoordinatorExited { .. } => true,
-        }
+        *self != Self::Succeeded || !is_named
     }
 }
 

@@ -3,8 +3,8 @@
 //!
 //! Each agent is a [`Member`]; one [`Coordinator`] decides for all members. They exchange no requests and
 //! replies, but replicate two registers. A member repeats its latest [`Status`], the coordinator repeats its
-//! latest [`messages::Order`], and a value with a higher sequence number replaces one with a lower. A lost, late or
-//! duplicate message or a broken connection therefore loses no information.
+//! latest [`messages::Order`], and a value with a higher sequence number replaces one with a lower. A lost,
+//! late or duplicate message or a broken connection therefore loses no information.
 //!
 //! ```text
 //!            Forming ── enough members are ready ──► Starting ─ record written ─► Live
@@ -24,7 +24,7 @@ mod record;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use coordinator::{Action, Coordinator, Event, IDLE_TIMEOUT_FACTOR, Rules};
+pub(crate) use coordinator::{Action, Coordinator, Event, IDLE_TIMEOUT_FACTOR, RECONNECT_TIMEOUT, Rules};
 pub(crate) use member::{Command, Member};
 pub(crate) use messages::{
     AgentId, Assignment, Departure, Failure, JobResult, JoinStatus, OrderMessage, Phase, Profile, Refusal,

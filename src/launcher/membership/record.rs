@@ -47,11 +47,8 @@ impl Record {
         hosts.into_values().max().unwrap_or_default()
     }
 
-    /// Current version of the format of the record.
-    pub(crate) const VERSION: u32 = 1;
-
-    /// Returns the record of a job that has had no round.
+    /// Returns the record of a job that has had no round, in the current version of the format.
     pub(crate) fn empty() -> Self {
-        Self { version: Self::VERSION, ..Self::default() }
+        Self { version: 1, ..Self::default() }
     }
 }

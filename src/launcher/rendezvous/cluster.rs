@@ -60,7 +60,8 @@ pub(crate) enum ClusterEvent {
     /// `partitioned`, this node is cut off: it restarts when it reaches the rendezvous again.
     NewRound { round: u64, cause: String, partitioned: bool },
     /// This node has left the job. `outcome` is the one that the nodes agreed on, if this node proposed one.
-    /// If `other_jobs` use the rendezvous server of this launcher, the event is repeated when they have ended.
+    /// If `other_jobs` use the rendezvous server of this launcher, the event is repeated when they have
+    /// ended.
     Left { outcome: Option<JobOutcome>, other_jobs: usize },
 }
 
@@ -96,43 +97,41 @@ pub(crate) struct Cluster {
 }
 
 impl Cluster {
-    /// Returns the link that `config` asks for. If this node may have to wait for others, a thread carries out
-    /// the commands. Otherwise each command takes less time than the start of a thread, and is carried out
-    /// when it is sent.
+    /// Returns the link that `config` asks for. If this node may have to wait for others, a thread carries
+    /// out the commands. Otherwise each command takes less time than the start of a thread, and is carried
+    /// out when it is sent.
     pub(crate) fn new(config: &Config) -> Self {
         let (sender, receiver) = mpsc::unbounded_channel();
         let events = EventSender(sender);
         let mut protocol = FailureProtocol::None;
         let mut started = Ok(());
-        let (sender, execute): (_, Box<dyn FnMut(ClusterCommand)>) = (
-            events.clone(),
-            match &config.rendezvous {
-                Choice::Standalone => {
-                    let mut node = StandaloneRendezvous::new(config);
+        let sender = events.clone();
+        let execute: Box<dyn FnMut(ClusterCommand)> = match &config.rendezvous {
+            Choice::Standalone => {
+                let mut node = StandaloneRendezvous::new(config);
+                Box::new(move |command| node.execute(command, &events))
+            }
+            Choice::Static { host, port, node_rank, timeout } => {
+                let mut node = StaticRendezvous::new(config, host, *port, *node_rank, *timeout);
+                if config.nodes.max == 1 {
                     Box::new(move |command| node.execute(command, &events))
-                }
-                Choice::Static { host, port, node_rank, timeout } => {
-                    let mut node = StaticRendezvous::new(config, host, *port, *node_rank, *timeout);
-                    if config.nodes.max == 1 {
-                        Box::new(move |command| node.execute(command, &events))
-                    } else {
-                        let (commands, receiver) = std::sync::mpsc::channel();
-                        started = start_thread("rendezvous", move || node.run(&receiver, &events));
-                        Box::new(move |command| drop(commands.send(command)))
-                    }
-                }
-                Choice::Elastic { endpoint, settings } => {
-                    protocol = FailureProtocol::Confirmed;
-                    // The token that the user gave. The launcher may create a token for its own workers, but other
-                    // nodes do not know that token.
-                    let token = Token::from_process().ok().flatten();
-                    let settings = elastic::Settings::new(config, endpoint.clone(), *settings, token);
-                    let (commands, receiver) = mpsc::unbounded_channel();
-                    started = start_thread("rendezvous", move || elastic::run(settings, receiver, events));
+                } else {
+                    let (commands, receiver) = std::sync::mpsc::channel();
+                    started = start_thread("rendezvous", move || node.run(&receiver, &events));
                     Box::new(move |command| drop(commands.send(command)))
                 }
-            },
-        );
+            }
+            Choice::Elastic { endpoint, settings } => {
+                protocol = FailureProtocol::Confirmed;
+                // The token that the user gave. The launcher may create a token for its own workers, but
+                // other nodes do not know that token.
+                let token = Token::from_process().ok().flatten();
+                let settings = elastic::Settings::new(config, endpoint.clone(), *settings, token);
+                let (commands, receiver) = mpsc::unbounded_channel();
+                started = start_thread("rendezvous", move || elastic::run(settings, receiver, events));
+                Box::new(move |command| drop(commands.send(command)))
+            }
+        };
         if let Err(error) = started {
             sender.send(ClusterEvent::Joined(Err(error)));
         }
@@ -152,9 +151,9 @@ impl Cluster {
         }
     }
 
-    /// Waits until this node has left the job, and drops other events. Returns the outcome that the nodes agreed
-    /// on, if this node proposed one, and the number of other jobs that still use the rendezvous server of this
-    /// launcher. Cancel safe.
+    /// Waits until this node has left the job, and drops other events. Returns the outcome that the nodes
+    /// agreed on, if this node proposed one, and the number of other jobs that still use the rendezvous
+    /// server of this launcher. Cancel safe.
     pub(crate) async fn left(&mut self) -> (Option<JobOutcome>, usize) {
         loop {
             if let ClusterEvent::Left { outcome, other_jobs } = self.receive().await {

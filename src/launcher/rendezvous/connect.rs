@@ -30,29 +30,31 @@ pub(super) fn connect_to_node_0(
         let until = deadline.min(Instant::now() + Progress::INTERVAL);
         match TcpStore::connect(&address, until) {
             Ok(store) => return Ok(store),
-            Err(StoreError::Unreachable { last, .. }) if until < deadline => {
+            Err(StoreError::Unreachable { last, .. }) => {
+                let last = strip_address(&address, &last).to_owned();
+                if until >= deadline {
+                    let waited = deadline.saturating_duration_since(start) + Duration::from_millis(500);
+                    let advice = match diagnosed.flatten() {
+                        Some(AddressDiagnosis { advice, .. }) => advice,
+                        None => advice(&last, host, port),
+                    };
+                    let after_s = waited.as_secs();
+                    return Err(RendezvousError::Unreachable { address, after_s, last, advice });
+                }
                 if is_node_0 && diagnosed.is_none() {
                     let found = diagnose_address(host);
-                    if found.is_none() && has_no_route(&last) {
-                        let last = strip_address(&address, &last).to_owned();
-                        return Err(RendezvousError::OwnAddressUnreachable { address, last });
-                    }
-                    if let Some(diagnosis) = &found {
-                        print_message(&format!("warning: {}; {}", diagnosis.what, diagnosis.advice));
+                    match &found {
+                        Some(AddressDiagnosis { what, advice }) => {
+                            print_message(&format!("warning: {what}; {advice}"));
+                        }
+                        None if has_no_route(&last) => {
+                            return Err(RendezvousError::OwnAddressUnreachable { address, last });
+                        }
+                        None => {}
                     }
                     diagnosed = Some(found);
                 }
-                progress
-                    .show(&format!("waiting for node 0 at {address}: {}", strip_address(&address, &last)));
-            }
-            Err(StoreError::Unreachable { last, .. }) => {
-                let after_s =
-                    (deadline.saturating_duration_since(start) + Duration::from_millis(500)).as_secs();
-                let last = strip_address(&address, &last).to_owned();
-                let advice = diagnosed
-                    .flatten()
-                    .map_or_else(|| advice(&last, host, port), |diagnosis| diagnosis.advice);
-                return Err(RendezvousError::Unreachable { address, after_s, last, advice });
+                progress.show(&format!("waiting for node 0 at {address}: {last}"));
             }
             Err(error) => return Err(error.into()),
         }
@@ -131,7 +133,7 @@ fn advice(last: &str, host: &str, port: u16) -> String {
 
 /// Removes `address` from the start of the socket error `last`, because the printed message already contains
 /// the address.
-fn strip_address<'a>(address: &str, last: &'a str) -> &'a str {
+pub(super) fn strip_address<'a>(address: &str, last: &'a str) -> &'a str {
     last.strip_prefix(address).and_then(|rest| rest.strip_prefix(": ")).unwrap_or(last)
 }
 

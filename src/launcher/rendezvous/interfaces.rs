@@ -1,8 +1,19 @@
 //! Addresses of this host's network interfaces, and the state of its loopback interface.
 
-use std::net::{IpAddr, Ipv4Addr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 
 use convoke_env::host::{Interface, interfaces};
+
+/// The loopback addresses.
+pub(super) const LOOPBACK: [IpAddr; 2] = [IpAddr::V4(Ipv4Addr::LOCALHOST), IpAddr::V6(Ipv6Addr::LOCALHOST)];
+/// The addresses that stand for all addresses of a host. That of IPv6 includes IPv4.
+pub(super) const ANY: [IpAddr; 2] = [IpAddr::V6(Ipv6Addr::UNSPECIFIED), IpAddr::V4(Ipv4Addr::UNSPECIFIED)];
+
+/// Returns, with `port`, those of `ips` that belong to this host.
+pub(super) fn local(ips: &[IpAddr], port: u16) -> impl Iterator<Item = SocketAddr> {
+    let is_local = |ip: &&IpAddr| UdpSocket::bind((**ip, 0)).is_ok();
+    ips.iter().filter(is_local).map(move |ip| SocketAddr::new(*ip, port))
+}
 
 /// Returns true if the loopback interface is down. Processes of this host then cannot reach each other by
 /// TCP.

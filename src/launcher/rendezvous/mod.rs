@@ -12,15 +12,18 @@ mod static_rendezvous;
 #[cfg(test)]
 mod tests;
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr};
 
 use convoke_env::Generation;
 use convoke_store::{ServeError, StoreError, StoreServer};
 
+use crate::config::Config;
 use crate::messages::print_message;
 
 pub(crate) use cluster::{Cluster, ClusterCommand, ClusterEvent, FailureProtocol, ProposedOutcome};
+use interfaces::{ANY, LOOPBACK, local};
 pub(crate) use outcome::{JobOutcome, OutcomeKind};
+use port_owner::port_owner;
 use standalone::StandaloneRendezvous;
 use static_rendezvous::StaticRendezvous;
 
@@ -50,6 +53,29 @@ pub(crate) struct Assignment {
     /// Number of restarts that the job has used up. `None` if each node counts its own restarts.
     pub(crate) restarts: Option<u32>,
     pub(crate) protocol: FailureProtocol,
+}
+
+impl Assignment {
+    /// Returns the assignment of the node with group rank `node` if each node has as many workers as this
+    /// one, without a generation.
+    pub(crate) fn of_equal_nodes(config: &Config, node: usize, host: String, port: u16) -> Self {
+        let (base, world) = (node * config.nproc_per_node, config.nodes.max * config.nproc_per_node);
+        Self {
+            round: 0,
+            group_rank: node,
+            group_world_size: config.nodes.max,
+            base_rank: base,
+            world_size: world,
+            base_role_rank: base,
+            role_world_size: world,
+            master_addr: host,
+            master_port: port,
+            use_agent_store: config.share_store,
+            generation: None,
+            restarts: None,
+            protocol: FailureProtocol::None,
+        }
+    }
 }
 
 /// Reason for which the rendezvous failed.
@@ -135,14 +161,14 @@ fn warn_if_own_address_unreachable(host: &str) {
 /// returns an error if `is_needed`, and otherwise prints a warning: workers of a single node may not need the
 /// interface.
 fn check_loopback(is_needed: bool) -> Result<(), RendezvousError> {
-    match (interfaces::loopback_is_down(), is_needed) {
-        (true, true) => Err(RendezvousError::NoLoopback),
-        (true, false) => {
-            print_message(&format!("warning: {NO_LOOPBACK}; {RAISE_LOOPBACK}"));
-            Ok(())
-        }
-        (false, _) => Ok(()),
+    let is_down = interfaces::loopback_is_down();
+    if is_down && is_needed {
+        return Err(RendezvousError::NoLoopback);
     }
+    if is_down {
+        print_message(&format!("warning: {NO_LOOPBACK}; {RAISE_LOOPBACK}"));
+    }
+    Ok(())
 }
 
 impl RendezvousError {
@@ -163,16 +189,31 @@ impl RendezvousError {
     }
 }
 
+impl From<ServeError> for RendezvousError {
+    fn from(error: ServeError) -> Self {
+        match error {
+            ServeError::InUse { address } => Self::InUse { address, owner: port_owner(address.port()) },
+            source => Self::Serve { source },
+        }
+    }
+}
+
+/// Completes at the time `at`, or never if `at` is `None`.
+pub(crate) async fn until(at: Option<tokio::time::Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at).await,
+        None => std::future::pending().await,
+    }
+}
+
 /// Returns advice for the user if this host cannot listen for a known reason, and otherwise an empty string.
 fn serve_advice(error: &ServeError) -> &'static str {
-    match error {
-        ServeError::Listen { source, .. } => match source.kind() {
-            std::io::ErrorKind::AddrNotAvailable => {
-                "\n  try: an address of this host; `ip addr` shows them, and a name of it works on all nodes"
-            }
-            std::io::ErrorKind::PermissionDenied => "\n  try: a port from 1024 on; those below need root",
-            _ => "",
-        },
+    let ServeError::Listen { source, .. } = error else { return "" };
+    match source.kind() {
+        std::io::ErrorKind::AddrNotAvailable => {
+            "\n  try: an address of this host; `ip addr` shows them, and a name of it works on all nodes"
+        }
+        std::io::ErrorKind::PermissionDenied => "\n  try: a port from 1024 on; those below need root",
         _ => "",
     }
 }
@@ -190,25 +231,17 @@ fn nodes(ranks: &[usize]) -> String {
 /// listens at the loopback addresses. Any other name may resolve differently on other hosts, so the server
 /// then listens at all addresses.
 fn serve(host: &str, port: u16) -> Result<StoreServer, RendezvousError> {
-    let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
-    let wanted: Vec<IpAddr> = match host.trim_matches(['[', ']']).parse() {
-        Ok(ip) => vec![ip],
-        Err(_) if host == "localhost" => loopback.to_vec(),
-        Err(_) => Vec::new(),
+    let ip = host.trim_matches(['[', ']']).parse::<IpAddr>();
+    let wanted = match &ip {
+        Ok(ip) => std::slice::from_ref(ip),
+        Err(_) if host == "localhost" => &LOOPBACK,
+        Err(_) => &[],
     };
-    // Binding fails if `host` is an address of another host (of a port forwarder, for example), or an IPv6
+    let mut addresses: Vec<_> = local(wanted, port).collect();
+    // There is none if `host` is an address of another host (of a port forwarder, for example), or an IPv6
     // address on a host without IPv6. The server then listens at all addresses.
-    let local = |ip: &IpAddr| UdpSocket::bind((*ip, 0)).is_ok();
-    let mut addresses: Vec<_> =
-        wanted.into_iter().filter(local).map(|ip| SocketAddr::new(ip, port)).collect();
     if addresses.is_empty() {
-        let any: [IpAddr; 2] = [Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()];
-        addresses.extend(any.into_iter().find(local).map(|ip| SocketAddr::new(ip, port)));
+        addresses.extend(local(&ANY, port).take(1));
     }
-    StoreServer::bind(&addresses).map_err(|error| match error {
-        ServeError::InUse { address } => {
-            RendezvousError::InUse { address, owner: port_owner::port_owner(address.port()) }
-        }
-        source => RendezvousError::Serve { source },
-    })
+    Ok(StoreServer::bind(&addresses)?)
 }

@@ -1,21 +1,19 @@
 //! Rendezvous of a single node: each round gets a new, empty key-value store for its workers on this host.
 
-use std::net::{IpAddr, Ipv4Addr, TcpListener};
+use std::net::{Ipv4Addr, TcpListener};
 
 use convoke_env::Generation;
 use convoke_store::StoreServer;
 
 use super::cluster::EventSender;
-use super::{Assignment, ClusterCommand, ClusterEvent, FailureProtocol, RendezvousError};
+use super::{Assignment, ClusterCommand, ClusterEvent, RendezvousError};
 use crate::config::Config;
 
 /// The rendezvous of a job with one node.
 #[derive(Debug)]
 pub(super) struct StandaloneRendezvous {
-    /// Value of MASTER_ADDR.
-    host: String,
-    workers: usize,
-    share_store: bool,
+    /// The assignment of each round, without the port of its store and its generation.
+    assignment: Assignment,
     /// Server of the key-value store for the current round's workers. `None` if worker rank 0 serves that
     /// store.
     server: Option<StoreServer>,
@@ -23,12 +21,8 @@ pub(super) struct StandaloneRendezvous {
 
 impl StandaloneRendezvous {
     pub(super) fn new(config: &Config) -> Self {
-        Self {
-            host: config.local_addr.clone().unwrap_or_else(|| "localhost".to_owned()),
-            workers: config.nproc_per_node,
-            share_store: config.share_store,
-            server: None,
-        }
+        let host = config.local_addr.clone().unwrap_or_else(|| "localhost".to_owned());
+        Self { assignment: Assignment::of_equal_nodes(config, 0, host, 0), server: None }
     }
 
     pub(super) fn execute(&mut self, command: ClusterCommand, events: &EventSender) {
@@ -43,38 +37,22 @@ impl StandaloneRendezvous {
     }
 
     fn join(&mut self, restarts: u32) -> Result<Assignment, RendezvousError> {
+        let host = &self.assignment.master_addr;
         if restarts == 0 {
             super::check_loopback(false)?;
-            super::warn_if_own_address_unreachable(&self.host);
+            super::warn_if_own_address_unreachable(host);
         }
         // The store of the previous round closes first, so that workers of this round do not read its keys.
         self.server = None;
-        let port = if self.share_store {
-            let server = super::serve(&self.host, 0)?;
-            let port = server.port();
-            self.server = Some(server);
-            port
+        let master_port = if self.assignment.use_agent_store {
+            self.server.insert(super::serve(host, 0)?).port()
         } else {
             // Worker rank 0 will listen at this port. That another process takes the port before is possible
             // but unlikely.
-            let any = TcpListener::bind((IpAddr::from(Ipv4Addr::UNSPECIFIED), 0))
-                .map_err(RendezvousError::system("no free port"))?;
-            any.local_addr().map_err(RendezvousError::system("no free port"))?.port()
+            let any = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|any| any.local_addr());
+            any.map_err(RendezvousError::system("no free port"))?.port()
         };
-        Ok(Assignment {
-            round: 0,
-            restarts: None,
-            protocol: FailureProtocol::None,
-            group_rank: 0,
-            group_world_size: 1,
-            base_rank: 0,
-            world_size: self.workers,
-            base_role_rank: 0,
-            role_world_size: self.workers,
-            master_addr: self.host.clone(),
-            master_port: port,
-            use_agent_store: self.share_store,
-            generation: Some(Generation::random().map_err(RendezvousError::system("no random numbers"))?),
-        })
+        let generation = Generation::random().map_err(RendezvousError::system("no random numbers"))?;
+        Ok(Assignment { master_port, generation: Some(generation), ..self.assignment.clone() })
     }
 }

@@ -14,24 +14,16 @@ const FILE_MAX_BYTES: u64 = 1 << 20;
 pub(super) struct ErrorFileContent {
     /// The time of the failure, in seconds since 1970.
     pub(super) seconds: Option<i64>,
-    /// The traceback that the report shows.
     pub(super) traceback: String,
 }
 
 /// Reads an error file; `None` if there is none.
-///
-/// # Errors
-/// A description of the problem, with the file's name.
 pub(super) fn read(path: &Path) -> Result<Option<ErrorFileContent>, String> {
     let Some(bytes) = bytes(path)? else { return Ok(None) };
     if bytes.len() as u64 > FILE_MAX_BYTES {
-        return Ok(Some(ErrorFileContent {
-            seconds: None,
-            traceback: format!(
-                "<the error file is longer than {} KiB and not shown here>",
-                FILE_MAX_BYTES >> 10
-            ),
-        }));
+        let kib = FILE_MAX_BYTES >> 10;
+        let traceback = format!("<the error file is longer than {kib} KiB and not shown here>");
+        return Ok(Some(ErrorFileContent { seconds: None, traceback }));
     }
     let value = parse(path, &bytes)?;
     let Some(message) = value.get("message") else {
@@ -41,20 +33,15 @@ pub(super) fn read(path: &Path) -> Result<Option<ErrorFileContent>, String> {
         Value::String(text) => text.clone(),
         other => other.to_string(),
     };
+    let timestamp = |value: &Value| value.get("timestamp").and_then(seconds);
     Ok(Some(match message {
         Value::Object(inner) => {
             let extra = inner.get("extraInfo");
             let stack = extra.and_then(|extra| extra.get("py_callstack"));
-            let shown = stack.or_else(|| inner.get("message")).map_or_else(|| "<N/A>".to_owned(), text);
-            ErrorFileContent {
-                seconds: extra.and_then(|extra| extra.get("timestamp")).and_then(seconds),
-                traceback: shown,
-            }
+            let traceback = stack.or_else(|| inner.get("message")).map_or_else(|| "<N/A>".to_owned(), text);
+            ErrorFileContent { seconds: extra.and_then(timestamp), traceback }
         }
-        // Torch writes 0 if it has no timestamp.
-        other => {
-            ErrorFileContent { seconds: value.get("timestamp").and_then(seconds), traceback: text(other) }
-        }
+        other => ErrorFileContent { seconds: timestamp(&value), traceback: text(other) },
     }))
 }
 
@@ -62,11 +49,8 @@ pub(super) fn read(path: &Path) -> Result<Option<ErrorFileContent>, String> {
 pub(super) fn copy_error_file(path: &Path, exit_code: i32, target: &Path) -> Result<(), String> {
     let Some(bytes) = bytes(path)? else { return Ok(()) };
     if bytes.len() as u64 > FILE_MAX_BYTES {
-        return Err(format!(
-            "error file {} is too long to be copied to {}",
-            path.display(),
-            target.display()
-        ));
+        let (path, target) = (path.display(), target.display());
+        return Err(format!("error file {path} is too long to be copied to {target}"));
     }
     let mut value = parse(path, &bytes)?;
     if let Some(Value::Object(message)) = value.get_mut("message") {

@@ -3,7 +3,6 @@
 
 use std::fs;
 
-/// Returns the host name.
 pub(crate) fn host_name() -> String {
     convoke_env::host::name().unwrap_or_else(|| "localhost".to_owned())
 }

@@ -134,14 +134,14 @@ pub(crate) fn build(job: &Job, ended: &[EndedWorker]) -> (Report, Option<String>
         report.failures.push(failure(job, &report.host, worker, account.as_ref(), time_unix_ms));
     }
     if let Some(early) = early_exit(ended, &report.failures) {
-        let mut failure = failure(job, &report.host, early, None, unix_ms(early.time));
-        let diagnosis = Diagnosis::new(
-            Class::EarlyExit,
-            "exited with code 0 while the others continued, which then lost their connections",
-        )
-        .with_advice("does this rank leave its loop earlier than the others: other data, other step count, an early return?");
-        (failure.class, failure.explanation, failure.advice) =
-            (diagnosis.class, diagnosis.explanation, diagnosis.advice);
+        let explanation = "exited with code 0 while the others continued, which then lost their connections";
+        let advice = "does this rank leave its loop earlier than the others: other data, other step count, an early return?";
+        let failure = Failure {
+            class: Class::EarlyExit,
+            explanation: explanation.to_owned(),
+            advice: Some(advice.to_owned()),
+            ..failure(job, &report.host, early, None, unix_ms(early.time))
+        };
         report.failures.insert(0, failure);
     }
     report.root_cause = root_cause_of(&report.failures);
@@ -157,9 +157,6 @@ pub(crate) fn render(report: &Report, form: ReportFormat) -> String {
 }
 
 /// Writes the report as JSON to `path` in one step.
-///
-/// # Errors
-/// A line for the user: the file cannot be written.
 pub(crate) fn write(report: &Report, path: &Path) -> Result<(), String> {
     // A device or a pipe is written directly. A regular file is replaced as a whole.
     let special = fs::metadata(path).is_ok_and(|metadata| !metadata.is_file() && !metadata.is_dir());
@@ -173,16 +170,10 @@ pub(crate) fn write(report: &Report, path: &Path) -> Result<(), String> {
 /// is the launcher's own TORCHELASTIC_ERROR_FILE. Adds the exit code as `message.errorCode`.
 ///
 /// Does nothing if the root cause wrote no error file, or is on another node.
-///
-/// # Errors
-/// A line for the user: the file cannot be read or written.
 pub(crate) fn copy_error_file(report: &Report, ended: &[EndedWorker], target: &Path) -> Result<(), String> {
     let Some(root) = report.root() else { return Ok(()) };
-    let Some(worker) = ended.iter().find(|worker| (worker.rank, worker.pid) == (root.rank, Some(root.pid)))
-    else {
-        return Ok(());
-    };
-    let Some(file) = worker.error_file.as_deref() else { return Ok(()) };
+    let worker = ended.iter().find(|worker| (worker.rank, worker.pid) == (root.rank, Some(root.pid)));
+    let Some(file) = worker.and_then(|worker| worker.error_file.as_deref()) else { return Ok(()) };
     error_file::copy_error_file(file, root.exitcode.unwrap_or(1), target)
 }
 
@@ -240,14 +231,9 @@ fn failure(
     log.ignore_own_panic(worker.rank);
     let diagnosis = match &worker.end {
         WorkerEnd::Exited(cause) => {
-            let (stopped, evidence) = (worker.stopped, &worker.evidence);
-            diagnose(&Facts {
-                cause: *cause,
-                stopped,
-                assumed_python: job.assumed_python,
-                evidence,
-                log: &log,
-            })
+            let (stopped, assumed_python) = (worker.stopped, job.assumed_python);
+            let evidence = &worker.evidence;
+            diagnose(&Facts { cause: *cause, stopped, assumed_python, evidence, log: &log })
         }
         WorkerEnd::NotStarted(error) => {
             Diagnosis::new(error.class, format!("could not be started: {}", error.reason))
@@ -258,11 +244,11 @@ fn failure(
         stderr.drain(range.clone());
     }
     keep_last_lines(&mut stderr, job.stderr_lines, STDERR_MAX_BYTES);
-    let (exitcode, signal) = match &worker.end {
-        WorkerEnd::Exited(cause @ ExitCause::Code(_)) => (Some(exit_code(*cause)), None),
-        WorkerEnd::Exited(cause @ ExitCause::Signal(number)) => {
-            let name = signal_name(*number).map(str::to_owned);
-            (Some(exit_code(*cause)), Some(SignalName { number: *number, name }))
+    let (exitcode, signal) = match worker.end {
+        WorkerEnd::Exited(ExitCause::Code(code)) => (Some(code), None),
+        WorkerEnd::Exited(ExitCause::Signal(number)) => {
+            let name = Signal::try_from(number).ok().map(|signal| signal.as_str().to_owned());
+            (Some(-number), Some(SignalName { number, name }))
         }
         WorkerEnd::NotStarted(_) => (None, None),
     };
@@ -279,11 +265,7 @@ fn failure(
         explanation: diagnosis.explanation,
         advice: diagnosis.advice,
         suspect_rank: diagnosis.suspect_rank,
-        error_file: worker
-            .error_file
-            .as_ref()
-            .filter(|_| account.is_some())
-            .map(|path| path.display().to_string()),
+        error_file: account.and(worker.error_file.as_ref()).map(|path| path.display().to_string()),
         traceback: traceback.map(str::to_owned).or(picked.map(|(text, _)| text)),
         stderr_tail: stderr,
         gpu: worker.gpu.clone(),
@@ -295,37 +277,21 @@ fn failure(
 /// Returns a worker that exited with code 0 and so caused the other workers to fail. It is one that these
 /// name as lost, else the first worker that ended before them.
 fn early_exit<'a>(ended: &'a [EndedWorker], failures: &[Failure]) -> Option<&'a EndedWorker> {
-    let lost = |failure: &&Failure| failure.class == Class::PeerLost && !failure.stopped_by_us;
-    let mut others = failures.iter().filter(|failure| !failure.stopped_by_us);
-    if failures.is_empty() || !others.all(|failure| lost(&failure)) {
+    let own: Vec<&Failure> = failures.iter().filter(|failure| !failure.stopped_by_us).collect();
+    if failures.is_empty() || own.iter().any(|failure| failure.class != Class::PeerLost) {
         return None;
     }
-    let first_lost = ended.iter().position(|worker| worker.end != WorkerEnd::Exited(ExitCause::Code(0)))?;
-    let named: Vec<usize> = failures.iter().filter(lost).filter_map(|failure| failure.suspect_rank).collect();
-    let is_well = |worker: &&EndedWorker| worker.end == WorkerEnd::Exited(ExitCause::Code(0));
+    let is_well = |worker: &EndedWorker| worker.end == WorkerEnd::Exited(ExitCause::Code(0));
+    let named: Vec<usize> = own.iter().filter_map(|failure| failure.suspect_rank).collect();
     if named.is_empty() {
-        return ended[..first_lost].first();
+        return ended.first().filter(|worker| is_well(worker));
     }
     // The named worker may have exited after other workers had failed.
-    ended.iter().filter(is_well).find(|worker| named.contains(&worker.rank))
+    ended.iter().find(|worker| is_well(worker) && named.contains(&worker.rank))
 }
 
 /// Converts a time to milliseconds since 1970.
 fn unix_ms(time: SystemTime) -> i64 {
-    match time.duration_since(SystemTime::UNIX_EPOCH) {
-        Ok(since) => i64::try_from(since.as_millis()).unwrap_or(i64::MAX),
-        Err(_) => 0,
-    }
-}
-
-/// Returns the exit code in Python's form, which is negative for signals.
-fn exit_code(cause: ExitCause) -> i32 {
-    match cause {
-        ExitCause::Code(code) => code,
-        ExitCause::Signal(signal) => -signal,
-    }
-}
-
-fn signal_name(signal: i32) -> Option<&'static str> {
-    Signal::try_from(signal).ok().map(Signal::as_str)
+    let since = time.duration_since(SystemTime::UNIX_EPOCH);
+    since.map_or(0, |since| i64::try_from(since.as_millis()).unwrap_or(i64::MAX))
 }

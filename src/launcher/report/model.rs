@@ -24,7 +24,6 @@ pub(crate) struct Report {
     pub(crate) node: Option<usize>,
     pub(crate) nodes: Option<usize>,
     pub(crate) host: String,
-    /// Number of restarts before the job ended.
     pub(crate) restarts: u32,
     pub(crate) max_restarts: u32,
     /// The time at which the report was made, in milliseconds since 1970.
@@ -53,18 +52,15 @@ pub(crate) struct Report {
 /// What the flight recordings show about a round.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct FlightSummary {
-    /// The folder that holds the recordings.
     pub(crate) folder: String,
     /// One line for each communication group in which a rank waited or died.
     pub(crate) groups: Vec<String>,
 }
 
-/// The outcome of the job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Outcome {
     Succeeded,
-    /// A worker failed.
     Failed,
     /// A signal to the launcher ended the job.
     Stopped,
@@ -111,7 +107,6 @@ pub(crate) struct Failure {
     pub(crate) stopped_by_us: bool,
 }
 
-/// A signal that ended a worker.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct SignalName {
     pub(crate) number: i32,
@@ -164,10 +159,6 @@ impl Report {
         }
     }
 
-    /// Parses a report from JSON.
-    ///
-    /// # Errors
-    /// A description of what is wrong in the JSON.
     pub(crate) fn from_json(json: &str) -> Result<Self, String> {
         let report: Self = serde_json::from_str(json).map_err(|error| error.to_string())?;
         match report.root_cause {
@@ -184,7 +175,6 @@ impl Report {
         Self { failures_left_out: 0, failures, root_cause, flight: None, ..self.clone() }
     }
 
-    /// Returns the root cause.
     pub(crate) fn root(&self) -> Option<&Failure> {
         self.root_cause.and_then(|at| self.failures.get(at))
     }
@@ -221,9 +211,7 @@ impl Report {
         for text in [&mut report.title, &mut report.run_id, &mut report.host] {
             shorten(text, short);
         }
-        if let Some(message) = &mut report.message {
-            shorten(message, limits.root_bytes);
-        }
+        report.message.iter_mut().for_each(|message| shorten(message, limits.root_bytes));
         report
     }
 }
@@ -238,17 +226,22 @@ impl Failure {
         }
     }
 
+    /// Returns the name of the signal that ended the process; `None` if none did.
+    pub(super) fn signal_name(&self) -> Option<&str> {
+        self.signal.as_ref().map(|signal| signal.name.as_deref().unwrap_or("<N/A>"))
+    }
+
+    /// Returns which lines of stderr the report shows: not those of a traceback that was found there.
+    pub(super) fn stderr_heading(&self) -> &'static str {
+        if self.traceback.is_some() && self.error_file.is_none() { "other lines:" } else { "last lines:" }
+    }
+
     fn cut(&self, bytes: usize) -> Self {
         let mut failure = self.clone();
         keep_last_lines(&mut failure.stderr_tail, usize::MAX, bytes);
-        for text in [&mut failure.host, &mut failure.explanation] {
-            shorten(text, bytes);
-        }
-        for text in
-            [&mut failure.advice, &mut failure.error_file, &mut failure.traceback].into_iter().flatten()
-        {
-            shorten(text, bytes);
-        }
+        let optional = [&mut failure.advice, &mut failure.error_file, &mut failure.traceback];
+        let texts = [&mut failure.host, &mut failure.explanation];
+        texts.into_iter().chain(optional.into_iter().flatten()).for_each(|text| shorten(text, bytes));
         failure
     }
 }
@@ -256,11 +249,11 @@ impl Failure {
 /// Keeps the last `count` lines, and at most `bytes` bytes of them.
 pub(super) fn keep_last_lines(lines: &mut Vec<String>, count: usize, bytes: usize) {
     let mut total = 0;
-    let kept = lines.iter().rev().take(count).take_while(|line| {
+    let fits = |line: &&String| {
         total += line.len() + 1;
         total <= bytes
-    });
-    let kept = kept.count();
+    };
+    let kept = lines.iter().rev().take(count).take_while(fits).count();
     lines.drain(..lines.len() - kept);
 }
 

@@ -91,8 +91,7 @@ impl Screen {
         self.field("host", host);
         self.field("rank", &format!("{rank} (local_rank: {local_rank})"));
         if let Some(code) = root.exitcode {
-            let name = root.signal.as_ref().map(|signal| signal.name.as_deref().unwrap_or("<N/A>"));
-            let signal = name.map_or_else(String::new, |name| format!("  ({name})"));
+            let signal = root.signal_name().map_or_else(String::new, |name| format!("  ({name})"));
             self.field("exitcode", &format!("{code} (pid: {pid}){signal}"));
         }
         if let Some(file) = &root.error_file {
@@ -136,8 +135,7 @@ impl Screen {
             return;
         }
         let most = if below_traceback { STDERR_LINES_BELOW_TRACEBACK } else { STDERR_LINES };
-        let picked = root.traceback.is_some() && root.error_file.is_none();
-        self.field("stderr", if picked { "other lines:" } else { "last lines:" });
+        self.field("stderr", root.stderr_heading());
         self.last(&tail, most).iter().for_each(|line| self.line(&format!("    {line}")));
     }
 
@@ -149,7 +147,6 @@ impl Screen {
         self.field("recorded", &format!("convoke-flight {}", flight.folder));
     }
 
-    /// Adds all failures but the root cause.
     fn others(&mut self, report: &Report) {
         let others = report.failures.iter().enumerate().filter(|&(at, _)| report.root_cause != Some(at));
         let (stopped, failed): (Vec<_>, Vec<_>) =
@@ -176,10 +173,8 @@ impl Screen {
             self.line(&format!("  {workers} workers failed in {} other ways", rest.len()));
         }
         if !stopped.is_empty() {
-            self.line(&format!(
-                "  {}: stopped by the launcher, after another had failed",
-                ranks_and_hosts(&stopped)
-            ));
+            let ranks = ranks_and_hosts(&stopped);
+            self.line(&format!("  {ranks}: stopped by the launcher, after another had failed"));
         }
         if report.failures_left_out > 0 {
             self.line(&format!("  ... and {} more", report.failures_left_out));
@@ -194,10 +189,7 @@ impl Screen {
             return;
         }
         let (traceback, cause) = traceback_and_cause(first);
-        let cause = match cause.first() {
-            Some(cause) => format!(" ({}: {cause})", first.class),
-            None => String::new(),
-        };
+        let cause = cause.first().map_or(String::new(), |cause| format!(" ({}: {cause})", first.class));
         self.line(&format!("  {}: {}{cause}", ranks_and_hosts(group), first.describe()));
         // A failure caused by the end of another process needs no traceback.
         if with_traceback && first.class != Class::PeerLost {

@@ -28,8 +28,7 @@ pub(super) fn report(report: &Report, zone: &TimeZone) -> String {
     let (mut others, mut root_cause) = (String::new(), String::new());
     for (index, block) in blocks.iter().enumerate() {
         let part = if Some(index) == report.root_cause { &mut root_cause } else { &mut others };
-        part.push_str(block);
-        part.push('\n');
+        part.push_str(&format!("{block}\n"));
     }
     if report.failures_left_out > 0 {
         others.push_str(&format!("  ... and {} more\n", report.failures_left_out));
@@ -62,8 +61,7 @@ fn block(index: usize, failure: &Failure, root: bool, zone: &TimeZone) -> String
     let Failure { local_rank, rank, pid, host, .. } = failure;
     let time = local_time(failure.time_unix_ms.div_euclid(1000), zone);
     let code = failure.exitcode.map_or_else(|| "<N/A>".to_owned(), |code| code.to_string());
-    let signal = failure.signal.as_ref().map(|signal| signal.name.as_deref().unwrap_or("<N/A>"));
-    let shown_signal = signal.map_or_else(String::new, |name| format!(" ({name})"));
+    let shown_signal = failure.signal_name().map_or_else(String::new, |name| format!(" ({name})"));
     let file = failure.error_file.as_deref().unwrap_or("<N/A>");
     let traceback = match (failure.traceback.as_deref(), &failure.signal) {
         (Some(text), Some(_)) if failure.error_file.is_none() => format!("{}\n{text}", received(failure)),
@@ -92,12 +90,7 @@ fn block(index: usize, failure: &Failure, root: bool, zone: &TimeZone) -> String
     if root && !failure.stderr_tail.is_empty() {
         let tail = &failure.stderr_tail;
         let skipped = tail.len().saturating_sub(STDERR_SHOWN_LINES);
-        let which = if failure.traceback.is_some() && failure.error_file.is_none() {
-            "other lines"
-        } else {
-            "last lines"
-        };
-        out.push_str(&format!("\n  stderr    : {which}:"));
+        out.push_str(&format!("\n  stderr    : {}", failure.stderr_heading()));
         for line in &tail[skipped..] {
             out.push_str(format!("\n    {}", shorten(line)).trim_end_matches(' '));
         }
@@ -119,7 +112,7 @@ pub(super) fn shorten(line: &str) -> String {
 
 fn received(failure: &Failure) -> String {
     let number = failure.signal.as_ref().map_or(0, |signal| signal.number);
-    let name = failure.signal.as_ref().and_then(|signal| signal.name.as_deref()).unwrap_or("<N/A>");
+    let name = failure.signal_name().unwrap_or("<N/A>");
     format!("Signal {number} ({name}) received by PID {}", failure.pid)
 }
 

@@ -12,26 +12,23 @@ use nix::sys::signal::Signal;
 
 use crate::cause::NotStarted;
 
+/// If workers failed only because they lost a peer, the launcher waits this long before it stops workers,
+/// here or on other nodes. The peer's own failure may still be reported in this time. This exceeds the time
+/// in which the loss of a launcher or its host is detected.
+pub(crate) const ROOT_CAUSE_WAIT: Duration = Duration::from_secs(5);
+/// Time from SIGTERM to SIGKILL for the remaining workers after a worker failed; torchrun's fixed value.
+pub(crate) const FAILURE_GRACE: Duration = Duration::from_secs(30);
+
 /// State machine of the workers of one node in one round.
 #[derive(Debug)]
 pub(crate) struct Supervisor {
     workers: Vec<Worker>,
     phase: Phase,
-    policy: Policy,
-    failures: Vec<Failure>,
-}
-
-/// Time limits of the supervisor.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Policy {
     /// Failures within this time after the first count as simultaneous. The remaining workers are stopped
     /// when it is over.
-    pub(crate) simultaneity_window: Duration,
-    /// If workers failed only because they lost a peer, the remaining workers are not stopped for this time.
-    /// The peer's own failure may still be reported in this time.
-    pub(crate) root_cause_wait: Duration,
-    /// Time from SIGTERM to SIGKILL for the remaining workers after a failure.
-    pub(crate) failure_grace: Duration,
+    simultaneity_window: Duration,
+    /// The workers that ended other than with exit code 0, in the order in which their ends were noticed.
+    pub(crate) failures: Vec<Failure>,
 }
 
 /// The worker that a failed worker blames for its end.
@@ -53,36 +50,18 @@ enum Worker {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Phase {
+    /// No worker has failed.
     Running,
     /// All failed workers blame others. This phase ends at `until`, or when a worker fails by itself, or when
     /// all blamed workers have ended.
-    AwaitingRootCause {
-        until: Instant,
-    },
+    AwaitingRootCause { until: Instant },
     /// A worker failed. Every worker that fails before `until` counts as failed by itself, not as stopped.
-    CollectingFailures {
-        until: Instant,
-    },
-    /// The workers were sent `signal`. Those that still run at `kill_at` get SIGKILL.
-    Stopping {
-        signal: Signal,
-        kill_at: Instant,
-        reason: StopReason,
-    },
-    /// The workers were sent SIGKILL. They only need to be reaped.
-    Killing {
-        reason: StopReason,
-    },
+    CollectingFailures { until: Instant },
+    /// The workers were sent `signal`. Those that still run at `kill_at` get SIGKILL. After that `kill_at` is
+    /// `None`, and they only need to be reaped. `outcome` is `None` if workers failed.
+    Stopping { signal: Signal, kill_at: Option<Instant>, outcome: Option<Outcome> },
+    /// All workers have ended.
     Done,
-}
-
-/// Reason for which the supervisor stops the workers of the round.
-#[derive(Debug, Clone, PartialEq, Eq)]
-enum StopReason {
-    Failure,
-    StartFailure { local_rank: usize, error: NotStarted },
-    Signal(Signal),
-    Abort,
 }
 
 /// Input of the supervisor.
@@ -144,8 +123,9 @@ pub(crate) struct Failure {
 
 impl Supervisor {
     /// Returns the supervisor of a round with `count` workers. The guard was asked to start all of them.
-    pub(crate) fn new(count: usize, policy: Policy) -> Self {
-        Self { workers: vec![Worker::Starting; count], phase: Phase::Running, policy, failures: Vec::new() }
+    pub(crate) fn new(count: usize, simultaneity_window: Duration) -> Self {
+        let workers = vec![Worker::Starting; count];
+        Self { workers, phase: Phase::Running, simultaneity_window, failures: Vec::new() }
     }
 
     /// Returns the time at which the next [`Event::Tick`] is due; `None` if the current phase has no time
@@ -153,23 +133,14 @@ impl Supervisor {
     pub(crate) fn wake_at(&self) -> Option<Instant> {
         match &self.phase {
             Phase::AwaitingRootCause { until } | Phase::CollectingFailures { until } => Some(*until),
-            Phase::Stopping { kill_at, .. } => Some(*kill_at),
-            Phase::Running | Phase::Killing { .. } | Phase::Done => None,
+            Phase::Stopping { kill_at, .. } => *kill_at,
+            Phase::Running | Phase::Done => None,
         }
     }
 
     /// Returns true if the workers are being stopped, or have ended.
     pub(crate) fn is_stopping(&self) -> bool {
-        match self.phase {
-            Phase::Running | Phase::AwaitingRootCause { .. } | Phase::CollectingFailures { .. } => false,
-            Phase::Stopping { .. } | Phase::Killing { .. } | Phase::Done => true,
-        }
-    }
-
-    /// Returns the workers that ended other than with exit code 0, in the order in which their ends were
-    /// noticed.
-    pub(crate) fn failures(&self) -> &[Failure] {
-        &self.failures
+        matches!(self.phase, Phase::Stopping { .. } | Phase::Done)
     }
 
     /// Processes `event` and appends the resulting actions to `out`.
@@ -178,25 +149,16 @@ impl Supervisor {
             Event::Started { local_rank } => self.started(local_rank, out),
             Event::StartFailed { local_rank, error } => {
                 self.workers[local_rank] = Worker::Ended;
-                self.stop(
-                    now,
-                    Signal::SIGTERM,
-                    self.policy.failure_grace,
-                    StopReason::StartFailure { local_rank, error },
-                    out,
-                );
+                self.stop_after_failure(now, Some(Outcome::NotStarted { local_rank, error }), out);
             }
             Event::Exited { local_rank, cause, origin } => self.exited(now, local_rank, cause, origin, out),
             Event::Stop { signal, grace, at_once } => match &mut self.phase {
-                Phase::Running | Phase::AwaitingRootCause { .. } | Phase::CollectingFailures { .. } => {
-                    self.stop(now, signal, grace, StopReason::Signal(signal), out)
-                }
-                Phase::Stopping { kill_at, reason, .. } => {
+                Phase::Stopping { kill_at: Some(kill_at), outcome, .. } => {
                     // If a failure is the reason for the stop, it stays so. A round that other nodes ended
                     // would be followed by another round, so the signal replaces that reason. Workers that
                     // save their state then have the grace period of the signal.
-                    if *reason == StopReason::Abort {
-                        *reason = StopReason::Signal(signal);
+                    if *outcome == Some(Outcome::Aborted) {
+                        *outcome = Some(Outcome::Stopped { signal });
                         *kill_at = now + grace;
                     } else {
                         *kill_at = (*kill_at).min(now + grace);
@@ -205,27 +167,18 @@ impl Supervisor {
                         self.kill(out);
                     }
                 }
-                Phase::Killing { .. } | Phase::Done => {}
+                _ => self.stop(signal, now + grace, Some(Outcome::Stopped { signal }), out),
             },
             Event::Abort { signal, grace } => match &mut self.phase {
-                Phase::Running | Phase::AwaitingRootCause { .. } | Phase::CollectingFailures { .. } => {
-                    self.stop(now, signal, grace, StopReason::Abort, out);
-                }
-                Phase::Stopping { kill_at, .. } => *kill_at = (*kill_at).min(now + grace),
-                Phase::Killing { .. } | Phase::Done => {}
+                Phase::Stopping { kill_at: Some(kill_at), .. } => *kill_at = (*kill_at).min(now + grace),
+                _ => self.stop(signal, now + grace, Some(Outcome::Aborted), out),
             },
+            Event::Tick if self.wake_at().is_none_or(|at| now < at) => {}
             Event::Tick => match self.phase {
-                Phase::AwaitingRootCause { until } if now >= until => self.fail_round(now, 0, out),
-                Phase::CollectingFailures { until } if now >= until => {
-                    self.stop(now, Signal::SIGTERM, self.policy.failure_grace, StopReason::Failure, out);
-                }
-                Phase::Stopping { kill_at, .. } if now >= kill_at => self.kill(out),
-                Phase::Running
-                | Phase::AwaitingRootCause { .. }
-                | Phase::CollectingFailures { .. }
-                | Phase::Stopping { .. }
-                | Phase::Killing { .. }
-                | Phase::Done => {}
+                Phase::AwaitingRootCause { .. } => self.fail_round(now, 0, out),
+                Phase::CollectingFailures { .. } => self.stop_after_failure(now, None, out),
+                Phase::Stopping { .. } => self.kill(out),
+                Phase::Running | Phase::Done => {}
             },
         }
         self.finish_if_all_ended(out);
@@ -233,14 +186,9 @@ impl Supervisor {
 
     fn started(&mut self, local_rank: usize, out: &mut Vec<Action>) {
         self.workers[local_rank] = Worker::Running;
-        // The phase of the round may have changed while this worker was starting.
-        match self.phase {
-            Phase::Running
-            | Phase::AwaitingRootCause { .. }
-            | Phase::CollectingFailures { .. }
-            | Phase::Done => {}
-            Phase::Stopping { signal, .. } => out.push(Action::Signal { local_rank, signal }),
-            Phase::Killing { .. } => out.push(Action::Signal { local_rank, signal: Signal::SIGKILL }),
+        // The workers may have been stopped while this worker was starting.
+        if let Phase::Stopping { signal, .. } = self.phase {
+            out.push(Action::Signal { local_rank, signal });
         }
     }
 
@@ -261,17 +209,11 @@ impl Supervisor {
                     self.fail_round(now, last, out)
                 }
                 (Phase::Running, FailureOrigin::Peer(_)) => {
-                    let wait = self.policy.simultaneity_window.max(self.policy.root_cause_wait);
+                    let wait = self.simultaneity_window.max(ROOT_CAUSE_WAIT);
                     self.phase = Phase::AwaitingRootCause { until: now + wait };
                 }
                 (Phase::AwaitingRootCause { .. }, FailureOrigin::Peer(_)) => {}
-                (
-                    Phase::CollectingFailures { .. }
-                    | Phase::Stopping { .. }
-                    | Phase::Killing { .. }
-                    | Phase::Done,
-                    FailureOrigin::Own | FailureOrigin::Peer(_),
-                ) => {}
+                (Phase::CollectingFailures { .. } | Phase::Stopping { .. } | Phase::Done, _) => {}
             }
         }
         // A worker that the failed workers blame may have exited with 0.
@@ -295,40 +237,30 @@ impl Supervisor {
     fn fail_round(&mut self, now: Instant, index: usize, out: &mut Vec<Action>) {
         let Failure { local_rank, cause, .. } = self.failures[index];
         out.push(Action::RoundFailed { local_rank, cause });
-        if self.policy.simultaneity_window.is_zero() {
-            self.stop(now, Signal::SIGTERM, self.policy.failure_grace, StopReason::Failure, out);
+        if self.simultaneity_window.is_zero() {
+            self.stop_after_failure(now, None, out);
         } else {
-            self.phase = Phase::CollectingFailures { until: now + self.policy.simultaneity_window };
+            self.phase = Phase::CollectingFailures { until: now + self.simultaneity_window };
         }
     }
 
-    fn stop(
-        &mut self,
-        now: Instant,
-        signal: Signal,
-        grace: Duration,
-        reason: StopReason,
-        out: &mut Vec<Action>,
-    ) {
-        match self.phase {
-            Phase::Running | Phase::AwaitingRootCause { .. } | Phase::CollectingFailures { .. } => {
-                self.signal_running(signal, out);
-                self.phase = Phase::Stopping { signal, kill_at: now + grace, reason };
-            }
-            Phase::Stopping { .. } | Phase::Killing { .. } | Phase::Done => {}
+    fn stop_after_failure(&mut self, now: Instant, outcome: Option<Outcome>, out: &mut Vec<Action>) {
+        self.stop(Signal::SIGTERM, now + FAILURE_GRACE, outcome, out);
+    }
+
+    /// Stops the workers, unless they are being stopped or have ended.
+    fn stop(&mut self, signal: Signal, kill_at: Instant, outcome: Option<Outcome>, out: &mut Vec<Action>) {
+        if !self.is_stopping() {
+            self.signal_running(signal, out);
+            self.phase = Phase::Stopping { signal, kill_at: Some(kill_at), outcome };
         }
     }
 
     fn kill(&mut self, out: &mut Vec<Action>) {
         self.signal_running(Signal::SIGKILL, out);
-        let reason = match &self.phase {
-            Phase::Stopping { reason, .. } | Phase::Killing { reason } => reason.clone(),
-            Phase::Running
-            | Phase::AwaitingRootCause { .. }
-            | Phase::CollectingFailures { .. }
-            | Phase::Done => StopReason::Failure,
-        };
-        self.phase = Phase::Killing { reason };
+        if let Phase::Stopping { signal, kill_at, .. } = &mut self.phase {
+            (*signal, *kill_at) = (Signal::SIGKILL, None);
+        }
     }
 
     fn signal_running(&self, signal: Signal, out: &mut Vec<Action>) {
@@ -340,30 +272,10 @@ impl Supervisor {
         if self.phase == Phase::Done || self.workers.iter().any(|worker| *worker != Worker::Ended) {
             return;
         }
-        let failures = self.failures.clone();
         let outcome = match std::mem::replace(&mut self.phase, Phase::Done) {
-            Phase::Stopping { reason: StopReason::StartFailure { local_rank, error }, .. }
-            | Phase::Killing { reason: StopReason::StartFailure { local_rank, error } } => {
-                Outcome::NotStarted { local_rank, error }
-            }
-            Phase::Stopping { reason: StopReason::Signal(signal), .. }
-            | Phase::Killing { reason: StopReason::Signal(signal) } => Outcome::Stopped { signal },
-            Phase::Stopping { reason: StopReason::Abort, .. }
-            | Phase::Killing { reason: StopReason::Abort } => Outcome::Aborted,
-            Phase::Stopping { reason: StopReason::Failure, .. }
-            | Phase::Killing { reason: StopReason::Failure } => Outcome::Failed(failures),
-            Phase::Running
-            | Phase::AwaitingRootCause { .. }
-            | Phase::CollectingFailures { .. }
-            | Phase::Done
-                if failures.is_empty() =>
-            {
-                Outcome::Succeeded
-            }
-            Phase::Running
-            | Phase::AwaitingRootCause { .. }
-            | Phase::CollectingFailures { .. }
-            | Phase::Done => Outcome::Failed(failures),
+            Phase::Stopping { outcome: Some(outcome), .. } => outcome,
+            _ if self.failures.is_empty() => Outcome::Succeeded,
+            _ => Outcome::Failed(self.failures.clone()),
         };
         out.push(Action::Finish(outcome));
     }

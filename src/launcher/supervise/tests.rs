@@ -2,7 +2,6 @@ use super::*;
 use crate::cause::Class;
 
 const GRACE: Duration = Duration::from_secs(30);
-const ROOT_CAUSE_WAIT: Duration = Duration::from_secs(5);
 
 /// A supervisor on virtual time. `does` asserts the actions that an event causes.
 struct Simulation {
@@ -12,12 +11,8 @@ struct Simulation {
 
 impl Simulation {
     fn of(count: usize, settle_ms: u64) -> Self {
-        let policy = Policy {
-            simultaneity_window: Duration::from_millis(settle_ms),
-            root_cause_wait: ROOT_CAUSE_WAIT,
-            failure_grace: GRACE,
-        };
-        let mut simulation = Self { supervisor: Supervisor::new(count, policy), start: Instant::now() };
+        let window = Duration::from_millis(settle_ms);
+        let mut simulation = Self { supervisor: Supervisor::new(count, window), start: Instant::now() };
         for local_rank in 0..count {
             simulation.at(0, Event::Started { local_rank }, &[]);
         }
@@ -254,12 +249,8 @@ fn signal_during_failure_handling_keeps_the_failure_as_reason() {
 
 #[test]
 fn late_started_worker_is_also_stopped() {
-    let policy = Policy {
-        simultaneity_window: Duration::ZERO,
-        root_cause_wait: ROOT_CAUSE_WAIT,
-        failure_grace: GRACE,
-    };
-    let mut simulation = Simulation { supervisor: Supervisor::new(2, policy), start: Instant::now() };
+    let window = Duration::ZERO;
+    let mut simulation = Simulation { supervisor: Supervisor::new(2, window), start: Instant::now() };
     simulation.at(0, Event::Started { local_rank: 0 }, &[]);
     simulation.at(1, exit(0, 1), &[round_failed(0, 1)]);
     simulation.at(2, Event::Started { local_rank: 1 }, &[signal(1, Signal::SIGTERM)]);
@@ -301,12 +292,8 @@ fn not_found() -> NotStarted {
 
 #[test]
 fn unstartable_program_ends_the_attempt() {
-    let policy = Policy {
-        simultaneity_window: Duration::ZERO,
-        root_cause_wait: ROOT_CAUSE_WAIT,
-        failure_grace: GRACE,
-    };
-    let mut simulation = Simulation { supervisor: Supervisor::new(2, policy), start: Instant::now() };
+    let window = Duration::ZERO;
+    let mut simulation = Simulation { supervisor: Supervisor::new(2, window), start: Instant::now() };
     let not_found = not_found();
     simulation.at(0, Event::StartFailed { local_rank: 0, error: not_found.clone() }, &[]);
     let outcome = Outcome::NotStarted { local_rank: 0, error: not_found.clone() };
@@ -333,12 +320,8 @@ fn random_round(seed: u64) {
         state % bound
     };
     let count = usize::try_from(1 + random(6)).unwrap();
-    let policy = Policy {
-        simultaneity_window: Duration::from_millis(random(2) * 500),
-        root_cause_wait: ROOT_CAUSE_WAIT,
-        failure_grace: GRACE,
-    };
-    let mut supervisor = Supervisor::new(count, policy);
+    let window = Duration::from_millis(random(2) * 500);
+    let mut supervisor = Supervisor::new(count, window);
     let mut now = Instant::now();
     let mut started = vec![false; count];
     let mut alive = vec![true; count];

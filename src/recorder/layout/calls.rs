@@ -5,6 +5,11 @@ use serde::Serialize;
 use super::words::{byte, halves, high, low, pair, whole};
 use super::{ENTRY_LEN, LISTED_PEERS, lock};
 
+/// The states and operations, by their numbers in a call record.
+const STATES: [State; 4] = [State::Queued, State::Running, State::Done, State::Failed];
+const OPERATIONS: [Operation; 4] =
+    [Operation::Collective, Operation::Send, Operation::Recv, Operation::Probe];
+
 /// One call of the recording.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
@@ -80,13 +85,6 @@ pub fn tags(group: u32, state: State, operation: Operation, algorithm: u8) -> u6
     u64::from(group) | (state as u64) << 32 | (operation as u64) << 40 | u64::from(algorithm) << 48
 }
 
-/// Returns the word of a call record with its thread and the number of awaited ranks.
-#[inline]
-#[must_use]
-pub fn waiting(thread: u32, ranks: u32) -> u64 {
-    pair(thread, ranks)
-}
-
 impl Entry {
     /// Encodes the call record, with its lock word.
     #[inline]
@@ -107,7 +105,7 @@ impl Entry {
             self.sent_bytes,
             self.to_receive_bytes,
             self.to_send_bytes,
-            waiting(self.thread, self.waits_for),
+            pair(self.thread, self.waits_for),
             pair(peers[0], peers[1]),
             pair(peers[2], peers[3]),
             pair(peers[4], peers[5]),
@@ -118,26 +116,12 @@ impl Entry {
     #[must_use]
     pub fn decode(words: &[u64; ENTRY_LEN]) -> Option<Self> {
         let number = Some(words[0] >> 1).filter(|&number| number > 0 && words[0] & 1 == 0)?;
-        let state = match byte(words[1], 4) {
-            0 => State::Queued,
-            1 => State::Running,
-            2 => State::Done,
-            3 => State::Failed,
-            _ => return None,
-        };
-        let operation = match byte(words[1], 5) {
-            0 => Operation::Collective,
-            1 => Operation::Send,
-            2 => Operation::Recv,
-            3 => Operation::Probe,
-            _ => return None,
-        };
         let (a, b, c) = (words[13], words[14], words[15]);
         Some(Self {
             number,
             group: low(words[1]),
-            state,
-            operation,
+            state: *STATES.get(usize::from(byte(words[1], 4)))?,
+            operation: *OPERATIONS.get(usize::from(byte(words[1], 5)))?,
             algorithm: byte(words[1], 6),
             seq: words[2],
             call: whole(words[3], words[4]).to_le_bytes(),

@@ -7,6 +7,11 @@ use super::words::{
 };
 use super::{GROUP_LEN, LISTED_RANKS, lock};
 
+/// The states and kinds of failures, by their numbers in a group record. The number of a kind is 0 for none.
+const STATES: [GroupState; 5] =
+    [GroupState::Forming, GroupState::Formed, GroupState::Unformed, GroupState::Failed, GroupState::Left];
+const KINDS: [CauseKind; 4] = [CauseKind::Lost, CauseKind::Timeout, CauseKind::Mismatch, CauseKind::Aborted];
+
 /// A group of which the process was a member.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Group {
@@ -24,7 +29,8 @@ pub struct Group {
     pub id: u64,
     /// Generation of the job; `None` until it is known.
     pub generation: Option<Generation>,
-    /// Time at which this rank started to form the group, see [`Header::started_ns`](super::Header::started_ns).
+    /// Time at which this rank started to form the group, see
+    /// [`Header::started_ns`](super::Header::started_ns).
     pub created_ns: u64,
     /// Time at which the group ended; 0 before that.
     pub ended_ns: u64,
@@ -114,32 +120,15 @@ impl Group {
     #[must_use]
     pub fn decode(words: &[u64; GROUP_LEN]) -> Option<Self> {
         let number = u32::try_from(words[0] >> 1).ok().filter(|&number| number > 0 && words[0] & 1 == 0)?;
-        let state = match byte(words[1], 0) {
-            0 => GroupState::Forming,
-            1 => GroupState::Formed,
-            2 => GroupState::Unformed,
-            3 => GroupState::Failed,
-            4 => GroupState::Left,
-            _ => return None,
-        };
-        let kind = match byte(words[1], 1) {
-            0 => None,
-            1 => Some(CauseKind::Lost),
-            2 => Some(CauseKind::Timeout),
-            3 => Some(CauseKind::Mismatch),
-            4 => Some(CauseKind::Aborted),
-            _ => Some(CauseKind::Other),
-        };
+        let kind = usize::from(byte(words[1], 1)).checked_sub(1);
+        let kind = kind.map(|number| *KINDS.get(number).unwrap_or(&CauseKind::Other));
+        let (suspect, reported_by) = (optional(low(words[8])), high(words[8]));
         let listed = usize::try_from(words[9]).ok().filter(|&listed| listed <= LISTED_RANKS);
         let ranks = || words[32..].iter().flat_map(|&word| [low(word), high(word)]);
         Some(Self {
             number,
-            state,
-            cause: kind.map(|kind| Cause {
-                kind,
-                suspect: optional(low(words[8])),
-                reported_by: high(words[8]),
-            }),
+            state: *STATES.get(usize::from(byte(words[1], 0)))?,
+            cause: kind.map(|kind| Cause { kind, suspect, reported_by }),
             rank: low(words[2]),
             size: high(words[2]),
             id: words[3],

@@ -15,7 +15,7 @@ mod groups;
 mod process;
 mod words;
 
-pub use calls::{Entry, Operation, State, tags, waiting};
+pub use calls::{Entry, Operation, State, tags};
 pub use groups::{Cause, CauseKind, Group, GroupState};
 pub use process::{Exit, Header, Process};
 pub use words::pair;
@@ -44,8 +44,6 @@ pub const FILE_BYTES: usize = 8 * FILE_LEN;
 pub const LISTED_RANKS: usize = 64;
 /// A call record lists at most this many of the ranks for which the call waits.
 pub const LISTED_PEERS: usize = 6;
-/// Largest number of a call. Calls are numbered from 1.
-pub const LAST_NUMBER: u64 = u64::MAX >> 1;
 
 /// Indexes of the words of the header that change.
 pub mod header {
@@ -71,7 +69,7 @@ pub mod entry {
     pub const ENDED: usize = 7;
     /// Bytes received so far. The next word has the bytes sent so far.
     pub const RECEIVED: usize = 8;
-    /// Thread and number of awaited ranks, see [`super::waiting`]. The ranks follow, two in a word.
+    /// A [`pair`](super::pair) of thread and number of awaited ranks. The ranks follow, two in a word.
     pub const WAITING: usize = 12;
 }
 

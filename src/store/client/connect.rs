@@ -6,10 +6,9 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 use std::{fmt, io, thread};
 
-use socket2::{SockRef, TcpKeepalive};
-
 use super::connection::{Connection, ExchangeError};
 use crate::error::StoreError;
+use crate::keepalive::set_keepalive;
 
 /// Longest time to connect to one address of a host, so that its other addresses are tried too.
 const ATTEMPT_TIME: Duration = Duration::from_secs(5);
@@ -17,10 +16,9 @@ const ATTEMPT_TIME: Duration = Duration::from_secs(5);
 /// is shortened at random by up to half, so that ten thousand clients do not connect at the same time.
 const FIRST_DELAY: Duration = Duration::from_millis(20);
 const LONGEST_DELAY: Duration = Duration::from_secs(1);
-/// The loss of the server's host is detected after this idle time and three unanswered probes.
+/// Idle time and interval of probes after which the loss of the server's host is detected.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(10);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
-const KEEPALIVE_PROBES: u32 = 3;
 
 /// The address at which a server listens.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,9 +29,6 @@ pub(super) struct Address {
 
 impl Address {
     /// Parses `host:port`. An IPv6 address must be in brackets.
-    ///
-    /// # Errors
-    /// [`StoreError::Invalid`] if `text` has another form.
     pub(super) fn parse(text: &str) -> Result<Address, StoreError> {
         let invalid =
             || StoreError::Invalid { what: format!("{text:?} is not an address, such as host:29500") };
@@ -60,12 +55,8 @@ impl Address {
             };
             let delay = longest.mul_f64(0.5 + f64::from(random_u32() >> 16) / f64::from(1 << 17));
             if Instant::now() + delay >= deadline {
-                return Err(StoreError::Unreachable {
-                    store: self.to_string(),
-                    after: started.elapsed(),
-                    attempts,
-                    last,
-                });
+                let (store, after) = (self.to_string(), started.elapsed());
+                return Err(StoreError::Unreachable { store, after, attempts, last });
             }
             thread::sleep(delay);
             longest = (longest * 2).min(LONGEST_DELAY);
@@ -112,24 +103,8 @@ impl Address {
 
 impl fmt::Display for Address {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.host.contains(':') {
-            write!(f, "[{}]:{}", self.host, self.port)
-        } else {
-            write!(f, "{}:{}", self.host, self.port)
-        }
-    }
-}
-
-impl fmt::Display for ExchangeError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            ExchangeError::Timeout => f.write_str("connected, but it does not answer as a store"),
-            ExchangeError::Lost(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                f.write_str("it closed the connection: it is not a store, or is shutting down")
-            }
-            ExchangeError::Lost(error) => error.fmt(f),
-            ExchangeError::Protocol(error) => write!(f, "not a store: it {error}"),
-        }
+        let Address { host, port } = self;
+        if host.contains(':') { write!(f, "[{host}]:{port}") } else { write!(f, "{host}:{port}") }
     }
 }
 
@@ -141,11 +116,7 @@ fn open(address: SocketAddr, deadline: Instant) -> Result<Connection, ExchangeEr
     if stream.local_addr()? == stream.peer_addr()? {
         return Err(ExchangeError::Lost(io::ErrorKind::ConnectionRefused.into()));
     }
-    let keepalive = TcpKeepalive::new()
-        .with_time(KEEPALIVE_IDLE)
-        .with_interval(KEEPALIVE_INTERVAL)
-        .with_retries(KEEPALIVE_PROBES);
-    SockRef::from(&stream).set_tcp_keepalive(&keepalive)?;
+    set_keepalive(&stream, KEEPALIVE_IDLE, KEEPALIVE_INTERVAL)?;
     Connection::open(stream, random_u32(), deadline)
 }
 

@@ -9,32 +9,42 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
+use crate::call::Call;
 use crate::error::StoreError;
 use crate::wire::encode::byte;
 use crate::wire::{Kind, MAX_KEY_COUNT, MAX_REPLY_BYTES, encode};
 
 /// The reason why an exchange failed. After any of these errors the connection must be dropped,
-/// because the next bytes may belong to an earlier reply.
-#[derive(Debug)]
+/// because the next bytes may belong to an earlier reply. The texts describe a handshake.
+#[derive(Debug, thiserror::Error)]
 pub(super) enum ExchangeError {
     /// No reply came by the deadline.
+    #[error("connected, but it does not answer as a store")]
     Timeout,
-    Lost(io::Error),
-    Protocol(ReplyError),
+    #[error("{}", describe_loss(.0))]
+    Lost(#[from] io::Error),
+    #[error("not a store: it {0}")]
+    Protocol(#[from] ReplyError),
+}
+
+fn describe_loss(error: &io::Error) -> String {
+    match error.kind() {
+        ErrorKind::UnexpectedEof => {
+            "it closed the connection: it is not a store, or is shutting down".to_owned()
+        }
+        _ => error.to_string(),
+    }
 }
 
 impl ExchangeError {
-    /// Returns the error of `operation` on the store with this name; `timeout` is that for a timeout.
-    pub(super) fn of_store(
-        self,
-        store: String,
-        operation: &'static str,
-        timeout: impl FnOnce() -> StoreError,
-    ) -> StoreError {
+    /// Returns the error of `call` on the store with this name, which waited for `awaited`.
+    pub(super) fn of_call(self, call: Call<'_>, store: String, awaited: Vec<String>) -> StoreError {
         match self {
-            Self::Timeout => timeout(),
-            Self::Lost(source) => StoreError::Lost { store, operation, source },
-            Self::Protocol(error) => StoreError::Protocol { store, what: format!("{operation}: it {error}") },
+            Self::Timeout => call.timeout(store, awaited),
+            Self::Lost(source) => call.lost(store, source),
+            Self::Protocol(error) => {
+                StoreError::Protocol { store, what: format!("{}: it {error}", call.operation) }
+            }
         }
     }
 }
@@ -58,28 +68,6 @@ pub(super) enum ReplyError {
     ReplyLength,
 }
 
-impl From<io::Error> for ExchangeError {
-    fn from(error: io::Error) -> ExchangeError {
-        ExchangeError::Lost(error)
-    }
-}
-
-impl From<ReplyError> for ExchangeError {
-    fn from(error: ReplyError) -> ExchangeError {
-        ExchangeError::Protocol(error)
-    }
-}
-
-/// The outcome of a wait on the server. The connection can be used again after either outcome.
-#[derive(Debug, PartialEq, Eq)]
-pub(super) enum WaitOutcome {
-    Ready,
-    /// The wait was cancelled at the deadline. `present` tells for each checked key whether it exists.
-    TimedOut {
-        present: Vec<bool>,
-    },
-}
-
 /// Maximum number of bytes that one read takes from the socket.
 const READ_BYTES: usize = 16 << 10;
 /// Time in which a live server answers a cancellation. A wait that times out may return this much
@@ -88,9 +76,9 @@ const CANCEL_TIME: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]
 pub(super) struct Connection {
-    stream: TcpStream,
+    pub(super) stream: TcpStream,
     /// Until when the exchange in progress sends and receives.
-    deadline: Instant,
+    pub(super) deadline: Instant,
     /// Bytes received; the first `consumed_bytes` have been read.
     input: Vec<u8>,
     consumed_bytes: usize,
@@ -114,15 +102,6 @@ impl Connection {
         Ok(connection)
     }
 
-    pub(super) fn stream(&self) -> &TcpStream {
-        &self.stream
-    }
-
-    /// Sets the time until which later calls send and receive.
-    pub(super) fn set_deadline(&mut self, deadline: Instant) {
-        self.deadline = deadline;
-    }
-
     /// Sends the requests that `write` appends to an empty buffer.
     pub(super) fn ask(&mut self, write: impl FnOnce(&mut Vec<u8>)) -> Result<(), ExchangeError> {
         write(self.request());
@@ -135,7 +114,6 @@ impl Connection {
         &mut self.output
     }
 
-    /// Sends the requests in the buffer.
     fn send(&mut self) -> Result<(), ExchangeError> {
         const KEPT_BYTES: usize = 1 << 20;
         let mut sent = 0;
@@ -161,11 +139,10 @@ impl Connection {
     }
 
     fn expect_nonce(&mut self, nonce: u32) -> Result<(), ExchangeError> {
-        let got = u32::from_le_bytes(self.read_array()?);
-        if got != nonce {
-            return Err(ReplyError::Nonce { sent: nonce, received: got }.into());
+        match u32::from_le_bytes(self.read_array()?) {
+            received if received == nonce => Ok(()),
+            received => Err(ReplyError::Nonce { sent: nonce, received }.into()),
         }
-        Ok(())
     }
 
     pub(super) fn read_byte(&mut self) -> Result<u8, ExchangeError> {
@@ -188,10 +165,10 @@ impl Connection {
 
     pub(super) fn read_blob(&mut self) -> Result<Vec<u8>, ExchangeError> {
         let length = u64::from_le_bytes(self.read_array()?);
-        let length = match usize::try_from(length) {
-            Ok(length) if length <= MAX_REPLY_BYTES => length,
-            _ => return Err(ReplyError::ValueLength(length).into()),
-        };
+        if length > MAX_REPLY_BYTES as u64 {
+            return Err(ReplyError::ValueLength(length).into());
+        }
+        let length = length as usize;
         self.fill(length)?;
         let blob = self.input[self.consumed_bytes..self.consumed_bytes + length].to_vec();
         self.consume(length);
@@ -213,11 +190,11 @@ impl Connection {
         Ok(blobs)
     }
 
-    /// Waits until the server ends a wait with READY. At the deadline it cancels the wait and asks the
-    /// server which of the keys `checked` exist.
-    pub(super) fn finish_wait(&mut self, checked: &[&[u8]]) -> Result<WaitOutcome, ExchangeError> {
+    /// Waits until the server ends a wait with READY. At the deadline it cancels the wait, asks the server
+    /// which of the keys `checked` exist, and returns that. The connection can be used again in both cases.
+    pub(super) fn finish_wait(&mut self, checked: &[&[u8]]) -> Result<Option<Vec<bool>>, ExchangeError> {
         match self.read_ready() {
-            Ok(()) => return Ok(WaitOutcome::Ready),
+            Ok(()) => return Ok(None),
             Err(ExchangeError::Timeout) => {}
             Err(error) => return Err(error),
         }
@@ -228,21 +205,15 @@ impl Connection {
         }
         self.deadline = Instant::now() + CANCEL_TIME;
         self.send()?;
-        let ready = match self.read_byte()? {
-            byte::CANCELLED => false,
-            // The wait ended on the server before the request to cancel it arrived, so both have a
-            // reply.
-            byte::READY => match self.read_byte()? {
-                byte::CANCELLED => true,
-                other => return Err(ReplyError::Cancel(other).into()),
-            },
-            other => return Err(ReplyError::Cancel(other).into()),
-        };
-        let mut present = Vec::with_capacity(checked.len());
-        for _ in checked {
-            present.push(self.read_check()?);
+        let first = self.read_byte()?;
+        // If the wait ended on the server before the request to cancel it arrived, both have a reply.
+        let ready = first == byte::READY;
+        let last = if ready { self.read_byte()? } else { first };
+        if last != byte::CANCELLED {
+            return Err(ReplyError::Cancel(last).into());
         }
-        Ok(if ready { WaitOutcome::Ready } else { WaitOutcome::TimedOut { present } })
+        let present = checked.iter().map(|_| self.read_check()).collect::<Result<_, _>>()?;
+        Ok((!ready).then_some(present))
     }
 
     /// Reads READY, with which the server ends a wait. Any other byte is a protocol error.

@@ -7,6 +7,7 @@ use std::time::Instant;
 use super::TcpStore;
 use super::connect::random_u32;
 use super::connection::{Connection, ExchangeError};
+use crate::call::Call;
 use crate::error::StoreError;
 use crate::keepalive::set_fast_keepalive;
 use crate::keys::{check_value, stored_key};
@@ -55,25 +56,21 @@ impl TcpStore {
         deadline: Instant,
     ) -> Result<(LastWill, KeyWatch), StoreError> {
         check_value(value)?;
-        let started = Instant::now();
+        let call = Call::new("set_last_will", &[], deadline);
         let key = stored_key(key)?;
         let mut connection = self.pool.address.connect(deadline)?;
         let store = self.pool.address.to_string();
         let opened = (|| {
-            let stream = connection.stream().try_clone()?;
+            let stream = connection.stream.try_clone()?;
             set_fast_keepalive(&stream)?;
             blobs(connection.request(), Kind::SetLastWill, &[&key, value]);
             connection.send_and_confirm(random_u32())?;
             connection.ask(|out| counted(out, Kind::Wait, 1, [key.as_slice()].into_iter()))?;
             Ok(stream)
         })();
-        match opened {
-            Ok(stream) => {
-                let watch = KeyWatch { connection, store, key: key.clone(), is_value_requested: false };
-                Ok((LastWill { stream, key }, watch))
-            }
-            Err(error) => Err(store_error(error, store, "set_last_will", started)),
-        }
+        let stream = opened.map_err(|error| store_error(error, call, &store))?;
+        let watch = KeyWatch { connection, store, key: key.clone(), is_value_requested: false };
+        Ok((LastWill { stream, key }, watch))
     }
 }
 
@@ -97,12 +94,12 @@ impl KeyWatch {
     /// # Errors
     /// [`StoreError::Lost`] if the store has ended or the will was withdrawn.
     pub fn wait(&mut self, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
-        let started = Instant::now();
-        self.connection.set_deadline(deadline);
+        let call = Call::new("watch", &[], deadline);
+        self.connection.deadline = deadline;
         match self.value() {
             Ok(value) => Ok(Some(value)),
             Err(ExchangeError::Timeout) => Ok(None),
-            Err(error) => Err(store_error(error, self.store.clone(), "watch", started)),
+            Err(error) => Err(store_error(error, call, &self.store)),
         }
     }
 
@@ -116,11 +113,8 @@ impl KeyWatch {
     }
 }
 
-fn store_error(error: ExchangeError, store: String, operation: &'static str, started: Instant) -> StoreError {
-    error.of_store(store.clone(), operation, || {
-        let keys = vec!["the server's answer".to_owned()];
-        StoreError::Timeout { store, operation, after: started.elapsed(), keys }
-    })
+fn store_error(error: ExchangeError, call: Call<'_>, store: &str) -> StoreError {
+    error.of_call(call, store.to_owned(), vec!["the server's answer".to_owned()])
 }
 
 #[cfg(test)]

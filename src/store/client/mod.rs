@@ -9,14 +9,15 @@ use std::fmt;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::call::Call;
 use crate::error::StoreError;
-use crate::keys::{check_value, not_a_number, printable, stored_key, stored_keys, user_key};
+use crate::keys::{check_value, not_a_number, printable, printable_or, stored_key, stored_keys, user_key};
 use crate::state::leading_number;
 use crate::store::Store;
 use crate::wire::encode::{blobs, counted, key_and_number};
 use crate::wire::{Kind, MAX_REPLY_BYTES, encode};
 use connect::{Address, random_u32};
-use connection::{Connection, ExchangeError, WaitOutcome};
+use connection::{Connection, ExchangeError};
 pub use last_will::{KeyWatch, LastWill};
 use pool::Pool;
 
@@ -59,10 +60,8 @@ impl TcpStore {
     /// # Errors
     /// Only the errors that every operation may return, see [`Store`].
     pub fn announce_worker(&self, deadline: Instant) -> Result<i64, StoreError> {
-        self.exchange("add", &[WORKERS_KEY], deadline, |connection| {
-            connection.ask(|out| key_and_number(out, Kind::Add, WORKERS_KEY, 1))?;
-            connection.read_number()
-        })
+        let request = |out: &mut _| key_and_number(out, Kind::Add, WORKERS_KEY, 1);
+        self.ask(Call::new("add", &[WORKERS_KEY], deadline), request, Connection::read_number)
     }
 
     /// Waits until `count` workers have called [`announce_worker`](TcpStore::announce_worker).
@@ -74,17 +73,15 @@ impl TcpStore {
     /// [`StoreError::Timeout`] with the number of workers that have called it; [`StoreError::Invalid`]
     /// if the store's count is not a number.
     pub fn wait_for_workers(&self, count: usize, deadline: Instant) -> Result<(), StoreError> {
-        let started = Instant::now();
+        let call = Call::new("wait_for_workers", &[WORKERS_KEY], deadline);
         let count = i64::try_from(count).unwrap_or(i64::MAX);
         let late = |arrived| {
             let key = format!("init/ ({arrived} of {count} workers came)");
-            self.timeout("wait_for_workers", vec![key], started)
+            call.timeout(self.name(), vec![key])
         };
         let mut last = None;
         loop {
-            let answer = self.exchange("wait_for_workers", &[WORKERS_KEY], deadline, |connection| {
-                get_if_present(connection, WORKERS_KEY)
-            });
+            let answer = self.exchange(call, |connection| get_if_present(connection, WORKERS_KEY));
             let arrived = match (answer, last) {
                 // The deadline has passed while the store was asked again.
                 (Err(StoreError::Timeout { .. }), Some(last)) => return Err(late(last)),
@@ -107,28 +104,22 @@ impl TcpStore {
     /// uses at that time. If `work` fails, the connection is dropped.
     fn exchange<R>(
         &self,
-        operation: &'static str,
-        keys: &[&[u8]],
-        deadline: Instant,
+        call: Call<'_>,
         work: impl FnOnce(&mut Connection) -> Result<R, ExchangeError>,
     ) -> Result<R, StoreError> {
-        let started = Instant::now();
-        let timeout = || self.timeout(operation, printable(keys.iter().copied()), started);
-        let mut connection = self.pool.acquire(deadline)?.ok_or_else(timeout)?;
-        connection.set_deadline(deadline);
+        let keys = || printable(call.keys.iter().copied());
+        let acquired = self.pool.acquire(call.deadline)?;
+        let mut connection = acquired.ok_or_else(|| call.timeout(self.name(), keys()))?;
+        connection.deadline = call.deadline;
         match work(&mut connection) {
             Ok(result) => {
-                if connection.is_reusable() {
-                    self.pool.release(connection);
-                } else {
-                    self.pool.discard();
-                }
+                self.pool.release(connection);
                 Ok(result)
             }
             Err(error) => {
                 drop(connection);
                 self.pool.discard();
-                Err(error.of_store(self.pool.address.to_string(), operation, timeout))
+                Err(error.of_call(call, self.name(), keys()))
             }
         }
     }
@@ -137,19 +128,16 @@ impl TcpStore {
     /// client has already removed the awaited item, and the wait starts again.
     fn wait_then<R>(
         &self,
-        operation: &'static str,
-        keys: &[&[u8]],
-        deadline: Instant,
+        call: Call<'_>,
         mut work: impl FnMut(&mut Connection, &[Vec<u8>]) -> Result<Option<R>, ExchangeError>,
     ) -> Result<R, StoreError> {
-        let started = Instant::now();
-        let stored_keys = stored_keys(keys)?;
-        let result = self.exchange(operation, keys, deadline, |connection| {
+        let stored_keys = stored_keys(call.keys)?;
+        let result = self.exchange(call, |connection| {
             loop {
                 connection.ask(|out| key_list(out, Kind::Wait, &stored_keys))?;
                 let checked: Vec<&[u8]> =
                     stored_keys.iter().take(MAX_CHECKED_KEYS).map(Vec::as_slice).collect();
-                if let WaitOutcome::TimedOut { present } = connection.finish_wait(&checked)? {
+                if let Some(present) = connection.finish_wait(&checked)? {
                     return Ok(Err(present));
                 }
                 if let Some(result) = work(connection, &stored_keys)? {
@@ -158,85 +146,55 @@ impl TcpStore {
             }
         })?;
         result.map_err(|present| {
-            let missing = keys.iter().zip(present).filter(|(_, present)| !present).map(|(key, _)| *key);
-            let missing = printable(missing);
-            let all = || printable(keys.iter().copied());
-            self.timeout(operation, if missing.is_empty() { all() } else { missing }, started)
+            let keys = call.keys.iter().zip(present);
+            let missing = keys.filter(|(_, present)| !present).map(|(key, _)| *key);
+            call.timeout(self.name(), printable_or(missing, call.keys))
+        })
+    }
+
+    /// Sends one request, and reads its reply by `reply`.
+    fn ask<R>(
+        &self,
+        call: Call<'_>,
+        request: impl FnOnce(&mut Vec<u8>),
+        reply: impl FnOnce(&mut Connection) -> Result<R, ExchangeError>,
+    ) -> Result<R, StoreError> {
+        self.exchange(call, |connection| {
+            connection.ask(request)?;
+            reply(connection)
         })
     }
 
     /// Sends one request that has no reply, and waits until the server has carried it out.
-    fn write(
-        &self,
-        operation: &'static str,
-        keys: &[&[u8]],
-        deadline: Instant,
-        request: impl FnOnce(&mut Vec<u8>),
-    ) -> Result<(), StoreError> {
-        self.exchange(operation, keys, deadline, |connection| {
+    fn write(&self, call: Call<'_>, request: impl FnOnce(&mut Vec<u8>)) -> Result<(), StoreError> {
+        self.exchange(call, |connection| {
             request(connection.request());
             connection.send_and_confirm(random_u32())
         })
     }
 
-    /// Sends a request whose reply is one number.
-    fn number(
-        &self,
-        operation: &'static str,
-        keys: &[&[u8]],
-        deadline: Instant,
-        request: impl FnOnce(&mut Vec<u8>),
-    ) -> Result<i64, StoreError> {
-        self.exchange(operation, keys, deadline, |connection| {
-            connection.ask(request)?;
-            connection.read_number()
-        })
-    }
-
     /// Sends a request whose reply is one number that cannot be negative.
-    fn count(
-        &self,
-        operation: &'static str,
-        keys: &[&[u8]],
-        deadline: Instant,
-        request: impl FnOnce(&mut Vec<u8>),
-    ) -> Result<u64, StoreError> {
-        self.exchange(operation, keys, deadline, |connection| {
-            connection.ask(request)?;
-            Ok(connection.read_count(usize::MAX)? as u64)
-        })
+    fn count(&self, call: Call<'_>, request: impl FnOnce(&mut Vec<u8>)) -> Result<u64, StoreError> {
+        self.ask(call, request, |connection| connection.read_count(usize::MAX)).map(|count| count as u64)
     }
 
     /// Replaces [`StoreError::Lost`] in `outcome` by the error for which the server closed the
     /// connection, if that is known.
     ///
     /// A server closes the connection of a client that adds to a value that is not a number. So after
-    /// a loss, this reads the value of `key` on another connection.
-    fn diagnose_loss<R>(
-        &self,
-        outcome: Result<R, StoreError>,
-        operation: &'static str,
-        key: &[u8],
-        deadline: Instant,
-    ) -> Result<R, StoreError> {
+    /// a loss, this reads the value of the call's only key on another connection.
+    fn diagnose_loss<R>(&self, outcome: Result<R, StoreError>, call: Call<'_>) -> Result<R, StoreError> {
         let Err(StoreError::Lost { .. }) = &outcome else { return outcome };
-        let stored = stored_key(key)?;
-        let value =
-            self.exchange(operation, &[key], deadline, |connection| get_if_present(connection, &stored));
-        match value {
-            Ok(Some(text)) if leading_number(&text).is_none() => Err(not_a_number(key)),
+        let stored = stored_key(call.keys[0])?;
+        match self.exchange(call, |connection| get_if_present(connection, &stored)) {
+            Ok(Some(text)) if leading_number(&text).is_none() => Err(not_a_number(call.keys[0])),
             // The store has ended, or the value did not cause the loss of the connection.
             Ok(_) | Err(_) => outcome,
         }
     }
 
-    fn timeout(&self, operation: &'static str, keys: Vec<String>, started: Instant) -> StoreError {
-        StoreError::Timeout {
-            store: self.pool.address.to_string(),
-            operation,
-            after: started.elapsed(),
-            keys,
-        }
+    fn name(&self) -> String {
+        self.pool.address.to_string()
     }
 }
 
@@ -277,11 +235,11 @@ impl Store for TcpStore {
     fn set(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
         check_value(value)?;
         let stored = stored_key(key)?;
-        self.write("set", &[key], deadline, |out| blobs(out, Kind::Set, &[&stored, value]))
+        self.write(Call::new("set", &[key], deadline), |out| blobs(out, Kind::Set, &[&stored, value]))
     }
 
     fn get(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
-        self.wait_then("get", &[key], deadline, |connection, stored_keys| {
+        self.wait_then(Call::new("get", &[key], deadline), |connection, stored_keys| {
             connection.ask(|out| blobs(out, Kind::Get, &[&stored_keys[0]]))?;
             connection.read_blob().map(Some)
         })
@@ -289,7 +247,7 @@ impl Store for TcpStore {
 
     fn try_get(&self, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
         let stored = stored_key(key)?;
-        self.exchange("get", &[key], deadline, |connection| get_if_present(connection, &stored))
+        self.exchange(Call::new("get", &[key], deadline), |connection| get_if_present(connection, &stored))
     }
 
     fn compare_set(
@@ -302,38 +260,35 @@ impl Store for TcpStore {
         check_value(expected)?;
         check_value(desired)?;
         let stored = stored_key(key)?;
-        self.exchange("compare_set", &[key], deadline, |connection| {
-            connection.ask(|out| blobs(out, Kind::CompareSet, &[&stored, expected, desired]))?;
-            connection.read_blob()
-        })
+        let request = |out: &mut _| blobs(out, Kind::CompareSet, &[&stored, expected, desired]);
+        self.ask(Call::new("compare_set", &[key], deadline), request, Connection::read_blob)
     }
 
     fn add(&self, key: &[u8], delta: i64, deadline: Instant) -> Result<i64, StoreError> {
-        let stored = stored_key(key)?;
-        let sum = self.number("add", &[key], deadline, |out| key_and_number(out, Kind::Add, &stored, delta));
-        self.diagnose_loss(sum, "add", key, deadline)
+        let (stored, keys) = (stored_key(key)?, [key]);
+        let call = Call::new("add", &keys, deadline);
+        let request = |out: &mut _| key_and_number(out, Kind::Add, &stored, delta);
+        self.diagnose_loss(self.ask(call, request, Connection::read_number), call)
     }
 
     fn append(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
         check_value(value)?;
         let stored = stored_key(key)?;
-        self.write("append", &[key], deadline, |out| blobs(out, Kind::Append, &[&stored, value]))
+        self.write(Call::new("append", &[key], deadline), |out| blobs(out, Kind::Append, &[&stored, value]))
     }
 
     fn check(&self, keys: &[&[u8]], deadline: Instant) -> Result<bool, StoreError> {
         let stored_keys = stored_keys(keys)?;
-        self.exchange("check", keys, deadline, |connection| {
-            connection.ask(|out| key_list(out, Kind::Check, &stored_keys))?;
-            connection.read_check()
-        })
+        let request = |out: &mut _| key_list(out, Kind::Check, &stored_keys);
+        self.ask(Call::new("check", keys, deadline), request, Connection::read_check)
     }
 
     fn wait(&self, keys: &[&[u8]], deadline: Instant) -> Result<(), StoreError> {
-        self.wait_then("wait", keys, deadline, |_, _| Ok(Some(())))
+        self.wait_then(Call::new("wait", keys, deadline), |_, _| Ok(Some(())))
     }
 
     fn multi_get(&self, keys: &[&[u8]], deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
-        self.wait_then("multi_get", keys, deadline, |connection, stored_keys| {
+        self.wait_then(Call::new("multi_get", keys, deadline), |connection, stored_keys| {
             connection.ask(|out| key_list(out, Kind::MultiGet, stored_keys))?;
             connection.read_blobs(stored_keys.len()).map(Some)
         })
@@ -343,7 +298,7 @@ impl Store for TcpStore {
         pairs.iter().try_for_each(|(_, value)| check_value(value))?;
         let keys: Vec<&[u8]> = pairs.iter().map(|(key, _)| *key).collect();
         let stored_keys = stored_keys(&keys)?;
-        self.write("multi_set", &keys, deadline, |out| {
+        self.write(Call::new("multi_set", &keys, deadline), |out| {
             let fields =
                 stored_keys.iter().zip(pairs).flat_map(|(stored, (_, value))| [stored.as_slice(), value]);
             counted(out, Kind::MultiSet, stored_keys.len(), fields);
@@ -352,17 +307,17 @@ impl Store for TcpStore {
 
     fn delete(&self, key: &[u8], deadline: Instant) -> Result<bool, StoreError> {
         let stored = stored_key(key)?;
-        let deleted = self.count("delete", &[key], deadline, |out| blobs(out, Kind::Delete, &[&stored]))?;
-        Ok(deleted > 0)
+        let request = |out: &mut _| blobs(out, Kind::Delete, &[&stored]);
+        Ok(self.count(Call::new("delete", &[key], deadline), request)? > 0)
     }
 
     fn num_keys(&self, deadline: Instant) -> Result<u64, StoreError> {
-        self.count("num_keys", &[], deadline, |out| encode::bare(out, Kind::NumKeys))
+        self.count(Call::new("num_keys", &[], deadline), |out| encode::bare(out, Kind::NumKeys))
     }
 
     fn list_keys(&self, deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
-        let stored_keys = self.exchange("list_keys", &[], deadline, |connection| {
-            connection.ask(|out| encode::bare(out, Kind::ListKeys))?;
+        let request = |out: &mut _| encode::bare(out, Kind::ListKeys);
+        let stored_keys = self.ask(Call::new("list_keys", &[], deadline), request, |connection| {
             let count = connection.read_count(MAX_REPLY_BYTES / 8)?;
             connection.read_blobs(count)
         })?;
@@ -372,11 +327,12 @@ impl Store for TcpStore {
     fn queue_push(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
         check_value(value)?;
         let stored = stored_key(key)?;
-        self.write("queue_push", &[key], deadline, |out| blobs(out, Kind::QueuePush, &[&stored, value]))
+        let request = |out: &mut _| blobs(out, Kind::QueuePush, &[&stored, value]);
+        self.write(Call::new("queue_push", &[key], deadline), request)
     }
 
     fn queue_pop(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
-        self.wait_then("queue_pop", &[key], deadline, |connection, stored_keys| {
+        self.wait_then(Call::new("queue_pop", &[key], deadline), |connection, stored_keys| {
             let item = pop_if_present(connection, &stored_keys[0])?;
             if item.is_none() {
                 // If a key has the name of the queue, the next wait ends at once; the pause avoids
@@ -389,25 +345,24 @@ impl Store for TcpStore {
 
     fn try_queue_pop(&self, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
         let stored = stored_key(key)?;
-        self.exchange("queue_pop", &[key], deadline, |connection| pop_if_present(connection, &stored))
+        let pop = |connection: &mut Connection| pop_if_present(connection, &stored);
+        self.exchange(Call::new("queue_pop", &[key], deadline), pop)
     }
 
     fn queue_len(&self, key: &[u8], deadline: Instant) -> Result<u64, StoreError> {
         let stored = stored_key(key)?;
-        self.count("queue_len", &[key], deadline, |out| blobs(out, Kind::QueueLen, &[&stored]))
+        self.count(Call::new("queue_len", &[key], deadline), |out| blobs(out, Kind::QueueLen, &[&stored]))
     }
 
     fn barrier(&self, key: &[u8], world_size: usize, deadline: Instant) -> Result<(), StoreError> {
-        let stored = stored_key(key)?;
-        let started = Instant::now();
+        let (stored, keys) = (stored_key(key)?, [key]);
+        let call = Call::new("barrier", &keys, deadline);
         let world_size = i64::try_from(world_size).unwrap_or(i64::MAX);
-        let waited = self.exchange("barrier", &[key], deadline, |connection| {
-            connection.ask(|out| key_and_number(out, Kind::Barrier, &stored, world_size))?;
-            connection.finish_wait(&[])
-        });
-        match self.diagnose_loss(waited, "barrier", key, deadline)? {
-            WaitOutcome::Ready => Ok(()),
-            WaitOutcome::TimedOut { .. } => Err(self.timeout("barrier", printable([key]), started)),
+        let request = |out: &mut _| key_and_number(out, Kind::Barrier, &stored, world_size);
+        let waited = self.ask(call, request, |connection| connection.finish_wait(&[]));
+        match self.diagnose_loss(waited, call)? {
+            None => Ok(()),
+            Some(_) => Err(call.timeout(self.name(), printable(keys))),
         }
     }
 }

@@ -67,10 +67,10 @@ impl Pool {
         opened.map(Some)
     }
 
-    /// Returns an acquired connection to the pool. All replies on it must have been read.
+    /// Returns an acquired connection to the pool. A connection with unread bytes is closed.
     pub(super) fn release(&self, connection: Connection) {
         let mut connections = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
-        if connections.idle.len() < MAX_IDLE {
+        if connection.is_reusable() && connections.idle.len() < MAX_IDLE {
             connections.idle.push(connection);
         } else {
             connections.open -= 1;

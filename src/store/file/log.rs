@@ -18,7 +18,7 @@ const USER: u8 = b'/';
 /// The keys and values after replaying the records so far.
 #[derive(Debug, Default)]
 pub(super) struct Log {
-    values: HashMap<Vec<u8>, Vec<u8>>,
+    pub(super) values: HashMap<Vec<u8>, Vec<u8>>,
     /// Number of bytes of the file that have been replayed. The last replayed record ends at this
     /// position.
     pub(super) replayed_bytes: u64,
@@ -54,10 +54,8 @@ impl Log {
         let Some((length, after)) = rest.split_first_chunk::<4>() else { return Ok(None) };
         let length = u32::from_le_bytes(*length);
         if length as usize > MAX_FIELD_BYTES {
-            return Err(Damaged {
-                at_byte: self.replayed_bytes + (record.len() - rest.len()) as u64,
-                length,
-            });
+            let at_byte = self.replayed_bytes + (record.len() - rest.len()) as u64;
+            return Err(Damaged { at_byte, length });
         }
         let Some((field, after)) = after.split_at_checked(length as usize) else { return Ok(None) };
         *rest = after;
@@ -71,17 +69,8 @@ impl Log {
     pub(super) fn has(&self, key: &[u8]) -> bool {
         self.values.contains_key(key)
     }
-
-    pub(super) fn len(&self) -> usize {
-        self.values.len()
-    }
-
-    pub(super) fn keys(&self) -> impl Iterator<Item = &[u8]> {
-        self.values.keys().map(Vec::as_slice)
-    }
 }
 
-/// Appends one record to `out`.
 pub(super) fn push_record(out: &mut Vec<u8>, key: &[u8], value: &[u8]) {
     for field in [key, value] {
         out.extend_from_slice(&(field.len() as u32).to_le_bytes());

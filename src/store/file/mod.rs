@@ -4,15 +4,16 @@
 mod log;
 
 use std::fs::{File, Metadata, OpenOptions, TryLockError};
-use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use crate::call::Call;
 use crate::error::StoreError;
-use crate::keys::{check_value, not_a_number, printable, stored_key, stored_keys, user_key};
+use crate::keys::{check_value, not_a_number, printable_or, stored_key, stored_keys, user_key};
 use crate::state::leading_number;
 use crate::store::Store;
 use log::{Log, push_deletion, push_record};
@@ -55,7 +56,7 @@ impl FileStore {
     ) -> Result<FileStore, StoreError> {
         let path = path.as_ref().to_owned();
         let store = FileStore { path, worker_count, is_closing: false, log: Mutex::default() };
-        store.add_stored("open", OPEN_KEY, 1, deadline)?;
+        store.add_stored(Call::new("open", &[], deadline), OPEN_KEY, 1)?;
         Ok(store)
     }
 
@@ -70,7 +71,7 @@ impl FileStore {
         let path = path.as_ref().to_owned();
         let store = FileStore { path, worker_count: None, is_closing: false, log: Mutex::default() };
         let key = stored_key(key)?;
-        store.write("open", deadline, |log, out| {
+        store.write(Call::new("open", &[], deadline), |log, out| {
             add_to(log, out, OPEN_KEY, 1)?;
             if log.has(&key) { add_to(log, out, &key, -1).map(drop) } else { Ok(()) }
         })?;
@@ -84,7 +85,7 @@ impl FileStore {
     /// Only the errors that every operation may return, see [`Store`](crate::Store).
     pub fn leave(&self, key: &[u8], all: usize, deadline: Instant) -> Result<(), StoreError> {
         let key = stored_key(key)?;
-        self.write("leave", deadline, |log, out| {
+        self.write(Call::new("leave", &[], deadline), |log, out| {
             let left = add_to(log, out, &key, 1)?;
             if usize::try_from(left) == Ok(all) {
                 // The file is locked, so no process can rejoin in between. If the removal fails, the
@@ -96,28 +97,18 @@ impl FileStore {
     }
 
     /// Locks the file for reading, replays new records and passes the log to `work`.
-    fn read<R>(
-        &self,
-        operation: &'static str,
-        deadline: Instant,
-        work: impl FnOnce(&Log) -> R,
-    ) -> Result<R, StoreError> {
-        let mut log = self.lock_log();
-        let mut file = self.open_locked(operation, deadline, File::try_lock_shared)?;
-        self.replay(operation, &mut file, &mut log)?;
+    fn read<R>(&self, call: Call<'_>, work: impl FnOnce(&Log) -> R) -> Result<R, StoreError> {
+        let (log, _file) = self.lock(call, File::try_lock_shared)?;
         Ok(work(&log))
     }
 
     /// Locks the file for writing, replays new records, and appends the records that `work` makes.
     fn write<R>(
         &self,
-        operation: &'static str,
-        deadline: Instant,
+        call: Call<'_>,
         work: impl FnOnce(&Log, &mut Vec<u8>) -> Result<R, StoreError>,
     ) -> Result<R, StoreError> {
-        let mut log = self.lock_log();
-        let mut file = self.open_locked(operation, deadline, File::try_lock)?;
-        self.replay(operation, &mut file, &mut log)?;
+        let (mut log, mut file) = self.lock(call, File::try_lock)?;
         let mut records = Vec::new();
         let result = work(&log, &mut records)?;
         let append = |file: &mut File| {
@@ -128,154 +119,109 @@ impl FileStore {
             file.seek(SeekFrom::Start(log.replayed_bytes))?;
             file.write_all(&records)
         };
-        append(&mut file).map_err(|source| self.lost(operation, source))?;
+        append(&mut file).map_err(|source| call.lost(self.name(), source))?;
         log.replay(&records).expect("records of this process are well-formed");
         Ok(result)
     }
 
-    fn lock_log(&self) -> MutexGuard<'_, Log> {
-        self.log.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Locks the log, opens and locks the file by `lock`, and replays new records.
+    fn lock(
+        &self,
+        call: Call<'_>,
+        lock: fn(&File) -> Result<(), TryLockError>,
+    ) -> Result<(MutexGuard<'_, Log>, File), StoreError> {
+        let mut log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut file = self.open_locked(call, lock)?;
+        self.replay(call, &mut file, &mut log)?;
+        Ok((log, file))
     }
 
-    /// Opens the file. Every operation does this, as in torch, because the file may have been replaced.
-    fn open_file(&self, operation: &'static str) -> Result<File, StoreError> {
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(!self.is_closing).truncate(false);
-        options.open(&self.path).map_err(|source| self.lost(operation, source))
-    }
-
-    /// Opens and locks the file at the path. Repeats that if another process removed or replaced the
-    /// file before the lock was acquired.
+    /// Opens the file at the path and locks it by `lock`. Every operation does this, as in torch, because the
+    /// file may have been replaced. Repeats that until the deadline if the file is locked, or if another
+    /// process removed or replaced it before the lock was acquired. Closing the file unlocks it.
     fn open_locked(
         &self,
-        operation: &'static str,
-        deadline: Instant,
+        call: Call<'_>,
         lock: fn(&File) -> Result<(), TryLockError>,
     ) -> Result<File, StoreError> {
         let identity = |metadata: Metadata| (metadata.dev(), metadata.ino());
+        let lost = |source| call.lost(self.name(), source);
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(!self.is_closing).truncate(false);
         loop {
-            let file = self.open_file(operation)?;
-            self.lock_file(operation, deadline, || lock(&file))?;
-            let locked = file.metadata().map(identity).map_err(|source| self.lost(operation, source))?;
-            if std::fs::metadata(&self.path).map(identity).is_ok_and(|at_path| at_path == locked) {
-                return Ok(file);
-            }
-            if Instant::now() >= deadline {
-                return Err(self.timeout(
-                    operation,
-                    vec!["the file, which other processes keep replacing".into()],
-                    Instant::now(),
-                ));
-            }
-        }
-    }
-
-    /// Locks the file by `try_lock`, which it repeats until the deadline. Closing the file unlocks it.
-    fn lock_file(
-        &self,
-        operation: &'static str,
-        deadline: Instant,
-        try_lock: impl Fn() -> Result<(), TryLockError>,
-    ) -> Result<(), StoreError> {
-        let started = Instant::now();
-        loop {
-            match try_lock() {
-                Ok(()) => return Ok(()),
-                Err(TryLockError::Error(source)) => return Err(self.lost(operation, source)),
-                Err(TryLockError::WouldBlock) if Instant::now() >= deadline => {
-                    return Err(self.timeout(operation, vec!["the file's lock".into()], started));
+            let file = options.open(&self.path).map_err(lost)?;
+            let (awaited, delay) = match lock(&file) {
+                Ok(()) => {
+                    let locked = file.metadata().map(identity).map_err(lost)?;
+                    if std::fs::metadata(&self.path).map(identity).is_ok_and(|at_path| at_path == locked) {
+                        return Ok(file);
+                    }
+                    ("the file, which other processes keep replacing", Duration::ZERO)
                 }
-                Err(TryLockError::WouldBlock) => thread::sleep(LOCK_POLL),
+                Err(TryLockError::WouldBlock) => ("the file's lock", LOCK_POLL),
+                Err(TryLockError::Error(source)) => return Err(lost(source)),
+            };
+            if Instant::now() >= call.deadline {
+                return Err(call.timeout(self.name(), vec![awaited.to_owned()]));
             }
+            thread::sleep(delay);
         }
     }
 
-    fn replay(&self, operation: &'static str, file: &mut File, log: &mut Log) -> Result<(), StoreError> {
-        let lost = |source| self.lost(operation, source);
+    fn replay(&self, call: Call<'_>, file: &mut File, log: &mut Log) -> Result<(), StoreError> {
+        let lost = |source| call.lost(self.name(), source);
+        let wrong = |what| StoreError::Protocol { store: self.name(), what };
         let length = file.metadata().map_err(lost)?.len();
         if length < log.replayed_bytes {
-            let what = format!("the file shrank from {} to {length} bytes", log.replayed_bytes);
-            return Err(StoreError::Protocol { store: self.name(), what });
+            return Err(wrong(format!("the file shrank from {} to {length} bytes", log.replayed_bytes)));
         }
         if length > log.replayed_bytes {
             let mut bytes = Vec::new();
             file.seek(SeekFrom::Start(log.replayed_bytes)).map_err(lost)?;
             file.read_to_end(&mut bytes).map_err(lost)?;
-            log.replay(&bytes).map_err(|damaged| self.damaged(&damaged))?;
+            log.replay(&bytes).map_err(|log::Damaged { at_byte, length }| {
+                wrong(format!("not a file store, or damaged: a length of {length} bytes at byte {at_byte}"))
+            })?;
         }
         Ok(())
     }
 
     /// Reads the file every 10 ms until `find` returns a result or the deadline passes.
-    fn poll<R>(
-        &self,
-        operation: &'static str,
-        keys: &[&[u8]],
-        deadline: Instant,
-        find: impl Fn(&Log) -> Option<R>,
-    ) -> Result<R, StoreError> {
-        let started = Instant::now();
+    fn poll<R>(&self, call: Call<'_>, find: impl Fn(&Log) -> Option<R>) -> Result<R, StoreError> {
         loop {
-            let found = self.read(operation, deadline, |log| {
-                find(log).ok_or_else(|| {
-                    let missing =
-                        keys.iter().filter(|key| stored_key(key).is_ok_and(|stored| !log.has(&stored)));
-                    printable(missing.copied())
-                })
+            let found = self.read(call, |log| {
+                let is_missing = |key: &&&[u8]| stored_key(key).is_ok_and(|stored| !log.has(&stored));
+                let missing = || call.keys.iter().filter(is_missing).copied();
+                find(log).ok_or_else(|| printable_or(missing(), call.keys))
             })?;
             let missing = match found {
                 Ok(found) => return Ok(found),
                 Err(missing) => missing,
             };
-            let left = deadline.saturating_duration_since(Instant::now());
+            let left = call.deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
-                let all = || printable(keys.iter().copied());
-                return Err(self.timeout(
-                    operation,
-                    if missing.is_empty() { all() } else { missing },
-                    started,
-                ));
+                return Err(call.timeout(self.name(), missing));
             }
             thread::sleep(POLL.min(left));
         }
     }
 
     /// Adds `delta` to the number under `key`, which is given in the form that the file has.
-    fn add_stored(
-        &self,
-        operation: &'static str,
-        key: &[u8],
-        delta: i64,
-        deadline: Instant,
-    ) -> Result<i64, StoreError> {
-        self.write(operation, deadline, |log, out| add_to(log, out, key, delta))
+    fn add_stored(&self, call: Call<'_>, key: &[u8], delta: i64) -> Result<i64, StoreError> {
+        self.write(call, |log, out| add_to(log, out, key, delta))
     }
 
     fn name(&self) -> String {
         self.path.display().to_string()
-    }
-
-    fn lost(&self, operation: &'static str, source: io::Error) -> StoreError {
-        StoreError::Lost { store: self.name(), operation, source }
-    }
-
-    fn damaged(&self, damaged: &log::Damaged) -> StoreError {
-        let log::Damaged { at_byte, length } = damaged;
-        let what = format!("not a file store, or damaged: a length of {length} bytes at byte {at_byte}");
-        StoreError::Protocol { store: self.name(), what }
-    }
-
-    fn timeout(&self, operation: &'static str, keys: Vec<String>, started: Instant) -> StoreError {
-        StoreError::Timeout { store: self.name(), operation, after: started.elapsed(), keys }
     }
 }
 
 impl Drop for FileStore {
     fn drop(&mut self) {
         self.is_closing = true;
-        let deadline = Instant::now() + CLOSE_TIME;
-        let closed = self.add_stored("close", CLOSED_KEY, 1, deadline);
-        let open = self.add_stored("close", OPEN_KEY, -1, deadline);
+        let call = Call::new("close", &[], Instant::now() + CLOSE_TIME);
+        let closed = self.add_stored(call, CLOSED_KEY, 1);
+        let open = self.add_stored(call, OPEN_KEY, -1);
         let (Ok(closed), Ok(0), Some(workers)) = (closed, open, self.worker_count) else { return };
         if closed >= i64::try_from(workers).unwrap_or(i64::MAX) {
             // If the removal fails, the file stays.
@@ -287,12 +233,8 @@ impl Drop for FileStore {
 /// Appends to `out` the record that adds `delta` to the number under `key`, given in the form that the file
 /// has. Returns the sum.
 fn add_to(log: &Log, out: &mut Vec<u8>, key: &[u8], delta: i64) -> Result<i64, StoreError> {
-    let old = match log.get(key) {
-        None => 0,
-        Some(text) => {
-            leading_number(text).ok_or_else(|| not_a_number(key.strip_prefix(b"/").unwrap_or(key)))?
-        }
-    };
+    let wrong = || not_a_number(key.strip_prefix(b"/").unwrap_or(key));
+    let old = log.get(key).map_or(Ok(0), |text| leading_number(text).ok_or_else(wrong))?;
     let sum = old.wrapping_add(delta);
     push_record(out, key, sum.to_string().as_bytes());
     Ok(sum)
@@ -301,12 +243,12 @@ fn add_to(log: &Log, out: &mut Vec<u8>, key: &[u8], delta: i64) -> Result<i64, S
 impl Store for FileStore {
     fn get(&self, key: &[u8], deadline: Instant) -> Result<Vec<u8>, StoreError> {
         let stored = stored_key(key)?;
-        self.poll("get", &[key], deadline, |log| log.get(&stored).map(<[u8]>::to_vec))
+        self.poll(Call::new("get", &[key], deadline), |log| log.get(&stored).map(<[u8]>::to_vec))
     }
 
     fn try_get(&self, key: &[u8], deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
         let stored = stored_key(key)?;
-        self.read("get", deadline, |log| log.get(&stored).map(<[u8]>::to_vec))
+        self.read(Call::new("get", &[], deadline), |log| log.get(&stored).map(<[u8]>::to_vec))
     }
 
     fn compare_set(
@@ -318,7 +260,7 @@ impl Store for FileStore {
     ) -> Result<Vec<u8>, StoreError> {
         check_value(desired)?;
         let stored = stored_key(key)?;
-        self.write("compare_set", deadline, |log, out| {
+        self.write(Call::new("compare_set", &[], deadline), |log, out| {
             let current = log.get(&stored);
             if current.unwrap_or_default() == expected {
                 push_record(out, &stored, desired);
@@ -329,18 +271,17 @@ impl Store for FileStore {
     }
 
     fn add(&self, key: &[u8], delta: i64, deadline: Instant) -> Result<i64, StoreError> {
-        self.add_stored("add", &stored_key(key)?, delta, deadline)
+        self.add_stored(Call::new("add", &[], deadline), &stored_key(key)?, delta)
     }
 
     fn append(&self, key: &[u8], value: &[u8], deadline: Instant) -> Result<(), StoreError> {
         check_value(value)?;
         let stored = stored_key(key)?;
-        self.write("append", deadline, |log, out| {
+        self.write(Call::new("append", &[], deadline), |log, out| {
             let whole = [log.get(&stored).unwrap_or_default(), value].concat();
             if whole.len() > log::MAX_FIELD_BYTES {
-                return Err(StoreError::Invalid {
-                    what: format!("the value would have {} bytes after appending", whole.len()),
-                });
+                let what = format!("the value would have {} bytes after appending", whole.len());
+                return Err(StoreError::Invalid { what });
             }
             push_record(out, &stored, &whole);
             Ok(())
@@ -349,19 +290,19 @@ impl Store for FileStore {
 
     fn check(&self, keys: &[&[u8]], deadline: Instant) -> Result<bool, StoreError> {
         let stored_keys = stored_keys(keys)?;
-        self.read("check", deadline, |log| stored_keys.iter().all(|stored| log.has(stored)))
+        self.read(Call::new("check", &[], deadline), |log| stored_keys.iter().all(|stored| log.has(stored)))
     }
 
     fn wait(&self, keys: &[&[u8]], deadline: Instant) -> Result<(), StoreError> {
         let stored_keys = stored_keys(keys)?;
-        self.poll("wait", keys, deadline, |log| {
+        self.poll(Call::new("wait", keys, deadline), |log| {
             stored_keys.iter().all(|stored| log.has(stored)).then_some(())
         })
     }
 
     fn multi_get(&self, keys: &[&[u8]], deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
         let stored_keys = stored_keys(keys)?;
-        self.poll("multi_get", keys, deadline, |log| {
+        self.poll(Call::new("multi_get", keys, deadline), |log| {
             stored_keys.iter().map(|stored| log.get(stored).map(<[u8]>::to_vec)).collect()
         })
     }
@@ -370,7 +311,7 @@ impl Store for FileStore {
         pairs.iter().try_for_each(|(_, value)| check_value(value))?;
         let keys: Vec<&[u8]> = pairs.iter().map(|(key, _)| *key).collect();
         let stored_keys = stored_keys(&keys)?;
-        self.write("set", deadline, |_, out| {
+        self.write(Call::new("set", &[], deadline), |_, out| {
             stored_keys.iter().zip(pairs).for_each(|(stored, (_, value))| push_record(out, stored, value));
             Ok(())
         })
@@ -378,18 +319,20 @@ impl Store for FileStore {
 
     fn delete(&self, key: &[u8], deadline: Instant) -> Result<bool, StoreError> {
         let stored = stored_key(key)?;
-        self.write("delete", deadline, |log, out| {
+        self.write(Call::new("delete", &[], deadline), |log, out| {
             push_deletion(out, &stored);
             Ok(log.has(&stored))
         })
     }
 
     fn num_keys(&self, deadline: Instant) -> Result<u64, StoreError> {
-        self.read("num_keys", deadline, |log| log.len() as u64)
+        self.read(Call::new("num_keys", &[], deadline), |log| log.values.len() as u64)
     }
 
     fn list_keys(&self, deadline: Instant) -> Result<Vec<Vec<u8>>, StoreError> {
-        self.read("list_keys", deadline, |log| log.keys().filter_map(user_key).collect())
+        self.read(Call::new("list_keys", &[], deadline), |log| {
+            log.values.keys().filter_map(|key| user_key(key)).collect()
+        })
     }
 
     fn queue_push(&self, _key: &[u8], _value: &[u8], _deadline: Instant) -> Result<(), StoreError> {
@@ -416,6 +359,6 @@ impl Store for FileStore {
             return self.set(&last, b"1", deadline);
         }
         let last = stored_key(&last)?;
-        self.poll("barrier", &[key], deadline, |log| log.has(&last).then_some(()))
+        self.poll(Call::new("barrier", &[key], deadline), |log| log.has(&last).then_some(()))
     }
 }

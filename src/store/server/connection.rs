@@ -1,8 +1,10 @@
 //! One client's connection, with its unprocessed requests and unsent replies.
 
-use std::io::{self, ErrorKind, Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::io::{ErrorKind, Read, Write};
+use std::net::TcpStream;
 use std::sync::Arc;
+
+use nix::sys::epoll::EpollFlags;
 
 use crate::answer::answer;
 use crate::keepalive::set_fast_keepalive;
@@ -27,14 +29,8 @@ pub(super) struct Connection {
     sent_bytes: usize,
     /// The client has closed its side; unsent replies remain.
     is_half_closed: bool,
-    pub(super) interest: Interest,
-}
-
-/// The events for which epoll watches a connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Interest {
-    pub(super) read: bool,
-    pub(super) write: bool,
+    /// The events for which epoll watches the connection.
+    pub(super) interest: EpollFlags,
 }
 
 /// Error: the connection must be closed, because the client closed it, broke the protocol or is
@@ -48,8 +44,6 @@ pub(super) struct RequestContext {
     pub(super) shared: Arc<SharedStore>,
     /// Connections whose wait has ended and whose reply has not been sent.
     pub(super) woken: Woken,
-    /// Buffer for the bytes of one read.
-    read: Box<[u8]>,
     /// Buffer for the replies of one connection, before they are sent.
     replies: Vec<u8>,
 }
@@ -59,13 +53,14 @@ const READ_BYTES: usize = 64 << 10;
 /// An unfinished request of at most this size is copied to the front of the read buffer. For a longer
 /// request, the newly read bytes are appended to the request instead.
 const SMALL_INPUT_BYTES: usize = 16 << 10;
+/// Size of the buffer for [`Connection::on_readable`].
+pub(super) const READ_BUFFER_BYTES: usize = SMALL_INPUT_BYTES + READ_BYTES;
 /// Largest reply buffer that is kept for later requests.
 const KEPT_BYTES: usize = 1 << 20;
 
 impl RequestContext {
     pub(super) fn new(shared: Arc<SharedStore>) -> RequestContext {
-        let read = vec![0; SMALL_INPUT_BYTES + READ_BYTES].into();
-        RequestContext { shared, woken: Woken::new(), read, replies: Vec::new() }
+        RequestContext { shared, woken: Woken::new(), replies: Vec::new() }
     }
 }
 
@@ -78,33 +73,20 @@ impl Connection {
             output: Vec::new(),
             sent_bytes: 0,
             is_half_closed: false,
-            interest: Interest { read: true, write: false },
+            interest: EpollFlags::EPOLLIN,
         }
     }
 
-    /// Reads once from the socket, carries out all complete requests and sends their replies.
+    /// Reads once from the socket to the buffer `read`, carries out all complete requests and sends their
+    /// replies.
     pub(super) fn on_readable(
         &mut self,
         client: ClientId,
-        context: &mut RequestContext,
-    ) -> Result<(), ConnectionClosed> {
-        let mut input = std::mem::take(&mut self.input);
-        let mut read = std::mem::take(&mut context.read);
-        let result = self.read_into(&mut input, &mut read, client, context);
-        context.read = read;
-        self.keep_input(input);
-        result
-    }
-
-    fn read_into(
-        &mut self,
-        input: &mut Vec<u8>,
         read: &mut [u8],
-        client: ClientId,
         context: &mut RequestContext,
     ) -> Result<(), ConnectionClosed> {
-        let small = input.len() <= SMALL_INPUT_BYTES;
-        let start = if small { input.len() } else { 0 };
+        let small = self.input.len() <= SMALL_INPUT_BYTES;
+        let start = if small { self.input.len() } else { 0 };
         let count = match self.stream.read(&mut read[start..start + READ_BYTES]) {
             Ok(0) => {
                 self.is_half_closed = true;
@@ -116,17 +98,19 @@ impl Connection {
             }
             Err(_) => return Err(ConnectionClosed),
         };
+        let mut input = std::mem::take(&mut self.input);
         if small {
-            read[..start].copy_from_slice(input);
+            read[..start].copy_from_slice(&input);
             let bytes = &read[..start + count];
             let used = self.process_requests(bytes, client, context)?;
             input.clear();
             input.extend_from_slice(&bytes[used..]);
         } else {
             input.extend_from_slice(&read[..count]);
-            let used = self.process_requests(input, client, context)?;
+            let used = self.process_requests(&input, client, context)?;
             input.drain(..used);
         }
+        self.keep_input(input);
         Ok(())
     }
 
@@ -162,9 +146,11 @@ impl Connection {
             let more = self.answer_requests(&bytes[used..], client, &mut locked, &mut context.replies);
             locked.drain_woken(&mut context.woken);
             drop(locked);
-            self.send(&context.replies)?;
+            let sent = self.send(&context.replies);
+            // The buffer serves all connections, so it is emptied also if this client is gone.
             context.replies.clear();
             context.replies.shrink_to(KEPT_BYTES);
+            sent?;
             let (processed, output_is_full) = more?;
             used += processed;
             if !output_is_full || self.unsent_bytes() > MAX_UNSENT_BYTES {
@@ -247,15 +233,32 @@ impl Connection {
     }
 
     /// Returns the events to watch for now. Reading stops while too many replies are unsent.
-    pub(super) fn wanted_interest(&self) -> Interest {
-        Interest {
-            read: !self.is_half_closed && self.unsent_bytes() <= MAX_UNSENT_BYTES,
-            write: self.unsent_bytes() > 0,
-        }
+    pub(super) fn wanted_interest(&self) -> EpollFlags {
+        let mut interest = EpollFlags::empty();
+        interest.set(EpollFlags::EPOLLIN, !self.is_half_closed && self.unsent_bytes() <= MAX_UNSENT_BYTES);
+        interest.set(EpollFlags::EPOLLOUT, self.unsent_bytes() > 0);
+        interest
     }
+}
 
-    /// Ends the byte stream to the client after all bytes that were sent.
-    pub(super) fn shut_down_write(&self) -> io::Result<()> {
-        self.stream.shutdown(Shutdown::Write)
+#[cfg(test)]
+mod tests {
+    use std::net::{Shutdown, TcpListener};
+
+    use super::*;
+    use crate::wire::encode::handshake;
+
+    #[test]
+    fn replies_to_a_client_that_is_gone_reach_no_other_client() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut context = RequestContext::new(Arc::new(SharedStore::in_process()));
+        let _client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut connection = Connection::new(listener.accept().unwrap().0);
+        // From now on the system refuses replies, as it does when the client is gone.
+        connection.stream.shutdown(Shutdown::Write).unwrap();
+        let mut request = Vec::new();
+        handshake(&mut request, 1);
+        let processed = connection.process_requests(&request, ClientId(1), &mut context);
+        assert_eq!((processed, context.replies.len()), (Err(ConnectionClosed), 0));
     }
 }

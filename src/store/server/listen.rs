@@ -6,9 +6,10 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 use std::thread;
 use std::time::Duration;
 
-use socket2::{Domain, Protocol, SockRef, Socket, TcpKeepalive, Type};
+use socket2::{Domain, Protocol, SockRef, Socket, Type};
 
 use super::ServeError;
+use crate::keepalive::set_keepalive;
 
 /// Requested length of the accept queue. The kernel limits it to `net.core.somaxconn`.
 const BACKLOG: i32 = i32::MAX;
@@ -16,27 +17,23 @@ const BACKLOG: i32 = i32::MAX;
 const PORT_ATTEMPTS: usize = 16;
 /// Most attempts to listen at a port to which another process is bound that does not listen yet.
 const LISTEN_ATTEMPTS: u64 = 10;
-/// The loss of a client's host is detected after this idle time and `KEEPALIVE_PROBES` probes, sent
-/// every `KEEPALIVE_INTERVAL`, without an answer.
+/// Idle time and interval of probes after which the loss of a client's host is detected.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(30);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(10);
-const KEEPALIVE_PROBES: u32 = 3;
 
 /// Listens at all of `addresses`; see [`StoreServer::bind`](super::StoreServer::bind).
 ///
 /// # Errors
 /// [`ServeError`], which names the address.
 pub fn listen(addresses: &[SocketAddr]) -> Result<Vec<TcpListener>, ServeError> {
-    let mut attempt = 1;
-    loop {
+    for _ in 1..PORT_ATTEMPTS {
         match listen_once(addresses) {
             // The port chosen at the first address may be in use at another one.
-            Err(ServeError::InUse { address }) if address.port() == 0 && attempt < PORT_ATTEMPTS => {
-                attempt += 1
-            }
+            Err(ServeError::InUse { address }) if address.port() == 0 => {}
             result => return result,
         }
     }
+    listen_once(addresses)
 }
 
 fn listen_once(addresses: &[SocketAddr]) -> Result<Vec<TcpListener>, ServeError> {
@@ -63,21 +60,17 @@ fn listen_once(addresses: &[SocketAddr]) -> Result<Vec<TcpListener>, ServeError>
 fn listen_with_fallback(address: SocketAddr, only_v6: bool) -> io::Result<TcpListener> {
     let is_any_v6 = address.is_ipv6() && address.ip().is_unspecified();
     match listen_one(address, only_v6) {
-        Err(_) if is_any_v6 && !only_v6 && is_v6_missing(address) => {
+        // If the system has no IPv6, listening at a free port fails as well.
+        Err(_) if is_any_v6 && !only_v6 && listen_one(SocketAddr::new(address.ip(), 0), false).is_err() => {
             listen_one(SocketAddr::new(Ipv4Addr::UNSPECIFIED.into(), address.port()), false)
         }
         result => result,
     }
 }
 
-/// Returns true if the system has no IPv6: then listening at a free port fails as well.
-fn is_v6_missing(address: SocketAddr) -> bool {
-    listen_one(SocketAddr::new(address.ip(), 0), false).is_err()
-}
-
-/// Listens at one address. Linux lets several processes bind a port before one of them listens. If two listen at
-/// that moment, the port is in use for both. So a process that could bind the port tries again after a random
-/// time.
+/// Listens at one address. Linux lets several processes bind a port before one of them listens. If two listen
+/// at that moment, the port is in use for both. So a process that could bind the port tries again after a
+/// random time.
 fn listen_one(address: SocketAddr, only_v6: bool) -> io::Result<TcpListener> {
     let mut attempt = 1;
     loop {
@@ -109,13 +102,8 @@ fn bind(address: SocketAddr, only_v6: bool) -> io::Result<Socket> {
 /// options, which saves system calls for each connection.
 pub(super) fn configure(listener: &TcpListener) -> io::Result<()> {
     listener.set_nonblocking(true)?;
-    let socket = SockRef::from(listener);
-    socket.set_tcp_nodelay(true)?;
-    let keepalive = TcpKeepalive::new()
-        .with_time(KEEPALIVE_IDLE)
-        .with_interval(KEEPALIVE_INTERVAL)
-        .with_retries(KEEPALIVE_PROBES);
-    socket.set_tcp_keepalive(&keepalive)
+    SockRef::from(listener).set_tcp_nodelay(true)?;
+    set_keepalive(listener, KEEPALIVE_IDLE, KEEPALIVE_INTERVAL)
 }
 
 #[cfg(test)]

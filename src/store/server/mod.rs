@@ -105,11 +105,8 @@ impl StoreServer {
         let addresses: Result<Vec<_>, _> = listeners.iter().map(TcpListener::local_addr).collect();
         let addresses = addresses.map_err(failed("ask for the address of a socket"))?;
         let shared = Arc::new(SharedStore::with_event_loop().map_err(failed("create an eventfd"))?);
-        let control = Arc::new(Control {
-            shared: Arc::clone(&shared),
-            stopping: AtomicBool::new(false),
-            warning: Mutex::new(None),
-        });
+        let (stopping, warning) = (AtomicBool::new(false), Mutex::new(None));
+        let control = Arc::new(Control { shared: Arc::clone(&shared), stopping, warning });
         let event_loop = EventLoop::new(Arc::clone(&control), listeners).map_err(failed("set up epoll"))?;
         let thread = thread::Builder::new()
             .name("convoke-store".into())
@@ -154,23 +151,18 @@ impl StoreServer {
 
     /// Stops listening, sends outstanding replies for at most half a second, closes all connections
     /// and ends the thread. Dropping the server does this too.
-    pub fn shutdown(mut self) {
-        self.stop();
-    }
-
-    fn stop(&mut self) {
-        let Some(thread) = self.thread.take() else { return };
-        self.control.shared.shut_down();
-        self.control.stopping.store(true, Ordering::Release);
-        self.control.shared.wake_event_loop();
-        // An error means that the loop panicked; the panic hook has already reported that.
-        let _ = thread.join();
+    pub fn shutdown(self) {
+        drop(self);
     }
 }
 
 impl Drop for StoreServer {
     fn drop(&mut self) {
-        self.stop();
+        self.control.shared.shut_down();
+        self.control.stopping.store(true, Ordering::Release);
+        self.control.shared.wake_event_loop();
+        // An error means that the loop panicked; the panic hook has already reported that.
+        let _ = self.thread.take().map(JoinHandle::join);
     }
 }
 

@@ -34,13 +34,9 @@ pub(crate) enum Refusal {
     TooManyWaits,
 }
 
-/// The last will of a client: the value to store under `key` when the client has ended, if the key is
-/// absent then.
-#[derive(Debug)]
-struct LastWillEntry {
-    key: Box<[u8]>,
-    value: Box<[u8]>,
-}
+/// The last will of a client: the key, and the value to store under it when the client has ended, if the key
+/// is absent then.
+type LastWill = (Box<[u8]>, Box<[u8]>);
 
 /// The contents of one store, and the waits of clients for keys, queue items and barriers.
 #[derive(Debug, Default)]
@@ -49,16 +45,14 @@ pub(crate) struct State {
     /// Queues by key. A queue without items is removed.
     queues: Map<Box<[u8]>, VecDeque<Box<[u8]>>>,
     waits: Waits,
-    last_wills: Map<ClientId, LastWillEntry>,
+    last_wills: Map<ClientId, LastWill>,
 }
 
 impl State {
     pub(crate) fn set(&mut self, key: &[u8], value: &[u8], woken: &mut Woken) {
         match self.values.get_mut(key) {
             Some(old) => replace(old, value),
-            None => {
-                self.values.insert(key.into(), value.to_vec());
-            }
+            None => drop(self.values.insert(key.into(), value.to_vec())),
         }
         self.waits.key_appeared(key, woken);
     }
@@ -76,11 +70,7 @@ impl State {
         desired: &'a [u8],
         woken: &mut Woken,
     ) -> &'a [u8] {
-        let matches = match self.values.get(key) {
-            None => expected.is_empty(),
-            Some(current) => current == expected,
-        };
-        if matches {
+        if self.get(key).unwrap_or(b"") == expected {
             self.set(key, desired, woken);
             return desired;
         }
@@ -90,13 +80,9 @@ impl State {
     /// Adds `delta` to the number under `key` and returns the sum. The sum wraps around on overflow,
     /// as in torch.
     pub(crate) fn add(&mut self, key: &[u8], delta: i64, woken: &mut Woken) -> Result<i64, Refusal> {
-        let old = match self.values.get(key) {
-            None => 0,
-            Some(text) => leading_number(text).ok_or(Refusal::NotANumber)?,
-        };
+        let old = self.get(key).map_or(Ok(0), |text| leading_number(text).ok_or(Refusal::NotANumber))?;
         let sum = old.wrapping_add(delta);
-        let mut digits = [0; MAX_DIGITS];
-        self.set(key, decimal(sum, &mut digits), woken);
+        self.set(key, sum.to_string().as_bytes(), woken);
         Ok(sum)
     }
 
@@ -104,9 +90,7 @@ impl State {
         match self.values.get_mut(key) {
             Some(old) if old.len() + value.len() > MAX_REPLY_BYTES => return Err(Refusal::TooLong),
             Some(old) => old.extend_from_slice(value),
-            None => {
-                self.values.insert(key.into(), value.to_vec());
-            }
+            None => drop(self.values.insert(key.into(), value.to_vec())),
         }
         self.waits.key_appeared(key, woken);
         Ok(())
@@ -121,18 +105,16 @@ impl State {
     pub(crate) fn wait<'a>(
         &mut self,
         client: ClientId,
-        keys: impl Iterator<Item = &'a [u8]> + Clone,
+        keys: impl Iterator<Item = &'a [u8]>,
     ) -> Result<bool, Refusal> {
-        if keys.clone().all(|key| self.has(key)) {
+        let State { values, queues, waits, .. } = self;
+        let is_missing =
+            |key: &&[u8]| !values.contains_key(*key) && (queues.is_empty() || !queues.contains_key(*key));
+        let mut missing = keys.filter(is_missing).peekable();
+        if missing.peek().is_none() {
             return Ok(true);
         }
-        let mut missing = self.waits.begin(client)?;
-        for key in keys {
-            if !self.has(key) {
-                self.waits.add_key(&mut missing, key)?;
-            }
-        }
-        self.waits.commit(missing);
+        waits.add(client, missing)?;
         Ok(false)
     }
 
@@ -151,9 +133,7 @@ impl State {
     pub(crate) fn queue_push(&mut self, key: &[u8], value: &[u8], woken: &mut Woken) {
         match self.queues.get_mut(key) {
             Some(queue) => queue.push_back(value.into()),
-            None => {
-                self.queues.insert(key.into(), VecDeque::from([value.into()]));
-            }
+            None => drop(self.queues.insert(key.into(), VecDeque::from([value.into()]))),
         }
         self.waits.item_appeared(key, woken);
     }
@@ -215,19 +195,15 @@ impl State {
         if value.is_empty() {
             self.last_wills.remove(&client);
         } else {
-            self.last_wills.insert(client, LastWillEntry { key: key.into(), value: value.into() });
+            self.last_wills.insert(client, (key.into(), value.into()));
         }
     }
 
-    /// Handles the end of a client: cancels its waits and stores the value of its last will.
+    /// Handles the end of a client: cancels its waits, and stores the value of its last will if the key is
+    /// absent.
     pub(crate) fn disconnect(&mut self, client: ClientId, woken: &mut Woken) {
         self.cancel(client, woken);
-        self.run_last_will(client, woken);
-    }
-
-    /// Stores the value of the client's last will, if the client has one and the key is absent.
-    fn run_last_will(&mut self, client: ClientId, woken: &mut Woken) {
-        if let Some(LastWillEntry { key, value }) = self.last_wills.remove(&client) {
+        if let Some((key, value)) = self.last_wills.remove(&client) {
             self.compare_set(&key, b"", &value, woken);
         }
     }
@@ -260,45 +236,13 @@ fn replace(old: &mut Vec<u8>, value: &[u8]) {
     }
 }
 
-/// Longest decimal text of an i64, sign included.
-const MAX_DIGITS: usize = 20;
-
-/// Writes `value` as decimal text into `digits` and returns the part that holds it.
-fn decimal(value: i64, digits: &mut [u8; MAX_DIGITS]) -> &[u8] {
-    let mut start = MAX_DIGITS;
-    let mut rest = value.unsigned_abs();
-    loop {
-        start -= 1;
-        digits[start] = b'0' + (rest % 10) as u8;
-        rest /= 10;
-        if rest == 0 {
-            break;
-        }
-    }
-    if value < 0 {
-        start -= 1;
-        digits[start] = b'-';
-    }
-    &digits[start..]
-}
-
 /// Parses a number as C's `strtoll` does: white space, a sign, digits, then anything.
 ///
 /// Returns `None` without digits or if the number is out of range.
 pub(crate) fn leading_number(text: &[u8]) -> Option<i64> {
-    let text = &text[text.iter().take_while(|byte| byte.is_ascii_whitespace() || **byte == 0x0b).count()..];
-    let (negative, digits) = match text.split_first() {
-        Some((b'-', rest)) => (true, rest),
-        Some((b'+', rest)) => (false, rest),
-        Some(_) | None => (false, text),
-    };
-    let count = digits.iter().take_while(|byte| byte.is_ascii_digit()).count();
-    if count == 0 {
-        return None;
-    }
-    digits[..count].iter().try_fold(0_i64, |number, digit| {
-        let digit = i64::from(digit - b'0');
-        let number = number.checked_mul(10)?;
-        if negative { number.checked_sub(digit) } else { number.checked_add(digit) }
-    })
+    let start = text.iter().position(|byte| !byte.is_ascii_whitespace() && *byte != 0x0b)?;
+    let text = &text[start..];
+    let sign = usize::from(matches!(text[0], b'+' | b'-'));
+    let digits = text[sign..].iter().take_while(|byte| byte.is_ascii_digit()).count();
+    std::str::from_utf8(&text[..sign + digits]).ok()?.parse().ok()
 }

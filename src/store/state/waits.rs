@@ -31,7 +31,6 @@ pub(super) struct Waits {
     offered: Map<ClientId, Arc<[u8]>>,
 }
 
-/// One unfinished wait of a client.
 #[derive(Debug)]
 struct Wait {
     client: ClientId,
@@ -45,9 +44,7 @@ enum WaitTarget {
         keys: Vec<Arc<[u8]>>,
         missing: usize,
     },
-    Barrier {
-        key: Arc<[u8]>,
-    },
+    Barrier(Arc<[u8]>),
 }
 
 /// The unfinished waits of one client.
@@ -58,58 +55,50 @@ struct ClientWaits {
     key_bytes: usize,
 }
 
-/// A wait whose keys are being registered.
-#[derive(Debug)]
-pub(super) struct PendingWait {
-    number: u64,
-    client: ClientId,
-    keys: Vec<Arc<[u8]>>,
-    key_bytes: usize,
-}
-
 impl Waits {
-    pub(super) fn begin(&mut self, client: ClientId) -> Result<PendingWait, Refusal> {
+    /// Returns the number for a further wait of the client.
+    fn next_number(&mut self, client: ClientId) -> Result<u64, Refusal> {
         if self.by_client.get(&client).is_some_and(|waits| waits.numbers.len() >= MAX_WAITS_PER_CLIENT) {
             return Err(Refusal::TooManyWaits);
         }
         self.last_number += 1;
-        Ok(PendingWait { number: self.last_number, client, keys: Vec::new(), key_bytes: 0 })
+        Ok(self.last_number)
     }
 
-    /// Adds a missing key to the wait. A key that is given twice counts once.
-    pub(super) fn add_key(&mut self, pending: &mut PendingWait, key: &[u8]) -> Result<(), Refusal> {
+    /// Registers a wait for `missing_keys`. A key that is given twice counts once.
+    pub(super) fn add<'a>(
+        &mut self,
+        client: ClientId,
+        missing_keys: impl Iterator<Item = &'a [u8]>,
+    ) -> Result<(), Refusal> {
+        let number = self.next_number(client)?;
         let (count, bytes) =
-            self.by_client.get(&pending.client).map_or((0, 0), |waits| (waits.key_count, waits.key_bytes));
-        let exceeds_limit = count + pending.keys.len() >= MAX_AWAITED_KEYS
-            || bytes + pending.key_bytes + key.len() > MAX_AWAITED_BYTES;
-        if exceeds_limit {
-            for key in &pending.keys {
-                remove(&mut self.by_key, key, pending.number);
+            self.by_client.get(&client).map_or((0, 0), |waits| (waits.key_count, waits.key_bytes));
+        let (mut keys, mut key_bytes) = (Vec::<Arc<[u8]>>::new(), 0);
+        for key in missing_keys {
+            if count + keys.len() >= MAX_AWAITED_KEYS || bytes + key_bytes + key.len() > MAX_AWAITED_BYTES {
+                keys.iter().for_each(|key| remove(&mut self.by_key, key, number));
+                return Err(Refusal::TooManyWaits);
             }
-            return Err(Refusal::TooManyWaits);
+            if let Some(key) = insert(&mut self.by_key, key, number) {
+                key_bytes += key.len();
+                keys.push(key);
+            }
         }
-        if let Some(key) = insert(&mut self.by_key, key, pending.number) {
-            pending.key_bytes += key.len();
-            pending.keys.push(key);
-        }
-        Ok(())
-    }
-
-    pub(super) fn commit(&mut self, pending: PendingWait) {
-        let PendingWait { number, client, keys, key_bytes } = pending;
         let waits = self.by_client.entry(client).or_default();
         waits.numbers.push(number);
         waits.key_count += keys.len();
         waits.key_bytes += key_bytes;
         let missing = keys.len();
         self.unfinished.insert(number, Wait { client, target: WaitTarget::Keys { keys, missing } });
+        Ok(())
     }
 
     pub(super) fn add_barrier(&mut self, client: ClientId, key: &[u8]) -> Result<(), Refusal> {
-        let pending = self.begin(client)?;
-        if let Some(key) = insert(&mut self.by_barrier, key, pending.number) {
-            self.by_client.entry(client).or_default().numbers.push(pending.number);
-            self.unfinished.insert(pending.number, Wait { client, target: WaitTarget::Barrier { key } });
+        let number = self.next_number(client)?;
+        if let Some(key) = insert(&mut self.by_barrier, key, number) {
+            self.by_client.entry(client).or_default().numbers.push(number);
+            self.unfinished.insert(number, Wait { client, target: WaitTarget::Barrier(key) });
         }
         Ok(())
     }
@@ -166,7 +155,7 @@ impl Waits {
                 Some(WaitTarget::Keys { keys, .. }) => {
                     keys.iter().for_each(|key| remove(&mut self.by_key, key, number));
                 }
-                Some(WaitTarget::Barrier { key }) => remove(&mut self.by_barrier, &key, number),
+                Some(WaitTarget::Barrier(key)) => remove(&mut self.by_barrier, &key, number),
                 None => unreachable!("by_client names only unfinished waits"),
             }
         }
@@ -180,7 +169,7 @@ impl Waits {
                 *missing -= 1;
                 *missing == 0
             }
-            Some(WaitTarget::Barrier { .. }) | None => {
+            Some(WaitTarget::Barrier(_)) | None => {
                 unreachable!("by_key names only unfinished waits for keys")
             }
         }

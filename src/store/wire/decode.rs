@@ -2,27 +2,20 @@
 
 use super::{
     Blobs, Kind, MAGIC, MAX_KEY_BYTES, MAX_KEY_COUNT, MAX_REQUEST_BYTES, MAX_VALUE_BYTES, Request, WORD,
-    split_blob, split_u32, split_u64,
+    split_array, split_blob, split_u64,
 };
 
-/// The way in which a client broke the protocol. Its connection must be closed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+/// The way in which a client broke the protocol, with the wrong type byte, magic number, length or count. Its
+/// connection must be closed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Malformed {
-    #[error("the first request has type {0}, not VALIDATE")]
     NotValidated(u8),
-    #[error("wrong magic {0:#010x}")]
     Magic(u32),
-    #[error("VALIDATE came twice")]
     ValidatedTwice,
-    #[error("unknown request type {0}")]
     Type(u8),
-    #[error("key of {0} bytes, the limit is {MAX_KEY_BYTES}")]
     Key(u64),
-    #[error("value of {0} bytes, the limit is {MAX_VALUE_BYTES}")]
     Value(u64),
-    #[error("{0} keys in one request, the limit is {MAX_KEY_COUNT}")]
     Count(u64),
-    #[error("request of more than {MAX_REQUEST_BYTES} bytes")]
     Request,
 }
 
@@ -86,15 +79,9 @@ impl Decoder {
             let rest = &bytes[self.seen_bytes..];
             let field_bytes = match field(kind, self.fields, self.counted) {
                 Field::End => return Ok(true),
-                Field::Bytes(length) => length,
-                Field::Key => match blob_bytes(rest, MAX_KEY_BYTES).map_err(Malformed::Key)? {
-                    Some(length) => length,
-                    None => return Ok(false),
-                },
-                Field::Value => match blob_bytes(rest, MAX_VALUE_BYTES).map_err(Malformed::Value)? {
-                    Some(length) => length,
-                    None => return Ok(false),
-                },
+                Field::Bytes(length) => Some(length),
+                Field::Key => blob_bytes(rest, MAX_KEY_BYTES).map_err(Malformed::Key)?,
+                Field::Value => blob_bytes(rest, MAX_VALUE_BYTES).map_err(Malformed::Value)?,
                 Field::Count { fields_each } => {
                     let Some(count) = rest.first_chunk::<WORD>() else { return Ok(false) };
                     let count = u64::from_le_bytes(*count);
@@ -102,9 +89,10 @@ impl Decoder {
                         return Err(Malformed::Count(count));
                     }
                     self.counted = count * fields_each;
-                    WORD
+                    Some(WORD)
                 }
             };
+            let Some(field_bytes) = field_bytes else { return Ok(false) };
             if self.seen_bytes + field_bytes > MAX_REQUEST_BYTES {
                 return Err(Malformed::Request);
             }
@@ -160,7 +148,7 @@ fn blob_bytes(rest: &[u8], limit: usize) -> Result<Option<usize>, u64> {
 fn build(kind: Kind, mut rest: &[u8]) -> Result<Request<'_>, Malformed> {
     let rest = &mut rest;
     Ok(match kind {
-        Kind::Validate => match split_u32(rest) {
+        Kind::Validate => match u32::from_le_bytes(split_array(rest)) {
             MAGIC => Request::Validate,
             magic => return Err(Malformed::Magic(magic)),
         },
@@ -180,7 +168,7 @@ fn build(kind: Kind, mut rest: &[u8]) -> Result<Request<'_>, Malformed> {
         Kind::MultiGet => Request::MultiGet { keys: split_blobs(rest) },
         Kind::MultiSet => Request::MultiSet { pairs: split_blobs(rest) },
         Kind::CancelWait => Request::CancelWait,
-        Kind::Ping => Request::Ping { nonce: split_u32(rest) },
+        Kind::Ping => Request::Ping { nonce: u32::from_le_bytes(split_array(rest)) },
         Kind::QueuePush => Request::QueuePush { key: split_blob(rest), value: split_blob(rest) },
         Kind::QueuePop => Request::QueuePop { key: split_blob(rest) },
         Kind::QueueLen => Request::QueueLen { key: split_blob(rest) },

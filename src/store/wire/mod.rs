@@ -29,10 +29,28 @@ pub(crate) const MAX_REPLY_BYTES: usize = 256 << 20;
 /// Size of a length or of a number, in bytes.
 const WORD: usize = 8;
 
-/// The type byte of a request.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u8)]
-pub(crate) enum Kind {
+macro_rules! kinds {
+    ($($(#[$doc:meta])* $kind:ident = $byte:literal,)*) => {
+        /// The type byte of a request.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        #[repr(u8)]
+        pub(crate) enum Kind {
+            $($(#[$doc])* $kind = $byte,)*
+        }
+
+        impl Kind {
+            /// Returns the kind with this type byte.
+            pub(crate) fn from_byte(byte: u8) -> Option<Kind> {
+                match byte {
+                    $($byte => Some(Kind::$kind),)*
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+kinds! {
     Validate = 0,
     Set = 1,
     CompareSet = 2,
@@ -52,110 +70,36 @@ pub(crate) enum Kind {
     QueueLen = 16,
     ListKeys = 17,
     Barrier = 18,
-    /// A request that only convoke has, see [`Request::SetLastWill`].
+    /// Asks the server to store a value under a key when this connection closes, if the key is absent then. A
+    /// later will of the connection replaces this one; an empty value removes the will. The server sends no
+    /// reply. Types from 0x40 are convoke's own requests, which torch's servers do not know.
     SetLastWill = 0x40,
 }
 
-impl Kind {
-    /// Returns the kind with this type byte. Types from 0x40 are convoke's own requests, which torch's
-    /// servers do not know.
-    pub(crate) fn from_byte(byte: u8) -> Option<Kind> {
-        const KINDS: [Kind; 19] = [
-            Kind::Validate,
-            Kind::Set,
-            Kind::CompareSet,
-            Kind::Get,
-            Kind::Add,
-            Kind::Check,
-            Kind::Wait,
-            Kind::NumKeys,
-            Kind::Delete,
-            Kind::Append,
-            Kind::MultiGet,
-            Kind::MultiSet,
-            Kind::CancelWait,
-            Kind::Ping,
-            Kind::QueuePush,
-            Kind::QueuePop,
-            Kind::QueueLen,
-            Kind::ListKeys,
-            Kind::Barrier,
-        ];
-        if byte == Kind::SetLastWill as u8 {
-            return Some(Kind::SetLastWill);
-        }
-        KINDS.get(usize::from(byte)).copied()
-    }
-}
-
-/// One complete request, borrowed from the received bytes.
+/// One complete request, borrowed from the received bytes. The decoder has checked the magic number of
+/// VALIDATE, and that it is the first request. `pairs` are blobs in the order key, value, key, value, ...
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Request<'a> {
-    /// The handshake. The decoder has checked its magic number and that it is the first request.
     Validate,
-    Set {
-        key: &'a [u8],
-        value: &'a [u8],
-    },
-    CompareSet {
-        key: &'a [u8],
-        expected: &'a [u8],
-        desired: &'a [u8],
-    },
-    Get {
-        key: &'a [u8],
-    },
-    Add {
-        key: &'a [u8],
-        delta: i64,
-    },
-    Check {
-        keys: Blobs<'a>,
-    },
-    Wait {
-        keys: Blobs<'a>,
-    },
+    Set { key: &'a [u8], value: &'a [u8] },
+    CompareSet { key: &'a [u8], expected: &'a [u8], desired: &'a [u8] },
+    Get { key: &'a [u8] },
+    Add { key: &'a [u8], delta: i64 },
+    Check { keys: Blobs<'a> },
+    Wait { keys: Blobs<'a> },
     NumKeys,
-    Delete {
-        key: &'a [u8],
-    },
-    Append {
-        key: &'a [u8],
-        value: &'a [u8],
-    },
-    MultiGet {
-        keys: Blobs<'a>,
-    },
-    /// Blobs in the order key, value, key, value, ...
-    MultiSet {
-        pairs: Blobs<'a>,
-    },
+    Delete { key: &'a [u8] },
+    Append { key: &'a [u8], value: &'a [u8] },
+    MultiGet { keys: Blobs<'a> },
+    MultiSet { pairs: Blobs<'a> },
     CancelWait,
-    Ping {
-        nonce: u32,
-    },
-    QueuePush {
-        key: &'a [u8],
-        value: &'a [u8],
-    },
-    QueuePop {
-        key: &'a [u8],
-    },
-    QueueLen {
-        key: &'a [u8],
-    },
+    Ping { nonce: u32 },
+    QueuePush { key: &'a [u8], value: &'a [u8] },
+    QueuePop { key: &'a [u8] },
+    QueueLen { key: &'a [u8] },
     ListKeys,
-    Barrier {
-        key: &'a [u8],
-        world_size: i64,
-    },
-    /// Asks the server to store `value` under `key` when this connection closes, if the key is absent
-    /// then. A later will of the connection replaces this one; an empty value removes the will. The
-    /// server sends no reply.
-    SetLastWill {
-        key: &'a [u8],
-        value: &'a [u8],
-    },
+    Barrier { key: &'a [u8], world_size: i64 },
+    SetLastWill { key: &'a [u8], value: &'a [u8] },
 }
 
 /// A sequence of blobs, checked to be complete. Iterating copies nothing.
@@ -168,25 +112,20 @@ impl<'a> Iterator for Blobs<'a> {
     type Item = &'a [u8];
 
     fn next(&mut self) -> Option<&'a [u8]> {
-        if self.bytes.is_empty() {
-            return None;
-        }
-        Some(split_blob(&mut self.bytes))
+        (!self.bytes.is_empty()).then(|| split_blob(&mut self.bytes))
     }
+}
+
+/// Removes `N` bytes from the front of fields that [`Decoder`] has checked to be complete.
+fn split_array<const N: usize>(bytes: &mut &[u8]) -> [u8; N] {
+    let (array, rest) = bytes.split_first_chunk().expect("the decoder has checked the fields");
+    *bytes = rest;
+    *array
 }
 
 /// Removes a `u64` from the front of fields that [`Decoder`] has checked to be complete.
 fn split_u64(bytes: &mut &[u8]) -> u64 {
-    let (word, rest) = bytes.split_first_chunk::<WORD>().expect("the decoder has checked the fields");
-    *bytes = rest;
-    u64::from_le_bytes(*word)
-}
-
-/// Removes a `u32` from the front of fields that [`Decoder`] has checked to be complete.
-fn split_u32(bytes: &mut &[u8]) -> u32 {
-    let (word, rest) = bytes.split_first_chunk::<4>().expect("the decoder has checked the fields");
-    *bytes = rest;
-    u32::from_le_bytes(*word)
+    u64::from_le_bytes(split_array(bytes))
 }
 
 /// Removes a blob from the front of fields that [`Decoder`] has checked to be complete.

@@ -30,11 +30,7 @@ pub(super) fn json(view: &View) -> String {
 fn worker(worker: &Worker, last: usize) -> Value {
     let Worker { path, recording, status } = worker;
     let header = &recording.header;
-    let alive = match status {
-        ProcessStatus::Alive => Some(true),
-        ProcessStatus::Gone => Some(false),
-        ProcessStatus::Unknown => None,
-    };
+    let alive = (*status != ProcessStatus::Unknown).then_some(*status == ProcessStatus::Alive);
     let entries = &recording.entries[recording.entries.len().saturating_sub(last)..];
     json!({
         "path": path.display().to_string(),

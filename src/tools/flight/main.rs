@@ -38,7 +38,6 @@ struct Flags {
     json: bool,
 }
 
-/// All data that `convoke-flight` prints.
 struct View {
     groups: Vec<GroupSnapshot>,
     workers: Vec<Worker>,

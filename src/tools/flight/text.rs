@@ -12,7 +12,6 @@ use nix::sys::signal::Signal;
 
 use super::{View, Worker};
 
-/// Returns the whole text output.
 pub(super) fn text(view: &View) -> String {
     let mut out = String::new();
     for group in &view.groups {

@@ -39,14 +39,8 @@ fn with_absent_rank(
     then: impl FnOnce(&Group) + Send,
 ) -> Result<(Result<Group, CommError>, Instant), CheckError> {
     let store: Arc<dyn Store> = Arc::new(MemoryStore::new());
-    let group = |rank: usize| {
-        Group::new(
-            Arc::clone(&store),
-            rank,
-            2,
-            GroupOptions::default().timeout(CONNECT_TIMEOUT).init_timeout(CONNECT_TIMEOUT),
-        )
-    };
+    let group_options = GroupOptions::default().timeout(CONNECT_TIMEOUT).init_timeout(CONNECT_TIMEOUT);
+    let group = |rank: usize| Group::new(Arc::clone(&store), rank, 2, group_options.clone());
     let group = &group;
     let version = Library::load()?.version();
     let (over, is_over) = channel::<()>();
@@ -81,13 +75,8 @@ pub(crate) fn abort_with_absent_rank(gpu: &Gpu) -> Result<Outcome, CheckError> {
     };
     let (got, end) = with_absent_rank(gpu, DeviceOptions::default(), abort)?;
     let start = receiver.try_recv().map_err(|_| CheckError::Other("it ended before the abort".to_owned()))?;
-    Ok(outcome_of(
-        "abort",
-        end - start,
-        ABORT_LIMIT,
-        matches!(got, Err(CommError::Aborted { .. })),
-        got.err(),
-    ))
+    let is_right = matches!(got, Err(CommError::Aborted { .. }));
+    Ok(outcome_of("abort", end - start, ABORT_LIMIT, is_right, got.err()))
 }
 
 /// Checks that the deadline ends an operation while another rank does not call NCCL.
@@ -106,22 +95,22 @@ pub(crate) fn abort_behind_running_kernel(gpu: &Gpu) -> Result<Outcome, CheckErr
     let spin = SpinKernel::start(&stream)?;
     let mut work = group.on(&stream)?.enqueue(op::all_reduce_into(&send, &mut recv, ReduceOp::Sum))?;
     if work.wait_for(ABORT_DELAY)?.is_some() {
-        return Ok(Outcome::failed("it ended before the kernel that precedes it in the stream".to_owned()));
+        let details = "it ended before the kernel that precedes it in the stream".to_owned();
+        return Ok(Outcome { passed: false, details });
     }
     let start = Instant::now();
     group.abort("enough");
     let got = work.wait();
     let took = start.elapsed();
-    let outcome =
-        outcome_of("abort", took, ABORT_LIMIT, matches!(got, Err(CommError::Aborted { .. })), got.err());
     drop(spin);
     // The stream is usable again: enqueued work runs to completion.
     stream.synchronize()?;
-    Ok(outcome)
+    let is_right = matches!(got, Err(CommError::Aborted { .. }));
+    Ok(outcome_of("abort", took, ABORT_LIMIT, is_right, got.err()))
 }
 
 fn outcome_of(what: &str, took: Duration, most: Duration, is_right: bool, got: Option<CommError>) -> Outcome {
     let said = got.map_or_else(|| "no error".to_owned(), |error| error.to_string());
     let details = format!("{:.0} ms from the {what} to: {said}", took.as_secs_f64() * 1e3);
-    if is_right && took < most { Outcome::passed(details) } else { Outcome::failed(details) }
+    Outcome { passed: is_right && took < most, details }
 }

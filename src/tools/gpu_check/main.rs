@@ -24,6 +24,7 @@ use convoke_comm::nccl::Library;
 
 use gpu::{CheckError, Gpu};
 use report::{Outcome, Report};
+use speed::SpeedCheck;
 
 /// Environment variable that marks a process in which cudarc finds NCCL.
 const CHILD_VARIABLE: &str = "CONVOKE_GPU_CHECK";
@@ -78,30 +79,22 @@ fn run(flags: &Flags) -> Result<ExitCode, CheckError> {
     let gpu = Gpu::new()?;
     let mut report = Report::new(&gpu)?;
     let elements = usize::try_from(flags.large_bytes / 4).unwrap_or(usize::MAX);
-    let speed = speed::SpeedCheck::new(flags.calls, flags.rounds, !flags.no_limits);
-    type Check<'a> = Box<dyn Fn() -> Result<Outcome, CheckError> + 'a>;
-    let mut checks: Vec<(&str, Check<'_>)> =
-        vec![("a result on another stream", Box::new(|| order::check(&gpu, flags.calls)))];
-    for elements in [1, elements] {
-        checks.push(("calls in a stream", Box::new(move || speed.calls(elements))));
-        checks.push(("calls as one", Box::new(move || speed.grouped(elements))));
-        checks.push(("training steps", Box::new(move || speed.steps(elements))));
-    }
-    checks.push(("an abort while a rank is absent", Box::new(|| aborts::abort_with_absent_rank(&gpu))));
-    checks
-        .push(("the deadline while a rank is absent", Box::new(|| aborts::deadline_with_absent_rank(&gpu))));
-    checks.push((
-        "an abort behind a kernel that does not end",
-        Box::new(|| aborts::abort_behind_running_kernel(&gpu)),
-    ));
-    for (name, check) in checks {
+    let speed = SpeedCheck { calls: flags.calls, rounds: flags.rounds, enforced: !flags.no_limits };
+    let mut add = |name, outcome: Result<Outcome, CheckError>| {
         // A check that cannot run counts as failed; the other checks still run.
-        let outcome = check().unwrap_or_else(|error| Outcome::failed(error.to_string()));
+        let outcome = outcome.unwrap_or_else(|error| Outcome { passed: false, details: error.to_string() });
         report.add(name, &outcome)?;
         // The report is written after each check, so that results are kept if a later check hangs.
-        if let Some(path) = &flags.report {
-            report.write(path)?;
-        }
+        flags.report.as_ref().map_or(Ok(()), |path| report.write(path))
+    };
+    add("a result on another stream", order::check(&gpu, flags.calls))?;
+    for elements in [1, elements] {
+        add("calls in a stream", speed.calls(elements))?;
+        add("calls as one", speed.grouped(elements))?;
+        add("training steps", speed.steps(elements))?;
     }
+    add("an abort while a rank is absent", aborts::abort_with_absent_rank(&gpu))?;
+    add("the deadline while a rank is absent", aborts::deadline_with_absent_rank(&gpu))?;
+    add("an abort behind a kernel that does not end", aborts::abort_behind_running_kernel(&gpu))?;
     Ok(if report.has_failed() { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }

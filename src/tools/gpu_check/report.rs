@@ -1,7 +1,6 @@
 //! Report of the checks: one line on stdout for each check, and a file.
 
-use std::fmt::Write as _;
-use std::io::{self, Write as _};
+use std::io::{self, Write};
 use std::path::Path;
 
 use convoke_comm::nccl::Library;
@@ -10,22 +9,10 @@ use jiff::Timestamp;
 use super::gpu::{CheckError, Gpu};
 use super::kernels;
 
-/// The outcome of one check.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     pub(crate) passed: bool,
-    /// Description of the outcome, with figures and units.
     pub(crate) details: String,
-}
-
-impl Outcome {
-    pub(crate) fn passed(details: String) -> Self {
-        Self { passed: true, details }
-    }
-
-    pub(crate) fn failed(details: String) -> Self {
-        Self { passed: false, details }
-    }
 }
 
 /// The outcomes of all checks, as Markdown.
@@ -52,16 +39,12 @@ impl Report {
         Ok(Self { text: format!("{on}\n\n| check | | seen |\n|---|---|---|\n"), failed: 0 })
     }
 
-    pub(crate) fn add(
-        &mut self,
-        name: &str,
-        Outcome { passed, details }: &Outcome,
-    ) -> Result<(), CheckError> {
+    pub(crate) fn add(&mut self, name: &str, outcome: &Outcome) -> Result<(), CheckError> {
+        let Outcome { passed, details } = outcome;
         let word = if *passed { "passed" } else { "FAILED" };
         self.failed += u32::from(!passed);
-        // Writing to a string cannot fail.
-        let _ =
-            writeln!(self.text, "| {name} | {word} | {} |", details.replace('|', "\\|").replace('\n', " "));
+        let cell = details.replace('|', "\\|").replace('\n', " ");
+        self.text.push_str(&format!("| {name} | {word} | {cell} |\n"));
         let mut out = io::stdout().lock();
         writeln!(out, "{word:>6}  {name}: {details}")?;
         Ok(out.flush()?)

@@ -1,7 +1,8 @@
 //! Compares operations of groups with cudarc's calls of NCCL. Both alternate in one process.
 //!
-//! A core that other programs or machines share may take half as long again. So both are timed in short turns,
-//! as pairs, on one CPU of this machine after the other, and the limits apply to the fastest quarter of the pairs.
+//! A core that other programs or machines share may take half as long again. So both are timed in short
+//! turns, as pairs, on one CPU of this machine after the other, and the limits apply to the fastest quarter
+//! of the pairs.
 
 use std::fmt;
 use std::io;
@@ -28,15 +29,13 @@ const SMALL_CALL_BYTES: usize = 4096;
 const CALLS_PER_TIME: u32 = 50;
 /// The calling thread, as the system calls for CPU affinity name it.
 const THIS_THREAD: Pid = Pid::from_raw(0);
-/// Number of operations that are enqueued as one batch.
 const BATCH_CALLS: usize = 4;
 
-/// Settings of the measurement.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SpeedCheck {
-    calls: u32,
-    rounds: u32,
-    enforced: bool,
+    pub(crate) calls: u32,
+    pub(crate) rounds: u32,
+    pub(crate) enforced: bool,
 }
 
 /// A group of this process alone, and an equivalent cudarc communicator.
@@ -60,26 +59,20 @@ impl GroupAndCommunicator {
 }
 
 impl SpeedCheck {
-    pub(crate) fn new(calls: u32, rounds: u32, enforced: bool) -> Self {
-        Self { calls, rounds, enforced }
-    }
-
     /// Compares the time of a group's `all_reduce` with that of cudarc's `all_reduce`. Both are called out of
     /// place, one call after the other on a CUDA stream.
     pub(crate) fn calls(self, elements: usize) -> Result<Outcome, CheckError> {
         let both = GroupAndCommunicator::new()?;
-        let (send, mut recvs) = (both.buffers(elements, 1)?, both.buffers(elements, 2)?);
-        let [raw_recvs, group_recvs] = &mut recvs[..] else {
-            return Err(CheckError::Other("two buffers".to_owned()));
-        };
+        let (send, mut raw_recv) = (both.buffers(elements, 1)?, both.buffers(elements, 1)?);
+        let mut group_recv = both.buffers(elements, 1)?;
         self.compare(
             "all_reduce, out of place",
             elements,
             &both.stream,
-            || both.raw.all_reduce(&send[0], raw_recvs, &RawOp::Sum).map(drop).map_err(CheckError::from),
+            || Ok(both.raw.all_reduce(&send[0], &mut raw_recv[0], &RawOp::Sum).map(drop)?),
             || {
                 let on = both.group.on(&both.stream)?;
-                drop(on.enqueue(op::all_reduce_into(&send[0], &mut *group_recvs, ReduceOp::Sum))?);
+                drop(on.enqueue(op::all_reduce_into(&send[0], &mut group_recv[0], ReduceOp::Sum))?);
                 Ok(())
             },
         )
@@ -155,7 +148,9 @@ impl SpeedCheck {
         time_calls(stream, self.calls, &mut ours)?;
         let (calls, pairs) =
             (self.calls.min(CALLS_PER_TIME), self.rounds * self.calls.div_ceil(CALLS_PER_TIME));
-        let (allowed, cpus) = allowed_cpus()?;
+        let allowed = sched_getaffinity(THIS_THREAD).map_err(io::Error::from)?;
+        let cpus: Vec<usize> =
+            (0..CpuSet::count()).filter(|&cpu| allowed.is_set(cpu).unwrap_or(false)).collect();
         let mut times = Vec::new();
         for pair in 0..pairs {
             run_on(cpus[pair as usize * cpus.len() / pairs as usize])?;
@@ -179,7 +174,7 @@ impl SpeedCheck {
         } else {
             fastest.ours < fastest.raw * MAX_RATIO
         };
-        Ok(if is_good || !self.enforced { Outcome::passed(details) } else { Outcome::failed(details) })
+        Ok(Outcome { passed: is_good || !self.enforced, details })
     }
 }
 
@@ -225,14 +220,6 @@ fn time_calls(
     Ok(begin.elapsed().as_secs_f64() * 1e6 / f64::from(calls))
 }
 
-/// The CPUs on which this thread may run, as a set and as a list.
-fn allowed_cpus() -> Result<(CpuSet, Vec<usize>), CheckError> {
-    let allowed = sched_getaffinity(THIS_THREAD).map_err(io::Error::from)?;
-    let cpus = (0..CpuSet::count()).filter(|&cpu| allowed.is_set(cpu).unwrap_or(false)).collect();
-    Ok((allowed, cpus))
-}
-
-/// Moves this thread to a CPU.
 fn run_on(cpu: usize) -> Result<(), CheckError> {
     let mut only = CpuSet::new();
     only.set(cpu).and_then(|()| sched_setaffinity(THIS_THREAD, &only)).map_err(io::Error::from)?;

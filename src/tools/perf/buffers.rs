@@ -12,32 +12,38 @@ use super::values::{TestPattern, Value};
 use super::verify::{self, WrongElement};
 
 /// Buffers for the calls of one case, on the host or on a device.
-pub(crate) trait BenchBuffers<T: Value> {
+pub(crate) trait BenchBuffers {
+    type Element: Value;
+
     /// Fills the buffers before the checked call.
-    fn fill(&mut self, pattern: &TestPattern, call: &Call<T>) -> Result<(), PerfError>;
+    fn fill(&mut self, pattern: &TestPattern, call: &Call<Self::Element>) -> Result<(), PerfError>;
 
     /// Checks the contents of the buffers after the checked call.
     fn check(
         &self,
         pattern: &TestPattern,
-        call: &Call<T>,
+        call: &Call<Self::Element>,
         root: usize,
     ) -> Result<Result<(), WrongElement>, PerfError>;
 
     /// Sets the buffers to zero. Repeated sums of zeros stay zero, so timed calls cannot overflow.
-    fn clear(&mut self, call: &Call<T>) -> Result<(), PerfError>;
+    fn clear(&mut self, call: &Call<Self::Element>) -> Result<(), PerfError>;
 
-    /// Writes the send buffers again, as a program does before each call.
-    fn rewrite(&mut self, call: &Call<T>);
+    /// Writes the send buffers again, as a program does before each call, if they are memory of the host.
+    fn rewrite(&mut self, _: &Call<Self::Element>) {}
 
     /// Runs one operation with each pair of buffers.
-    fn run(&mut self, group: &Group, call: &Call<T>, root: usize) -> Result<(), CommError>;
+    fn run(&mut self, group: &Group, call: &Call<Self::Element>, root: usize) -> Result<(), CommError>;
 
-    /// Waits until all operations have completed.
-    fn synchronize(&mut self) -> Result<(), CommError>;
+    /// Waits until all operations have completed, if calls return before that.
+    fn synchronize(&mut self) -> Result<(), CommError> {
+        Ok(())
+    }
 
     /// Number of calls to time together, if one call takes about `micros` microseconds.
-    fn calls_per_sample(&self, micros: f64) -> usize;
+    fn calls_per_sample(&self, _micros: f64) -> usize {
+        1
+    }
 }
 
 /// Buffers in host memory. A call there is complete when it returns.
@@ -48,10 +54,6 @@ pub(crate) struct HostBuffers<T: Value> {
 
 impl<T: Value> HostBuffers<T> {
     /// Allocates buffers `a` and `b` with at most `lens` elements.
-    ///
-    /// # Errors
-    /// [`PerfError::Allocation`] if the system has too little memory. [`PerfError::Comm`] with the errors of
-    /// [`Group::alloc`].
     pub(crate) fn new(
         settings: &Settings,
         name: &str,
@@ -71,9 +73,11 @@ impl<T: Value> HostBuffers<T> {
     }
 }
 
-impl<T: Value> BenchBuffers<T> for HostBuffers<T> {
+impl<T: Value> BenchBuffers for HostBuffers<T> {
+    type Element = T;
+
     fn fill(&mut self, pattern: &TestPattern, call: &Call<T>) -> Result<(), PerfError> {
-        let shape = call.shape();
+        let shape = &call.shape;
         call.buffer_parts(&mut self.buffers).for_each(|(a, b)| verify::fill(pattern, shape, a, b));
         Ok(())
     }
@@ -84,7 +88,7 @@ impl<T: Value> BenchBuffers<T> for HostBuffers<T> {
         call: &Call<T>,
         root: usize,
     ) -> Result<Result<(), WrongElement>, PerfError> {
-        let shape = call.shape();
+        let shape = &call.shape;
         let (a, b) = shape.buffer_lens();
         let check =
             |buffers: &BufferPair<T>| verify::check(pattern, shape, root, (&buffers.a[..a], &buffers.b[..b]));
@@ -105,13 +109,5 @@ impl<T: Value> BenchBuffers<T> for HostBuffers<T> {
 
     fn run(&mut self, group: &Group, call: &Call<T>, root: usize) -> Result<(), CommError> {
         call.run(group, &mut self.buffers, root, self.nonblocking)
-    }
-
-    fn synchronize(&mut self) -> Result<(), CommError> {
-        Ok(())
-    }
-
-    fn calls_per_sample(&self, _: f64) -> usize {
-        1
     }
 }

@@ -14,12 +14,11 @@ pub(crate) struct BufferPair<T: Value> {
 
 /// A prepared collective call, which can be made any number of times.
 pub(crate) struct Call<T: Value> {
-    shape: Shape,
-    reduction: Reduction<T>,
-    /// Lengths of the blocks in this rank's buffers.
-    lens: Vec<usize>,
+    pub(crate) shape: Shape,
+    pub(crate) reduction: Reduction<T>,
+    pub(crate) lens: Vec<usize>,
     /// The rank that this rank exchanges messages with, in `send_recv`.
-    peer: Option<usize>,
+    pub(crate) peer: Option<usize>,
 }
 
 impl<T: Value> Call<T> {
@@ -34,23 +33,6 @@ impl<T: Value> Call<T> {
         Self { shape, reduction, lens, peer }
     }
 
-    pub(crate) fn shape(&self) -> &Shape {
-        &self.shape
-    }
-
-    pub(crate) fn reduction(&self) -> Reduction<T> {
-        self.reduction.clone()
-    }
-
-    pub(crate) fn lens(&self) -> &[usize] {
-        &self.lens
-    }
-
-    pub(crate) fn peer(&self) -> Option<usize> {
-        self.peer
-    }
-
-    /// Returns the parts of the buffers that the call uses.
     fn parts<'a>(&self, buffers: &'a mut BufferPair<T>) -> (&'a mut [T], &'a mut [T]) {
         let (a, b) = self.shape.buffer_lens();
         (&mut buffers.a[..a], &mut buffers.b[..b])

@@ -50,51 +50,42 @@ impl Collective {
         }
     }
 
+    /// Returns the form with equal blocks of a collective with unequal ones; other collectives themselves.
+    pub(crate) const fn equal_form(self) -> Self {
+        match self {
+            Self::AllGatherV => Self::AllGather,
+            Self::ReduceScatterV => Self::ReduceScatter,
+            Self::AllToAllV => Self::AllToAll,
+            Self::GatherV => Self::Gather,
+            Self::ScatterV => Self::Scatter,
+            _ => self,
+        }
+    }
+
     /// Returns whether the measured size is the sum of the sizes of one block for each rank.
     pub(crate) const fn has_blocks(self) -> bool {
-        self.is_unequal()
-            || matches!(
-                self,
-                Self::AllGather | Self::ReduceScatter | Self::AllToAll | Self::Gather | Self::Scatter
-            )
+        use Collective::{AllGather, AllToAll, Gather, ReduceScatter, Scatter};
+        matches!(self.equal_form(), AllGather | ReduceScatter | AllToAll | Gather | Scatter)
     }
 
-    /// Returns whether blocks may have different lengths.
-    pub(crate) const fn is_unequal(self) -> bool {
-        matches!(
-            self,
-            Self::AllGatherV | Self::ReduceScatterV | Self::AllToAllV | Self::GatherV | Self::ScatterV
-        )
+    pub(crate) fn is_unequal(self) -> bool {
+        self != self.equal_form()
     }
 
-    /// Returns whether the collective reduces elements.
     pub(crate) const fn reduces(self) -> bool {
-        matches!(
-            self,
-            Self::AllReduce
-                | Self::Reduce
-                | Self::ReduceScatter
-                | Self::ReduceScatterV
-                | Self::Scan
-                | Self::ExclusiveScan
-        )
+        use Collective::{AllReduce, ExclusiveScan, Reduce, ReduceScatter, Scan};
+        matches!(self.equal_form(), AllReduce | Reduce | ReduceScatter | Scan | ExclusiveScan)
     }
 
-    /// Returns whether the collective supports `op` on `dtype`.
     pub(crate) const fn accepts(self, op: ReduceOp, dtype: Dtype) -> bool {
         let is_scan = matches!(self, Self::Scan | Self::ExclusiveScan);
         op.accepts(dtype) && !(is_scan && matches!(op, ReduceOp::Avg))
     }
 
-    /// Returns whether the collective has a root.
     pub(crate) const fn has_root(self) -> bool {
-        matches!(
-            self,
-            Self::Broadcast | Self::Reduce | Self::Gather | Self::Scatter | Self::GatherV | Self::ScatterV
-        )
+        matches!(self.equal_form(), Self::Broadcast | Self::Reduce | Self::Gather | Self::Scatter)
     }
 
-    /// Minimum number of ranks for this collective.
     pub(crate) const fn min_ranks(self) -> usize {
         if matches!(self, Self::SendRecv) { 2 } else { 1 }
     }
@@ -168,28 +159,18 @@ impl Shape {
         self.block_lens(rank).into_iter().map(position).collect()
     }
 
-    /// Length of this rank's own block.
     pub(crate) fn own_block_len(&self) -> usize {
         self.lens[self.rank]
     }
 
-    /// Lengths of the buffers `a` and `b`.
     pub(crate) fn buffer_lens(&self) -> (usize, usize) {
-        match self.collective {
+        match self.collective.equal_form() {
             Collective::Barrier => (0, 0),
-            Collective::AllReduce
-            | Collective::Broadcast
-            | Collective::Reduce
-            | Collective::Scan
-            | Collective::ExclusiveScan => (self.count, 0),
-            Collective::AllToAll | Collective::AllToAllV | Collective::SendRecv => (self.count, self.count),
-            Collective::AllGather | Collective::AllGatherV | Collective::Gather | Collective::GatherV => {
-                (self.own_block_len(), self.count)
-            }
-            Collective::ReduceScatter
-            | Collective::ReduceScatterV
-            | Collective::Scatter
-            | Collective::ScatterV => (self.count, self.own_block_len()),
+            Collective::AllToAll | Collective::SendRecv => (self.count, self.count),
+            Collective::AllGather | Collective::Gather => (self.own_block_len(), self.count),
+            Collective::ReduceScatter | Collective::Scatter => (self.count, self.own_block_len()),
+            // The others work in place.
+            _ => (self.count, 0),
         }
     }
 }

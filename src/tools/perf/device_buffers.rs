@@ -21,9 +21,6 @@ const TARGET_MICROS: f64 = 500.0;
 const MAX_CALLS: f64 = 100.0;
 
 /// Returns the group with this rank's device, and the stream for its calls.
-///
-/// # Errors
-/// Returns the errors of [`Group::with_device`], for example [`CommError::Device`].
 pub(crate) fn join(group: &Group, staged: bool) -> Result<(Group, Arc<CudaStream>), CommError> {
     let context = device::open_for_rank(group)?;
     let group = group.with_device(&context, DeviceOptions::default().staged(staged))?;
@@ -40,9 +37,6 @@ pub(crate) struct DeviceBuffers<T: Value> {
 
 impl<T: Value> DeviceBuffers<T> {
     /// Allocates buffers `a` and `b` with at most `lens` elements.
-    ///
-    /// # Errors
-    /// [`CommError::Device`] if the device has too little memory.
     pub(crate) fn new(
         settings: &Settings,
         stream: &Arc<CudaStream>,
@@ -61,11 +55,10 @@ impl<T: Value> DeviceBuffers<T> {
         root: usize,
     ) -> Result<(), CommError> {
         let on = group.on(stream)?;
-        let (len_a, len_b) = call.shape().buffer_lens();
+        let (len_a, len_b) = call.shape.buffer_lens();
         let (mut a, mut b) = (a.first(len_a), b.first(len_b));
-        let (op, lens) = (call.reduction(), call.lens());
-        let collective = call.shape().collective;
-        match collective {
+        let (op, lens) = (call.reduction.clone(), &call.lens[..]);
+        match call.shape.collective {
             Collective::AllReduce => on.enqueue(op::all_reduce(&mut a, op)),
             Collective::Broadcast => on.enqueue(op::broadcast(&mut a, root)),
             Collective::Reduce => on.enqueue(op::reduce(&mut a, op, root)),
@@ -80,14 +73,14 @@ impl<T: Value> DeviceBuffers<T> {
             Collective::AllToAllV => on.enqueue(op::all_to_all_v((&a, lens), (&mut b, lens))),
             Collective::GatherV => on.enqueue(op::gather_v(&a, &mut b, lens, root)),
             Collective::ScatterV => on.enqueue(op::scatter_v(&a, &mut b, lens, root)),
-            Collective::SendRecv => match call.peer() {
+            Collective::SendRecv => match call.peer {
                 Some(peer) if call.is_first() => {
                     on.enqueue(op::send(&a, peer)).and_then(|_| on.enqueue(op::recv(&mut b, peer)))
                 }
                 Some(peer) => on.enqueue(op::recv(&mut b, peer)).and_then(|_| on.enqueue(op::send(&a, peer))),
                 None => return Ok(()),
             },
-            Collective::Scan | Collective::ExclusiveScan => {
+            collective @ (Collective::Scan | Collective::ExclusiveScan) => {
                 return Err(CommError::Unsupported(format!("{collective} on devices")));
             }
         }
@@ -95,11 +88,13 @@ impl<T: Value> DeviceBuffers<T> {
     }
 }
 
-impl<T: Value> BenchBuffers<T> for DeviceBuffers<T> {
+impl<T: Value> BenchBuffers for DeviceBuffers<T> {
+    type Element = T;
+
     fn fill(&mut self, pattern: &TestPattern, call: &Call<T>) -> Result<(), PerfError> {
-        let (len_a, len_b) = call.shape().buffer_lens();
+        let (len_a, len_b) = call.shape.buffer_lens();
         let (mut host_a, mut host_b) = (vec![T::from_parts(0, 0); len_a], vec![T::from_parts(0, 0); len_b]);
-        verify::fill(pattern, call.shape(), &mut host_a, &mut host_b);
+        verify::fill(pattern, &call.shape, &mut host_a, &mut host_b);
         for (a, b) in &mut self.buffers {
             a.write(&self.stream, &host_a).map_err(CommError::from)?;
             b.write(&self.stream, &host_b).map_err(CommError::from)?;
@@ -113,13 +108,10 @@ impl<T: Value> BenchBuffers<T> for DeviceBuffers<T> {
         call: &Call<T>,
         root: usize,
     ) -> Result<Result<(), WrongElement>, PerfError> {
-        let (len_a, len_b) = call.shape().buffer_lens();
+        let (len_a, len_b) = call.shape.buffer_lens();
         for (a, b) in &self.buffers {
-            let (a, b) = (
-                a.read(&self.stream).map_err(CommError::from)?,
-                b.read(&self.stream).map_err(CommError::from)?,
-            );
-            let checked = verify::check(pattern, call.shape(), root, (&a[..len_a], &b[..len_b]));
+            let [a, b] = [a, b].map(|buffer| buffer.read(&self.stream).map_err(CommError::from));
+            let checked = verify::check(pattern, &call.shape, root, (&a?[..len_a], &b?[..len_b]));
             if checked.is_err() {
                 return Ok(checked);
             }
@@ -128,15 +120,13 @@ impl<T: Value> BenchBuffers<T> for DeviceBuffers<T> {
     }
 
     fn clear(&mut self, call: &Call<T>) -> Result<(), PerfError> {
-        let (len_a, len_b) = call.shape().buffer_lens();
+        let (len_a, len_b) = call.shape.buffer_lens();
         for (a, b) in &mut self.buffers {
             a.write(&self.stream, &vec![T::from_parts(0, 0); len_a]).map_err(CommError::from)?;
             b.write(&self.stream, &vec![T::from_parts(0, 0); len_b]).map_err(CommError::from)?;
         }
         Ok(())
     }
-
-    fn rewrite(&mut self, _: &Call<T>) {}
 
     fn run(&mut self, group: &Group, call: &Call<T>, root: usize) -> Result<(), CommError> {
         let stream = &self.stream;

@@ -9,7 +9,6 @@ use super::collective::Collective;
 use super::sizes;
 use super::verify::WrongElement;
 
-/// An error that ends `convoke-perf`.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum PerfError {
     #[error(transparent)]

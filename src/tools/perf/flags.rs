@@ -140,7 +140,6 @@ pub(crate) struct Flags {
     pub(crate) transport: Option<String>,
 }
 
-/// The output format: a table, CSV or JSON.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum OutputFormat {
     Table,
@@ -150,9 +149,6 @@ pub(crate) enum OutputFormat {
 
 impl Flags {
     /// Checks combinations of flags, which the parser of a single flag cannot check.
-    ///
-    /// # Errors
-    /// Returns a description of the contradiction.
     pub(crate) fn check(&self) -> Result<(), String> {
         if self.min_bytes > self.max_bytes {
             let [least, most] = [self.min_bytes, self.max_bytes].map(sizes::text);
@@ -165,10 +161,8 @@ impl Flags {
             return Err("--min-bytes 0 times --factor stays 0: begin with 4, or give --step-bytes".to_owned());
         }
         if self.min_iters > self.max_iters {
-            return Err(format!(
-                "--min-iters {} is more than --max-iters {}",
-                self.min_iters, self.max_iters
-            ));
+            let (least, most) = (self.min_iters, self.max_iters);
+            return Err(format!("--min-iters {least} is more than --max-iters {most}"));
         }
         let of_host = [
             ("--algorithms", !self.algorithms.is_empty()),
@@ -188,9 +182,6 @@ impl Flags {
     }
 
     /// Returns the cases to measure on `ranks` ranks, in the order of the table.
-    ///
-    /// # Errors
-    /// Returns a description of a case that was requested by name and is invalid.
     pub(crate) fn cases(&self, ranks: usize) -> Result<Vec<BenchCase>, String> {
         if let Some(root) = self.root.filter(|&root| root >= ranks) {
             return Err(format!("--root {root}: ranks are 0 to {}", ranks - 1));
@@ -207,18 +198,17 @@ impl Flags {
                 Selection::One(collective) => (vec![collective], true),
             };
             for collective in collectives {
-                if self.device != DeviceKind::Cpu
-                    && matches!(collective, Collective::Scan | Collective::ExclusiveScan)
-                {
-                    if named {
-                        return Err(format!("{collective} is not available on devices"));
-                    }
-                    continue;
-                }
-                if collective.min_ranks() <= ranks {
+                let is_scan = matches!(collective, Collective::Scan | Collective::ExclusiveScan);
+                let lack = if is_scan && self.device != DeviceKind::Cpu {
+                    "is not available on devices".to_owned()
+                } else if collective.min_ranks() > ranks {
+                    format!("needs {} ranks", collective.min_ranks())
+                } else {
                     self.add(collective, named, &mut cases)?;
-                } else if named {
-                    return Err(format!("{collective} needs {} ranks", collective.min_ranks()));
+                    continue;
+                };
+                if named {
+                    return Err(format!("{collective} {lack}"));
                 }
             }
         }

@@ -10,7 +10,7 @@ use super::collective::{Collective, Shape};
 use super::error::PerfError;
 use super::memory;
 use super::stats::{self, Percentiles, RunLength};
-use super::values::{TestPattern, Value};
+use super::values::TestPattern;
 
 /// Settings for making and timing calls.
 #[derive(Debug, Clone, Copy)]
@@ -26,7 +26,6 @@ pub(crate) struct Settings {
     pub(crate) nonblocking: bool,
     /// Allocate memory that the ranks of a host share.
     pub(crate) alloc: bool,
-    /// Number of operations in flight at a time.
     pub(crate) in_flight: usize,
 }
 
@@ -53,59 +52,38 @@ pub(crate) struct Bench<'a, P> {
     buffers: P,
 }
 
-impl<'a, P> Bench<'a, P> {
+impl<'a, P: BenchBuffers> Bench<'a, P> {
     pub(crate) fn new(settings: &'a Settings, case: BenchCase, buffers: P) -> Self {
         Self { settings, case, buffers }
     }
 
     /// Checks and times calls of `count` elements.
-    ///
-    /// # Errors
-    /// [`PerfError::WrongResult`], [`PerfError::Comm`], or [`PerfError::Allocation`] for the array of times.
-    pub(crate) fn measure<T: Value>(&mut self, group: &Group, count: usize) -> Result<Timing, PerfError>
-    where
-        P: BenchBuffers<T>,
-    {
+    pub(crate) fn measure(&mut self, group: &Group, count: usize) -> Result<Timing, PerfError> {
         let shape = Shape::new(self.case.collective, count, group.rank(), group.size());
         let call = Call::new(shape, self.case.op);
         if self.settings.checked {
-            match self.settings.root {
-                Some(root) => self.check(group, &call, root)?,
-                None if self.case.collective.has_root() && group.size() > 1 => {
-                    self.check(group, &call, 0)?;
-                    self.check(group, &call, group.size() - 1)?;
-                }
-                None => self.check(group, &call, 0)?,
+            self.check(group, &call, self.settings.root.unwrap_or(0))?;
+            if self.settings.root.is_none() && self.case.collective.has_root() && group.size() > 1 {
+                self.check(group, &call, group.size() - 1)?;
             }
         }
         self.time(group, &call)
     }
 
-    fn check<T: Value>(&mut self, group: &Group, call: &Call<T>, root: usize) -> Result<(), PerfError>
-    where
-        P: BenchBuffers<T>,
-    {
+    fn check(&mut self, group: &Group, call: &Call<P::Element>, root: usize) -> Result<(), PerfError> {
         let BenchCase { collective, dtype, op } = self.case;
-        let shape = call.shape();
         let pattern = TestPattern::new(op, dtype, group.size());
         self.buffers.fill(&pattern, call)?;
         self.buffers.run(group, call, root)?;
         self.buffers.synchronize()?;
-        self.buffers.check(&pattern, call, root)?.map_err(|wrong| PerfError::WrongResult {
-            collective,
-            bytes: shape.count.saturating_mul(dtype.size_bytes()),
-            dtype,
-            op: op.map(|op| op.to_string()),
-            root,
-            rank: group.rank(),
-            wrong,
+        self.buffers.check(&pattern, call, root)?.map_err(|wrong| {
+            let bytes = call.shape.count.saturating_mul(dtype.size_bytes());
+            let (op, rank) = (op.map(|op| op.to_string()), group.rank());
+            PerfError::WrongResult { collective, bytes, dtype, op, root, rank, wrong }
         })
     }
 
-    fn time<T: Value>(&mut self, group: &Group, call: &Call<T>) -> Result<Timing, PerfError>
-    where
-        P: BenchBuffers<T>,
-    {
+    fn time(&mut self, group: &Group, call: &Call<P::Element>) -> Result<Timing, PerfError> {
         let (ranks, in_flight) = (group.size(), self.settings.in_flight as f64);
         let root = |iteration: usize| self.settings.root.unwrap_or(iteration % ranks);
         self.buffers.clear(call)?;
@@ -130,12 +108,9 @@ impl<'a, P> Bench<'a, P> {
             *micros = now.duration_since(before).as_secs_f64() * 1e6;
             before = now;
         }
-        let collective = self.case.collective;
         // `send_recv` sends two messages. Ranks that do not take part measure no time.
-        let (messages, participants) = match collective {
-            Collective::SendRecv => (2.0, collective.participants(ranks)),
-            _ => (1.0, ranks),
-        };
+        let messages = if self.case.collective == Collective::SendRecv { 2.0 } else { 1.0 };
+        let participants = self.case.collective.participants(ranks);
         if group.rank() >= participants {
             micros.fill(0.0);
         }
@@ -147,10 +122,7 @@ impl<'a, P> Bench<'a, P> {
 
     /// Makes calls until caches and connections are warm. Returns the estimated microseconds of one
     /// iteration; all ranks get equal values.
-    fn warm_up<T: Value>(&mut self, group: &Group, call: &Call<T>) -> Result<f64, CommError>
-    where
-        P: BenchBuffers<T>,
-    {
+    fn warm_up(&mut self, group: &Group, call: &Call<P::Element>) -> Result<f64, CommError> {
         let ranks = group.size();
         let rounds = if self.settings.warmup.is_some() { 1 } else { 3 };
         let (mut calls, mut estimate) = (self.settings.warmup.unwrap_or(ranks), f64::INFINITY);

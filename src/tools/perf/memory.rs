@@ -5,25 +5,15 @@ use std::fs;
 
 use super::error::PerfError;
 
-/// Returns a vector of `len` copies of `value`.
-///
-/// # Errors
-/// [`PerfError::Allocation`] if the system refuses the memory.
 pub(crate) fn try_filled_vec<T: Copy>(len: usize, value: T, what: &str) -> Result<Vec<T>, PerfError> {
     let mut buffer = Vec::new();
-    let refused = buffer.try_reserve_exact(len).is_err();
-    if refused {
-        return Err(PerfError::Allocation { what: what.to_owned() });
-    }
+    buffer.try_reserve_exact(len).map_err(|_| PerfError::Allocation { what: what.to_owned() })?;
     buffer.resize(len, value);
     Ok(buffer)
 }
 
 /// Checks that the host has free memory for `bytes` on each of its `ranks`. The kernel overcommits memory, so
 /// an allocation does not fail; the OOM killer would end the process later.
-///
-/// # Errors
-/// [`PerfError::Memory`] if the free memory is too small.
 pub(crate) fn check_available(what: &str, bytes: usize, ranks: usize) -> Result<(), PerfError> {
     let text = fs::read_to_string("/proc/meminfo").unwrap_or_default();
     match available(&text) {

@@ -29,7 +29,6 @@ struct Pair {
     directions: [Direction; 2],
 }
 
-/// The measurements of all pairs of hosts.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Pairs {
     hosts: usize,
@@ -40,10 +39,6 @@ pub(crate) struct Pairs {
 /// Measures each pair of hosts with messages of `bytes`. Pairs without a common host run concurrently.
 ///
 /// All ranks of `world` call it. The first rank of each host sends and receives. All ranks get equal results.
-///
-/// # Errors
-/// [`PerfError::Allocation`] if the system has too little memory for a message. [`PerfError::Comm`] if the
-/// group fails.
 pub(crate) fn measure(
     world: &Group,
     bytes: usize,
@@ -77,10 +72,8 @@ pub(crate) fn measure(
 /// Sends messages to rank `to`, and measures the time until the receiver has confirmed them.
 fn send(world: &Group, to: usize, buffer: &[u8]) -> Result<Direction, CommError> {
     // The first message opens the connection; the second gives an estimate of the time of a message.
-    let mut micros = 0.0;
-    for _ in 0..2 {
-        micros = time_messages(world, to, buffer, 1)?;
-    }
+    time_messages(world, to, buffer, 1)?;
+    let micros = time_messages(world, to, buffer, 1)?;
     let messages = (TARGET_MICROS / micros).min(MAX_MESSAGES).floor();
     world.send(&[messages], to, 0)?;
     if messages < 2.0 {
@@ -193,7 +186,6 @@ impl Pairs {
         self.pairs.iter().flat_map(both).collect()
     }
 
-    /// Returns one JSON object for each pair, each on one line.
     pub(crate) fn json(&self, names: &[String]) -> Vec<String> {
         let one = |pair: &Pair| {
             let (lower, higher) = pair.hosts;

@@ -22,9 +22,6 @@ type Line = (String, Vec<(f64, f64)>);
 
 /// Draws `rows` into an SVG file, with one line for each collective, type, operation and algorithm. Rows
 /// without data, such as rows of a barrier, are left out.
-///
-/// # Errors
-/// [`PerfError::Plot`] if there is nothing to draw, or the file cannot be written.
 pub(crate) fn draw(rows: &[Row], path: &Path) -> Result<(), PerfError> {
     let failed = |why: String| PerfError::Plot { path: path.to_owned(), why };
     let text = svg(rows).map_err(failed)?;
@@ -59,11 +56,10 @@ fn lines(rows: &[Row], metric: Metric) -> Vec<Line> {
     let dtype = |row: &Row| row.case.dtype.to_string();
     let op = |row: &Row| row.case.op.map(|op| op.to_string()).unwrap_or_default();
     let algorithm = |row: &Row| row.algorithm.clone().unwrap_or_default();
-    let parts =
-        [(dtype as fn(&Row) -> String, differs(dtype)), (op, differs(op)), (algorithm, differs(algorithm))];
+    let mut parts = vec![dtype as fn(&Row) -> String, op, algorithm];
+    parts.retain(|part| differs(*part));
     let name = |row: &Row| {
-        let named = parts.iter().filter(|(_, differs)| *differs).map(|(part, _)| part(row));
-        let words = [row.case.collective.to_string()].into_iter().chain(named);
+        let words = [row.case.collective.to_string()].into_iter().chain(parts.iter().map(|part| part(row)));
         words.filter(|word| !word.is_empty()).collect::<Vec<_>>().join(" ")
     };
     let mut lines = Vec::<Line>::new();

@@ -15,7 +15,6 @@ use super::table::{self, Columns};
 pub(crate) struct Report<'a> {
     flags: &'a Flags,
     transport: String,
-    /// True if this rank prints.
     is_printing: bool,
     /// Width and height in characters, if stdout is a terminal that can show bars.
     screen: Option<(usize, usize)>,
@@ -24,22 +23,18 @@ pub(crate) struct Report<'a> {
     columns: Option<Columns>,
     /// Number of printed rows without bars. Bars need the largest value of all rows.
     without_bars: usize,
-    /// All printed rows.
-    rows: Vec<Row>,
+    pub(crate) rows: Vec<Row>,
 }
 
-/// A standard stream of this process.
 #[derive(Debug, Clone, Copy)]
 enum Stream {
     Stdout,
     Stderr,
 }
 
-/// The hosts and their ranks.
 pub(crate) struct HostRanks {
     /// Names of the hosts, all distinct.
     pub(crate) names: Vec<String>,
-    /// The ranks of each host.
     pub(crate) ranks: Vec<Vec<usize>>,
 }
 
@@ -81,17 +76,11 @@ impl<'a> Report<'a> {
         let plural =
             |number: usize, what: &str| format!("{number} {what}{}", if number == 1 { "" } else { "s" });
         let (ranks, hosts) = (plural(ranks, "rank"), plural(host_ranks.names.len(), "host"));
-        self.print_line(&format!(
-            "# convoke-perf {}: {ranks} on {hosts}, {}",
-            env!("CARGO_PKG_VERSION"),
-            self.transport
-        ))?;
+        let (version, transport) = (env!("CARGO_PKG_VERSION"), &self.transport);
+        self.print_line(&format!("# convoke-perf {version}: {ranks} on {hosts}, {transport}"))?;
         for (name, ranks) in host_ranks.names.iter().zip(&host_ranks.ranks) {
-            self.print_line(&format!(
-                "#   {name}: {} {}",
-                if ranks.len() == 1 { "rank" } else { "ranks" },
-                table::ranks(ranks)
-            ))?;
+            let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
+            self.print_line(&format!("#   {name}: {noun} {}", table::ranks(ranks)))?;
         }
         if only_pairs { Ok(()) } else { self.print_line(&format!("# {}", self.flags.describe_method())) }
     }
@@ -101,11 +90,8 @@ impl<'a> Report<'a> {
         if self.flags.output_format() != OutputFormat::Table {
             return Ok(());
         }
-        let columns = Columns::new(
-            first.case.collective,
-            first.algorithm.is_some(),
-            self.screen.map(|(width, _)| width),
-        );
+        let width = self.screen.map(|(width, _)| width);
+        let columns = Columns::new(first.case.collective, first.algorithm.is_some(), width);
         self.columns = Some(columns);
         self.print_line(&format!("\n{}", first.case.collective))?;
         columns.head().iter().try_for_each(|line| self.print_line(line))
@@ -157,7 +143,6 @@ impl<'a> Report<'a> {
         lines.iter().try_for_each(|line| self.print_line(line))
     }
 
-    /// Prints the last lines of the output.
     pub(crate) fn print_footer(&mut self) -> io::Result<()> {
         match self.flags.output_format() {
             OutputFormat::Csv => self.print_line("# done"),
@@ -172,17 +157,11 @@ impl<'a> Report<'a> {
                 });
                 let means = means.collect::<Vec<_>>().join(", ");
                 if means.is_empty() {
-                    Ok(())
-                } else {
-                    self.print_line(&format!("\n# average bus bandwidth, GB/s: {means}"))
+                    return Ok(());
                 }
+                self.print_line(&format!("\n# average bus bandwidth, GB/s: {means}"))
             }
         }
-    }
-
-    /// The rows printed so far.
-    pub(crate) fn rows(&self) -> &[Row] {
-        &self.rows
     }
 
     /// Shows a progress message on a terminal, in a line that the next output overwrites.

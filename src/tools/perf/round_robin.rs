@@ -56,7 +56,6 @@ pub(crate) fn slowest_host(hosts: usize, pairs: &[((usize, usize), f64)]) -> Opt
 }
 
 impl<T> Slowest<T> {
-    /// Formats the bandwidth of the slowest host or pair.
     pub(crate) fn text(&self) -> String {
         format!("{} GB/s", short(self.bandwidth))
     }

@@ -5,7 +5,6 @@ use serde_json::json;
 use super::measure::{BenchCase, Timing};
 use super::stats;
 
-/// The result of one measured size.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Row {
     pub(crate) case: BenchCase,
@@ -59,7 +58,6 @@ impl Row {
         )
     }
 
-    /// Returns the result as a JSON object on one line.
     pub(crate) fn json(&self, transport: &str) -> String {
         let BenchCase { collective, dtype, op } = self.case;
         json!({

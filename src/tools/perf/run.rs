@@ -18,19 +18,14 @@ use super::rows::Row;
 use super::values::{Value, with_type};
 use super::{memory, pairs, plot, sizes};
 
-/// Runs the measurements that `flags` request, with all ranks of the job.
-///
-/// # Errors
-/// Returns the first error of this rank. The other ranks then end as well, and get this error as the reason.
 pub(crate) fn run(flags: &Flags) -> Result<(), PerfError> {
     flags.check().map_err(PerfError::Usage)?;
     check_algorithms(flags)?;
     let world = convoke_comm::init()?;
     let cases = flags.cases(world.size()).map_err(PerfError::Usage)?;
     if cases.is_empty() && world.hosts().len() < 2 {
-        return Err(PerfError::Usage(
-            "all ranks are on one host, and `pairs` needs at least two hosts".to_owned(),
-        ));
+        let what = "all ranks are on one host, and `pairs` needs at least two hosts";
+        return Err(PerfError::Usage(what.to_owned()));
     }
     let transport = match flags.device {
         DeviceKind::Cpu => world.backend().name(),
@@ -67,11 +62,8 @@ fn measure(
         let (a, b) = max_buffer_lens(flags, case, world);
         let bytes = a.saturating_add(b).saturating_mul(case.dtype.size_bytes());
         let what = format!("{} of {}", case.collective, sizes::text(largest_bytes(flags, case, world)));
-        memory::check_available(
-            &what,
-            bytes.saturating_mul(settings.in_flight),
-            world.local_rank_and_size().1,
-        )?;
+        let (bytes, (_, ranks)) = (bytes.saturating_mul(settings.in_flight), world.local_rank_and_size());
+        memory::check_available(&what, bytes, ranks)?;
     }
     let hosts = host_ranks(world)?;
     report.print_header(&hosts, world.size(), cases.is_empty())?;
@@ -99,7 +91,7 @@ fn measure(
         report.print_pairs(&pairs, &hosts)?;
     }
     if let (0, Some(path)) = (world.rank(), &flags.plot) {
-        plot::draw(report.rows(), path)?;
+        plot::draw(&report.rows, path)?;
     }
     world.barrier()?;
     Ok(report.print_footer()?)
@@ -120,19 +112,19 @@ impl SizeSweep<'_> {
         let Self { flags, settings, case, .. } = *self;
         let lens = max_buffer_lens(flags, case, world);
         match self.stream {
-            Some(stream) => self.measure_at::<T>(world, report, DeviceBuffers::new(settings, stream, lens)?),
+            Some(stream) => self.measure_at(world, report, DeviceBuffers::<T>::new(settings, stream, lens)?),
             None => {
-                let host = HostBuffers::new(settings, &case.collective.to_string(), world, lens)?;
-                self.measure_at::<T>(world, report, host)
+                let host = HostBuffers::<T>::new(settings, &case.collective.to_string(), world, lens)?;
+                self.measure_at(world, report, host)
             }
         }
     }
 
-    fn measure_at<T: Value>(
+    fn measure_at(
         &self,
         world: &World,
         report: &mut Report<'_>,
-        buffers: impl BenchBuffers<T>,
+        buffers: impl BenchBuffers,
     ) -> Result<(), PerfError> {
         let Self { flags, settings, case, algorithm_groups, .. } = *self;
         let mut bench = Bench::new(settings, *case, buffers);
@@ -142,20 +134,12 @@ impl SizeSweep<'_> {
                 let size = sizes::text(count.saturating_mul(case.dtype.size_bytes()));
                 let (collective, dtype) = (case.collective, case.dtype);
                 let by = algorithm.as_deref().map(|algorithm| format!(" by {algorithm}")).unwrap_or_default();
-                let of = counts.len();
-                report.show_progress(&format!(
-                    "{collective} of {size} of {dtype}{by}: {} of {of} sizes",
-                    number + 1
-                ));
+                let (number, of) = (number + 1, counts.len());
+                report
+                    .show_progress(&format!("{collective} of {size} of {dtype}{by}: {number} of {of} sizes"));
                 let timing = bench.measure(group, count)?;
-                report.print_row(Row {
-                    case: *case,
-                    algorithm: algorithm.clone(),
-                    root: settings.root,
-                    ranks: world.size(),
-                    count,
-                    timing,
-                })?;
+                let (algorithm, root, ranks) = (algorithm.clone(), settings.root, world.size());
+                report.print_row(Row { case: *case, algorithm, root, ranks, count, timing })?;
             }
         }
         Ok(())
@@ -170,7 +154,6 @@ fn max_buffer_lens(flags: &Flags, case: &BenchCase, world: &World) -> (usize, us
     lens.fold((0, 0), |most, lens| (most.0.max(lens.0), most.1.max(lens.1)))
 }
 
-/// Number of bytes of the largest size.
 fn largest_bytes(flags: &Flags, case: &BenchCase, world: &World) -> usize {
     let most = flags.counts(case, world.size()).into_iter().max().unwrap_or_default();
     most.saturating_mul(case.dtype.size_bytes())
@@ -187,17 +170,12 @@ fn algorithms() -> Vec<&'static str> {
     names
 }
 
-/// Checks names of algorithms before anything is measured.
 fn check_algorithms(flags: &Flags) -> Result<(), PerfError> {
     let algorithms = algorithms();
     let known = |name: &&String| *name == "all" || algorithms.contains(&name.as_str());
-    match flags.algorithms.iter().find(|name| !known(name)) {
-        Some(name) => {
-            let there = algorithms.join(", ");
-            Err(PerfError::Usage(format!("--algorithms: {name:?} is unknown: choose {there}, or all")))
-        }
-        None => Ok(()),
-    }
+    let Some(name) = flags.algorithms.iter().find(|name| !known(name)) else { return Ok(()) };
+    let there = algorithms.join(", ");
+    Err(PerfError::Usage(format!("--algorithms: {name:?} is unknown: choose {there}, or all")))
 }
 
 /// Returns the groups that measure `collective`. Each group uses one requested algorithm that the collective
@@ -223,12 +201,11 @@ fn algorithm_groups(
             algorithm_groups.push((Some(name.to_owned()), group));
         }
     }
-    match algorithm_groups.as_slice() {
-        // Without an algorithm, or with the default table alone, there is nothing to compare.
-        [] => Ok(vec![(None, world.group())]),
-        [(Some(only), _)] if only == "table" => Ok(vec![(None, world.group())]),
-        _ => Ok(algorithm_groups),
+    // Without an algorithm, or with the default table alone, there is nothing to compare.
+    if algorithm_groups.iter().all(|(name, _)| name.as_deref() == Some("table")) {
+        return Ok(vec![(None, world.group())]);
     }
+    Ok(algorithm_groups)
 }
 
 /// Returns the hosts by name. Hosts with equal names get numbers.

@@ -3,9 +3,6 @@
 use std::iter;
 
 /// Parses a size in bytes: `4`, `64K`, `64k`, `64KiB`, `1M`, `2GB`: powers of 1024, as in nccl-tests.
-///
-/// # Errors
-/// Returns a description of the error in `text`.
 pub(crate) fn parse(text: &str) -> Result<usize, String> {
     let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
@@ -44,10 +41,11 @@ pub(crate) fn series(least: usize, most: usize, step: SizeStep) -> impl Iterator
     iter::successors((least <= most).then_some(least), next)
 }
 
+const UNITS: [(usize, &str); 4] = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
+
 /// Formats a size: `64 KiB` if that is exact, else all digits, such as `65532 B`.
 pub(crate) fn text(bytes: usize) -> String {
-    let units = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
-    match units.into_iter().find(|&(unit, _)| bytes >= unit && bytes.is_multiple_of(unit)) {
+    match UNITS.into_iter().find(|&(unit, _)| bytes >= unit && bytes.is_multiple_of(unit)) {
         Some((unit, name)) => format!("{} {name}", bytes / unit),
         None => format!("{bytes} B"),
     }
@@ -55,8 +53,7 @@ pub(crate) fn text(bytes: usize) -> String {
 
 /// Formats an approximate size in a unit that makes the number short: `3.7 GiB`.
 pub(crate) fn approximate(bytes: usize) -> String {
-    let units = [(1_u64 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")];
-    match units.into_iter().find(|&(unit, _)| bytes as u64 >= unit) {
+    match UNITS.into_iter().find(|&(unit, _)| bytes >= unit) {
         Some((unit, name)) => format!("{:.1} {name}", bytes as f64 / unit as f64),
         None => format!("{bytes} B"),
     }

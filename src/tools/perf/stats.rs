@@ -1,6 +1,5 @@
 //! Statistics of measured times. Pure.
 
-/// Median and 99th percentile of some times.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Percentiles {
     pub(crate) p50: f64,

@@ -16,61 +16,27 @@ pub(crate) trait Value: Element + PartialEq + Debug {
     fn premul_sum(factor: u8) -> Option<Reduction<Self>>;
 }
 
-macro_rules! integers {
-    ($($integer:ty),*) => {$(
-        impl Value for $integer {
-            fn from_parts(re: i64, _: i64) -> Self {
-                re as Self
+/// Implements [`Value`] for types, by expressions for the results of its two functions.
+macro_rules! values {
+    ($($type:ty),*; |$re:ident, $im:ident| $value:expr, |$factor:ident| $premul_sum:expr) => {$(
+        impl Value for $type {
+            fn from_parts($re: i64, $im: i64) -> Self {
+                $value
             }
 
-            fn premul_sum(factor: u8) -> Option<Reduction<Self>> {
-                Some(Reduction::premul_sum(<Self as Value>::from_parts(factor.into(), 0)))
-            }
-        }
-    )*};
-}
-
-macro_rules! halves {
-    ($($half:ty),*) => {$(
-        impl Value for $half {
-            fn from_parts(re: i64, _: i64) -> Self {
-                Self::from_f32(re as f32)
-            }
-
-            fn premul_sum(factor: u8) -> Option<Reduction<Self>> {
-                Some(Reduction::premul_sum(f32::from(factor)))
+            fn premul_sum($factor: u8) -> Option<Reduction<Self>> {
+                $premul_sum
             }
         }
     )*};
 }
 
-macro_rules! complex {
-    ($($float:ty),*) => {$(
-        impl Value for Complex<$float> {
-            fn from_parts(re: i64, im: i64) -> Self {
-                Self::new(re as $float, im as $float)
-            }
-
-            fn premul_sum(factor: u8) -> Option<Reduction<Self>> {
-                Some(Reduction::premul_sum(Self::new(factor.into(), 0.0)))
-            }
-        }
-    )*};
-}
-
-integers!(i8, u8, i16, u16, i32, u32, i64, u64, f32, f64);
-halves!(f16, bf16);
-complex!(f32, f64);
-
-impl Value for bool {
-    fn from_parts(re: i64, _: i64) -> Self {
-        re != 0
-    }
-
-    fn premul_sum(_: u8) -> Option<Reduction<Self>> {
-        None
-    }
-}
+values!(i8, u8, i16, u16, i32, u32, i64, u64, f32, f64; |re, _im| re as Self,
+    |factor| Some(Reduction::premul_sum(<Self as Value>::from_parts(factor.into(), 0))));
+values!(f16, bf16; |re, _im| Self::from_f32(re as f32), |factor| Some(Reduction::premul_sum(f32::from(factor))));
+values!(Complex<f32>, Complex<f64>; |re, im| Self::new(re as _, im as _),
+    |factor| Some(Reduction::premul_sum(Self::new(factor.into(), 0.0))));
+values!(bool; |re, _im| re != 0, |_factor| None);
 
 /// Evaluates `$body` with `$type` as the Rust type of `$dtype`, or `$else` if this program has no such type.
 macro_rules! with_type {

@@ -44,9 +44,6 @@ pub(crate) fn fill<T: Value>(pattern: &TestPattern, shape: &Shape, a: &mut [T], 
 }
 
 /// Compares the buffers with the expected result after the checked call.
-///
-/// # Errors
-/// Returns the first wrong element.
 pub(crate) fn check<T: Value>(
     pattern: &TestPattern,
     shape: &Shape,
@@ -66,11 +63,8 @@ fn check_part<T: Value>(pattern: &TestPattern, part: &Part, result: &[T]) -> Res
     let period: Vec<T> = (part.from..part.from + PERIOD.min(end - start)).map(expected).collect();
     for (number, chunk) in result[start..end].chunks(PERIOD).enumerate() {
         if let Some(at) = chunk.iter().zip(&period).position(|(got, expected)| got != expected) {
-            return Err(WrongElement {
-                index: start + number * PERIOD + at,
-                got: format!("{:?}", chunk[at]),
-                expected: format!("{:?}", period[at]),
-            });
+            let (got, expected) = (format!("{:?}", chunk[at]), format!("{:?}", period[at]));
+            return Err(WrongElement { index: start + number * PERIOD + at, got, expected });
         }
     }
     Ok(())
@@ -89,26 +83,21 @@ fn parts(shape: &Shape, root: usize) -> Vec<Part> {
             .map(|(source, range)| Part { range, from: from(source), source: Source::Rank(source) })
             .collect()
     };
-    match collective {
+    match collective.equal_form() {
         Collective::AllReduce => whole(Source::ReductionOf(0..ranks)),
         Collective::Reduce if rank == root => whole(Source::ReductionOf(0..ranks)),
         Collective::Broadcast => whole(Source::Rank(root)),
         Collective::Scan => whole(Source::ReductionOf(0..rank + 1)),
         Collective::ExclusiveScan if rank == 0 => whole(Source::Rank(0)),
         Collective::ExclusiveScan => whole(Source::ReductionOf(0..rank)),
-        Collective::AllGather | Collective::AllGatherV => of_each(&|_| 0),
-        Collective::Gather | Collective::GatherV if rank == root => of_each(&|_| 0),
-        Collective::ReduceScatter | Collective::ReduceScatterV => own(Source::ReductionOf(0..ranks)),
-        Collective::Scatter | Collective::ScatterV => own(Source::Rank(root)),
-        Collective::AllToAll | Collective::AllToAllV => {
-            of_each(&|source| shape.block_ranges(source)[rank].start)
-        }
+        Collective::AllGather => of_each(&|_| 0),
+        Collective::Gather if rank == root => of_each(&|_| 0),
+        Collective::ReduceScatter => own(Source::ReductionOf(0..ranks)),
+        Collective::Scatter => own(Source::Rank(root)),
+        Collective::AllToAll => of_each(&|source| shape.block_ranges(source)[rank].start),
         Collective::SendRecv if rank < collective.participants(ranks) => whole(Source::Rank(rank ^ 1)),
-        Collective::Reduce
-        | Collective::Gather
-        | Collective::GatherV
-        | Collective::Barrier
-        | Collective::SendRecv => Vec::new(),
+        // A rank that is not the root, or has no peer, and a barrier.
+        _ => Vec::new(),
     }
 }
 

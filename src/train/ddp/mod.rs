@@ -16,6 +16,37 @@ pub use join::Joined;
 pub use options::DdpOptions;
 pub use pass::Pass;
 
+/// Methods of both `Ddp` and `DeviceDdp`.
+macro_rules! shared_methods {
+    () => {
+        /// Discards the sums of passes without sending on this rank, to skip a step.
+        pub fn discard(&mut self) {
+            self.progress.discard();
+        }
+
+        /// The parameters, in the order in which they were passed.
+        #[must_use]
+        pub fn parameters(&self) -> Vec<ParameterId> {
+            self.progress.parameters()
+        }
+
+        /// The indexes of the parameters in each bucket, in the order in which buckets are sent.
+        #[must_use]
+        pub fn buckets(&self) -> &[Vec<usize>] {
+            &self.progress.layout.buckets
+        }
+
+        /// The group whose ranks train together.
+        #[must_use]
+        pub fn group(&self) -> &Group {
+            &self.group
+        }
+    };
+}
+
+#[cfg(feature = "nccl")]
+pub(crate) use shared_methods;
+
 /// Distributed data parallel training: holds the gradients of a network and averages them over all ranks.
 ///
 /// Every rank has the whole network and computes gradients on its own examples. In a backward
@@ -70,8 +101,8 @@ struct Bucket<T: Element> {
 }
 
 impl<T: Gradient> Ddp<T> {
-    /// Allocates gradients for these parameters, and returns their ids in the same order. Each parameter has a
-    /// name, used in errors, and a number of elements. All ranks of `group` pass the same parameters in the
+    /// Allocates gradients for these parameters, and returns their ids in the same order. Each parameter has
+    /// a name, used in errors, and a number of elements. All ranks of `group` pass the same parameters in the
     /// same order, preferably the order of the forward pass.
     ///
     /// # Errors
@@ -99,7 +130,7 @@ impl<T: Gradient> Ddp<T> {
         options: DdpOptions,
     ) -> Result<(Self, Vec<ParameterId>), TrainError> {
         let layout = agree::<T, _>(group, parameters, &options)?;
-        let buckets = (0..layout.buckets().len()).map(|index| {
+        let buckets = (0..layout.buckets.len()).map(|index| {
             let memory = group.alloc(layout.bucket_len(index))?;
             Ok(Bucket { memory: Some(memory), work: None })
         });
@@ -132,7 +163,7 @@ impl<T: Gradient> Ddp<T> {
     /// arrived.
     #[must_use]
     pub fn average(&self, parameter: ParameterId) -> &[T] {
-        let Location { bucket, range } = self.progress.layout.location(parameter.0);
+        let Location { bucket, range } = &self.progress.layout.locations[parameter.0];
         &self.progress.buckets[*bucket].memory.as_ref().expect(LEAKED)[range.clone()]
     }
 
@@ -141,13 +172,8 @@ impl<T: Gradient> Ddp<T> {
     /// # Panics
     /// As [`Self::average`].
     pub fn average_mut(&mut self, parameter: ParameterId) -> &mut [T] {
-        let Location { bucket, range } = self.progress.layout.location(parameter.0);
+        let Location { bucket, range } = &self.progress.layout.locations[parameter.0];
         &mut self.progress.buckets[*bucket].memory.as_mut().expect(LEAKED)[range.clone()]
-    }
-
-    /// Discards the sums of passes without sending on this rank, to skip a step.
-    pub fn discard(&mut self) {
-        self.progress.discard();
     }
 
     /// Returns whether any rank had a gradient for this parameter in the last pass. Always `true` if [unused
@@ -161,23 +187,7 @@ impl<T: Gradient> Ddp<T> {
         self.used.get(parameter.0).copied().unwrap_or(true)
     }
 
-    /// The parameters, in the order in which they were passed.
-    #[must_use]
-    pub fn parameters(&self) -> Vec<ParameterId> {
-        self.progress.parameters()
-    }
-
-    /// The indexes of the parameters in each bucket, in the order in which buckets are sent.
-    #[must_use]
-    pub fn buckets(&self) -> &[Vec<usize>] {
-        self.progress.layout.buckets()
-    }
-
-    /// The group whose ranks train together.
-    #[must_use]
-    pub fn group(&self) -> &Group {
-        &self.group
-    }
+    shared_methods!();
 
     /// The reduction that turns the ranks' sums into the average.
     fn reduction(&self) -> Reduction<T> {
@@ -199,23 +209,20 @@ pub(crate) fn agree<T: Gradient, N: Into<String>>(
     let parameters: Vec<_> = parameters.into_iter().map(|(name, count)| (name.into(), count)).collect();
     let (dtype, bytes) = (T::DTYPE.to_string(), T::DTYPE.size_bytes());
     let sizes = Sizes { first: options.first_bucket_bytes, others: options.bucket_bytes };
-    let layout = Layout::new(parameters, &dtype, bytes, sizes).with_settings(&options.comparison_text());
+    let mut layout = Layout::new(parameters, &dtype, bytes, sizes);
+    layout.settings = options.comparison_text();
     // The comparison comes first, so that all ranks get an error if only some have no parameters.
-    compare(group, &layout)?;
+    let mut fingerprints = vec![0; group.size()];
+    group.all_gather(&[layout.fingerprint()], &mut fingerprints)?;
+    if let Some(rank) = fingerprints.iter().position(|&other| other != fingerprints[0]) {
+        // All ranks have compared the same fingerprints, so all of them reach this call.
+        let layouts = group.all_gather_object(&layout)?;
+        let difference = layouts[rank].difference(&layouts[0]);
+        let difference = difference.unwrap_or_else(|| "their fingerprints differ".to_owned());
+        return Err(TrainError::Layout { rank, with: 0, difference });
+    }
     if layout.len() == 0 {
         return Err(TrainError::InvalidArgument("the network has no parameters".to_owned()));
     }
     Ok(layout)
-}
-
-/// Returns an error if the layouts of the ranks differ.
-fn compare(group: &Group, layout: &Layout) -> Result<(), TrainError> {
-    let mut fingerprints = vec![0; group.size()];
-    group.all_gather(&[layout.fingerprint()], &mut fingerprints)?;
-    let Some(rank) = fingerprints.iter().position(|&other| other != fingerprints[0]) else { return Ok(()) };
-    // All ranks have compared the same fingerprints, so all of them reach this call.
-    let layouts = group.all_gather_object(layout)?;
-    let difference = layouts[rank].difference(&layouts[0]);
-    let difference = difference.unwrap_or_else(|| "their fingerprints differ".to_owned());
-    Err(TrainError::Layout { rank, with: 0, difference })
 }

@@ -31,7 +31,7 @@ impl<'a, T: Gradient> Pass<'a, T> {
     /// pass already has this gradient. Otherwise the errors of
     /// [`Group::all_reduce`](convoke_comm::Group::all_reduce).
     pub fn add(&mut self, parameter: ParameterId, gradient: &[T]) -> Result<(), TrainError> {
-        let (bucket, range, state) = self.ddp.progress.gradient_of_len(parameter, gradient.len())?;
+        let (bucket, range, state) = self.ddp.progress.gradient(parameter, Some(gradient.len()))?;
         let sum = &mut bucket.memory.as_mut().expect(LEAKED)[range];
         if *state == GradientState::Average {
             sum.copy_from_slice(gradient);
@@ -51,7 +51,7 @@ impl<'a, T: Gradient> Pass<'a, T> {
     /// # Panics
     /// If an earlier pass was leaked (`mem::forget`) and its gradients were [discarded](Ddp::discard).
     pub fn gradient(&mut self, parameter: ParameterId) -> Result<&mut [T], TrainError> {
-        let (bucket, range, state) = self.ddp.progress.gradient(parameter)?;
+        let (bucket, range, state) = self.ddp.progress.gradient(parameter, None)?;
         let gradient = &mut bucket.memory.as_mut().expect(LEAKED)[range];
         if *state == GradientState::Average {
             gradient.fill(T::ZERO);
@@ -85,9 +85,24 @@ impl<'a, T: Gradient> Pass<'a, T> {
     /// One `all_reduce` for each bucket.
     pub fn finish(mut self) -> Result<(), TrainError> {
         if self.ddp.progress.sync {
-            let used = self.mark_all_ready()?;
+            let Ddp { group, progress, joined, options, .. } = &*self.ddp;
+            let allowed = options.unused_parameters || joined.is_some_and(|joined| !joined.has_batch);
+            if let Some(error) = progress.unused(group.rank()).filter(|_| !allowed) {
+                self.abort_group(&error.to_string());
+                return Err(error);
+            }
+            let used = progress.used();
+            for parameter in progress.not_ready() {
+                self.gradient(parameter)?;
+                self.ddp.progress.mark_ready(parameter);
+            }
             self.send_complete()?;
-            self.receive()?;
+            for bucket in &mut self.ddp.progress.buckets {
+                if let Some(work) = bucket.work.take() {
+                    bucket.memory = Some(work.wait()?);
+                }
+            }
+            self.ddp.progress.reset();
             self.ddp.joined = None;
             if self.ddp.options.unused_parameters {
                 self.ddp.used = used;
@@ -96,22 +111,6 @@ impl<'a, T: Gradient> Pass<'a, T> {
         }
         self.finished = true;
         Ok(())
-    }
-
-    /// Makes all parameters ready. Returns for each parameter whether it had a gradient.
-    fn mark_all_ready(&mut self) -> Result<Vec<bool>, TrainError> {
-        let Ddp { group, progress, joined, options, .. } = &*self.ddp;
-        let allowed = options.unused_parameters || joined.is_some_and(|joined| !joined.has_batch);
-        if let Some(error) = progress.unused(group.rank()).filter(|_| !allowed) {
-            self.abort_group(&error.to_string());
-            return Err(error);
-        }
-        let used = progress.used();
-        for parameter in self.ddp.progress.not_ready() {
-            self.gradient(parameter)?;
-            self.ddp.progress.mark_ready(parameter);
-        }
-        Ok(used)
     }
 
     /// Sends buckets in order, up to the first that is incomplete.
@@ -141,18 +140,6 @@ impl<'a, T: Gradient> Pass<'a, T> {
         Ok(())
     }
 
-    fn receive(&mut self) -> Result<(), TrainError> {
-        for bucket in &mut self.ddp.progress.buckets {
-            if let Some(work) = bucket.work.take() {
-                bucket.memory = Some(work.wait()?);
-            }
-        }
-        self.ddp.progress.reset();
-        Ok(())
-    }
-}
-
-impl<T: Gradient> Pass<'_, T> {
     /// Aborts the group with `reason`, because the other ranks wait for this pass.
     fn abort_group(&mut self, reason: &str) {
         self.finished = true;

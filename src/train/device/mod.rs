@@ -13,7 +13,7 @@ use convoke_comm::device::cudarc::driver::{
 use convoke_comm::{CommError, Group, Work};
 
 use crate::bucket::Location;
-use crate::ddp::{DdpOptions, Gradient, agree};
+use crate::ddp::{DdpOptions, Gradient, agree, shared_methods};
 use crate::error::TrainError;
 use crate::progress::{ParameterId, Progress};
 use add::Adder;
@@ -65,7 +65,7 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
         }
         let stream = context.new_stream().map_err(device("cannot create a CUDA stream"))?;
         group.on(&stream)?;
-        let buckets = (0..layout.buckets().len()).map(|index| {
+        let buckets = (0..layout.buckets.len()).map(|index| {
             // Each bucket has at least one element, because CUDA cannot allocate empty memory.
             let memory = stream.alloc_zeros(layout.bucket_len(index).max(1));
             let memory = memory.map_err(device("cannot allocate memory on the device"))?;
@@ -99,7 +99,7 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
     /// If there is no such parameter.
     #[must_use]
     pub fn average(&self, parameter: ParameterId) -> CudaView<'_, T> {
-        let Location { bucket, range } = self.progress.layout.location(parameter.0);
+        let Location { bucket, range } = &self.progress.layout.locations[parameter.0];
         self.progress.buckets[*bucket].memory.slice(range.clone())
     }
 
@@ -108,32 +108,11 @@ impl<T: Gradient + DeviceRepr + ValidAsZeroBits> DeviceDdp<T> {
     /// # Panics
     /// If there is no such parameter.
     pub fn average_mut(&mut self, parameter: ParameterId) -> CudaViewMut<'_, T> {
-        let Location { bucket, range } = self.progress.layout.location(parameter.0);
+        let Location { bucket, range } = &self.progress.layout.locations[parameter.0];
         self.progress.buckets[*bucket].memory.slice_mut(range.clone())
     }
 
-    /// Discards the sums of passes without sending on this rank, to skip a step.
-    pub fn discard(&mut self) {
-        self.progress.discard();
-    }
-
-    /// The parameters, in the order in which they were passed.
-    #[must_use]
-    pub fn parameters(&self) -> Vec<ParameterId> {
-        self.progress.parameters()
-    }
-
-    /// The indexes of the parameters in each bucket, in the order in which buckets are sent.
-    #[must_use]
-    pub fn buckets(&self) -> &[Vec<usize>] {
-        self.progress.layout.buckets()
-    }
-
-    /// The group whose ranks train together.
-    #[must_use]
-    pub fn group(&self) -> &Group {
-        &self.group
-    }
+    shared_methods!();
 }
 
 /// Converts a driver error to a [`CommError`] that describes what failed.

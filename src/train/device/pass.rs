@@ -35,10 +35,10 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
     /// or if a stream is on another device. Otherwise the errors of [`Self::ready`].
     pub fn add(&mut self, parameter: ParameterId, gradient: &impl DevicePtr<T>) -> Result<(), TrainError> {
         self.check_context("the computing stream", self.compute)?;
-        self.ddp.progress.gradient_of_len(parameter, gradient.len())?;
+        self.ddp.progress.gradient(parameter, Some(gradient.len()))?;
         self.check_context("a gradient", gradient.stream())?;
         let DeviceDdp { progress, adder, .. } = &mut *self.ddp;
-        let (bucket, range, state) = progress.gradient(parameter)?;
+        let (bucket, range, state) = progress.gradient(parameter, None)?;
         let mut into = bucket.memory.slice_mut(range);
         if *state == GradientState::Own {
             let adder = match adder {
@@ -66,7 +66,7 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
     /// [`CommError::Device`](convoke_comm::CommError::Device) if the memory cannot be cleared.
     pub fn gradient(&mut self, parameter: ParameterId) -> Result<CudaViewMut<'_, T>, TrainError> {
         self.check_context("the computing stream", self.compute)?;
-        let (bucket, range, state) = self.ddp.progress.gradient(parameter)?;
+        let (bucket, range, state) = self.ddp.progress.gradient(parameter, None)?;
         let mut place = bucket.memory.slice_mut(range);
         if *state == GradientState::Average {
             self.compute.memset_zeros(&mut place).map_err(device("cannot clear memory of the device"))?;
@@ -96,7 +96,13 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
     /// ended the group.
     pub fn finish(mut self) -> Result<(), TrainError> {
         if self.ddp.progress.sync {
-            self.check_all()?;
+            let DeviceDdp { group, progress, .. } = &*self.ddp;
+            if let Some(error) = progress.unused(group.rank()) {
+                self.abort_group(&error.to_string());
+                return Err(error);
+            }
+            // Gradients that passes without sending have left become ready here.
+            progress.not_ready().into_iter().try_for_each(|parameter| self.ready(parameter))?;
             self.send_complete()?;
             for bucket in &mut self.ddp.progress.buckets {
                 if let Some(work) = bucket.work.take() {
@@ -117,16 +123,6 @@ impl<'a, T: Gradient + DeviceRepr + ValidAsZeroBits> DevicePass<'a, T> {
         let what =
             format!("{what} is on another device than the group, or belongs to another CudaContext of it");
         Err(TrainError::InvalidArgument(what))
-    }
-
-    fn check_all(&mut self) -> Result<(), TrainError> {
-        let DeviceDdp { group, progress, .. } = &*self.ddp;
-        if let Some(error) = progress.unused(group.rank()) {
-            self.abort_group(&error.to_string());
-            return Err(error);
-        }
-        // Gradients that passes without sending have left become ready here.
-        progress.not_ready().into_iter().try_for_each(|parameter| self.ready(parameter))
     }
 
     /// Enqueues buckets in order, up to the first that is incomplete.

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
@@ -35,7 +36,6 @@ impl Group {
     /// reports an error, the host side ends too.
     ///
     /// # Errors
-    ///
     /// [`CommError::Device`] on all ranks. The group stays usable without devices after these errors:
     /// [`DeviceError::Nccl`] if this rank has no usable NCCL, [`DeviceError::PeerUnavailable`] if another
     /// rank has none, [`DeviceError::VersionMismatch`], [`DeviceError::DeviceShared`].
@@ -73,23 +73,16 @@ impl DeviceBackend {
     ) -> Result<Self, CommError> {
         let core = Core::new(group, context, options, transport)?;
         let shared = Arc::clone(&core);
-        let watchdog =
-            thread::Builder::new().name("convoke-device".to_owned()).spawn(move || shared.run_watchdog());
-        let watchdog =
-            watchdog.map_err(|error| CommError::system("cannot start the watchdog of a device", error))?;
+        let failed = |error| CommError::system("cannot start the watchdog of a device", error);
+        let builder = thread::Builder::new().name("convoke-device".to_owned());
+        let watchdog = builder.spawn(move || shared.run_watchdog()).map_err(failed)?;
         Ok(Self { core, watchdog: Some(watchdog) })
     }
 
-    /// Returns the device backend of a group's handle.
-    ///
-    /// # Errors
-    /// [`CommError::Device`] if the handle has none.
+    /// Returns the device backend of a group's handle, or [`CommError::Device`] if it has none.
     pub(super) fn of(group: &Group) -> Result<&Self, CommError> {
         let backend: &dyn Any = &**group.device_backend()?;
-        match backend.downcast_ref() {
-            Some(backend) => Ok(backend),
-            None => unreachable!("no other type is a device backend"),
-        }
+        Ok(backend.downcast_ref().expect("no other type is a device backend"))
     }
 }
 
@@ -128,7 +121,7 @@ impl Drop for DeviceBackend {
             let rank = self.core.group.rank();
             self.core.fail(Failure::Own(Cause::PeerLost { rank, how: LossReason::Panicked }));
         }
-        self.core.watchdog.close();
+        self.core.watchdog.closing.store(true, Ordering::SeqCst);
         self.core.wake_watchdog();
         // If a callback dropped the last handle, this is the watchdog thread itself, which ends next.
         if let Some(watchdog) =

@@ -126,11 +126,8 @@ device_memory! {
 
 impl<T: Element> fmt::Debug for DeviceBuffer<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let device = self.bytes.ordinal();
-        f.debug_struct("DeviceBuffer")
-            .field("len", &self.len)
-            .field("device", &device)
-            .finish_non_exhaustive()
+        let (len, device) = (self.len, self.bytes.ordinal());
+        f.debug_struct("DeviceBuffer").field("len", &len).field("device", &device).finish_non_exhaustive()
     }
 }
 

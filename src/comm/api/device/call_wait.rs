@@ -10,7 +10,6 @@ use crate::collectives::call::Call;
 use crate::engine::TimeLimit;
 use crate::error::CommError;
 
-/// The wait state of one call.
 pub(super) struct CallWait {
     pub(super) call: Call,
     pub(super) seq: u64,

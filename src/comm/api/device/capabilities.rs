@@ -20,43 +20,31 @@ pub(super) struct Capabilities {
 
 /// Checks that the messages of all ranks allow a common communicator.
 pub(super) fn check_compatible(all: &[Capabilities]) -> Result<(), DeviceError> {
-    if let Some((rank, what)) =
-        all.iter().enumerate().find_map(|(rank, capabilities)| Some((rank, capabilities.error.clone()?)))
-    {
+    let ranks = || all.iter().enumerate();
+    if let Some((rank, what)) = ranks().find_map(|(rank, one)| Some((rank, one.error.clone()?))) {
         return Err(DeviceError::PeerUnavailable { rank, what });
     }
-    let differs = |capabilities: &Capabilities| capabilities.version.is_none() != all[0].version.is_none();
-    if let Some(rank) = all.iter().position(differs) {
-        let what =
-            "its data are staged through host memory and those of other ranks are not, or the reverse: set \
-             DeviceOptions::staged equally on all ranks"
-                .to_owned();
-        return Err(DeviceError::PeerUnavailable { rank, what });
+    if let Some(rank) = all.iter().position(|one| one.version.is_none() != all[0].version.is_none()) {
+        let what = "its data are staged through host memory and those of other ranks are not, or the \
+                    reverse: set DeviceOptions::staged equally on all ranks";
+        return Err(DeviceError::PeerUnavailable { rank, what: what.to_owned() });
     }
-    let mut versions = BTreeMap::new();
-    for (rank, capabilities) in all.iter().enumerate() {
-        if let Some(version) = capabilities.version {
-            versions.entry(version).or_insert(rank);
-        }
-    }
+    // The first rank with each version.
+    let versions: BTreeMap<_, _> = ranks().rev().map(|(rank, one)| (one.version, rank)).collect();
     if versions.len() > 1 {
         let version = |(major, minor, patch)| Version { major, minor, patch };
-        let mut ranks: Vec<_> = versions.into_iter().map(|(of, rank)| (rank, version(of))).collect();
+        let mut ranks: Vec<_> =
+            versions.into_iter().filter_map(|(of, rank)| Some((rank, version(of?)))).collect();
         ranks.sort_unstable();
         return Err(DeviceError::VersionMismatch { ranks });
     }
     // Several ranks may share a device if they are staged through the host.
     let mut devices = BTreeMap::new();
-    for (rank, capabilities) in all
-        .iter()
-        .enumerate()
-        .filter(|(_, capabilities)| capabilities.version.is_some() && !capabilities.device.is_empty())
+    for (rank, Capabilities { device, .. }) in
+        ranks().filter(|(_, one)| one.version.is_some() && !one.device.is_empty())
     {
-        if let Some(first) = devices.insert(capabilities.device.as_str(), rank) {
-            return Err(DeviceError::DeviceShared {
-                ranks: (first, rank),
-                device: capabilities.device.clone(),
-            });
+        if let Some(first) = devices.insert(device, rank) {
+            return Err(DeviceError::DeviceShared { ranks: (first, rank), device: device.clone() });
         }
     }
     Ok(())

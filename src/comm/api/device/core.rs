@@ -63,7 +63,6 @@ pub(super) struct Abort {
     pub(super) finished: AtomicBool,
 }
 
-/// An operation that was enqueued.
 pub(super) struct EnqueuedOperation {
     pub(super) completion: Completion,
     pub(super) call: Call,
@@ -81,16 +80,15 @@ impl Core {
         options: DeviceOptions,
         transport: DeviceTransport,
     ) -> Result<Arc<Self>, CommError> {
-        let barrier_buffer = context.default_stream().alloc_zeros(1);
-        let barrier_buffer =
-            barrier_buffer.map_err(DeviceError::driver("cannot allocate memory on the device"))?;
+        let failed = DeviceError::driver("cannot allocate memory on the device");
+        let barrier_buffer = context.default_stream().alloc_zeros(1).map_err(failed)?;
         let name = format!("{}/device", group.name());
         let place = (group.rank(), group.size());
         let recorder = FlightRecorder::for_process();
         let flight = recorder.group(&name, 0, Some(group.generation()), place, group.global_ranks());
         flight.formed(group.generation());
         Ok(Arc::new(Self {
-            events: EventPool::new(Arc::clone(&context)),
+            events: Arc::new(EventPool { context: Arc::clone(&context), free: Mutex::default() }),
             group,
             context,
             options,
@@ -111,7 +109,6 @@ impl Core {
         self.seq.load(Ordering::Relaxed)
     }
 
-    /// The one-byte buffer that a barrier all-reduces.
     pub(super) fn barrier_buffer(&self) -> MutexGuard<'_, CudaSlice<u8>> {
         self.barrier_buffer.lock().unwrap_or_else(PoisonError::into_inner)
     }

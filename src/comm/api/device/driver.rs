@@ -3,7 +3,7 @@
 //! cudarc looks up each function at its first call, and panics if the library or the function is missing. So
 //! this module checks for the library and all needed functions before it returns a context.
 
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, LazyLock};
 
 use cudarc::driver::{CudaContext, DriverError, sys};
 
@@ -73,7 +73,7 @@ pub fn open(ordinal: usize) -> Result<Arc<CudaContext>, DeviceError> {
 /// [`DeviceError::NoDriver`] if CUDA's driver is not installed. [`DeviceError::OldDriver`] if the driver
 /// lacks a function that convoke calls. [`DeviceError::Driver`] if a call of the driver fails.
 pub fn count() -> Result<usize, DeviceError> {
-    check()?;
+    CHECKED.clone()?;
     match CudaContext::device_count() {
         Ok(count) => Ok(usize::try_from(count).expect("CUDA counts devices from 0")),
         Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NO_DEVICE => Ok(0),
@@ -98,14 +98,9 @@ pub(super) fn bind(context: &CudaContext) -> Result<(), DriverError> {
     context.bind_to_thread().or_else(|_| context.bind_to_thread())
 }
 
-/// Checks that the driver is installed, with all functions that are called.
-fn check() -> Result<(), DeviceError> {
-    static CHECKED: OnceLock<Result<(), DeviceError>> = OnceLock::new();
-    CHECKED.get_or_init(check_functions).clone()
-}
-
+/// Whether the driver is installed, with all functions that are called.
 #[allow(unsafe_code)]
-fn check_functions() -> Result<(), DeviceError> {
+static CHECKED: LazyLock<Result<(), DeviceError>> = LazyLock::new(|| {
     // SAFETY: opens the driver, as every program that uses it does.
     if !unsafe { sys::is_culib_present() } {
         return Err(DeviceError::NoDriver);
@@ -114,8 +109,6 @@ fn check_functions() -> Result<(), DeviceError> {
     let library = unsafe { sys::culib() };
     // SAFETY: only checks whether the symbol exists.
     let has = |name: &&str| unsafe { library.get::<unsafe extern "C" fn()>(name.as_bytes()) }.is_ok();
-    match FUNCTIONS.iter().find(|name| !has(name)) {
-        Some(missing) => Err(DeviceError::OldDriver { missing }),
-        None => Ok(()),
-    }
-}
+    let missing = FUNCTIONS.iter().find(|name| !has(name));
+    missing.map_or(Ok(()), |missing| Err(DeviceError::OldDriver { missing }))
+});

@@ -1,5 +1,7 @@
 //! Enqueues operations on a stream.
 
+#![allow(unsafe_code)]
+
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -24,9 +26,7 @@ impl Core {
     /// If the group is staged through the host, the steps are complete when this returns.
     ///
     /// # Safety
-    ///
     /// As [`Communicator::enqueue`], of a stream of this backend's context.
-    #[allow(unsafe_code)]
     pub(super) unsafe fn enqueue(
         self: &Arc<Self>,
         call: Call,
@@ -39,11 +39,8 @@ impl Core {
         let limit = limit.started();
         bind(&self.context).map_err(|error| self.driver_failed(error, call, seq))?;
         let completion = Completion::nonblocking(limit, Arc::clone(&self.callback_queue));
-        let _ = completion.step.set(self.flight.begin(&CallInfo::device(
-            call,
-            seq,
-            self.flight.ns(completion.started_at),
-        )));
+        let info = CallInfo::device(call, seq, self.flight.ns(completion.started_at));
+        let _ = completion.step.set(self.flight.begin(&info));
         let mut call_wait = CallWait::new(call, seq, limit);
         // SAFETY: the caller promises it.
         let carried_out = unsafe { self.carry_out(steps, stream, &mut call_wait) };
@@ -58,20 +55,13 @@ impl Core {
             let recorded = self.events.record(stream).map_err(failed)?;
             Ok(Some((recorded, nccl_guard)))
         });
-        let (recorded, nccl_guard) = match recorded {
-            Ok(Some(recorded)) => recorded,
-            Ok(None) => {
-                completion.complete(Ok(None));
-                return Ok(None);
-            }
-            Err(error) => {
-                completion.complete(Ok(None));
-                if let Some(step) = completion.step.get() {
-                    step.end(false);
-                }
-                return Err(error);
-            }
-        };
+        if !matches!(recorded, Ok(Some(_))) {
+            completion.complete(Ok(None));
+        }
+        if let (Err(_), Some(step)) = (&recorded, completion.step.get()) {
+            step.end(false);
+        }
+        let Some((recorded, nccl_guard)) = recorded? else { return Ok(None) };
         let (deadline, key) = (completion.deadline, stream.cu_stream() as usize);
         let (peers, core) = (peers(steps), Arc::downgrade(self));
         let operation = Arc::new(EnqueuedOperation { completion, call, seq, recorded, peers, core });
@@ -92,9 +82,7 @@ impl Core {
     /// Carries out the steps; returns the guard that keeps other calls out of NCCL, or `None` without NCCL.
     ///
     /// # Safety
-    ///
     /// As [`Self::enqueue`].
-    #[allow(unsafe_code)]
     unsafe fn carry_out(
         self: &Arc<Self>,
         steps: &[Step],
@@ -128,7 +116,6 @@ impl Core {
 
     /// # Safety
     /// As [`Self::enqueue`].
-    #[allow(unsafe_code)]
     unsafe fn enqueue_nccl<'a>(
         self: &'a Arc<Self>,
         nccl: &'a NcclTransport,
@@ -143,17 +130,16 @@ impl Core {
             let Some(known) = &*guard else { return Err(self.error(call, seq)) };
             let progress = ask(known);
             drop(guard);
-            progress.map_err(|error| self.nccl_failed(error, call, seq))
+            progress.map_err(|error| {
+                self.fail(Failure::Device(error.into()));
+                self.error(call, seq)
+            })
         };
         // SAFETY: the caller promises it.
-        let started = ask(&|known| unsafe { known.enqueue(steps, stream.cu_stream().cast()) });
-        let mut entered = started.map(|progress| progress == Progress::InProgress);
+        let mut entered = ask(&|known| unsafe { known.enqueue(steps, stream.cu_stream().cast()) });
         // The event that is recorded next covers only operations that NCCL has enqueued, so wait for that.
-        while let Ok(true) = entered {
-            entered = self
-                .pause(call_wait)
-                .and_then(|()| ask(&Communicator::progress))
-                .map(|progress| progress == Progress::InProgress);
+        while let Ok(Progress::InProgress) = entered {
+            entered = self.pause(call_wait).and_then(|()| ask(&Communicator::progress));
         }
         // NCCL may still be in this call; `ensure_aborted` aborts it and waits for its end.
         entered.map(|_| nccl_guard).inspect_err(|_| self.ensure_aborted())
@@ -161,7 +147,6 @@ impl Core {
 
     /// # Safety
     /// As [`Self::enqueue`].
-    #[allow(unsafe_code)]
     unsafe fn stage(
         &self,
         staging: &Mutex<Staging>,

@@ -6,21 +6,15 @@ use cudarc::driver::{CudaContext, CudaEvent, CudaStream, DriverError, sys};
 
 use super::driver::bind;
 
-/// Most events that the pool keeps.
 const MAX_FREE_EVENTS: usize = 1024;
 
-/// The unused events of one device.
 #[derive(Debug)]
 pub(super) struct EventPool {
-    context: Arc<CudaContext>,
-    free: Mutex<Vec<CudaEvent>>,
+    pub(super) context: Arc<CudaContext>,
+    pub(super) free: Mutex<Vec<CudaEvent>>,
 }
 
 impl EventPool {
-    pub(super) fn new(context: Arc<CudaContext>) -> Arc<Self> {
-        Arc::new(Self { context, free: Mutex::default() })
-    }
-
     /// Returns an event that completes when `stream` has executed all work enqueued so far.
     pub(super) fn record(self: &Arc<Self>, stream: &CudaStream) -> Result<RecordedEvent, DriverError> {
         let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop();
@@ -30,7 +24,6 @@ impl EventPool {
     }
 }
 
-/// An event that was recorded on a stream.
 #[derive(Debug)]
 pub(super) struct RecordedEvent {
     /// The event; `None` once it is dropped.

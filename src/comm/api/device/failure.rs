@@ -9,25 +9,16 @@ use super::transport::NcclTransport;
 use crate::collectives::call::Call;
 use crate::error::cause::{Cause, Report};
 use crate::error::{CallContext, CommError, DeviceError};
-use crate::nccl::NcclError;
 
 impl Core {
     /// Returns an error if the device backend has ended.
     pub(super) fn check(&self, call: Call, seq: u64) -> Result<(), CommError> {
-        match self.failure.get() {
-            Some(_) => Err(self.error(call, seq)),
-            None => Ok(()),
-        }
+        if self.has_failed() { Err(self.error(call, seq)) } else { Ok(()) }
     }
 
     /// Ends the group because a call of the CUDA driver failed; returns the error for `call`.
     pub(super) fn driver_failed(&self, error: DriverError, call: Call, seq: u64) -> CommError {
         self.fail(Failure::Device(DeviceError::driver("the device failed")(error)));
-        self.error(call, seq)
-    }
-
-    pub(super) fn nccl_failed(&self, error: NcclError, call: Call, seq: u64) -> CommError {
-        self.fail(Failure::Device(error.into()));
         self.error(call, seq)
     }
 
@@ -67,13 +58,11 @@ impl Core {
         }
     }
 
-    /// Ends the group because an operation has timed out.
     pub(super) fn operation_timed_out(&self, timeout: Duration) {
         let after_ms = timeout.as_millis() as u64;
         self.fail(Failure::Own(Cause::Timeout { missing: Vec::new(), after_ms }));
     }
 
-    /// Ends the group because a query of an event failed.
     pub(super) fn query_failed(&self, error: DriverError) {
         let exiting = error.0 == sys::CUresult::CUDA_ERROR_DEINITIALIZED;
         let failure = Failure::Device(DeviceError::driver("the device failed")(error));

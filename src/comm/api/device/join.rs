@@ -30,18 +30,14 @@ impl Group {
         options: &DeviceOptions,
     ) -> Result<DeviceTransport, CommError> {
         let prepared = prepare(context, options);
-        let capabilities = match &prepared {
-            Ok((library, device)) => Capabilities {
-                version: library.map(|library| {
-                    let Version { major, minor, patch } = library.version();
-                    (major, minor, patch)
-                }),
-                device: device.clone(),
-                error: None,
-            },
-            Err(error) => {
-                Capabilities { version: None, device: String::new(), error: Some(error.to_string()) }
-            }
+        let version = |library: &Library| {
+            let Version { major, minor, patch } = library.version();
+            (major, minor, patch)
+        };
+        let capabilities = Capabilities {
+            version: prepared.as_ref().ok().and_then(|(library, _)| library.map(version)),
+            device: prepared.as_ref().map_or_else(|_| String::new(), |(_, device)| device.clone()),
+            error: prepared.as_ref().err().map(ToString::to_string),
         };
         let all = self.all_gather_object(&capabilities)?;
         let (library, _) = prepared?;
@@ -69,21 +65,18 @@ impl Group {
         context: &Arc<CudaContext>,
         time: Duration,
     ) -> Result<Communicator, CommError> {
-        let mut id = [0; 128];
-        let drawn = if self.rank() == 0 { library.unique_id().map(Some) } else { Ok(None) };
         // If rank 0 has no id, it broadcasts zeros, so that no other rank waits for it.
-        if let Ok(Some(UniqueId(drawn))) = drawn {
-            id = drawn;
-        }
+        let none = UniqueId([0; 128]);
+        let drawn = if self.rank() == 0 { library.unique_id() } else { Ok(none) };
+        let UniqueId(mut id) = *drawn.as_ref().unwrap_or(&none);
         self.broadcast(&mut id, 0)?;
         drawn.map_err(DeviceError::from)?;
-        if id == [0; 128] {
-            return Err(
-                DeviceError::PeerUnavailable { rank: 0, what: "ncclGetUniqueId failed".to_owned() }.into()
-            );
+        if id == none.0 {
+            let what = "ncclGetUniqueId failed".to_owned();
+            return Err(DeviceError::PeerUnavailable { rank: 0, what }.into());
         }
         let context = Arc::clone(context);
-        let set_device = SetDevice::new(move || bind(&context).is_ok());
+        let set_device: SetDevice = Arc::new(move || bind(&context).is_ok());
         let started = library.begin(self.size(), UniqueId(id), self.rank(), set_device);
         let (communicator, _) = started.map_err(|error| self.device_failed(DeviceError::from(error)))?;
         self.wait_for_nccl(|| communicator.progress(), time)?;
@@ -97,25 +90,18 @@ impl Group {
         mut progress: impl FnMut() -> Result<Progress, NcclError>,
         time: Duration,
     ) -> Result<(), CommError> {
-        let (start, mut wait) = (Instant::now(), Backoff::default());
-        let mut last_check = start;
-        loop {
-            match progress() {
-                Ok(Progress::Done) => return Ok(()),
-                Ok(Progress::InProgress) => {}
-                Err(error) => return Err(self.device_failed(DeviceError::from(error))),
-            }
-            let now = Instant::now();
-            if now - start >= time {
-                return Err(self.device_failed(DeviceError::InitTimeout { after: time }));
-            }
+        let mut last_check = Instant::now();
+        let finished = Backoff::poll_until(TimeLimit::from(time).deadline(), || match progress() {
+            Ok(Progress::Done) => Some(Ok(())),
             // A dead rank does not connect, so check the group instead of waiting for the deadline.
-            if now - last_check >= CHECK_INTERVAL {
-                self.check(None)?;
-                last_check = now;
+            Ok(Progress::InProgress) if last_check.elapsed() >= CHECK_INTERVAL => {
+                last_check = Instant::now();
+                self.check(None).err().map(Err)
             }
-            wait.pause();
-        }
+            Ok(Progress::InProgress) => None,
+            Err(error) => Some(Err(self.device_failed(DeviceError::from(error)))),
+        });
+        finished.unwrap_or_else(|| Err(self.device_failed(DeviceError::InitTimeout { after: time })))
     }
 
     /// Ends the group because of a failure of the device, so that no other rank waits for this rank.

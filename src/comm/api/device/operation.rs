@@ -23,13 +23,11 @@ impl EnqueuedOperation {
     /// The device backend of the operation. A forked child has none, and its operations can only fail.
     fn core(&self) -> Option<Arc<Core>> {
         let core = self.core.upgrade()?;
-        match core.group.check_process() {
-            Ok(()) => Some(core),
-            Err(error) => {
-                self.completion.complete(Err(error));
-                None
-            }
+        if let Err(error) = core.group.check_process() {
+            self.completion.complete(Err(error));
+            return None;
         }
+        Some(core)
     }
 }
 
@@ -122,7 +120,7 @@ impl Core {
     /// passes before. Operations are still subject to their own timeouts.
     pub(super) fn finish_all(&self, until: Instant) -> bool {
         let mut last_check = Instant::now();
-        let finished = Backoff::poll_until(until, || {
+        Backoff::poll_until(until, || {
             if self.pending().is_empty() || self.has_failed() {
                 return Some(());
             }
@@ -133,14 +131,13 @@ impl Core {
                 last_check = Instant::now();
             }
             None
-        });
-        finished.is_some()
+        })
+        .is_some()
     }
 
     /// Ends the group if an operation has timed out.
     pub(super) fn check_timeouts(&self) {
-        let timed_out =
-            self.pending().first_timed_out(Instant::now()).map(|operation| operation.completion.timeout);
+        let timed_out = self.pending().first_timed_out(Instant::now()).map(|late| late.completion.timeout);
         if let Some(timeout) = timed_out {
             self.operation_timed_out(timeout);
         }

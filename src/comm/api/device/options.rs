@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use crate::bootstrap::options::setters;
+
 /// Options of a group's device backend; all ranks pass equal values.
 #[derive(Debug, Clone)]
 pub struct DeviceOptions {
@@ -16,31 +18,19 @@ impl Default for DeviceOptions {
     }
 }
 
-impl DeviceOptions {
+setters! { DeviceOptions {
     /// Sets the time that the devices may take to connect; 10 minutes by default.
-    #[must_use]
-    pub fn init_timeout(mut self, timeout: Duration) -> Self {
-        self.init_timeout = timeout;
-        self
-    }
+    init_timeout(timeout: Duration) = timeout;
 
     /// Does without NCCL: each operation copies its buffers to pinned host memory, runs on the host side, and
     /// copies the results back. The calling thread does all that before the call returns. Use it for devices
     /// that NCCL cannot connect, or to find out whether NCCL causes a problem. It is never chosen
     /// automatically.
-    #[must_use]
-    pub fn staged(mut self, staged: bool) -> Self {
-        self.staged = staged;
-        self
-    }
+    staged(staged: bool) = staged;
 
     /// Compares the calls of all ranks over the host side before each operation. A rank that makes another
     /// call leads to [`CommError::Mismatch`](crate::CommError::Mismatch) on all ranks instead of a time-out
     /// or wrong numbers. The check costs an exchange between hosts for each operation and makes the caller
     /// wait for the other ranks. Off by default.
-    #[must_use]
-    pub fn checked(mut self, checked: bool) -> Self {
-        self.checked = checked;
-        self
-    }
-}
+    checked(checked: bool) = checked;
+} }

@@ -177,7 +177,6 @@ impl<P, K> PendingOperations<P, K> {
         Some(usual.min(due.saturating_duration_since(now)))
     }
 
-    /// Removes all operations.
     pub(super) fn drain(&mut self) -> Vec<P> {
         (self.fast_poll, self.commands) = (false, 0);
         std::mem::take(&mut self.entries).into_iter().map(|entry| entry.what).collect()

@@ -18,7 +18,6 @@ use super::backoff::Backoff;
 /// The longest time that the exit of the process waits for threads inside CUDA and NCCL.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The watchdogs of this process.
 static WATCHDOGS: Mutex<Vec<Weak<WatchdogThread>>> = Mutex::new(Vec::new());
 /// The process that registered the handler.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
@@ -27,7 +26,8 @@ static PROCESS: AtomicU32 = AtomicU32::new(0);
 pub(super) struct WatchdogThread {
     /// The thread id while the watchdog runs, [`STARTING`] before, and [`ENDED`] after.
     id: AtomicI32,
-    closing: AtomicBool,
+    /// Set when the watchdog is to end when it wakes.
+    pub(super) closing: AtomicBool,
     /// Notified when the watchdog has something to check, or must end.
     wakeup: Condvar,
 }
@@ -42,11 +42,8 @@ impl WatchdogThread {
     /// For a watchdog that starts next. CUDA's driver must be initialised.
     pub(super) fn new() -> Arc<Self> {
         static REGISTERED: Once = Once::new();
-        let this = Arc::new(Self {
-            id: AtomicI32::new(STARTING),
-            closing: AtomicBool::new(false),
-            wakeup: Condvar::new(),
-        });
+        let (id, closing) = (AtomicI32::new(STARTING), AtomicBool::new(false));
+        let this = Arc::new(Self { id, closing, wakeup: Condvar::new() });
         let mut watchdogs = WATCHDOGS.lock().unwrap_or_else(PoisonError::into_inner);
         watchdogs.retain(|known| known.strong_count() > 0);
         watchdogs.push(Arc::downgrade(&this));
@@ -65,15 +62,6 @@ impl WatchdogThread {
     pub(super) fn enter(&self) -> Running<'_> {
         self.id.store(gettid().as_raw(), Ordering::SeqCst);
         Running(self)
-    }
-
-    /// Asks the watchdog to end when it wakes.
-    pub(super) fn close(&self) {
-        self.closing.store(true, Ordering::SeqCst);
-    }
-
-    pub(super) fn is_closing(&self) -> bool {
-        self.closing.load(Ordering::SeqCst)
     }
 
     /// Sleeps until it is woken, at most for `time`, with the mutex of `guard` unlocked.
@@ -108,7 +96,7 @@ extern "C" fn stop_all() {
     let until = Instant::now() + EXIT_TIMEOUT;
     let watchdogs = std::mem::take(&mut *WATCHDOGS.lock().unwrap_or_else(PoisonError::into_inner));
     let watchdogs: Vec<_> = watchdogs.iter().filter_map(Weak::upgrade).collect();
-    watchdogs.iter().for_each(|watchdog| watchdog.close());
+    watchdogs.iter().for_each(|watchdog| watchdog.closing.store(true, Ordering::SeqCst));
     Backoff::poll_until(until, || {
         let running = watchdogs.iter().filter(|watchdog| watchdog.runs_elsewhere());
         // Repeated, since a watchdog may have checked `closing` just before it was set.

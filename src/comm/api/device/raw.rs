@@ -25,7 +25,6 @@ impl<T> RawBuffer<T> {
     /// Returns `len` elements at an address of the device of `stream`.
     ///
     /// # Safety
-    ///
     /// The elements exist, aligned for their type, as long as operations on this buffer are in progress on
     /// any stream. Until then nobody else writes the elements, nor reads elements that an operation writes.
     /// An operation that ended with an error may be in progress until its stream has been synchronized: NCCL

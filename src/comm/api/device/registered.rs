@@ -1,6 +1,5 @@
 //! Buffers registered with NCCL, which it can access directly.
 
-use std::error::Error;
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::sync::{Arc, Weak};
@@ -31,6 +30,8 @@ pub struct Registration<T> {
 }
 
 /// A buffer that could not be registered, unchanged, with the reason.
+#[derive(thiserror::Error)]
+#[error("{error}")]
 pub struct Unregistered<T> {
     /// The reason.
     pub error: CommError,
@@ -65,14 +66,13 @@ impl Group {
     ) -> Result<(RegistrationHandle, Weak<Core>), CommError> {
         let core = &DeviceBackend::of(self)?.core;
         let unsupported =
-            |what: &str| Err(CommError::Unsupported(format!("registered memory is not available {what}")));
+            |what: &str| CommError::Unsupported(format!("registered memory is not available {what}"));
         let busy = || {
             let what = "another NCCL call of this process has not returned yet".to_owned();
             DeviceError::from(NcclError::Call { function: "ncclCommRegister", what, detail: None })
         };
-        let Some(nccl) = core.transport.nccl() else {
-            return unsupported("when data are staged through host memory");
-        };
+        let staged = || unsupported("when data are staged through host memory");
+        let nccl = core.transport.nccl().ok_or_else(staged)?;
         let _nccl_guard = nccl.lock_calls(self.limit().deadline()).ok_or_else(busy)?;
         let communicator = nccl.communicator();
         let Some(communicator) = &*communicator else {
@@ -84,10 +84,8 @@ impl Group {
         #[allow(unsafe_code)]
         let registration =
             unsafe { communicator.register(at, buffer.num_bytes()) }.map_err(DeviceError::from)?;
-        match registration {
-            Some(registration) => Ok((registration, Arc::downgrade(core))),
-            None => unsupported(&format!("with NCCL {}", nccl.library.version())),
-        }
+        let old = || unsupported(&format!("with NCCL {}", nccl.library.version()));
+        Ok((registration.ok_or_else(old)?, Arc::downgrade(core)))
     }
 }
 
@@ -151,14 +149,6 @@ impl<T> fmt::Debug for Unregistered<T> {
         f.debug_struct("Unregistered").field("error", &self.error).finish_non_exhaustive()
     }
 }
-
-impl<T> fmt::Display for Unregistered<T> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.error.fmt(f)
-    }
-}
-
-impl<T> Error for Unregistered<T> {}
 
 impl<T> From<Unregistered<T>> for CommError {
     fn from(unregistered: Unregistered<T>) -> Self {

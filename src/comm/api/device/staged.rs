@@ -54,7 +54,6 @@ impl Staging {
     /// executed all copies; `settle` waits until the stream has executed what is enqueued.
     ///
     /// # Safety
-    ///
     /// `stream` is of this device. The memory at the addresses is on that device, long enough, and stays so
     /// until the stream has passed the copies.
     pub(super) unsafe fn carry_out(
@@ -101,7 +100,6 @@ impl Staging {
     /// Carries out the steps on the host side: messages concurrently, then collectives one after the other.
     ///
     /// # Safety
-    ///
     /// Nothing else uses the memory.
     unsafe fn run_on_host(&self, group: &Group, staged: &[StagedCall]) -> Result<(), CommError> {
         let me = group.rank();
@@ -165,11 +163,9 @@ impl Staging {
     ) -> Result<(), CommError> {
         let datatype = step.datatype;
         if datatype.float8.is_some() {
-            return Err(CommError::Unsupported(format!(
-                "{} of {} when data are staged through host memory",
-                by.op,
-                datatype.name()
-            )));
+            let (op, name) = (by.op, datatype.name());
+            let what = format!("{op} of {name} when data are staged through host memory");
+            return Err(CommError::Unsupported(what));
         }
         if datatype.dtype == Dtype::Bool {
             // Reduced as bytes, not as `bool`: a device's boolean values may be any bytes.

@@ -60,8 +60,8 @@ impl NcclTransport {
         self.communicator.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Aborts the communicator, however long that takes. Other threads wait for the lock meanwhile, so that no
-    /// registered buffer is freed before the abort is done.
+    /// Aborts the communicator, however long that takes. Other threads wait for the lock meanwhile, so that
+    /// no registered buffer is freed before the abort is done.
     pub(super) fn abort(&self) {
         let mut communicator = self.communicator();
         if let Some(communicator) = communicator.take() {
@@ -76,7 +76,6 @@ impl NcclTransport {
     }
 }
 
-/// Locks a mutex if it is free.
 pub(super) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     match mutex.try_lock() {
         Ok(guard) => Some(guard),

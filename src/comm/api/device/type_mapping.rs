@@ -46,13 +46,8 @@ pub(super) fn to_nccl(step: Step, version: Version) -> Result<NcclCall, String> 
 #[must_use]
 pub fn accepts(op: ReduceOp, dtype: Dtype) -> bool {
     let newest = Version { major: u32::MAX, minor: 0, patch: 0 };
-    op.accepts(dtype)
-        && reduction_type(
-            ElementType { dtype, float8: None },
-            DeviceReduction { op, factor: Some([0; 16]) },
-            newest,
-        )
-        .is_ok()
+    let by = DeviceReduction { op, factor: Some([0; 16]) };
+    op.accepts(dtype) && reduction_type(ElementType { dtype, float8: None }, by, newest).is_ok()
 }
 
 /// NCCL's type for elements that are moved and not reduced, and how many of its values make one element.

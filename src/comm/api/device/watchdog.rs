@@ -62,7 +62,7 @@ impl Core {
     /// Sleeps until there is something to check. Returns whether the backend is being closed.
     fn wait_for_work(&self) -> bool {
         let mut pending = self.pending();
-        let closing = || self.watchdog.is_closing();
+        let closing = || self.watchdog.closing.load(Ordering::SeqCst);
         let abort_started = self.abort.started.load(Ordering::SeqCst);
         if closing() || self.callback_queue.has_queued() || (self.has_failed() && !abort_started) {
             return closing();

@@ -4,7 +4,6 @@
 use std::fmt;
 use std::io;
 use std::ops::{Deref, DerefMut};
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use super::{CommError, Element, Group};
@@ -53,17 +52,12 @@ impl Group {
     pub fn alloc<T: Element>(&self, len: usize) -> Result<SharedBuffer<T>, CommError> {
         self.inner.check_caller()?;
         let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| isize::try_from(bytes).is_ok());
-        let Some(bytes) = bytes else {
-            return Err(too_large::<T>(len));
-        };
+        let bytes = bytes.ok_or_else(|| too_large::<T>(len))?;
         let shared = match &self.inner.memory {
-            Some(allocations) => self.with_fixed_deadline().share::<T>(allocations, len, bytes)?,
+            Some(allocations) => self.with_fixed_deadline().share(allocations, len, bytes)?,
             None => None,
         };
-        let elements = match shared {
-            Some((owned, allocation)) => Elements::Shared { owned, _allocation: allocation },
-            None => Elements::Private(zeros(len)?),
-        };
+        let elements = shared.map_or_else(|| zeros(len).map(Elements::Private), Ok)?;
         Ok(SharedBuffer { elements })
     }
 
@@ -73,7 +67,7 @@ impl Group {
         allocations: &Allocations,
         len: usize,
         bytes: usize,
-    ) -> Result<Option<OwnedAllocation<T>>, CommError> {
+    ) -> Result<Option<Elements<T>>, CommError> {
         let (rank, mut all) = (self.rank(), vec![0; self.size()]);
         self.all_gather(&[bytes as u64], &mut all)?;
         let Some((regions, total)) = fd_passing::regions(&all) else {
@@ -118,12 +112,15 @@ impl Group {
         };
         let made = memory.and_then(|memory| {
             segment::commit(&memory, regions[rank].clone())?;
-            map(&memory, (id, regions, total), rank, len)
+            let segment = Segment::map(&memory, total)?;
+            let owned = OwnedRegion::map(&memory, regions[rank].start, len)?;
+            let own = Arc::clone(&owned.region);
+            Ok((owned, Arc::new(Allocation { id, segment, regions, own })))
         });
         let Some((owned, allocation)) = self.all_succeeded(made)? else { return Ok(None) };
         allocation.segment.populate(allocation.regions[rank].clone());
         allocations.add(&allocation);
-        Ok(Some((owned, allocation)))
+        Ok(Some(Elements::Shared { owned, _allocation: allocation }))
     }
 
     /// Returns this rank's result `done` if it is `Ok` on all ranks, else `None` on all ranks.
@@ -147,24 +144,6 @@ impl Group {
     }
 }
 
-/// This rank's buffer, and the allocation of all ranks that contains it.
-type OwnedAllocation<T> = (OwnedRegion<T>, Arc<Allocation>);
-
-/// Id of an allocation, byte range of each rank's buffer in it, total size in bytes.
-type AllocationLayout = (u64, Vec<std::ops::Range<usize>>, usize);
-
-fn map<T: Element>(
-    memory: &OwnedFd,
-    (id, regions, total): AllocationLayout,
-    rank: usize,
-    len: usize,
-) -> io::Result<OwnedAllocation<T>> {
-    let segment = Segment::map(memory, total)?;
-    let owned = OwnedRegion::map(memory, regions[rank].start, len)?;
-    let own = Arc::clone(owned.region());
-    Ok((owned, Arc::new(Allocation { id, segment, regions, own })))
-}
-
 fn too_large<T: Element>(len: usize) -> CommError {
     CommError::InvalidArgument(format!(
         "alloc of {len} elements of {}: this is more memory than this process can get",
@@ -174,10 +153,7 @@ fn too_large<T: Element>(len: usize) -> CommError {
 
 fn zeros<T: Element>(len: usize) -> Result<Vec<T>, CommError> {
     let mut elements = Vec::new();
-    let refused = elements.try_reserve_exact(len).is_err();
-    if refused {
-        return Err(too_large::<T>(len));
-    }
+    elements.try_reserve_exact(len).map_err(|_| too_large::<T>(len))?;
     elements.resize_with(len, T::zero);
     Ok(elements)
 }

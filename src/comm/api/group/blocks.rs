@@ -3,9 +3,10 @@
 use std::ops::Range;
 
 use super::{
-    BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, Scratch, Slice, SliceMut,
+    BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, Scratch, SendRecv, SliceMut,
     Transfer, UntypedReduction, call, untyped,
 };
+use crate::error::require;
 
 impl Group {
     /// Fills `recv` with the `send` of all ranks, in rank order, on every rank.
@@ -21,15 +22,15 @@ impl Group {
     /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes: small blocks in one round of
     /// messages, large blocks around a ring. If every host has L ranks, S·(P−L) bytes leave each host.
     pub fn all_gather<T: Transfer>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_gather(send.into(), recv.into())).map(drop)
+        self.carry_out(self.prepare_all_gather((send.into(), recv.into()))).map(drop)
     }
 
     #[inline]
-    pub(in crate::api) fn prepare_all_gather<'a>(&self, send: Slice<'a>, recv: SliceMut<'a>) -> Prepared<'a> {
+    pub(crate) fn prepare_all_gather<'a>(&self, (send, recv): SendRecv<'a>) -> Prepared<'a> {
         self.check_blocks("recv", recv.len(), send.len())?;
         let own = self.own_range(send.len());
         let call = call(send.value_type(), CallKind::AllGather, None, 0, send.len());
-        self.planned(call, recv_around_own(send, recv, own.clone()).with_ref(own.start, send), None)
+        self.planned(call, recv_around_own((send, recv), own.clone()).with_ref(own.start, send), None)
     }
 
     /// In-place form of [`Self::all_gather`]: this rank's block is already at its position in `buf`.
@@ -42,7 +43,7 @@ impl Group {
     }
 
     #[inline]
-    pub(in crate::api) fn prepare_all_gather_in_place<'a>(&self, buf: SliceMut<'a>) -> Prepared<'a> {
+    pub(crate) fn prepare_all_gather_in_place<'a>(&self, buf: SliceMut<'a>) -> Prepared<'a> {
         let count = self.block_len("buf", buf.len())?;
         let call = call(buf.value_type(), CallKind::AllGather, None, 0, count);
         self.planned(call, BorrowedBuffer::default().with_mut(0, buf), None)
@@ -67,21 +68,20 @@ impl Group {
         recv: &mut [T],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_scatter(send.into(), recv.into(), &untyped::<T>(op))).map(drop)
+        self.carry_out(self.prepare_reduce_scatter((send.into(), recv.into()), &untyped::<T>(op))).map(drop)
     }
 
     #[inline]
-    pub(in crate::api) fn prepare_reduce_scatter<'a>(
+    pub(crate) fn prepare_reduce_scatter<'a>(
         &self,
-        send: Slice<'a>,
-        recv: SliceMut<'a>,
+        (send, recv): SendRecv<'a>,
         op: &UntypedReduction,
     ) -> Prepared<'a> {
         self.check_blocks("send", send.len(), recv.len())?;
         let kernel = op.kernel(recv.value_type().dtype, self.size())?;
         let call = call(recv.value_type(), CallKind::ReduceScatter, Some(op.op()), 0, recv.len());
         let (needs_copy, own) = (self.inner.needs_scratch_copy(&call), self.own_range(recv.len()));
-        self.planned(call, reduce_scatter_buffers(needs_copy, send, recv, own), Some(kernel))
+        self.planned(call, reduce_scatter_buffers(needs_copy, (send, recv), own), Some(kernel))
     }
 
     /// In-place form of [`Self::reduce_scatter`]: the result replaces this rank's block of `buf`; the other
@@ -99,7 +99,7 @@ impl Group {
     }
 
     #[inline]
-    pub(in crate::api) fn prepare_reduce_scatter_in_place<'a>(
+    pub(crate) fn prepare_reduce_scatter_in_place<'a>(
         &self,
         buf: SliceMut<'a>,
         op: &UntypedReduction,
@@ -122,21 +122,16 @@ impl Group {
     /// # Cost
     /// Each rank sends its block to the root, which receives all blocks concurrently.
     pub fn gather<T: Transfer>(&self, send: &[T], recv: &mut [T], root: usize) -> Result<(), CommError> {
-        self.carry_out(self.prepare_gather(send.into(), recv.into(), root)).map(drop)
+        self.carry_out(self.prepare_gather((send.into(), recv.into()), root)).map(drop)
     }
 
     #[inline]
-    pub(in crate::api) fn prepare_gather<'a>(
-        &self,
-        send: Slice<'a>,
-        recv: SliceMut<'a>,
-        root: usize,
-    ) -> Prepared<'a> {
+    pub(crate) fn prepare_gather<'a>(&self, (send, recv): SendRecv<'a>, root: usize) -> Prepared<'a> {
         self.check_rank(root, "root")?;
         let call = call(send.value_type(), CallKind::Gather, None, root as u32, send.len());
         if self.rank() == root {
             self.check_blocks("recv", recv.len(), send.len())?;
-            return self.planned(call, recv_around_own(send, recv, self.own_range(send.len())), None);
+            return self.planned(call, recv_around_own((send, recv), self.own_range(send.len())), None);
         }
         self.planned(call, BorrowedBuffer::default().with_ref(self.own_range(send.len()).start, send), None)
     }
@@ -153,26 +148,18 @@ impl Group {
     /// # Cost
     /// The root sends each rank its block, concurrently.
     pub fn scatter<T: Transfer>(&self, send: &[T], recv: &mut [T], root: usize) -> Result<(), CommError> {
-        self.carry_out(self.prepare_scatter(send.into(), recv.into(), root)).map(drop)
+        self.carry_out(self.prepare_scatter((send.into(), recv.into()), root)).map(drop)
     }
 
     #[inline]
-    pub(in crate::api) fn prepare_scatter<'a>(
-        &self,
-        send: Slice<'a>,
-        recv: SliceMut<'a>,
-        root: usize,
-    ) -> Prepared<'a> {
+    pub(crate) fn prepare_scatter<'a>(&self, (send, recv): SendRecv<'a>, root: usize) -> Prepared<'a> {
         self.check_rank(root, "root")?;
         let call = call(recv.value_type(), CallKind::Scatter, None, root as u32, recv.len());
         if self.rank() == root {
             self.check_blocks("send", send.len(), recv.len())?;
             let own = send.part(self.own_range(recv.len()));
-            return self.planned(
-                call,
-                BorrowedBuffer::default().with_ref(0, send).with_copy(own, recv),
-                None,
-            );
+            let buffer = BorrowedBuffer::default().with_ref(0, send).with_copy(own, recv);
+            return self.planned(call, buffer, None);
         }
         self.planned(call, BorrowedBuffer::default().with_mut(self.own_range(recv.len()).start, recv), None)
     }
@@ -188,11 +175,11 @@ impl Group {
     /// # Cost
     /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes, to all others concurrently.
     pub fn all_to_all<T: Transfer>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_to_all(send.into(), recv.into())).map(drop)
+        self.carry_out(self.prepare_all_to_all((send.into(), recv.into()))).map(drop)
     }
 
     #[inline]
-    pub(in crate::api) fn prepare_all_to_all<'a>(&self, send: Slice<'a>, recv: SliceMut<'a>) -> Prepared<'a> {
+    pub(crate) fn prepare_all_to_all<'a>(&self, (send, recv): SendRecv<'a>) -> Prepared<'a> {
         let count = self.block_len("send", send.len())?;
         self.check_blocks("recv", recv.len(), count)?;
         let own = self.own_range(count);
@@ -215,7 +202,7 @@ impl Group {
     }
 
     #[inline]
-    pub(in crate::api) fn prepare_all_to_all_in_place<'a>(&self, buf: SliceMut<'a>) -> Prepared<'a> {
+    pub(crate) fn prepare_all_to_all_in_place<'a>(&self, buf: SliceMut<'a>) -> Prepared<'a> {
         let count = self.block_len("buf", buf.len())?;
         let call = call(buf.value_type(), CallKind::AllToAll, None, 0, count);
         let buffer = BorrowedBuffer::default().with_scratch(0, Scratch::of(buf.as_slice()));
@@ -226,22 +213,17 @@ impl Group {
     /// with `name`.
     #[inline]
     fn block_len(&self, name: &str, len: usize) -> Result<usize, CommError> {
-        if len.is_multiple_of(self.size()) {
-            return Ok(len / self.size());
-        }
         let size = self.size();
-        Err(CommError::InvalidArgument(format!(
-            "{name} has {len} elements, which are not {size} equal blocks"
-        )))
+        let unequal = || format!("{name} has {len} elements, which are not {size} equal blocks");
+        require(len.is_multiple_of(size), unequal)?;
+        Ok(len / size)
     }
 
     #[inline]
     pub(super) fn check_blocks(&self, name: &str, len: usize, block: usize) -> Result<(), CommError> {
-        if Some(len) == block.checked_mul(self.size()) {
-            return Ok(());
-        }
         let size = self.size();
-        Err(CommError::InvalidArgument(format!("{name} has {len} elements, not {size} blocks of {block}")))
+        let wrong = || format!("{name} has {len} elements, not {size} blocks of {block}");
+        require(Some(len) == block.checked_mul(size), wrong)
     }
 
     /// Returns the range of this rank's block in a buffer whose blocks have `len` elements.
@@ -249,21 +231,12 @@ impl Group {
     pub(super) fn own_range(&self, len: usize) -> Range<usize> {
         self.rank() * len..(self.rank() + 1) * len
     }
-
-    /// Returns this rank's block of a buffer whose length has been checked.
-    pub(super) fn own_block_mut<'a, T>(&self, buf: &'a mut [T], len: usize) -> &'a mut [T] {
-        &mut buf[self.own_range(len)]
-    }
 }
 
 /// Describes the buffers of a gathering collective: `send` is copied to the range `own` of `recv`, and data
 /// of other ranks fill the rest.
 #[inline]
-pub(super) fn recv_around_own<'a>(
-    send: Slice<'a>,
-    recv: SliceMut<'a>,
-    own: Range<usize>,
-) -> BorrowedBuffer<'a> {
+pub(super) fn recv_around_own<'a>((send, recv): SendRecv<'a>, own: Range<usize>) -> BorrowedBuffer<'a> {
     let (before, into, behind) = recv.split_around(own.clone());
     BorrowedBuffer::default().with_copy(send, into).with_mut(0, before).with_mut(own.end, behind)
 }
@@ -273,8 +246,7 @@ pub(super) fn recv_around_own<'a>(
 #[inline]
 pub(super) fn reduce_scatter_buffers<'a>(
     copied: bool,
-    send: Slice<'a>,
-    mut recv: SliceMut<'a>,
+    (send, mut recv): SendRecv<'a>,
     own: Range<usize>,
 ) -> BorrowedBuffer<'a> {
     recv.copy_from(send.part(own.clone()));

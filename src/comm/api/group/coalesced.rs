@@ -8,28 +8,24 @@ use super::{
 use crate::collectives::plan::fingerprint;
 
 impl Group {
-    pub(in crate::api) fn prepare_all_reduce_list<'a>(
+    pub(crate) fn prepare_all_reduce_list<'a>(
         &self,
         bufs: Vec<SliceMut<'a>>,
         op: &UntypedReduction,
     ) -> Prepared<'a> {
         let (buffer, value, lens) = concatenated(bufs);
         let kernel = op.kernel(value.dtype, self.size())?;
-        let call = list_call(value, CallKind::AllReduce, Some(op.op()), &lens);
+        let call = list_call(value, CallKind::AllReduce, Some(op.op()), None, &lens);
         self.planned(call, buffer, Some(kernel))
     }
 
-    pub(in crate::api) fn prepare_broadcast_list<'a>(
-        &self,
-        bufs: Vec<SliceMut<'a>>,
-        root: usize,
-    ) -> Prepared<'a> {
+    pub(crate) fn prepare_broadcast_list<'a>(&self, bufs: Vec<SliceMut<'a>>, root: usize) -> Prepared<'a> {
         self.check_rank(root, "root")?;
         let (buffer, value, lens) = concatenated(bufs);
-        self.planned(rooted_list_call(value, CallKind::Broadcast, None, root, &lens), buffer, None)
+        self.planned(list_call(value, CallKind::Broadcast, None, Some(root), &lens), buffer, None)
     }
 
-    pub(in crate::api) fn prepare_reduce_list<'a>(
+    pub(crate) fn prepare_reduce_list<'a>(
         &self,
         bufs: Vec<SliceMut<'a>>,
         op: &UntypedReduction,
@@ -38,11 +34,11 @@ impl Group {
         self.check_rank(root, "root")?;
         let (buffer, value, lens) = concatenated(bufs);
         let kernel = op.kernel(value.dtype, self.size())?;
-        let call = rooted_list_call(value, CallKind::Reduce, Some(op.op()), root, &lens);
+        let call = list_call(value, CallKind::Reduce, Some(op.op()), Some(root), &lens);
         self.planned(call, buffer, Some(kernel))
     }
 
-    pub(in crate::api) fn prepare_all_gather_list<'a>(
+    pub(crate) fn prepare_all_gather_list<'a>(
         &self,
         buffers: Vec<(Slice<'a>, SliceMut<'a>)>,
     ) -> Prepared<'a> {
@@ -63,10 +59,10 @@ impl Group {
             }
             within += send.len();
         }
-        self.planned(list_call(value, CallKind::AllGather, None, &lens), buffer, None)
+        self.planned(list_call(value, CallKind::AllGather, None, None, &lens), buffer, None)
     }
 
-    pub(in crate::api) fn prepare_reduce_scatter_list<'a>(
+    pub(crate) fn prepare_reduce_scatter_list<'a>(
         &self,
         buffers: Vec<(Slice<'a>, SliceMut<'a>)>,
         op: &UntypedReduction,
@@ -78,7 +74,7 @@ impl Group {
         for (send, recv) in &buffers {
             self.check_blocks("send", send.len(), recv.len())?;
         }
-        let call = list_call(value, CallKind::ReduceScatter, Some(op.op()), &lens);
+        let call = list_call(value, CallKind::ReduceScatter, Some(op.op()), None, &lens);
         let (own, mut buffer, mut within) = (self.own_range(count), BorrowedBuffer::default(), 0);
         if self.inner.needs_scratch_copy(&call) {
             let blocks = (0..self.size()).flat_map(|rank| {
@@ -119,20 +115,17 @@ fn concatenated(bufs: Vec<SliceMut<'_>>) -> (BorrowedBuffer<'_>, ValueType, Vec<
 }
 
 /// Returns the descriptor of a collective call on buffers of lengths `lens`; it must be equal on all ranks.
-fn list_call(value: ValueType, kind: CallKind, op: Option<ReduceOp>, lens: &[usize]) -> Call {
-    let hash = fingerprint(lens);
-    // 0 stands for a call without a list, so the fingerprint is never 0.
-    call(value, kind, op, (hash ^ hash >> 32) as u32 | 1, lens.iter().sum())
-}
-
-/// Returns the descriptor of [`list_call`] with the rank `root`.
-fn rooted_list_call(
+/// The fingerprint of the lengths is in the place of the root, or beside it. 0 stands for a call without a
+/// list, so no fingerprint is 0.
+fn list_call(
     value: ValueType,
     kind: CallKind,
     op: Option<ReduceOp>,
-    root: usize,
+    root: Option<usize>,
     lens: &[usize],
 ) -> Call {
-    let list = list_call(value, kind, op, lens);
-    Call { root: root as u32, ..list }.with_lens((list.root ^ list.root >> 24) & 0x00FF_FFFF | 1)
+    let hash = fingerprint(lens);
+    let hash = (hash ^ hash >> 32) as u32 | 1;
+    let call = call(value, kind, op, root.map_or(hash, |root| root as u32), lens.iter().sum());
+    if root.is_some() { call.with_lens((hash ^ hash >> 24) & 0x00FF_FFFF | 1) } else { call }
 }

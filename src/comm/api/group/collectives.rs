@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::{
-    BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, Scratch, Slice, SliceMut,
+    BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, Scratch, SendRecv, SliceMut,
     Transfer, UntypedReduction, ValueType, call, check_len, untyped,
 };
 use crate::collectives::dtype::Dtype;
@@ -41,11 +41,7 @@ impl Group {
     }
 
     #[inline]
-    pub(in crate::api) fn prepare_all_reduce<'a>(
-        &self,
-        buf: SliceMut<'a>,
-        op: &UntypedReduction,
-    ) -> Prepared<'a> {
+    pub(crate) fn prepare_all_reduce<'a>(&self, buf: SliceMut<'a>, op: &UntypedReduction) -> Prepared<'a> {
         let kernel = op.kernel(buf.value_type().dtype, self.size())?;
         let call = call(buf.value_type(), CallKind::AllReduce, Some(op.op()), 0, buf.len());
         self.planned(call, BorrowedBuffer::default().with_mut(0, buf), Some(kernel))
@@ -64,14 +60,13 @@ impl Group {
         recv: &mut [T],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_reduce_into(send.into(), recv.into(), &untyped::<T>(op))).map(drop)
+        self.carry_out(self.prepare_all_reduce_into((send.into(), recv.into()), &untyped::<T>(op))).map(drop)
     }
 
     #[inline]
-    pub(in crate::api) fn prepare_all_reduce_into<'a>(
+    pub(crate) fn prepare_all_reduce_into<'a>(
         &self,
-        send: Slice<'_>,
-        mut recv: SliceMut<'a>,
+        (send, mut recv): SendRecv<'a>,
         op: &UntypedReduction,
     ) -> Prepared<'a> {
         op.kernel(send.value_type().dtype, self.size())?;
@@ -98,7 +93,7 @@ impl Group {
     }
 
     #[inline]
-    pub(in crate::api) fn prepare_broadcast<'a>(&self, buf: SliceMut<'a>, root: usize) -> Prepared<'a> {
+    pub(crate) fn prepare_broadcast<'a>(&self, buf: SliceMut<'a>, root: usize) -> Prepared<'a> {
         self.check_rank(root, "root")?;
         let call = call(buf.value_type(), CallKind::Broadcast, None, root as u32, buf.len());
         self.planned(call, BorrowedBuffer::default().with_mut(0, buf), None)
@@ -129,7 +124,7 @@ impl Group {
     }
 
     #[inline]
-    pub(in crate::api) fn prepare_reduce<'a>(
+    pub(crate) fn prepare_reduce<'a>(
         &self,
         buf: SliceMut<'a>,
         op: &UntypedReduction,
@@ -157,14 +152,14 @@ impl Group {
         op: impl Into<Reduction<T>>,
         root: usize,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_into(send.into(), recv.into(), &untyped::<T>(op), root)).map(drop)
+        let buffers = (send.into(), recv.into());
+        self.carry_out(self.prepare_reduce_into(buffers, &untyped::<T>(op), root)).map(drop)
     }
 
     #[inline]
-    pub(in crate::api) fn prepare_reduce_into<'a>(
+    pub(crate) fn prepare_reduce_into<'a>(
         &self,
-        send: Slice<'_>,
-        mut recv: SliceMut<'a>,
+        (send, mut recv): SendRecv<'a>,
         op: &UntypedReduction,
         root: usize,
     ) -> Prepared<'a> {
@@ -214,7 +209,7 @@ impl Group {
     }
 
     #[inline]
-    pub(in crate::api) fn prepare_barrier(&self) -> Prepared<'static> {
+    pub(crate) fn prepare_barrier(&self) -> Prepared<'static> {
         let call = call(BYTES, CallKind::Barrier, None, 0, 0);
         let mut buffer = BorrowedBuffer::default();
         if !self.inner.runs_in_shared_memory(&call) {

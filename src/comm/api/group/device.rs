@@ -80,7 +80,6 @@ impl Group {
         Self { device: Some(backend), ..self.clone() }
     }
 
-    /// Returns the device backends of all handles of this group.
     pub(super) fn device_backends(&self) -> Vec<Arc<dyn GroupDevice>> {
         let device_backends = self.inner.device_backends.lock().unwrap_or_else(PoisonError::into_inner);
         device_backends.iter().filter_map(Weak::upgrade).collect()
@@ -97,10 +96,7 @@ impl Group {
     /// Makes the device backend of a subgroup ([`GroupDevice::split`]); `None` if this handle has no device
     /// backend.
     pub(super) fn split_device(&self, ranks: &[usize]) -> Result<Option<AttachDevice>, CommError> {
-        match self.device_backend() {
-            Ok(backend) => backend.split(ranks, self.limit()),
-            Err(_) => Ok(None),
-        }
+        self.device_backend().map_or(Ok(None), |backend| backend.split(ranks, self.limit()))
     }
 
     /// Returns the error that ended the group, with the failed call `call`; `Ok` if the group has not ended.
@@ -128,7 +124,6 @@ impl Group {
         if self.is_forked() { self.inner.check_caller() } else { Ok(()) }
     }
 
-    /// Returns true if this process is a fork of the one that made the group.
     pub(crate) fn is_forked(&self) -> bool {
         self.inner.is_forked()
     }
@@ -145,18 +140,13 @@ impl Group {
     /// # Errors
     /// [`CommError::Mismatch`] on all ranks, which ends the group.
     pub(crate) fn compare_on_host(&self, call: Call, seq: u64) -> Result<(), CommError> {
-        let mut all = vec![0_u8; 16 * self.size()];
-        self.all_gather(&call.encode(), &mut all)?;
-        let ours = call.encode();
+        let (ours, mut all) = (call.encode(), vec![0_u8; 16 * self.size()]);
+        self.all_gather(&ours, &mut all)?;
         let (all, _) = all.as_chunks::<16>();
         let Some(rank) = all.iter().position(|theirs| *theirs != ours) else { return Ok(()) };
         let theirs = Call::try_from(all[rank]).map_err(CommError::InvalidArgument)?;
         self.end(Cause::Mismatch { rank, theirs, theirs_seq: seq, ours: call, ours_seq: seq });
-        match self.check(Some(call)) {
-            Err(error) => Err(error),
-            Ok(()) => Err(CommError::InvalidArgument(format!(
-                "rank {rank} called {theirs}, this rank called {call}"
-            ))),
-        }
+        self.check(Some(call))?;
+        Err(CommError::InvalidArgument(format!("rank {rank} called {theirs}, this rank called {call}")))
     }
 }

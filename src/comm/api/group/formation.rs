@@ -10,6 +10,7 @@ use super::{CommError, Group, GroupOptions, Inner, KeepAlive};
 use crate::bootstrap::{self, BootstrapConfig, ConnectedGroup};
 use crate::collectives::plan::Topology;
 use crate::engine::Shared;
+use crate::error::require;
 use crate::shm::allocations::Allocations;
 use crate::transport::links::fork::fork_count;
 
@@ -39,16 +40,12 @@ impl Group {
 
     pub(crate) fn join(config: BootstrapConfig, keep: Option<KeepAlive>) -> Result<Self, CommError> {
         let BootstrapConfig { rank, size, .. } = config;
-        if rank >= size || size > 1 << 24 {
-            let what = format!("rank {rank} of {size}: ranks are 0 to {}", size.saturating_sub(1));
-            return Err(CommError::InvalidArgument(what));
-        }
+        let wrong = || format!("rank {rank} of {size}: ranks are 0 to {}", size.saturating_sub(1));
+        require(rank < size && size <= 1 << 24, wrong)?;
         if size == 1 {
-            let generation = match config.options.generation {
-                Some(generation) => generation,
-                None => Generation::random()
-                    .map_err(|error| CommError::system("cannot get random numbers", error))?,
-            };
+            let failed = |error| CommError::system("cannot get random numbers", error);
+            let random = || Generation::random().map_err(failed);
+            let generation = config.options.generation.map_or_else(random, Ok)?;
             return Ok(Self::from_parts(config, generation, (Topology::one_host(1), None), None, keep));
         }
         let formed = bootstrap::connect(&config)?;
@@ -63,8 +60,12 @@ impl Group {
         let ConnectedGroup { engine, generation, topology, in_memory } = formed;
         let memory = engine.allocations().filter(|_| in_memory);
         // The group keeps the launcher's channel and the world's entry no longer than `keep` does.
-        let config =
-            BootstrapConfig { sharing: Some(engine.sharing()), agent: None, entry_guard: None, ..config };
+        let config = BootstrapConfig {
+            sharing: Some(engine.settings.sharing),
+            agent: None,
+            entry_guard: None,
+            ..config
+        };
         Self::from_parts(config, generation, (topology, memory), Some(Shared::new(*engine)), keep)
     }
 
@@ -113,12 +114,11 @@ impl Group {
 impl Inner {
     /// Creates the engine of a group of one, if it does not exist yet.
     pub(super) fn ensure_shared(&self) -> Result<(), CommError> {
-        if self.shared().is_some() {
-            return Ok(());
+        if self.shared().is_none() {
+            let shared = Shared::new(bootstrap::single_rank_engine(&self.config, self.generation)?);
+            // If another thread has set the engine first, this second engine is dropped unused.
+            let _ = self.self_engine.set(shared);
         }
-        let shared = Shared::new(bootstrap::single_rank_engine(&self.config, self.generation)?);
-        // If another thread has set the engine first, this second engine is dropped unused.
-        let _ = self.self_engine.set(shared);
         Ok(())
     }
 }

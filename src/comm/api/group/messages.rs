@@ -23,12 +23,11 @@ impl Group {
     }
 
     #[inline]
-    pub(in crate::api) fn prepare_send<'a>(&self, buf: Slice<'a>, to: usize, tag: u32) -> Prepared<'a> {
+    pub(crate) fn prepare_send<'a>(&self, buf: Slice<'a>, to: usize, tag: u32) -> Prepared<'a> {
         self.check_rank(to, "send to")?;
         self.check_message()?;
         let call = message(buf.value_type(), tag, buf.len());
-        let buffer = BorrowedBuffer::default().with_ref(0, buf);
-        Ok(Some(Operation::Send { to, call, buffer }))
+        Ok(Some(Operation::Send { to, call, buffer: BorrowedBuffer::default().with_ref(0, buf) }))
     }
 
     /// Fills the beginning of `buf` with the next message with this `tag` from rank `from`, which may be this
@@ -36,8 +35,8 @@ impl Group {
     ///
     /// # Errors
     /// [`CommError::InvalidArgument`] if there is no rank `from`. [`CommError::Truncated`] if the message is
-    /// longer than `buf`; it is received nevertheless, and the group continues. [`CommError::Mismatch`] if the
-    /// message has another type. Otherwise the error that ended the group.
+    /// longer than `buf`; it is received nevertheless, and the group continues. [`CommError::Mismatch`] if
+    /// the message has another type. Otherwise the error that ended the group.
     pub fn recv<T: Transfer>(&self, buf: &mut [T], from: usize, tag: u32) -> Result<Status, CommError> {
         self.receive::<T>(self.prepare_recv(buf.into(), Some(from), tag))
     }
@@ -59,12 +58,7 @@ impl Group {
     }
 
     #[inline]
-    pub(in crate::api) fn prepare_recv<'a>(
-        &self,
-        buf: SliceMut<'a>,
-        from: Option<usize>,
-        tag: u32,
-    ) -> Prepared<'a> {
+    pub(crate) fn prepare_recv<'a>(&self, buf: SliceMut<'a>, from: Option<usize>, tag: u32) -> Prepared<'a> {
         self.check_source(from)?;
         let call = message(buf.value_type(), tag, buf.len());
         Ok(Some(Operation::Recv { from, call, buffer: BorrowedBuffer::default().with_mut(0, buf) }))
@@ -94,11 +88,8 @@ impl Group {
 
     fn probe_message(&self, from: Option<usize>, tag: u32, wait: bool) -> Result<Option<Status>, CommError> {
         self.check_source(from)?;
-        self.carry_out(Ok(Some(Operation::Probe {
-            from,
-            call: message(ValueType::of::<u8>(), tag, 0),
-            wait,
-        })))
+        let call = message(ValueType::of::<u8>(), tag, 0);
+        self.carry_out(Ok(Some(Operation::Probe { from, call, wait })))
     }
 
     fn check_source(&self, from: Option<usize>) -> Result<(), CommError> {

@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 
 use convoke_env::Generation;
 
+use crate::api::backend::Backend;
 use crate::api::reduction::{Reduction, UntypedReduction, untyped};
 use crate::bootstrap::BootstrapConfig;
 use crate::bootstrap::options::GroupOptions;
@@ -35,13 +36,13 @@ use crate::collectives::dtype::{Element, ReduceOp, Transfer};
 use crate::collectives::kernels;
 use crate::collectives::plan::{Algorithms, Plan, Topology};
 use crate::engine::{Completion, Engine, Operation, Shared, TimeLimit};
-use crate::error::CommError;
+use crate::error::{CommError, require};
 use crate::shm::allocations::Allocations;
 use crate::transport::links::fork::fork_count;
 #[cfg(feature = "nccl")]
 use device::GroupDevice;
 use prepare::call;
-pub(in crate::api) use prepare::{Prepared, check_len};
+pub(crate) use prepare::{Prepared, SendRecv, check_len};
 pub(crate) use subgroup::SubgroupAgreement;
 
 /// A process group: ranks that communicate, like an MPI communicator.
@@ -155,9 +156,10 @@ impl Group {
         self.inner.topology.hosts()
     }
 
-    /// Returns true if all ranks share memory.
-    pub(crate) fn uses_shared_memory(&self) -> bool {
-        self.inner.memory.is_some()
+    /// Returns the transport of this group.
+    #[must_use]
+    pub fn backend(&self) -> Backend {
+        if self.inner.memory.is_some() { Backend::SharedMemory } else { Backend::Tcp }
     }
 
     /// Returns the name of the group.
@@ -240,26 +242,14 @@ impl Group {
     }
 
     /// Drives the engine until one of `completions` is done, at most until `until`.
-    pub(in crate::api) fn wait_for(&self, completions: &[Arc<Completion>], until: Option<Instant>) {
+    pub(crate) fn wait_for(&self, completions: &[Arc<Completion>], until: Option<Instant>) {
         if let Some(shared) = self.inner.shared() {
             shared.wait(completions, until);
         }
     }
 
-    /// Returns the engine; `None` in a group of one that has not needed an engine yet.
-    pub(in crate::api) fn shared(&self) -> Option<&Shared> {
+    pub(crate) fn shared(&self) -> Option<&Shared> {
         self.inner.shared()
-    }
-
-    fn wake_engine(&self) {
-        if let Some(shared) = self.inner.shared() {
-            shared.poll_once();
-        }
-    }
-
-    /// Returns true if both are handles of one group.
-    fn is_same(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.inner, &other.inner)
     }
 }
 
@@ -279,16 +269,11 @@ impl Inner {
         if self.destroyed.load(Ordering::Relaxed) {
             return Err(CommError::Destroyed { group: self.config.options.name.clone() });
         }
-        if kernels::is_in_reduction_function() {
-            let what = "a reduction function cannot use a group: it is called in the middle of an operation";
-            return Err(CommError::InvalidArgument(what.to_owned()));
-        }
-        if !self.is_forked() {
-            return Ok(());
-        }
+        require(!kernels::is_in_reduction_function(), || {
+            "a reduction function cannot use a group: it is called in the middle of an operation".to_owned()
+        })?;
         let (name, pid) = (&self.config.options.name, self.pid);
-        let what = format!("group {name} belongs to process {pid}; this is a fork of it");
-        Err(CommError::InvalidArgument(what))
+        require(!self.is_forked(), || format!("group {name} belongs to process {pid}; this is a fork of it"))
     }
 }
 

@@ -8,6 +8,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{CommError, Group};
+use crate::error::require;
 
 /// Largest object in bytes. A larger size is most likely an error, so no rank allocates memory for it.
 const OBJECT_MAX_BYTES: u64 = 1 << 30;
@@ -34,19 +35,14 @@ impl Group {
         let group = self.with_fixed_deadline();
         self.check_rank(root, "root")?;
         let is_root = self.rank() == root;
-        if is_root && object.is_none() {
-            return Err(CommError::InvalidArgument(format!("rank {root} is the root and has no object")));
-        }
+        require(!is_root || object.is_some(), || format!("rank {root} is the root and has no object"))?;
         let mine = if is_root { object.as_ref().map(serialize) } else { None };
         let mut size = [mine.as_ref().map_or(0, serialized_size)];
         group.broadcast(&mut size, root)?;
         check_size(root, size[0], mine.as_ref())?;
         let mut bytes = mine.and_then(Result::ok).map_or_else(|| buffer(size[0] as usize), Ok)?;
         group.broadcast(&mut bytes, root)?;
-        match object {
-            Some(object) if is_root => Ok(object),
-            Some(_) | None => deserialize(root, &bytes),
-        }
+        object.filter(|_| is_root).map_or_else(|| deserialize(root, &bytes), Ok)
     }
 
     /// Gathers the objects of all ranks on all ranks, in rank order.
@@ -112,28 +108,18 @@ impl Group {
         let mut serialized = Vec::new();
         if self.rank() == root {
             let objects = objects.unwrap_or_default();
-            if objects.len() != self.size() {
-                let (have, want) = (objects.len(), self.size());
-                return Err(CommError::InvalidArgument(format!("{have} objects for {want} ranks")));
-            }
+            let (have, want) = (objects.len(), self.size());
+            require(have == want, || format!("{have} objects for {want} ranks"))?;
             serialized = objects.iter().map(serialize).collect();
         }
-        let mut sizes = vec![0; self.size()];
-        for (size, written) in sizes.iter_mut().zip(&serialized) {
-            *size = serialized_size(written);
-        }
+        let mut sizes: Vec<u64> = serialized.iter().map(serialized_size).collect();
+        sizes.resize(self.size(), 0);
         group.broadcast(&mut sizes, root)?;
-        for &size in &sizes {
-            let failed = serialized.iter().find(|written| written.is_err());
-            check_size(root, size, failed)?;
-        }
+        let failed = serialized.iter().find(|written| written.is_err());
+        sizes.iter().try_for_each(|&size| check_size(root, size, failed))?;
         let lens: Vec<usize> = sizes.iter().map(|&size| size as usize).collect();
-        let send: Vec<u8> = serialized
-            .into_iter()
-            .flat_map(|written| {
-                written.expect("the check of the sizes refuses an object that cannot be written")
-            })
-            .collect();
+        let written = serialized.into_iter().collect::<Result<Vec<_>, _>>();
+        let send = written.expect("the check of the sizes refuses an object that cannot be written").concat();
         let mut bytes = buffer(lens[self.rank()])?;
         group.scatter_v(&send, &mut bytes, &lens, root)?;
         deserialize(root, &bytes)

@@ -2,21 +2,25 @@
 
 use std::sync::{Arc, PoisonError};
 
-use super::{BorrowedBuffer, Call, CallKind, CommError, Group, Inner, Operation, ReduceOp, ValueType};
+use super::{
+    BorrowedBuffer, Call, CallKind, CommError, Group, Inner, Operation, ReduceOp, Slice, SliceMut, ValueType,
+};
 use crate::bootstrap::BootstrapConfig;
 use crate::collectives::kernels::Kernel;
 use crate::collectives::plan::{self, Algorithm, Blocks, Input, Plan, Rounding};
 use crate::engine::{self, Transport};
+use crate::error::require;
 use crate::shm;
 
 /// Number of cached plans (schedules of transfers). Later calls with an equal descriptor use the cached plan.
 const PLANS: usize = 16;
 
-/// A checked operation with its buffers, ready to start; `None` if nothing is left to do.
-///
-/// Each operation has a `prepare_*` function. The blocking form runs the prepared operation; the nonblocking
-/// form starts it.
-pub(in crate::api) type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
+/// A checked operation with its buffers, ready to start; `None` if nothing is left to do. Each operation has
+/// a `prepare_*` function. The blocking form runs the prepared operation; the nonblocking form starts it.
+pub(crate) type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
+
+/// The send and the receive buffer of a call.
+pub(crate) type SendRecv<'a> = (Slice<'a>, SliceMut<'a>);
 
 impl Group {
     /// Prepares a collective over `buffer`; `plan` returns its schedule of transfers.
@@ -45,21 +49,14 @@ impl Group {
     ) -> Prepared<'a> {
         if self.inner.runs_in_shared_memory(&call) {
             self.inner.check_caller()?;
-            return Ok(Some(Operation::Collective {
-                call,
-                transport: Transport::SharedMemory,
-                buffer,
-                kernel,
-            }));
+            let transport = Transport::SharedMemory;
+            return Ok(Some(Operation::Collective { call, transport, buffer, kernel }));
         }
         self.collective(call, || self.inner.plan(call), buffer, kernel)
     }
 
     pub(crate) fn check_rank(&self, rank: usize, what: &str) -> Result<(), CommError> {
-        if rank < self.size() {
-            return Ok(());
-        }
-        Err(CommError::InvalidArgument(format!("{what} {rank}: ranks are 0 to {}", self.size() - 1)))
+        require(rank < self.size(), || format!("{what} {rank}: ranks are 0 to {}", self.size() - 1))
     }
 }
 
@@ -139,9 +136,6 @@ pub(super) fn call(value: ValueType, kind: CallKind, op: Option<ReduceOp>, root:
     Call::new(kind, value.dtype, op, root, (count * value.units) as u64)
 }
 
-pub(in crate::api) fn check_len(what: &str, len: usize, expected: usize) -> Result<(), CommError> {
-    if len == expected {
-        return Ok(());
-    }
-    Err(CommError::InvalidArgument(format!("{what} has {len} elements, not {expected}")))
+pub(crate) fn check_len(what: &str, len: usize, expected: usize) -> Result<(), CommError> {
+    require(len == expected, || format!("{what} has {len} elements, not {expected}"))
 }

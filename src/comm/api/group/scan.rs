@@ -6,6 +6,7 @@ use super::{
 };
 use crate::collectives::dtype::Dtype;
 use crate::collectives::kernels::Kernel;
+use crate::error::require;
 
 impl Group {
     /// Replaces `buf` on rank r by the elementwise `op` over the `buf` of ranks 0 to r.
@@ -23,7 +24,7 @@ impl Group {
     }
 
     #[inline]
-    pub(in crate::api) fn prepare_scan<'a>(&self, buf: SliceMut<'a>, op: &UntypedReduction) -> Prepared<'a> {
+    pub(crate) fn prepare_scan<'a>(&self, buf: SliceMut<'a>, op: &UntypedReduction) -> Prepared<'a> {
         let kernel = scan_kernel(op, buf.value_type().dtype)?;
         let call = call(buf.value_type(), CallKind::Scan, Some(op.op()), 0, buf.len());
         self.planned(call, BorrowedBuffer::default().with_mut(0, buf), Some(kernel))
@@ -49,7 +50,7 @@ impl Group {
     }
 
     #[inline]
-    pub(in crate::api) fn prepare_exclusive_scan<'a>(
+    pub(crate) fn prepare_exclusive_scan<'a>(
         &self,
         buf: SliceMut<'a>,
         op: &UntypedReduction,
@@ -64,9 +65,6 @@ impl Group {
 }
 
 fn scan_kernel(op: &UntypedReduction, dtype: Dtype) -> Result<Kernel, CommError> {
-    if op.op() == ReduceOp::Avg {
-        let what = "avg of a part of the ranks has no meaning in a scan";
-        return Err(CommError::InvalidArgument(what.to_owned()));
-    }
+    require(op.op() != ReduceOp::Avg, || "avg of a part of the ranks has no meaning in a scan".to_owned())?;
     op.kernel(dtype, 1)
 }

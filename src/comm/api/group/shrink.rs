@@ -20,6 +20,7 @@ use convoke_store::StoreError;
 use serde::{Deserialize, Serialize};
 
 use super::{CommError, Group};
+use crate::error::require;
 use crate::json;
 
 /// Time limit of one store request.
@@ -71,16 +72,13 @@ impl Group {
     pub fn shrink(&self, within: Duration) -> Result<Self, CommError> {
         self.inner.check_caller()?;
         let mut shrunk = self.inner.shrunk.lock().unwrap_or_else(PoisonError::into_inner);
-        if *shrunk {
-            let what = format!(
-                "group {} has already been shrunk: call shrink on the group that it returned",
-                self.name()
-            );
-            return Err(CommError::InvalidArgument(what));
-        }
+        let name = self.name().to_owned();
+        require(!*shrunk, || {
+            format!("group {name} has already been shrunk: call shrink on the group that it returned")
+        })?;
         self.abort("it called shrink to continue with the surviving ranks");
-        let (name, ranks) = (self.name().to_owned(), self.global_ranks().to_vec());
-        let mut failed_group = FailedGroup { name, generation: self.generation(), ranks };
+        let (generation, ranks) = (self.generation(), self.global_ranks().to_vec());
+        let mut failed_group = FailedGroup { name, generation, ranks };
         // Groups that this call formed and that failed in their barrier. They are kept: other ranks would
         // take a dropped group for the loss of this rank.
         let mut formed: Vec<Self> = Vec::new();
@@ -101,26 +99,27 @@ impl Group {
             failed_group = FailedGroup { name: format!("{}/shrunk", failed_group.name), generation, ranks };
             let options =
                 self.inner.config.options.clone().name(failed_group.name.clone()).generation(generation);
-            let Some(mut config) = self.bootstrap_config(&survivors, options) else { continue };
+            let Some(mut config) = self.bootstrap_config(&survivors, options, within) else { continue };
             // The dead ranks have freed CPU cores, so the sharing of cores is computed again.
             config.sharing = None;
-            let error = match self.join_successor(config, within) {
-                Ok(group) => match group.with_timeout(within).barrier() {
-                    Ok(()) => {
-                        if group.rank() == 0 {
-                            let _ = self.inner.config.store.delete(&came, Instant::now() + STORE_TIMEOUT);
-                        }
-                        return Ok(group);
+            let joined = Self::join(config, self.inner.keep.clone()).and_then(|group| {
+                let group = self.restore_init_timeout(group);
+                let crossed = group.with_timeout(within).barrier();
+                formed.push(group.clone());
+                crossed.map(|()| group)
+            });
+            match joined {
+                Ok(group) => {
+                    if group.rank() == 0 {
+                        let _ = self.inner.config.store.delete(&came, Instant::now() + STORE_TIMEOUT);
                     }
-                    Err(error) => {
-                        formed.push(group);
-                        error
-                    }
-                },
-                Err(error) => error,
-            };
-            let of_ranks = error.context().is_some() || matches!(error, CommError::Bootstrap { .. });
-            failed = Some(if of_ranks { error } else { return Err(error) });
+                    return Ok(group);
+                }
+                Err(error) if error.ends_group() || matches!(error, CommError::Bootstrap { .. }) => {
+                    failed = Some(error);
+                }
+                Err(error) => return Err(error),
+            }
         }
     }
 
@@ -187,12 +186,8 @@ impl Group {
             lost.extend(seen.lost.and_then(|rank| group.global_rank(rank)));
         }
         present.extend(self.global_rank(self.rank()));
-        failed_group
-            .ranks
-            .iter()
-            .copied()
-            .filter(|rank| !present.contains(rank) || lost.contains(rank))
-            .collect()
+        let ranks = failed_group.ranks.iter().copied();
+        ranks.filter(|rank| !present.contains(rank) || lost.contains(rank)).collect()
     }
 }
 

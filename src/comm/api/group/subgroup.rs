@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::bootstrap::{Joining, StoreLocation};
+use crate::bootstrap::Joining;
 
 use super::{
     BootstrapConfig, BorrowedBuffer, CallKind, CommError, Group, GroupOptions, Prepared, Transfer, ValueType,
@@ -13,6 +13,7 @@ use super::{
 };
 use crate::collectives::plan::{Algorithms, fingerprint};
 use crate::engine::{ParentLinks, Shared};
+use crate::error::require;
 
 /// Color of a rank that joins no group.
 const NO_COLOR: i64 = -1;
@@ -70,12 +71,12 @@ impl Group {
         for &rank in ranks {
             self.check_rank(rank, "rank")?;
         }
-        if ranks.is_empty() || distinct.len() < ranks.len() {
-            let what = format!("a group of the ranks {ranks:?}: name at least one rank, and each once");
-            return Err(CommError::InvalidArgument(what));
-        }
+        let what = format!("a group of the ranks {ranks:?}");
+        require(!ranks.is_empty() && distinct.len() == ranks.len(), || {
+            format!("{what}: name at least one rank, and each once")
+        })?;
         let group = self.with_fixed_deadline();
-        let agreed = group.agree(&format!("a group of the ranks {ranks:?}"), fingerprint(ranks), [0; 2])?;
+        let agreed = group.agree(&what, fingerprint(ranks), [0; 2])?;
         group.form(&agreed, ranks)
     }
 
@@ -161,7 +162,7 @@ impl Group {
         self.inner.check_caller()?;
         let links = self.inner.shared.as_ref().and_then(Shared::parent_links);
         let host = links.as_ref().and_then(|links| links.host.as_ref());
-        let part = host.and_then(|(_, share)| share.reserve(PARTS)).map_or(NO_PART, u64::cast_signed);
+        let part = host.and_then(|(_, share)| share.arena.reserve(PARTS)).map_or(NO_PART, u64::cast_signed);
         let all = self.exchange([mark, values[0], values[1], part])?;
         if let Some(other) = all.iter().position(|theirs| theirs[0] != mark) {
             let named = if name.is_empty() { String::new() } else { format!(" named {name:?}") };
@@ -181,7 +182,7 @@ impl Group {
     /// Gathers `N` numbers of each rank.
     fn exchange<const N: usize>(&self, own: [i64; N]) -> Result<Vec<[i64; N]>, CommError> {
         let mut all = vec![0; N * self.size()];
-        self.own_block_mut(&mut all, N).copy_from_slice(&own);
+        all[self.own_range(N)].copy_from_slice(&own);
         self.carry_out(self.subgroup_call::<i64>(N, &mut all))?;
         Ok(all.as_chunks::<N>().0.to_vec())
     }
@@ -211,10 +212,7 @@ impl Group {
         #[cfg(feature = "nccl")]
         let attach_device = self.split_device(ranks)?;
         let rest = self.limit().deadline().saturating_duration_since(Instant::now());
-        let config = self.bootstrap_config(ranks, options).map(|config| BootstrapConfig {
-            options: config.options.clone().init_timeout(config.options.init_timeout.min(rest)),
-            ..config
-        });
+        let config = self.bootstrap_config(ranks, options, rest);
         let part = |rank: usize| {
             let first = u64::try_from(agreed.parts[rank]).ok();
             first.filter(|_| agreed.formed.get() < PARTS).map(|first| first + agreed.formed.get())
@@ -227,9 +225,7 @@ impl Group {
         let all = self.exchange([name_fingerprint(&tuning).cast_signed(), i64::from(succeeded)])?;
         agreed.formed.set(agreed.formed.get() + u64::from(ranks.len() > 1));
         let differ = all.iter().any(|of_rank| of_rank[0] != all[0][0]);
-        let tunings = if differ { Some(self.exchange_tunings(tuning.as_bytes())?) } else { None };
-        let tunings: Option<Vec<String>> =
-            tunings.map(|tunings| ranks.iter().map(|&rank| tunings[rank].clone()).collect());
+        let tunings = if differ { Some(self.exchange_tunings(tuning.as_bytes(), ranks)?) } else { None };
         let succeeded: Vec<bool> = ranks.iter().map(|&rank| all[rank][1] != 0).collect();
         let formed = joining.map(|joining| joining.finish(&succeeded, tunings.as_deref())).transpose()?;
         let Some(config) = config else { return Ok(None) };
@@ -246,8 +242,9 @@ impl Group {
         Ok(Some(group))
     }
 
-    /// Exchanges the choices of algorithms of all ranks; `own` is that of this rank.
-    fn exchange_tunings(&self, own: &[u8]) -> Result<Vec<String>, CommError> {
+    /// Exchanges the choices of algorithms of all ranks, and returns those of `ranks`; `own` is that of this
+    /// rank.
+    fn exchange_tunings(&self, own: &[u8], ranks: &[usize]) -> Result<Vec<String>, CommError> {
         let lens = self.exchange([own.len() as i64])?;
         let is_valid = |[len]: &[i64; 1]| (0..=MAX_TUNING_BYTES).contains(len);
         if let Some(rank) = lens.iter().position(|len| !is_valid(len)) {
@@ -259,45 +256,39 @@ impl Group {
         }
         let most = lens.iter().map(|&[len]| len as usize).max().unwrap_or_default();
         let mut all = vec![0; most * self.size()];
-        self.own_block_mut(&mut all, most)[..own.len()].copy_from_slice(own);
+        all[self.own_range(most)][..own.len()].copy_from_slice(own);
         self.carry_out(self.subgroup_call::<u8>(most, &mut all))?;
-        let texts = lens.iter().enumerate().map(|(rank, &[len])| &all[rank * most..][..len as usize]);
+        let texts = ranks.iter().map(|&rank| &all[rank * most..][..lens[rank][0] as usize]);
         Ok(texts.map(|text| String::from_utf8_lossy(text).into_owned()).collect())
     }
 
-    /// Returns a bootstrap configuration for `ranks` of this group, with the timeout of this handle; `None`
-    /// if this rank is not in `ranks`.
-    pub(super) fn bootstrap_config(&self, ranks: &[usize], options: GroupOptions) -> Option<BootstrapConfig> {
+    /// Returns a bootstrap configuration for `ranks` of this group, with the timeout of this handle and at
+    /// most the time `within` to form; `None` if this rank is not in `ranks`.
+    pub(super) fn bootstrap_config(
+        &self,
+        ranks: &[usize],
+        options: GroupOptions,
+        within: Duration,
+    ) -> Option<BootstrapConfig> {
+        let parent = &self.inner.config;
+        let rank = ranks.iter().position(|&rank| rank == self.rank())?;
+        let (store_id, init_timeout) =
+            (format!("generation {}", self.generation()), options.init_timeout.min(within));
+        let options = options.timeout(self.timeout).init_timeout(init_timeout);
         Some(BootstrapConfig {
-            store: Arc::clone(&self.inner.config.store),
-            store_id: format!("generation {}", self.generation()),
-            store_rank: ranks.iter().position(|&rank| Some(rank) == self.inner.config.store_rank),
-            rank: ranks.iter().position(|&rank| rank == self.rank())?,
-            size: ranks.len(),
-            store_location: StoreLocation::default(),
-            entry_guard: None,
-            origin: ranks.iter().map(|&rank| self.inner.config.origin[rank]).collect(),
-            options: options.timeout(self.timeout),
-            tuning: self.tuning.unwrap_or(self.inner.config.tuning),
+            store_rank: ranks.iter().position(|&rank| Some(rank) == parent.store_rank),
+            origin: ranks.iter().map(|&rank| parent.origin[rank]).collect(),
+            tuning: self.tuning.unwrap_or(parent.tuning),
             // Only the group that a session makes receives the launcher's notices of dead peers.
             agent: None,
-            sharing: self.inner.config.sharing,
+            sharing: parent.sharing,
+            ..BootstrapConfig::new(Arc::clone(&parent.store), store_id, (rank, ranks.len()), options)
         })
-    }
-
-    /// Joins a group that descends from this one, within the shorter of `time` and `init_timeout`.
-    pub(super) fn join_successor(
-        &self,
-        mut config: BootstrapConfig,
-        time: Duration,
-    ) -> Result<Self, CommError> {
-        config.options.init_timeout = config.options.init_timeout.min(time);
-        Ok(self.restore_init_timeout(Self::join(config, self.inner.keep.clone())?))
     }
 
     /// Sets the `init_timeout` of `group`, which had less time to form, to that of this group again: groups
     /// made from it inherit the option.
-    fn restore_init_timeout(&self, mut group: Self) -> Self {
+    pub(super) fn restore_init_timeout(&self, mut group: Self) -> Self {
         if let Some(inner) = Arc::get_mut(&mut group.inner) {
             inner.config.options.init_timeout = self.inner.config.options.init_timeout;
         }

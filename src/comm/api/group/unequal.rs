@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::blocks::{recv_around_own, reduce_scatter_buffers};
 use super::{
-    BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, Slice, SliceMut, Transfer,
+    BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, SendRecv, Transfer,
     UntypedReduction, ValueType, call, check_len, untyped,
 };
 use crate::collectives::plan::{self, Algorithm, Blocks, Input, Rounding};
@@ -29,13 +29,12 @@ impl Group {
         recv: &mut [T],
         lens: &[usize],
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_gather_v(send.into(), recv.into(), lens)).map(drop)
+        self.carry_out(self.prepare_all_gather_v((send.into(), recv.into()), lens)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_all_gather_v<'a>(
+    pub(crate) fn prepare_all_gather_v<'a>(
         &self,
-        send: Slice<'a>,
-        recv: SliceMut<'a>,
+        (send, recv): SendRecv<'a>,
         lens: &[usize],
     ) -> Prepared<'a> {
         let blocks = self.blocks(lens)?;
@@ -49,7 +48,8 @@ impl Group {
         let (rank, rounding) = (self.rank(), Rounding::Stepwise);
         let input = Input { rank, topology, rounding, element_bytes: value.dtype.size_bytes() };
         let plan = || Arc::new(plan::all_gather(algorithm, &input, &units(value, blocks)));
-        self.collective(call, plan, recv_around_own(send, recv, own.clone()).with_ref(own.start, send), None)
+        let buffer = recv_around_own((send, recv), own.clone()).with_ref(own.start, send);
+        self.collective(call, plan, buffer, None)
     }
 
     /// Reduces block r of every rank's `send` elementwise by `op` into `recv` of rank r; block i has
@@ -71,14 +71,13 @@ impl Group {
         lens: &[usize],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_scatter_v(send.into(), recv.into(), lens, &untyped::<T>(op)))
+        self.carry_out(self.prepare_reduce_scatter_v((send.into(), recv.into()), lens, &untyped::<T>(op)))
             .map(drop)
     }
 
-    pub(in crate::api) fn prepare_reduce_scatter_v<'a>(
+    pub(crate) fn prepare_reduce_scatter_v<'a>(
         &self,
-        send: Slice<'a>,
-        recv: SliceMut<'a>,
+        (send, recv): SendRecv<'a>,
         lens: &[usize],
         op: &UntypedReduction,
     ) -> Prepared<'a> {
@@ -94,12 +93,8 @@ impl Group {
             self.inner.config.tuning.for_reduce_scatter(send.size_bytes() / self.size(), topology, rounding);
         let input = Input { rank, topology, rounding, element_bytes: value.size_bytes() };
         let plan = || Arc::new(plan::reduce_scatter(algorithm, &input, &blocks));
-        self.collective(
-            call,
-            plan,
-            reduce_scatter_buffers(algorithm != Algorithm::Direct, send, recv, own),
-            Some(kernel),
-        )
+        let buffer = reduce_scatter_buffers(algorithm != Algorithm::Direct, (send, recv), own);
+        self.collective(call, plan, buffer, Some(kernel))
     }
 
     /// Fills `recv` of rank `root` with the `send` of all ranks, in rank order. On the root, `lens[i]` is the
@@ -121,13 +116,12 @@ impl Group {
         lens: &[usize],
         root: usize,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_gather_v(send.into(), recv.into(), lens, root)).map(drop)
+        self.carry_out(self.prepare_gather_v((send.into(), recv.into()), lens, root)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_gather_v<'a>(
+    pub(crate) fn prepare_gather_v<'a>(
         &self,
-        send: Slice<'a>,
-        recv: SliceMut<'a>,
+        (send, recv): SendRecv<'a>,
         lens: &[usize],
         root: usize,
     ) -> Prepared<'a> {
@@ -137,7 +131,7 @@ impl Group {
             let blocks = self.blocks(lens)?;
             check_len("send", send.len(), blocks.range(root).len())?;
             check_len("recv", recv.len(), blocks.end())?;
-            let buffer = recv_around_own(send, recv, blocks.range(root));
+            let buffer = recv_around_own((send, recv), blocks.range(root));
             (blocks, buffer)
         } else {
             (self.own_block_only(send.len()), BorrowedBuffer::default().with_ref(0, send))
@@ -164,13 +158,12 @@ impl Group {
         lens: &[usize],
         root: usize,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_scatter_v(send.into(), recv.into(), lens, root)).map(drop)
+        self.carry_out(self.prepare_scatter_v((send.into(), recv.into()), lens, root)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_scatter_v<'a>(
+    pub(crate) fn prepare_scatter_v<'a>(
         &self,
-        send: Slice<'a>,
-        recv: SliceMut<'a>,
+        (send, recv): SendRecv<'a>,
         lens: &[usize],
         root: usize,
     ) -> Prepared<'a> {
@@ -206,13 +199,14 @@ impl Group {
         send: (&[T], &[usize]),
         recv: (&mut [T], &[usize]),
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_to_all_v((send.0.into(), send.1), (recv.0.into(), recv.1))).map(drop)
+        self.carry_out(self.prepare_all_to_all_v((send.0.into(), recv.0.into()), send.1, recv.1)).map(drop)
     }
 
-    pub(in crate::api) fn prepare_all_to_all_v<'a>(
+    pub(crate) fn prepare_all_to_all_v<'a>(
         &self,
-        (send, send_lens): (Slice<'a>, &[usize]),
-        (recv, recv_lens): (SliceMut<'a>, &[usize]),
+        (send, recv): SendRecv<'a>,
+        send_lens: &[usize],
+        recv_lens: &[usize],
     ) -> Prepared<'a> {
         let (sent, filled) = (self.blocks(send_lens)?, self.blocks(recv_lens)?);
         let rank = self.rank();

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use super::device::DeviceWork;
 use super::{CommError, Group};
 use crate::api::op::OperationOutput;
-use crate::engine::{Completion, Outcome};
+use crate::engine::Completion;
 
 /// An operation in progress, and the value `T` that it returns: its buffers, with the
 /// [`Status`](crate::Status) of a received message. A request in the terms of MPI.
@@ -60,11 +60,7 @@ impl Operation {
 }
 
 impl<T: OperationOutput> Work<T> {
-    pub(in crate::api) fn new(
-        group: Group,
-        completion: Option<Arc<Completion>>,
-        memory: MaybeUninit<T>,
-    ) -> Self {
+    pub(crate) fn new(group: Group, completion: Option<Arc<Completion>>, memory: MaybeUninit<T>) -> Self {
         let operation = completion.map_or(Operation::Nothing, Operation::OnHost);
         Self { state: Some(State { operation, group, memory }) }
     }
@@ -100,8 +96,9 @@ impl<T: OperationOutput> Work<T> {
     pub fn try_wait(&mut self) -> Result<Option<T>, CommError> {
         if let Some(State { operation: Operation::OnHost(completion), group, .. }) = &self.state
             && !completion.is_done()
+            && let Some(shared) = group.shared()
         {
-            group.wake_engine();
+            shared.poll_once();
         }
         self.wait_for(Duration::ZERO)
     }
@@ -121,13 +118,9 @@ impl<T: OperationOutput> Work<T> {
     /// start operations, but should not wait for them.
     pub fn on_complete(&self, callback: impl FnOnce() + Send + 'static) {
         self.request_fast_poll();
-        match self.completion() {
-            Some(completion) => {
-                if let Err(callback) = completion.on_complete(Box::new(callback)) {
-                    callback();
-                }
-            }
-            None => callback(),
+        let Some(completion) = self.completion() else { return callback() };
+        if let Err(callback) = completion.on_complete(Box::new(callback)) {
+            callback();
         }
     }
 
@@ -186,13 +179,10 @@ impl<T: OperationOutput> Work<T> {
         // so the engine writes no more through pointers into it.
         #[allow(unsafe_code)]
         let mut output = unsafe { memory.assume_init() };
-        let outcome: Outcome = match operation.completion() {
-            Some(completion) => {
-                completion.take().expect("while the handle exists, only it takes the outcome")
-            }
-            None => Ok(None),
-        };
-        if let Some(status) = outcome? {
+        if let Some(completion) = operation.completion()
+            && let Some(status) =
+                completion.take().expect("while the handle exists, only it takes the outcome")?
+        {
             output.set_status(status);
         }
         Ok(Some(output))
@@ -213,9 +203,8 @@ impl Work<()> {
     /// # Errors
     /// [`CommError::Device`] if the device failed.
     pub fn wait_on(&self, stream: &cudarc::driver::CudaStream) -> Result<(), CommError> {
-        self.device_operation()
-            .map_or(Ok(()), |device_operation| device_operation.block_stream(stream))
-            .map_err(CommError::from)
+        let operation = self.device_operation();
+        Ok(operation.map_or(Ok(()), |operation| operation.block_stream(stream))?)
     }
 }
 
@@ -230,11 +219,7 @@ impl<T: OperationOutput> Future for Work<T> {
         {
             return Poll::Pending;
         }
-        match work.result() {
-            Ok(Some(output)) => Poll::Ready(Ok(output)),
-            Ok(None) => Poll::Pending,
-            Err(error) => Poll::Ready(Err(error)),
-        }
+        work.result().transpose().map_or(Poll::Pending, Poll::Ready)
     }
 }
 
@@ -262,7 +247,7 @@ impl<T: OperationOutput> Drop for Work<T> {
         #[allow(unsafe_code)]
         let kept = unsafe { std::mem::transmute::<Box<dyn Send + '_>, Box<dyn Send>>(kept) };
         // If the operation is done already, the buffers come back and are dropped here.
-        drop(completion.keep_alive(kept));
+        drop(completion.on_complete(Box::new(move || drop(kept))));
     }
 }
 
@@ -311,7 +296,9 @@ pub fn wait_any<T: OperationOutput>(works: &mut Vec<Work<T>>) -> Result<Option<(
             return works.remove(index).wait().map(|output| Some((index, output)));
         }
         let of_first = |work: &Work<T>| match work.state.as_ref()? {
-            State { operation: Operation::OnHost(completion), group, .. } if group.is_same(&first) => {
+            State { operation: Operation::OnHost(completion), group, .. }
+                if Arc::ptr_eq(&group.inner, &first.inner) =>
+            {
                 Some(Arc::clone(completion))
             }
             _ => None,

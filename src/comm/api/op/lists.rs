@@ -1,14 +1,12 @@
 //! Lists of operations that a group carries out at once.
 
 use super::buffers::OperationOutput;
-use super::sealed::HostOperation;
-use crate::api::group::Group;
+use super::sealed::{HostOperation, Parts, PreparedList};
 use crate::collectives::call::Status;
-use crate::engine;
 use crate::error::CommError;
 
-/// Operations that [`Group::run`] carries out at once: one [`Operation`](super::Operation), or a tuple, array or vector of
-/// operations or lists of them.
+/// Operations that [`Group::run`](crate::Group::run) carries out at once: one
+/// [`Operation`](super::Operation), or a tuple, array or vector of operations or lists of them.
 ///
 /// Messages progress concurrently. Collectives run in the order of the list. Several of one kind in an array
 /// or vector, with an equal reduction and root, are sent as one transfer at the cost of one call:
@@ -19,11 +17,11 @@ pub trait Operations: sealed::List {}
 
 impl<L: sealed::List> Operations for L {}
 
-/// The prepared operations of a list; `None` for an operation with nothing left to do.
-pub(super) type PreparedList<'a> = Vec<Option<engine::Operation<'a>>>;
+/// One entry for each prepared operation of a list: the status of a receive, or `None`.
+type Statuses = std::vec::IntoIter<Option<Status>>;
 
 pub(super) mod sealed {
-    use super::{CommError, Group, PreparedList, Status};
+    use super::{CommError, PreparedList, Statuses};
 
     pub trait List {
         /// The results of the operations, in the order and form of the list.
@@ -33,38 +31,25 @@ pub(super) mod sealed {
 
         fn into_parts(self) -> Self::Parts;
 
-        fn prepare<'a>(
-            group: &Group,
-            parts: &'a mut Self::Parts,
-            into: &mut PreparedList<'a>,
-        ) -> Result<(), CommError>;
+        fn prepare<'a>(parts: &'a mut Self::Parts, into: &mut PreparedList<'_, 'a>) -> Result<(), CommError>;
 
-        /// Returns the results; `statuses` has one entry for each prepared operation.
-        fn finish(parts: Self::Parts, statuses: &mut std::vec::IntoIter<Option<Status>>) -> Self::Output;
+        fn finish(parts: Self::Parts, statuses: &mut Statuses) -> Self::Output;
     }
 }
 
 impl<O: HostOperation> sealed::List for O {
     type Output = O::Output;
-    type Parts = (O::Output, O::Arguments);
+    type Parts = Parts<O>;
 
-    fn into_parts(self) -> Self::Parts {
+    fn into_parts(self) -> Parts<O> {
         HostOperation::into_parts(self)
     }
 
-    fn prepare<'a>(
-        group: &Group,
-        (buffers, arguments): &'a mut Self::Parts,
-        into: &mut PreparedList<'a>,
-    ) -> Result<(), CommError> {
-        into.push(O::prepare(group, buffers, arguments)?);
-        Ok(())
+    fn prepare<'a>(parts: &'a mut Parts<O>, into: &mut PreparedList<'_, 'a>) -> Result<(), CommError> {
+        into.add_each::<O>(std::slice::from_mut(parts))
     }
 
-    fn finish(
-        (mut buffers, _): Self::Parts,
-        statuses: &mut std::vec::IntoIter<Option<Status>>,
-    ) -> Self::Output {
+    fn finish((mut buffers, _): Parts<O>, statuses: &mut Statuses) -> O::Output {
         if let Some(status) = statuses.next().flatten() {
             buffers.set_status(status);
         }
@@ -74,42 +59,34 @@ impl<O: HostOperation> sealed::List for O {
 
 impl<O: HostOperation> sealed::List for Vec<O> {
     type Output = Vec<O::Output>;
-    type Parts = Vec<(O::Output, O::Arguments)>;
+    type Parts = Vec<Parts<O>>;
 
     fn into_parts(self) -> Self::Parts {
         self.into_iter().map(O::into_parts).collect()
     }
 
-    fn prepare<'a>(
-        group: &Group,
-        parts: &'a mut Self::Parts,
-        into: &mut PreparedList<'a>,
-    ) -> Result<(), CommError> {
-        O::prepare_list(group, parts, into)
+    fn prepare<'a>(parts: &'a mut Self::Parts, into: &mut PreparedList<'_, 'a>) -> Result<(), CommError> {
+        O::prepare_list(parts, into)
     }
 
-    fn finish(parts: Self::Parts, statuses: &mut std::vec::IntoIter<Option<Status>>) -> Self::Output {
+    fn finish(parts: Self::Parts, statuses: &mut Statuses) -> Self::Output {
         parts.into_iter().map(|part| <O as sealed::List>::finish(part, statuses)).collect()
     }
 }
 
 impl<O: HostOperation, const N: usize> sealed::List for [O; N] {
     type Output = [O::Output; N];
-    type Parts = [(O::Output, O::Arguments); N];
+    type Parts = [Parts<O>; N];
 
     fn into_parts(self) -> Self::Parts {
         self.map(O::into_parts)
     }
 
-    fn prepare<'a>(
-        group: &Group,
-        parts: &'a mut Self::Parts,
-        into: &mut PreparedList<'a>,
-    ) -> Result<(), CommError> {
-        O::prepare_list(group, parts, into)
+    fn prepare<'a>(parts: &'a mut Self::Parts, into: &mut PreparedList<'_, 'a>) -> Result<(), CommError> {
+        O::prepare_list(parts, into)
     }
 
-    fn finish(parts: Self::Parts, statuses: &mut std::vec::IntoIter<Option<Status>>) -> Self::Output {
+    fn finish(parts: Self::Parts, statuses: &mut Statuses) -> Self::Output {
         parts.map(|part| <O as sealed::List>::finish(part, statuses))
     }
 }
@@ -126,18 +103,14 @@ macro_rules! tuples {
             }
 
             fn prepare<'a>(
-                group: &Group,
                 ($($part,)*): &'a mut Self::Parts,
-                into: &mut PreparedList<'a>,
+                into: &mut PreparedList<'_, 'a>,
             ) -> Result<(), CommError> {
-                $($List::prepare(group, $part, into)?;)*
+                $($List::prepare($part, into)?;)*
                 Ok(())
             }
 
-            fn finish(
-                ($($part,)*): Self::Parts,
-                statuses: &mut std::vec::IntoIter<Option<Status>>,
-            ) -> Self::Output {
+            fn finish(($($part,)*): Self::Parts, statuses: &mut Statuses) -> Self::Output {
                 ($($List::finish($part, statuses),)*)
             }
         }

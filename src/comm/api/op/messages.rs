@@ -9,9 +9,9 @@ use crate::collectives::call::Status;
 #[derive(Debug)]
 #[must_use = "an operation does nothing until a group carries it out"]
 pub struct Send<B> {
-    pub(in crate::api) buffer: B,
-    pub(in crate::api) to: usize,
-    pub(in crate::api) tag: u32,
+    pub(crate) buffer: B,
+    pub(crate) to: usize,
+    pub(crate) tag: u32,
 }
 
 /// The operation [`Group::send`] to rank `to`, with tag 0; [`Send::tag`] sets another.
@@ -43,9 +43,9 @@ impl<B: Buffer> HostOperation for Send<B> {
 #[derive(Debug)]
 #[must_use = "an operation does nothing until a group carries it out"]
 pub struct Recv<B> {
-    pub(in crate::api) buffer: B,
-    pub(in crate::api) from: Option<usize>,
-    pub(in crate::api) tag: u32,
+    pub(crate) buffer: B,
+    pub(crate) from: Option<usize>,
+    pub(crate) tag: u32,
 }
 
 /// The operation [`Group::recv`] from rank `from`, with tag 0; [`Recv::tag`] sets another. It returns the

@@ -55,7 +55,7 @@ pub(crate) mod sealed {
         type Output: OperationOutput;
         type Arguments;
 
-        fn into_parts(self) -> (Self::Output, Self::Arguments);
+        fn into_parts(self) -> Parts<Self>;
 
         /// Checks the arguments and borrows the buffers.
         fn prepare<'a>(
@@ -67,24 +67,34 @@ pub(crate) mod sealed {
         /// Prepares the operations of a list: one for each, or one for all if their buffers can be sent as
         /// if they were one buffer.
         fn prepare_list<'a>(
-            group: &Group,
-            list: &'a mut [(Self::Output, Self::Arguments)],
-            into: &mut Vec<Option<engine::Operation<'a>>>,
+            list: &'a mut [Parts<Self>],
+            into: &mut PreparedList<'_, 'a>,
         ) -> Result<(), CommError> {
-            separate::<Self>(group, list, into)
+            into.add_each::<Self>(list)
         }
     }
 
-    /// Prepares one operation for each entry of a list.
-    pub(super) fn separate<'a, O: HostOperation>(
-        group: &Group,
-        list: &'a mut [(O::Output, O::Arguments)],
-        into: &mut Vec<Option<engine::Operation<'a>>>,
-    ) -> Result<(), CommError> {
-        for (buffers, arguments) in list {
-            into.push(O::prepare(group, buffers, arguments)?);
+    /// The buffers and arguments of an operation.
+    pub(crate) type Parts<O> = (<O as HostOperation>::Output, <O as HostOperation>::Arguments);
+
+    /// The prepared operations of a list; `None` for an operation with nothing left to do.
+    #[derive(Debug)]
+    pub struct PreparedList<'g, 'a> {
+        pub(super) group: &'g Group,
+        pub(super) operations: Vec<Option<engine::Operation<'a>>>,
+    }
+
+    impl<'a> PreparedList<'_, 'a> {
+        /// Prepares one operation for each entry of a list.
+        pub(super) fn add_each<O: HostOperation>(
+            &mut self,
+            list: &'a mut [Parts<O>],
+        ) -> Result<(), CommError> {
+            for (buffers, arguments) in list {
+                self.operations.push(O::prepare(self.group, buffers, arguments)?);
+            }
+            Ok(())
         }
-        Ok(())
     }
 }
 
@@ -124,10 +134,10 @@ macro_rules! operations {
         #[must_use = "an operation does nothing until a group carries it out"]
         #[allow(unused_parens)] // around one buffer
         pub struct $Type<$($life,)? $B: Elements $(, $B2: Elements<Element = $B::Element>)?> {
-            pub(in crate::api) buffers: ($B $(, $B2)?),
-            $(pub(in crate::api) $lens: &$life [usize],)?
-            $(pub(in crate::api) $op: Reduction<$B::Element>,)?
-            $(pub(in crate::api) $root: usize,)?
+            pub(crate) buffers: ($B $(, $B2)?),
+            $(pub(crate) $lens: &$life [usize],)?
+            $(pub(crate) $op: Reduction<$B::Element>,)?
+            $(pub(crate) $root: usize,)?
         }
 
         #[doc = concat!("The operation [`Group::", stringify!($name), "`].")]
@@ -149,7 +159,7 @@ macro_rules! operations {
             type Output = ($B $(, $B2)?);
             type Arguments = ($(&$life [usize],)? $(arguments!($op UntypedReduction),)? $(arguments!($root usize),)?);
 
-            fn into_parts(self) -> (Self::Output, Self::Arguments) {
+            fn into_parts(self) -> sealed::Parts<Self> {
                 (self.buffers, ($(self.$lens,)? $(self.$op.untyped,)? $(self.$root,)?))
             }
 
@@ -159,15 +169,14 @@ macro_rules! operations {
                 ($($lens,)? $($op,)? $($root,)?): &Self::Arguments,
             ) -> Prepared<'b> {
                 group.$prepare(
-                    elements!($Access $buf) $(, elements!($Access2 $buf2))?
+                    (elements!($Access $buf) $(, elements!($Access2 $buf2))?)
                     $(, $lens)? $(, $op)? $(, *$root)?
                 )
             }
 
             fn prepare_list<'b>(
-                group: &Group,
-                list: &'b mut [(Self::Output, Self::Arguments)],
-                into: &mut Vec<Option<engine::Operation<'b>>>,
+                list: &'b mut [sealed::Parts<Self>],
+                into: &mut sealed::PreparedList<'_, 'b>,
             ) -> Result<(), CommError> {
                 if_listed!([$($prepare_list)?] {
                     if let [(_, first), _, ..] = &*list
@@ -177,11 +186,12 @@ macro_rules! operations {
                         let buffers = list.iter_mut().map(|(($buf $(, $buf2)?), _)| {
                             (elements!($Access $buf) $(, elements!($Access2 $buf2))?)
                         });
-                        into.push($(group.$prepare_list)?(buffers.collect() $(, $op)? $(, *$root)?)?);
+                        let prepared = $(into.group.$prepare_list)?(buffers.collect() $(, $op)? $(, *$root)?)?;
+                        into.operations.push(prepared);
                         return Ok(());
                     }
                 });
-                sealed::separate::<Self>(group, list, into)
+                into.add_each::<Self>(list)
             }
         }
     )*};
@@ -236,8 +246,8 @@ impl sealed::HostOperation for Barrier {
 #[derive(Debug)]
 #[must_use = "an operation does nothing until a group carries it out"]
 pub struct AllToAllV<'l, S: Elements, R: Elements<Element = S::Element>> {
-    pub(in crate::api) buffers: (S, R),
-    pub(in crate::api) lens: (&'l [usize], &'l [usize]),
+    pub(crate) buffers: (S, R),
+    pub(crate) lens: (&'l [usize], &'l [usize]),
 }
 
 /// The operation [`Group::all_to_all_v`].
@@ -261,9 +271,7 @@ impl<'l, S: Buffer, R: BufferMut<Element = S::Element>> sealed::HostOperation fo
         (send, recv): &'a mut Self::Output,
         (send_lens, recv_lens): &Self::Arguments,
     ) -> Prepared<'a> {
-        group.prepare_all_to_all_v(
-            (send.elements().into(), send_lens),
-            (recv.elements_mut().into(), recv_lens),
-        )
+        let buffers = (send.elements().into(), recv.elements_mut().into());
+        group.prepare_all_to_all_v(buffers, send_lens, recv_lens)
     }
 }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::Operation;
 use super::buffers::OperationOutput;
 use super::lists::Operations;
-use super::sealed::HostOperation;
+use super::sealed::{HostOperation, PreparedList};
 use crate::api::group::Group;
 use crate::api::group::work::Work;
 use crate::engine::Completion;
@@ -24,20 +24,9 @@ impl Group {
     /// Collectives run in the order in which they were started, together with the blocking collectives. The
     /// time limit counts from the start.
     ///
-    /// ```
-    /// # use convoke_comm::{CommError, ReduceOp, op};
-    /// # fn main() -> Result<(), CommError> {
-    /// let world = convoke_comm::init()?;
-    /// let work = world.start(op::all_reduce(vec![1.0_f32; 1000], ReduceOp::Sum))?;
-    /// // ... compute something else ...
-    /// let sums = work.wait()?;
-    /// assert_eq!(sums[0], world.size() as f32);
-    /// # Ok(())
-    /// # }
-    /// ```
-    ///
-    /// An operation that borrows its buffers needs a [scope](Self::scope), which waits for it. Otherwise the
-    /// buffers could be freed while the operation uses them:
+    /// The module [`op`](crate::op) has an example. An operation that borrows its buffers needs a
+    /// [scope](Self::scope), which waits for it. Otherwise the buffers could be freed while the operation
+    /// uses them:
     ///
     /// ```compile_fail,E0597
     /// # use convoke_comm::{ReduceOp, op};
@@ -47,8 +36,8 @@ impl Group {
     /// ```
     ///
     /// # Errors
-    /// [`CommError::InvalidArgument`] if the arguments are invalid; nothing is begun. [`CommError::System`] if
-    /// the background thread cannot be started. [`Work::wait`] returns the errors of the operation itself.
+    /// [`CommError::InvalidArgument`] if the arguments are invalid; nothing is begun. [`CommError::System`]
+    /// if the background thread cannot be started. [`Work::wait`] returns the errors of the operation itself.
     pub fn start<O: Operation>(&self, operation: O) -> Result<Work<O::Output>, CommError>
     where
         O::Output: 'static,
@@ -77,10 +66,10 @@ impl Group {
     /// Otherwise the first error in the order of the list, after all operations are done.
     pub fn run<L: Operations>(&self, operations: L) -> Result<L::Output, CommError> {
         let mut parts = operations.into_parts();
-        let mut prepared = Vec::new();
-        L::prepare(self, &mut parts, &mut prepared)?;
+        let mut prepared = PreparedList { group: self, operations: Vec::new() };
+        L::prepare(&mut parts, &mut prepared)?;
         let statuses = match self.shared() {
-            Some(shared) => shared.call_all(prepared, self.limit())?,
+            Some(shared) => shared.call_all(prepared.operations, self.limit())?,
             None => Vec::new(),
         };
         Ok(L::finish(parts, &mut statuses.into_iter()))

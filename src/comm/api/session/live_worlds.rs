@@ -1,9 +1,9 @@
 //! Counts the live worlds of this process, and prevents a rank from joining a world twice.
 
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::error::CommError;
 
@@ -74,10 +74,10 @@ impl Drop for Membership {
 }
 
 /// Whether each world has formed; the key is the process id and a text with rank and rendezvous.
-type JoinedWorlds = HashMap<(u32, String), bool>;
+type JoinedWorlds = BTreeMap<(u32, String), bool>;
 
 fn joined_worlds() -> MutexGuard<'static, JoinedWorlds> {
-    static JOINED: LazyLock<Mutex<JoinedWorlds>> = LazyLock::new(Mutex::default);
+    static JOINED: Mutex<JoinedWorlds> = Mutex::new(BTreeMap::new());
     JOINED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

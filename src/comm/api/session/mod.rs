@@ -3,7 +3,6 @@
 mod agent;
 mod live_worlds;
 mod rendezvous;
-mod store_servers;
 mod url;
 mod world;
 
@@ -16,8 +15,8 @@ use crate::api::group::Group;
 use crate::api::logger;
 use crate::bootstrap::options::{GroupOptions, Listen, ThreadMigration};
 use crate::bootstrap::{BootstrapConfig, WorldEntryGuard};
-use crate::collectives::plan::algorithms::ParseAlgorithmsError;
-use crate::error::CommError;
+use crate::collectives::plan::Algorithms;
+use crate::error::{CommError, require};
 use agent::AgentHello;
 pub use live_worlds::is_initialized;
 use live_worlds::{LiveWorld, Membership};
@@ -54,21 +53,15 @@ pub fn init() -> Result<World, CommError> {
 pub struct Session {
     rank: usize,
     size: usize,
-    launch_info: LaunchInfo,
+    /// Rank and number of ranks on this node, from a launcher.
+    local: Option<(usize, usize)>,
+    restart_count: u32,
     rendezvous: Rendezvous,
     /// The store through which the ranks meet; `None` until it is open.
     open_store: Option<OpenStore>,
     agent: Option<(Arc<Mutex<AgentChannel>>, Generation)>,
     options: GroupOptions,
     round: u32,
-}
-
-/// Values that only a launcher provides.
-#[derive(Debug, Clone, Copy, Default)]
-struct LaunchInfo {
-    /// Rank and number of ranks on this node.
-    local: Option<(usize, usize)>,
-    restart_count: u32,
 }
 
 impl Session {
@@ -104,12 +97,11 @@ impl Session {
         match (parsed.init_method, parsed.rank_and_size) {
             (InitMethod::Env, None) => Self::join(),
             (init_method, Some((rank, size))) => Self::join_at(init_method, rank, size),
-            (InitMethod::Tcp { .. } | InitMethod::File(_), None) => Err(CommError::Url {
-                url: url.to_owned(),
-                what:
-                    "it does not give the rank: add ?rank=0&world_size=2, or pass them (Session::from_url_as)"
-                        .to_owned(),
-            }),
+            (InitMethod::Tcp { .. } | InitMethod::File(_), None) => {
+                let what = "it does not give the rank: add ?rank=0&world_size=2, or pass them \
+                            (Session::from_url_as)";
+                Err(CommError::Url { url: url.to_owned(), what: what.to_owned() })
+            }
         }
     }
 
@@ -162,31 +154,25 @@ impl Session {
     }
 
     fn new(rank: usize, size: usize, rendezvous: Rendezvous) -> Result<Self, CommError> {
-        if rank >= size {
-            let what = format!("rank {rank} of {size}: ranks are 0 to {}", size.saturating_sub(1));
-            return Err(CommError::InvalidArgument(what));
-        }
-        let algorithms = std::env::var("CONVOKE_ALGO").unwrap_or_default().parse();
+        require(rank < size, || format!("rank {rank} of {size}: ranks are 0 to {}", size.saturating_sub(1)))?;
+        let algorithms = std::env::var("CONVOKE_ALGO").unwrap_or_default().parse::<Algorithms>();
         let wrong = |error| CommError::InvalidArgument(format!("CONVOKE_ALGO: {error}"));
         let mut options = GroupOptions::default()
             .name("world")
             .listen(interface()?.unwrap_or_else(|| rendezvous.listen()))
-            .algorithms(algorithms.map_err(|error: ParseAlgorithmsError| wrong(error))?)
+            .algorithms(algorithms.map_err(wrong)?)
             .shared_memory(shared_memory_enabled()?)
             .thread_migration(thread_migration()?);
         options.token = Token::from_process()?;
-        let launch_info = LaunchInfo::default();
-        Ok(Self { rank, size, launch_info, rendezvous, open_store: None, agent: None, options, round: 0 })
+        let (local, restart_count, open_store, agent, round) = (None, 0, None, None, 0);
+        Ok(Self { rank, size, local, restart_count, rendezvous, open_store, agent, options, round })
     }
 
     fn from_worker_env(env: WorkerEnv) -> Result<Self, CommError> {
         let hello = agent::inherited_hello()?;
-        let launch_info = LaunchInfo {
-            local: Some((env.local_rank, env.local_world_size)),
-            restart_count: env.restart_count,
-        };
         let mut session = Self::new(env.rank, env.world_size, Rendezvous::Tcp(MasterStore::from_env(&env)))?;
-        session.launch_info = launch_info;
+        session.local = Some((env.local_rank, env.local_world_size));
+        session.restart_count = env.restart_count;
         session.options.generation = env.generation.or(hello.as_ref().map(|hello| hello.generation));
         if let Some(AgentHello { generation, token, channel }) = hello {
             session.options.token = token.or(session.options.token);
@@ -208,11 +194,11 @@ impl Session {
     /// # Errors
     /// The errors of [`Group::new`]; [`CommError::Store`] if no store answers at the rendezvous.
     pub fn world(&mut self) -> Result<World, CommError> {
-        let options = self.options.clone();
+        let mut options = self.options.clone();
         let (rank, size, round) = (self.rank, self.size, self.round);
         if size == 1 {
             let group = Group::join(BootstrapConfig::single_rank(options), Some(Arc::new(LiveWorld::new())))?;
-            return Ok(self.make_world(group));
+            return Ok(World::new(group, self.local, self.restart_count));
         }
         log::info!("{}: rank {rank} of {size} joins the other ranks at {}", options.name, self.rendezvous);
         let store_id = format!("{}, round {round}", self.rendezvous);
@@ -225,27 +211,21 @@ impl Session {
             Arc::new(PrefixStore::new(self.rendezvous.prefix(round), Arc::clone(&open_store.store)));
         let entry_guard =
             self.rendezvous.is_served().then(|| Arc::new(WorldEntryGuard::new(Arc::clone(&store))));
+        // The launcher's generation identifies the first round only; later rounds draw their own.
+        options.generation = options.generation.filter(|_| round == 0);
         let config = BootstrapConfig {
-            store,
-            store_id,
             store_rank: self.rendezvous.store_rank(),
             store_location: self.rendezvous.store_location(size),
             entry_guard: entry_guard.clone(),
-            rank,
-            size,
-            origin: (0..size).collect(),
-            // The launcher's generation identifies the first round only; later rounds draw their own.
-            tuning: options.algorithms,
-            options: GroupOptions { generation: options.generation.filter(|_| round == 0), ..options },
             agent: self.agent.clone(),
-            sharing: None,
+            ..BootstrapConfig::new(store, store_id, (rank, size), options)
         };
-        let keep_alive =
-            (open_store.keep_alive.clone(), entry_guard, Arc::clone(&membership), LiveWorld::new());
+        let used = (open_store.server.clone(), open_store.sign_off.clone());
+        let keep_alive = (used, entry_guard, Arc::clone(&membership), LiveWorld::new());
         let group = Group::join(config, Some(Arc::new(keep_alive)))?;
         open_store.record_formed(group.generation());
         membership.record_formed();
-        Ok(self.make_world(group))
+        Ok(World::new(group, self.local, self.restart_count))
     }
 
     /// Connects to all ranks again, in the same processes, after the previous world was dropped or has
@@ -256,10 +236,6 @@ impl Session {
     pub fn next_round(&mut self) -> Result<World, CommError> {
         self.round += 1;
         self.world()
-    }
-
-    fn make_world(&self, group: Group) -> World {
-        World::new(group, self.launch_info.local, self.launch_info.restart_count)
     }
 }
 
@@ -292,14 +268,10 @@ fn interface() -> Result<Option<Listen>, CommError> {
     let Some((name, value)) = given else { return Ok(None) };
     // gloo accepts whole names only.
     let names = if name.starts_with("GLOO") { format!("={value}") } else { value.clone() };
-    match crate::bootstrap::address(&Listen::Interface(names)) {
-        Ok(address) => {
-            log::info!("{name}={value:?} is {address}");
-            Ok(Some(Listen::Address(address)))
-        }
-        Err(CommError::InvalidArgument(what)) => {
-            Err(CommError::InvalidArgument(format!("{name}={value:?}: {what}")))
-        }
-        Err(error) => Err(error),
-    }
+    let address = crate::bootstrap::address(&Listen::Interface(names)).map_err(|error| match error {
+        CommError::InvalidArgument(what) => CommError::InvalidArgument(format!("{name}={value:?}: {what}")),
+        error => error,
+    })?;
+    log::info!("{name}={value:?} is {address}");
+    Ok(Some(Listen::Address(address)))
 }

@@ -1,17 +1,15 @@
 //! How the ranks of a job meet: the store of the job, for each way to create a session.
 
-use std::any::Any;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr, ToSocketAddrs};
 use std::path::PathBuf;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use convoke_env::{Generation, WorkerEnv, vars};
 use convoke_store::{FileStore, ServeError, Store, StoreServer, TcpStore};
 
-use super::store_servers;
 use crate::bootstrap::options::{GroupOptions, Listen};
 use crate::bootstrap::{RANK_0, StoreLocation};
 use crate::error::CommError;
@@ -19,7 +17,6 @@ use crate::error::CommError;
 /// Time limit for recording that this rank no longer uses a store file. If it expires, the file may stay.
 const SIGN_OFF_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How the ranks of a job meet.
 #[derive(Debug)]
 pub(super) enum Rendezvous {
     /// The world has one rank, which needs no store.
@@ -44,14 +41,13 @@ pub(super) struct MasterStore {
     several_hosts: bool,
 }
 
-/// A store that is open.
 #[derive(Debug)]
 pub(super) struct OpenStore {
     pub(super) store: Arc<dyn Store>,
-    /// Object that must live as long as the worlds: the store server, or the object that signs off from the
-    /// file.
-    pub(super) keep_alive: Option<Arc<dyn Any + Send + Sync>>,
-    sign_off: Option<Arc<SignOff>>,
+    /// The server, if this process serves the store. It must live as long as the worlds.
+    pub(super) server: Option<Arc<StoreServer>>,
+    /// The object that signs off from the file when the last world is dropped.
+    pub(super) sign_off: Option<Arc<SignOff>>,
 }
 
 impl Rendezvous {
@@ -59,7 +55,6 @@ impl Rendezvous {
     pub(super) fn listen(&self) -> Listen {
         match self {
             Self::SingleRank => Listen::Loopback,
-            // The host's own name may resolve to a loopback address on that host (127.0.1.1 on Debian).
             Self::Tcp(master) if master.is_host_ambiguous(&master.resolve().unwrap_or_default()) => {
                 Listen::Routable
             }
@@ -119,13 +114,13 @@ impl Rendezvous {
         options: &GroupOptions,
     ) -> Result<OpenStore, CommError> {
         let deadline = Instant::now() + options.init_timeout;
-        let open_store = |store| OpenStore { store, keep_alive: None, sign_off: None };
+        let open_store = |store| OpenStore { store, server: None, sign_off: None };
         match self {
             Self::SingleRank => Ok(open_store(Arc::new(convoke_store::MemoryStore::new()))),
             Self::Store(store) => Ok(open_store(Arc::clone(store))),
             Self::Tcp(master) if rank == 0 && !master.served_by_launcher => {
-                let server = store_servers::get_or_serve(master.to_string(), || master.serve())?;
-                Ok(OpenStore { store: server.store(), keep_alive: Some(server), sign_off: None })
+                let server = master.get_or_serve()?;
+                Ok(OpenStore { store: server.store(), server: Some(server), sign_off: None })
             }
             Self::Tcp(master) => {
                 let store = TcpStore::connect(&master.to_string(), deadline);
@@ -134,21 +129,13 @@ impl Rendezvous {
                 Ok(open_store(Arc::new(store)))
             }
             Self::File(path) => {
-                let store =
-                    Arc::new(match departed_ranks().remove(&(std::process::id(), path.clone(), rank)) {
-                        Some(generation) => FileStore::rejoin(path, &departed_key(generation), deadline)?,
-                        None => FileStore::open(path, None, deadline)?,
-                    });
-                let sign_off = Arc::new(SignOff {
-                    store: Arc::clone(&store),
-                    rank,
-                    path: path.clone(),
-                    size,
-                    formed: OnceLock::new(),
-                    pid: std::process::id(),
+                let key = (std::process::id(), path.clone(), rank);
+                let store = Arc::new(match departed_ranks().remove(&key) {
+                    Some(generation) => FileStore::rejoin(path, &departed_key(generation), deadline)?,
+                    None => FileStore::open(path, None, deadline)?,
                 });
-                let keep_alive: Arc<dyn Any + Send + Sync> = Arc::<SignOff>::clone(&sign_off);
-                Ok(OpenStore { store, keep_alive: Some(keep_alive), sign_off: Some(sign_off) })
+                let sign_off = SignOff { store: Arc::clone(&store), key, size, formed: OnceLock::new() };
+                Ok(OpenStore { store, server: None, sign_off: Some(Arc::new(sign_off)) })
             }
         }
     }
@@ -196,23 +183,37 @@ impl MasterStore {
         Ok((self.host.as_str(), self.port).to_socket_addrs()?.collect())
     }
 
-    /// Returns true if other hosts may resolve the store's host name to another address. An example is a
-    /// host's own name, which its /etc/hosts resolves to loopback (127.0.1.1 on Debian).
+    /// Returns true if other hosts may resolve the store's host name to another address, such as a host's own
+    /// name, which is loopback there (127.0.1.1 on Debian).
     fn is_host_ambiguous(&self, resolved: &[SocketAddr]) -> bool {
         is_ambiguous(&self.host, resolved, self.run_id.is_some().then_some(self.several_hosts))
+    }
+
+    /// Returns the server at this address that an earlier world of this process started, or a new one. While
+    /// a live world uses the server, the error is that the address is in use.
+    ///
+    /// The server lives as long as the process, because ranks drop a world at different times. A rank that
+    /// rejoins early, or forms a group without rank 0, needs the store of the previous world.
+    fn get_or_serve(&self) -> Result<Arc<StoreServer>, CommError> {
+        /// Servers by process id and address. The id is needed because a forked child has no server threads.
+        static SERVERS: Mutex<BTreeMap<(u32, String), Arc<StoreServer>>> = Mutex::new(BTreeMap::new());
+        let mut servers = SERVERS.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (std::process::id(), self.to_string());
+        if let Some(left) = servers.get(&key).filter(|server| Arc::strong_count(server) == 1) {
+            return Ok(Arc::clone(left));
+        }
+        let server = Arc::new(self.serve()?);
+        servers.insert(key, Arc::clone(&server));
+        Ok(server)
     }
 
     /// Serves the store at the named address. Binds to all addresses if the name resolves to loopback here.
     /// It also does so if the address is not local, since NAT may translate it, unless the host was derived
     /// from the variables of mpirun or srun.
     fn serve(&self) -> Result<StoreServer, CommError> {
-        let advice = match self.derived {
-            true => {
-                ", which was derived from the variables of mpirun or srun (MASTER_ADDR and MASTER_PORT win \
-                 over them)"
-            }
-            false => "",
-        };
+        let derived = ", which was derived from the variables of mpirun or srun (MASTER_ADDR and MASTER_PORT \
+                       win over them)";
+        let advice = if self.derived { derived } else { "" };
         let wrong = |source| CommError::system(&format!("cannot serve the store at {self}{advice}"), source);
         let named = self.resolve().map_err(wrong)?;
         let any = [SocketAddr::from((Ipv6Addr::UNSPECIFIED, self.port))];
@@ -235,8 +236,7 @@ impl fmt::Display for MasterStore {
     }
 }
 
-/// Implements [`MasterStore::is_host_ambiguous`]; `several_hosts` is `None` if the number of hosts is
-/// unknown.
+/// `several_hosts` is `None` if the number of hosts is unknown.
 fn is_ambiguous(host: &str, resolved: &[SocketAddr], several_hosts: Option<bool>) -> bool {
     let is_alias = host != "localhost" && host.parse::<IpAddr>().is_err();
     let is_loopback = !resolved.is_empty() && resolved.iter().all(|address| address.ip().is_loopback());
@@ -249,21 +249,19 @@ fn is_ambiguous(host: &str, resolved: &[SocketAddr], several_hosts: Option<bool>
 /// The store key of the count contains the generation, since a killed job leaves its own count in the file.
 /// The file of a killed job does no harm: no rank confirms its announcement, and rank 0 overwrites it.
 #[derive(Debug)]
-struct SignOff {
+pub(super) struct SignOff {
     store: Arc<FileStore>,
-    rank: usize,
-    path: PathBuf,
+    /// The process that joined, the file and the rank. A forked child does not sign off.
+    key: (u32, PathBuf, usize),
     size: usize,
     /// Set when all ranks have met; before that, it is unknown which other ranks use the file.
     formed: OnceLock<Generation>,
-    /// Process that joined; a forked child does not sign off.
-    pid: u32,
 }
 
 impl Drop for SignOff {
     fn drop(&mut self) {
-        let Some(generation) = self.formed.get().filter(|_| std::process::id() == self.pid) else { return };
-        departed_ranks().insert((self.pid, self.path.clone(), self.rank), *generation);
+        let Some(generation) = self.formed.get().filter(|_| std::process::id() == self.key.0) else { return };
+        departed_ranks().insert(self.key.clone(), *generation);
         // If signing off fails, the file stays, which does no harm.
         let _ = self.store.leave(&departed_key(*generation), self.size, Instant::now() + SIGN_OFF_TIMEOUT);
     }
@@ -274,12 +272,12 @@ fn departed_key(generation: Generation) -> Vec<u8> {
     format!("convoke/{generation}/gone").into_bytes()
 }
 
-type DepartedRanks = HashMap<(u32, PathBuf, usize), Generation>;
+type DepartedRanks = BTreeMap<(u32, PathBuf, usize), Generation>;
 
 /// Returns the ranks that have signed off in this process, by process id, file and rank. A rank that joins
 /// again withdraws its sign-off, so that the last other rank to sign off does not remove the file.
 fn departed_ranks() -> MutexGuard<'static, DepartedRanks> {
-    static DEPARTED: LazyLock<Mutex<DepartedRanks>> = LazyLock::new(Mutex::default);
+    static DEPARTED: Mutex<DepartedRanks> = Mutex::new(BTreeMap::new());
     DEPARTED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

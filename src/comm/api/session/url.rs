@@ -48,11 +48,9 @@ fn tcp(address: &str) -> Result<InitMethod, String> {
     let form = "an address is host:port, as in tcp://node-1:29500 or tcp://[::1]:29500";
     let (host, port) = address.rsplit_once(':').ok_or(form)?;
     if host.contains('%') {
-        return Err(
-            "a link-local address with a scope is a different host on each host: give a global address or a \
-             name"
-                .to_owned(),
-        );
+        let what = "a link-local address with a scope is a different host on each host: give a global address \
+                    or a name";
+        return Err(what.to_owned());
     }
     let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']'));
     let plain = |host: &str| !host.is_empty() && !host.contains([':', '/', '@', '[', ']']);

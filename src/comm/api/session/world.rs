@@ -1,6 +1,5 @@
 //! The group of all ranks of a job.
 
-use std::fmt;
 use std::ops::Deref;
 
 use convoke_env::vars;
@@ -10,31 +9,32 @@ use crate::api::group::Group;
 /// The group of all ranks of a job, in one rendezvous round.
 ///
 /// Dereferences to a [`Group`], and adds local rank and restart count.
+#[derive(Debug)]
 pub struct World {
     group: Group,
-    local_rank: usize,
-    local_world_size: usize,
+    /// Local rank and local world size.
+    local: (usize, usize),
     restart_count: u32,
 }
 
 impl World {
     /// `local` holds the local rank and local world size that a launcher passed; `None` without a launcher.
     pub(super) fn new(group: Group, local: Option<(usize, usize)>, restart_count: u32) -> Self {
-        let (local_rank, local_world_size) = local.unwrap_or_else(|| group.local_rank_and_size());
-        Self { group, local_rank, local_world_size, restart_count }
+        let local = local.unwrap_or_else(|| group.local_rank_and_size());
+        Self { group, local, restart_count }
     }
 
     /// Returns the index of this process on its node, from the launcher. Without a launcher, it is the
     /// index among the ranks that share this host.
     #[must_use]
     pub fn local_rank(&self) -> usize {
-        self.local_rank
+        self.local.0
     }
 
     /// Returns the number of processes on this node.
     #[must_use]
     pub fn local_world_size(&self) -> usize {
-        self.local_world_size
+        self.local.1
     }
 
     /// Returns the number of times that this node's launcher has restarted its workers.
@@ -62,16 +62,5 @@ impl Deref for World {
 
     fn deref(&self) -> &Group {
         &self.group
-    }
-}
-
-impl fmt::Debug for World {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("World")
-            .field("group", &self.group)
-            .field("local_rank", &self.local_rank)
-            .field("local_world_size", &self.local_world_size)
-            .field("restart_count", &self.restart_count)
-            .finish()
     }
 }

@@ -4,7 +4,7 @@
 //! it reaches its own. In a rank these calls start nothing, and must return the results that the spawner got,
 //! so that the rank takes the same path. So the spawner passes the errors to its ranks.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
@@ -31,30 +31,24 @@ pub(super) struct SpawnCall {
     pub(super) errors: BTreeMap<u64, SpawnError>,
 }
 
-/// The number of the next call of spawn on this thread, and the errors of earlier calls.
-struct Calls {
-    next: u64,
-    errors: BTreeMap<u64, SpawnError>,
-}
-
 thread_local! {
-    static CALLS: RefCell<Calls> = const { RefCell::new(Calls { next: 0, errors: BTreeMap::new() }) };
+    /// The number of the next call of spawn on this thread.
+    static NEXT: Cell<u64> = const { Cell::new(0) };
+    /// The errors of earlier calls on this thread, by number.
+    static ERRORS: RefCell<BTreeMap<u64, SpawnError>> = const { RefCell::new(BTreeMap::new()) };
 }
 
 /// Returns the number of the call of spawn that starts now, counted on its thread.
 pub(super) fn next_number() -> u64 {
-    CALLS.with_borrow_mut(|calls| {
-        calls.next += 1;
-        calls.next - 1
-    })
+    NEXT.replace(NEXT.get() + 1)
 }
 
 /// Stores the error of call `number` for the ranks of later calls.
 pub(super) fn record_error(number: u64, error: &SpawnError) {
-    CALLS.with_borrow_mut(|calls| {
-        calls.errors.insert(number, error.copy());
-        if calls.errors.len() > MAX_ERRORS {
-            calls.errors.pop_first();
+    ERRORS.with_borrow_mut(|errors| {
+        errors.insert(number, error.copy());
+        if errors.len() > MAX_ERRORS {
+            errors.pop_first();
         }
     });
 }
@@ -62,9 +56,9 @@ pub(super) fn record_error(number: u64, error: &SpawnError) {
 impl SpawnCall {
     /// Returns call `number` of this process and thread.
     pub(super) fn of_this_thread(number: u64, place: String) -> Self {
-        let copied =
-            |calls: &Calls| calls.errors.iter().map(|(&number, error)| (number, error.copy())).collect();
-        Self { spawner: std::process::id(), number, place, errors: CALLS.with_borrow(copied) }
+        let copied = |(&number, error): (&u64, &SpawnError)| (number, error.copy());
+        let errors = ERRORS.with_borrow(|errors| errors.iter().map(copied).collect());
+        Self { spawner: std::process::id(), number, place, errors }
     }
 
     /// Returns the call that this process must reach as a rank; `None` if it is not a rank.

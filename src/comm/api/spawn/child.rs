@@ -53,17 +53,15 @@ pub(super) fn process_role(number: u64, place: &str) -> Result<ProcessRole, Spaw
         return Ok(ProcessRole::EarlierCall(call.errors.remove(&number).map_or(Ok(()), Err)));
     }
     let rank = std::env::var(vars::RANK).ok().and_then(|text| text.parse().ok());
-    match rank.filter(|_| number == call.number && place == call.place) {
-        Some(rank) => Ok(ProcessRole::Rank { rank, spawner: call.spawner }),
-        None => {
-            let why = format!(
-                "a spawned rank reached call {number} of spawn at {place} instead of call {} at {}\n",
-                call.number, call.place
-            );
-            let _ = io::stderr().write_all(why.as_bytes());
-            exit(1)
-        }
+    if let Some(rank) = rank.filter(|_| number == call.number && place == call.place) {
+        return Ok(ProcessRole::Rank { rank, spawner: call.spawner });
     }
+    let why = format!(
+        "a spawned rank reached call {number} of spawn at {place} instead of call {} at {}\n",
+        call.number, call.place
+    );
+    let _ = io::stderr().write_all(why.as_bytes());
+    exit(1)
 }
 
 /// Runs the worker of a rank, and ends the process.

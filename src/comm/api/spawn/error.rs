@@ -14,7 +14,7 @@ use crate::error::{LossReason, Ranks};
 #[non_exhaustive]
 pub enum SpawnError {
     /// A rank failed.
-    #[error("rank {rank} of {size} {}; {}", LossReason::from(*how), StderrTail(stderr))]
+    #[error("rank {rank} of {size} {}; {}", LossReason::from(*how), last_lines(stderr))]
     Failed {
         /// The rank that failed first, by itself.
         rank: usize,
@@ -28,7 +28,7 @@ pub enum SpawnError {
     /// A rank ended before it reached the call of spawn.
     #[error(
         "rank {rank} of {size} {} before it reached the call of spawn at {place}: does the program always \
-         reach it? {}", LossReason::from(*how), StderrTail(stderr)
+         reach it? {}", LossReason::from(*how), last_lines(stderr)
     )]
     Unreached {
         /// The rank.
@@ -64,13 +64,7 @@ pub enum SpawnError {
     },
 }
 
-/// Equal to [`Display`](std::fmt::Display), since Rust prints the `Debug` form of an error that `main`
-/// returns.
-impl std::fmt::Debug for SpawnError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        std::fmt::Display::fmt(self, f)
-    }
-}
+convoke_env::debug_as_display!(SpawnError);
 
 impl SpawnError {
     /// Returns the rank to inspect first: the failed rank, or the first that still ran at the time limit.
@@ -94,15 +88,11 @@ impl SpawnError {
     }
 }
 
-/// Formats the last bytes of standard error for a message.
-struct StderrTail<'a>(&'a str);
-
-impl std::fmt::Display for StderrTail<'_> {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self.0.trim_end() {
-            "" => f.write_str("it wrote nothing to stderr"),
-            words => write!(f, "the last lines of its stderr:\n{words}"),
-        }
+/// Describes the end of standard error.
+fn last_lines(stderr: &str) -> String {
+    match stderr.trim_end() {
+        "" => "it wrote nothing to stderr".to_owned(),
+        words => format!("the last lines of its stderr:\n{words}"),
     }
 }
 

@@ -77,16 +77,14 @@ impl Spawn {
 
     /// Sets the time limit of the whole call; there is none by default.
     #[must_use]
-    pub fn timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = Some(timeout);
-        self
+    pub fn timeout(self, timeout: Duration) -> Self {
+        Self { timeout: Some(timeout), ..self }
     }
 
     /// Sets the time from SIGTERM to SIGKILL for ranks that are stopped; 5 seconds by default.
     #[must_use]
-    pub fn grace(mut self, grace: Duration) -> Self {
-        self.grace = grace;
-        self
+    pub fn grace(self, grace: Duration) -> Self {
+        Self { grace, ..self }
     }
 
     /// Starts the ranks, calls `worker` with the rank in each of them, and waits until all have ended.

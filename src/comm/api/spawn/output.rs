@@ -1,4 +1,5 @@
-//! Standard output and standard error of a rank, which its spawner reads from pipes and prints in whole lines.
+//! Standard output and standard error of a rank, which its spawner reads from pipes and prints in whole
+//! lines.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -28,15 +29,15 @@ pub(super) enum Target {
 
 /// An output of a rank.
 pub(super) struct Output {
-    /// `None` after its end of file.
+    /// `None` before [`Self::open`] and after the end of file.
     pipe: Option<File>,
     target: Target,
     /// The spawner is in a test, so output goes through the macros that the harness captures.
     captured: bool,
     /// [`REACHED`] has come.
-    started: bool,
+    pub(super) started: bool,
     /// [`CONSEQUENCE`] is the end of the output.
-    consequence: bool,
+    pub(super) consequence: bool,
     /// An incomplete line.
     line: Vec<u8>,
     /// The last bytes.
@@ -44,15 +45,16 @@ pub(super) struct Output {
 }
 
 impl Output {
-    pub(super) fn new(pipe: impl Into<OwnedFd>, target: Target, captured: bool) -> io::Result<Self> {
-        let pipe = File::from(pipe.into());
-        fcntl(&pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
-        Ok(Self { pipe: Some(pipe), ..Self::without_pipe(target, captured) })
-    }
-
-    fn without_pipe(target: Target, captured: bool) -> Self {
+    pub(super) fn without_pipe(target: Target, captured: bool) -> Self {
         let (line, tail) = (Vec::new(), Vec::new());
         Self { pipe: None, target, captured, started: false, consequence: false, line, tail }
+    }
+
+    /// Sets the pipe from which to read.
+    pub(super) fn open(&mut self, pipe: OwnedFd) -> io::Result<()> {
+        fcntl(&pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+        self.pipe = Some(File::from(pipe));
+        Ok(())
     }
 
     /// Returns the pipe to poll; `None` after its end.
@@ -134,14 +136,6 @@ impl Output {
             (false, Target::Stderr) => io::stderr().write_all(bytes),
             (false, Target::Stdout) => io::stdout().write_all(bytes).and_then(|()| io::stdout().flush()),
         };
-    }
-
-    pub(super) fn has_started(&self) -> bool {
-        self.started
-    }
-
-    pub(super) fn is_consequence(&self) -> bool {
-        self.consequence
     }
 
     /// Returns the last bytes of the output, without Rust's backtraces, which would displace the panic

@@ -137,32 +137,30 @@ enum Stage {
     Running,
     /// A rank failed because it lost a peer, and the peer that failed first still seems to run.
     AwaitingCause,
-    /// The remaining ranks have got SIGTERM.
+    /// The remaining ranks have got SIGTERM, and SIGKILL after the deadline.
     Terminating,
-    /// The remaining ranks have got SIGKILL.
-    Killing,
 }
 
 struct Rank {
     child: Child,
     pidfd: Option<OwnedFd>,
-    out: Option<Output>,
-    err: Option<Output>,
+    out: Output,
+    err: Output,
     has_ended: bool,
 }
 
 impl Ranks {
     /// Adds a rank that has just been started.
     fn add(&mut self, mut child: Child, captured: bool) -> io::Result<()> {
-        let (out, err) = (child.stdout.take(), child.stderr.take());
+        let pipes = [child.stdout.take().map(OwnedFd::from), child.stderr.take().map(OwnedFd::from)];
+        let [out, err] = [Target::Stdout, Target::Stderr].map(|to| Output::without_pipe(to, captured));
         let pid = rustix::process::Pid::from_raw(child.id().cast_signed());
         let pidfd = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
         // From here on, dropping `Ranks` kills and reaps this rank.
-        self.all.push(Rank { child, pidfd, out: None, err: None, has_ended: false });
+        self.all.push(Rank { child, pidfd, out, err, has_ended: false });
         let rank = self.all.last_mut().expect("a rank was just added");
-        rank.out = out.map(|pipe| Output::new(pipe, Target::Stdout, captured)).transpose()?;
-        rank.err = err.map(|pipe| Output::new(pipe, Target::Stderr, captured)).transpose()?;
-        Ok(())
+        let mut outputs = rank.outputs().into_iter().zip(pipes);
+        outputs.try_for_each(|(output, pipe)| pipe.map_or(Ok(()), |pipe| output.open(pipe)))
     }
 
     /// Prints the output of the ranks, and ends all when one fails. Returns when all have ended.
@@ -173,7 +171,7 @@ impl Ranks {
                 if self.all[rank].has_ended {
                     continue;
                 }
-                self.all[rank].outputs().for_each(Output::forward);
+                self.all[rank].outputs().into_iter().for_each(Output::forward);
                 if self.all[rank].is_dead() {
                     let (failure, is_consequence) = self.reap(rank, place);
                     if let Some(failure) = failure {
@@ -202,7 +200,7 @@ impl Ranks {
             PollTimeout::try_from(limit.as_millis() + 1).unwrap_or(PollTimeout::MAX)
         });
         let descriptors = self.running().flat_map(|rank| {
-            let outputs = [&rank.out, &rank.err].into_iter().flatten().filter_map(Output::as_fd);
+            let outputs = [&rank.out, &rank.err].into_iter().filter_map(Output::as_fd);
             outputs.chain(rank.pidfd.as_ref().map(AsFd::as_fd))
         });
         let mut polled: Vec<_> = descriptors.map(|fd| PollFd::new(fd, PollFlags::POLLIN)).collect();
@@ -212,26 +210,22 @@ impl Ranks {
         }
     }
 
-    /// Prints the rest of a dead rank's output, kills its process group, and reaps it. Returns its failure, if
-    /// it failed, and whether that is most likely the consequence of another rank's failure.
+    /// Prints the rest of a dead rank's output, kills its process group, and reaps it. Returns its failure,
+    /// if it failed, and whether that is most likely the consequence of another rank's failure.
     fn reap(&mut self, rank: usize, place: &str) -> (Option<SpawnError>, bool) {
         let size = self.all.len();
         let dead = &mut self.all[rank];
-        dead.outputs().for_each(Output::finish);
-        let status = dead.kill_and_reap();
-        let (has_started, is_consequence, stderr) = dead.err.as_ref().map_or_else(
-            || (false, false, String::new()),
-            |err| (err.has_started(), err.is_consequence(), err.tail()),
-        );
+        dead.outputs().into_iter().for_each(Output::finish);
+        let (status, stderr) = (dead.kill_and_reap(), dead.err.tail());
         let failure = match status.map(exit_cause) {
             Err(source) => Some(SpawnError::system(&format!("learn how rank {rank} ended"), source)),
-            Ok(how) if !has_started => {
+            Ok(how) if !dead.err.started => {
                 Some(SpawnError::Unreached { rank, size, place: place.to_owned(), how, stderr })
             }
             Ok(ExitCause::Code(0)) => None,
             Ok(how) => Some(SpawnError::Failed { rank, size, how, stderr }),
         };
-        (failure, is_consequence)
+        (failure, dead.err.consequence)
     }
 
     /// Ends the other ranks. If the failure is a consequence, first waits for the rank that failed first.
@@ -246,7 +240,7 @@ impl Ranks {
                 self.terminate(grace);
             }
             // Another rank's failure is known already, or this rank was ended by a signal of the spawner.
-            (Stage::AwaitingCause, true) | (Stage::Terminating | Stage::Killing, _) => {}
+            (Stage::AwaitingCause, true) | (Stage::Terminating, _) => {}
         }
     }
 
@@ -260,8 +254,8 @@ impl Ranks {
                 self.terminate(spec.grace);
             }
             Stage::AwaitingCause => self.terminate(spec.grace),
-            Stage::Terminating | Stage::Killing => {
-                (self.stage, self.deadline) = (Stage::Killing, None);
+            Stage::Terminating => {
+                self.deadline = None;
                 self.running().for_each(|rank| rank.signal(Signal::SIGKILL));
             }
         }
@@ -283,8 +277,8 @@ impl Drop for Ranks {
 }
 
 impl Rank {
-    fn outputs(&mut self) -> impl Iterator<Item = &mut Output> {
-        self.out.iter_mut().chain(&mut self.err)
+    fn outputs(&mut self) -> [&mut Output; 2] {
+        [&mut self.out, &mut self.err]
     }
 
     /// Signals the rank and its process group. Call it only before the rank is reaped: later its pid may be

@@ -6,66 +6,53 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::collectives::named_enum::named_enum;
 pub use element::{Element, Transfer, TransferType};
 pub(crate) use element::{NativeBytes, sealed};
 
-/// Type of the elements of a buffer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum Dtype {
-    /// `i8`
-    I8,
-    /// `u8`
-    U8,
-    /// `i16`
-    I16,
-    /// `u16`
-    U16,
-    /// `i32`
-    I32,
-    /// `u32`
-    U32,
-    /// `i64`
-    I64,
-    /// `u64`
-    U64,
-    /// `f32`
-    F32,
-    /// `f64`
-    F64,
-    /// `f16`: IEEE half precision
-    F16,
-    /// `bf16`: the upper 16 bits of an `f32`
-    Bf16,
-    /// `bool`
-    Bool,
-    /// `Complex<f32>`
-    ComplexF32,
-    /// `Complex<f64>`
-    ComplexF64,
+named_enum! {
+    /// Type of the elements of a buffer.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    #[non_exhaustive]
+    pub enum Dtype {
+        /// `i8`
+        I8 = "i8",
+        /// `u8`
+        U8 = "u8",
+        /// `i16`
+        I16 = "i16",
+        /// `u16`
+        U16 = "u16",
+        /// `i32`
+        I32 = "i32",
+        /// `u32`
+        U32 = "u32",
+        /// `i64`
+        I64 = "i64",
+        /// `u64`
+        U64 = "u64",
+        /// `f32`
+        F32 = "f32",
+        /// `f64`
+        F64 = "f64",
+        /// `f16`: IEEE half precision
+        F16 = "f16",
+        /// `bf16`: the upper 16 bits of an `f32`
+        Bf16 = "bf16",
+        /// `bool`
+        Bool = "bool",
+        /// `Complex<f32>`
+        ComplexF32 = "complex_f32",
+        /// `Complex<f64>`
+        ComplexF64 = "complex_f64",
+    }
+    /// All types, in the order of their numbers in messages.
+    pub const ALL: [Self; _];
+    pub(crate) const fn name(self) -> &'static str;
 }
 
 impl Dtype {
-    /// All types, in the order of their numbers in messages.
-    pub const ALL: [Self; 15] = [
-        Self::I8,
-        Self::U8,
-        Self::I16,
-        Self::U16,
-        Self::I32,
-        Self::U32,
-        Self::I64,
-        Self::U64,
-        Self::F32,
-        Self::F64,
-        Self::F16,
-        Self::Bf16,
-        Self::Bool,
-        Self::ComplexF32,
-        Self::ComplexF64,
-    ];
-
     /// Returns the size of one element in bytes.
     #[must_use]
     pub const fn size_bytes(self) -> usize {
@@ -95,34 +82,6 @@ impl Dtype {
     pub const fn is_complex(self) -> bool {
         matches!(self, Self::ComplexF32 | Self::ComplexF64)
     }
-
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::I8 => "i8",
-            Self::U8 => "u8",
-            Self::I16 => "i16",
-            Self::U16 => "u16",
-            Self::I32 => "i32",
-            Self::U32 => "u32",
-            Self::I64 => "i64",
-            Self::U64 => "u64",
-            Self::F32 => "f32",
-            Self::F64 => "f64",
-            Self::F16 => "f16",
-            Self::Bf16 => "bf16",
-            Self::Bool => "bool",
-            Self::ComplexF32 => "complex_f32",
-            Self::ComplexF64 => "complex_f64",
-        }
-    }
-
-    pub(crate) const fn to_wire(self) -> u8 {
-        self as u8
-    }
-
-    pub(crate) fn from_wire(byte: u8) -> Option<Self> {
-        Self::ALL.get(usize::from(byte)).copied()
-    }
 }
 
 impl fmt::Display for Dtype {
@@ -131,52 +90,43 @@ impl fmt::Display for Dtype {
     }
 }
 
-/// The reduction that combines the ranks' elements into one.
-///
-/// On [`bool`], sum, maximum and bitwise OR are OR; product, minimum and bitwise AND are AND.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum ReduceOp {
-    /// Sum; integers wrap.
-    Sum,
-    /// Minimum. It is NaN if an operand is NaN; -0 is less than +0. Not defined for complex numbers.
-    Min,
-    /// Maximum. It is NaN if an operand is NaN; +0 is greater than -0. Not defined for complex numbers.
-    Max,
-    /// Product; integers wrap.
-    Product,
-    /// Sum divided by the number of ranks; floating-point and complex types only.
-    Avg,
-    /// Bitwise AND; integers and `bool` only.
-    Band,
-    /// Bitwise OR; integers and `bool` only.
-    Bor,
-    /// Bitwise exclusive OR; integers and `bool` only.
-    Bxor,
-    /// Sum of inputs that each rank multiplies by its own factor; not for `bool`.
-    /// [`Reduction::premul_sum`](crate::Reduction::premul_sum) makes it and holds the factor.
-    PremulSum,
-    /// A function of the program. [`Reduction::new`](crate::Reduction::new) makes it and holds the
-    /// function.
-    Custom,
+named_enum! {
+    /// The reduction that combines the ranks' elements into one.
+    ///
+    /// On [`bool`], sum, maximum and bitwise OR are OR; product, minimum and bitwise AND are AND.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+    #[serde(rename_all = "snake_case")]
+    #[non_exhaustive]
+    pub enum ReduceOp {
+        /// Sum; integers wrap.
+        Sum = "sum",
+        /// Minimum. It is NaN if an operand is NaN; -0 is less than +0. Not defined for complex numbers.
+        Min = "min",
+        /// Maximum. It is NaN if an operand is NaN; +0 is greater than -0. Not defined for complex numbers.
+        Max = "max",
+        /// Product; integers wrap.
+        Product = "product",
+        /// Sum divided by the number of ranks; floating-point and complex types only.
+        Avg = "avg",
+        /// Bitwise AND; integers and `bool` only.
+        Band = "band",
+        /// Bitwise OR; integers and `bool` only.
+        Bor = "bor",
+        /// Bitwise exclusive OR; integers and `bool` only.
+        Bxor = "bxor",
+        /// Sum of inputs that each rank multiplies by its own factor; not for `bool`.
+        /// [`Reduction::premul_sum`](crate::Reduction::premul_sum) makes it and holds the factor.
+        PremulSum = "premul_sum",
+        /// A function of the program. [`Reduction::new`](crate::Reduction::new) makes it and holds the
+        /// function.
+        Custom = "custom",
+    }
+    /// All operations, in the order of their numbers in messages.
+    pub const ALL: [Self; _];
+    pub(crate) const fn name(self) -> &'static str;
 }
 
 impl ReduceOp {
-    /// All operations, in the order of their numbers in messages.
-    pub const ALL: [Self; 10] = [
-        Self::Sum,
-        Self::Min,
-        Self::Max,
-        Self::Product,
-        Self::Avg,
-        Self::Band,
-        Self::Bor,
-        Self::Bxor,
-        Self::PremulSum,
-        Self::Custom,
-    ];
-
     /// Returns true if the operation is defined for `dtype`.
     #[must_use]
     pub const fn accepts(self, dtype: Dtype) -> bool {
@@ -193,29 +143,6 @@ impl ReduceOp {
     /// then kept as `f32`, and rounded once at the end.
     pub(crate) const fn accumulates_in_f32(self, dtype: Dtype) -> bool {
         dtype.is_half() && matches!(self, Self::Sum | Self::Product | Self::Avg | Self::PremulSum)
-    }
-
-    pub(crate) const fn name(self) -> &'static str {
-        match self {
-            Self::Sum => "sum",
-            Self::Min => "min",
-            Self::Max => "max",
-            Self::Product => "product",
-            Self::Avg => "avg",
-            Self::Band => "band",
-            Self::Bor => "bor",
-            Self::Bxor => "bxor",
-            Self::PremulSum => "premul_sum",
-            Self::Custom => "custom",
-        }
-    }
-
-    pub(crate) const fn to_wire(self) -> u8 {
-        self as u8
-    }
-
-    pub(crate) fn from_wire(byte: u8) -> Option<Self> {
-        Self::ALL.get(usize::from(byte)).copied()
     }
 }
 
@@ -250,21 +177,19 @@ mod tests {
     #[test]
     fn wire_numbers_round_trip() {
         for dtype in Dtype::ALL {
-            assert_eq!(Dtype::from_wire(dtype.to_wire()), Some(dtype));
+            assert_eq!(Dtype::ALL[dtype as usize], dtype);
         }
         for op in ReduceOp::ALL {
-            assert_eq!(ReduceOp::from_wire(op.to_wire()), Some(op));
+            assert_eq!(ReduceOp::ALL[op as usize], op);
         }
-        assert_eq!(Dtype::from_wire(15), None);
-        assert_eq!(ReduceOp::from_wire(10), None);
     }
 
     #[test]
     fn wire_numbers_are_stable() {
         assert_eq!(
-            [Dtype::I8, Dtype::F64, Dtype::F16, Dtype::ComplexF64].map(Dtype::to_wire),
+            [Dtype::I8, Dtype::F64, Dtype::F16, Dtype::ComplexF64].map(|dtype| dtype as u8),
             [0, 9, 10, 14]
         );
-        assert_eq!([ReduceOp::Sum, ReduceOp::Bxor, ReduceOp::Custom].map(ReduceOp::to_wire), [0, 7, 9]);
+        assert_eq!([ReduceOp::Sum, ReduceOp::Bxor, ReduceOp::Custom].map(|op| op as u8), [0, 7, 9]);
     }
 }

@@ -17,13 +17,6 @@ pub(super) trait Arith<const N: usize>: Multiply<N> {
     fn divided_by(self, divisor: u32) -> Self;
 }
 
-/// An integer with bitwise operations.
-pub(super) trait Bits<const N: usize>: Arith<N> {
-    fn and(self, other: Self) -> Self;
-    fn or(self, other: Self) -> Self;
-    fn xor(self, other: Self) -> Self;
-}
-
 macro_rules! integers {
     ($($int:ty),*) => {$(
         impl Multiply<{ size_of::<$int>() }> for $int {
@@ -52,21 +45,6 @@ macro_rules! integers {
                 self
             }
         }
-
-        impl Bits<{ size_of::<$int>() }> for $int {
-            #[inline(always)]
-            fn and(self, other: Self) -> Self {
-                self & other
-            }
-            #[inline(always)]
-            fn or(self, other: Self) -> Self {
-                self | other
-            }
-            #[inline(always)]
-            fn xor(self, other: Self) -> Self {
-                self ^ other
-            }
-        }
     )*};
 }
 
@@ -78,6 +56,13 @@ integers!(i8, u8, i16, u16, i32, u32, i64, u64);
 macro_rules! floats {
     ($($float:ident),*) => {$(
         impl Multiply<{ size_of::<$float>() }> for $float {
+            #[inline(always)]
+            fn product(self, other: Self) -> Self {
+                self * other
+            }
+        }
+
+        impl Multiply<{ 2 * size_of::<$float>() }> for Complex<$float> {
             #[inline(always)]
             fn product(self, other: Self) -> Self {
                 self * other
@@ -114,16 +99,3 @@ macro_rules! floats {
 }
 
 floats!(f32, f64);
-
-macro_rules! complex {
-    ($($float:ident),*) => {$(
-        impl Multiply<{ 2 * size_of::<$float>() }> for Complex<$float> {
-            #[inline(always)]
-            fn product(self, other: Self) -> Self {
-                self * other
-            }
-        }
-    )*};
-}
-
-complex!(f32, f64);

@@ -18,8 +18,8 @@ thread_local! {
     static IN_REDUCTION_FUNCTION: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Returns whether this thread executes a reduction function of the program, which the engine has called. In
-/// such a function it must not wait for the engine.
+/// Returns whether the engine has called a reduction function of the program on this thread, in which the
+/// thread must not wait for the engine.
 pub(crate) fn is_in_reduction_function() -> bool {
     IN_REDUCTION_FUNCTION.get()
 }

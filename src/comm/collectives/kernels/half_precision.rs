@@ -7,7 +7,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 use super::simd::{convert, zip_in_place};
-use super::{CHUNK, KernelFunctions};
+use super::{CHUNK, KernelFunctions, SourceBytes};
 use crate::collectives::dtype::{Dtype, NativeBytes, ReduceOp};
 
 /// Size of the elements (`f32`) in which half-precision values are added.
@@ -20,9 +20,8 @@ pub(super) const BF16_INFINITY: u16 = 0x7F80;
 /// The conversion of half-precision elements to `f32` and back.
 #[derive(Debug)]
 pub(crate) struct F32Conversion {
-    /// Converts elements to as many `f32`.
     pub(crate) widen: fn(from: &[u8], into: &mut [u8]),
-    /// Rounds `f32` values to as many elements.
+    /// Rounds `f32` values to elements.
     pub(crate) narrow: fn(from: &[u8], into: &mut [u8]),
 }
 
@@ -31,7 +30,7 @@ impl F32Conversion {
     pub(crate) const HALF_BYTES: usize = size_of::<u16>();
 
     /// A conversion that only copies, for elements that are not widened.
-    pub(super) const IDENTITY: Self = Self { widen: copy, narrow: copy };
+    pub(crate) const IDENTITY: Self = Self { widen: copy, narrow: copy };
 
     pub(super) fn of(dtype: Dtype) -> Option<&'static Self> {
         match dtype {
@@ -43,7 +42,7 @@ impl F32Conversion {
 }
 
 fn copy(from: &[u8], into: &mut [u8]) {
-    into.copy_from_slice(from);
+    SourceBytes::from(from).copy_to(into);
 }
 
 fn widen_bf16(from: &[u8], into: &mut [u8]) {
@@ -63,31 +62,32 @@ fn narrow_bf16(from: &[u8], into: &mut [u8]) {
 }
 
 fn widen_f16(from: &[u8], into: &mut [u8]) {
-    let (mut halves, mut floats) = ([f16::ZERO; CHUNK], [0.0; CHUNK]);
-    for (from, into) in from.chunks(2 * CHUNK).zip(into.chunks_mut(ACCUMULATOR_BYTES * CHUNK)) {
-        let (from, into) = (from.as_chunks().0, into.as_chunks_mut().0);
-        let (halves, floats) = (&mut halves[..from.len()], &mut floats[..from.len()]);
-        for (half, bytes) in halves.iter_mut().zip(from) {
-            *half = f16::read(*bytes);
-        }
-        halves.convert_to_f32_slice(floats);
-        for (bytes, float) in into.iter_mut().zip(floats) {
-            *bytes = float.write();
-        }
-    }
+    convert_slices(from, into, |halves: &[f16], floats: &mut [f32]| halves.convert_to_f32_slice(floats));
 }
 
 fn narrow_f16(from: &[u8], into: &mut [u8]) {
-    let (mut halves, mut floats) = ([f16::ZERO; CHUNK], [0.0; CHUNK]);
-    for (from, into) in from.chunks(ACCUMULATOR_BYTES * CHUNK).zip(into.chunks_mut(2 * CHUNK)) {
-        let (from, into) = (from.as_chunks().0, into.as_chunks_mut().0);
-        let (halves, floats) = (&mut halves[..from.len()], &mut floats[..from.len()]);
-        for (float, bytes) in floats.iter_mut().zip(from) {
-            *float = f32::read(*bytes);
+    convert_slices(from, into, |floats: &[f32], halves: &mut [f16]| halves.convert_from_f32_slice(floats));
+}
+
+/// Converts elements by a function of two slices.
+fn convert_slices<F, T, const N: usize, const M: usize>(
+    from: &[u8],
+    into: &mut [u8],
+    convert: impl Fn(&[F], &mut [T]),
+) where
+    F: NativeBytes<N> + Default,
+    T: NativeBytes<M> + Default,
+{
+    let (mut sources, mut results) = ([F::default(); CHUNK], [T::default(); CHUNK]);
+    for (from, into) in from.chunks(N * CHUNK).zip(into.chunks_mut(M * CHUNK)) {
+        let (from, into) = (from.as_chunks::<N>().0, into.as_chunks_mut::<M>().0);
+        let (sources, results) = (&mut sources[..from.len()], &mut results[..from.len()]);
+        for (source, bytes) in sources.iter_mut().zip(from) {
+            *source = F::read(*bytes);
         }
-        halves.convert_from_f32_slice(floats);
-        for (bytes, half) in into.iter_mut().zip(halves) {
-            *bytes = half.write();
+        convert(sources, results);
+        for (bytes, result) in into.iter_mut().zip(results) {
+            *bytes = result.write();
         }
     }
 }
@@ -96,22 +96,30 @@ fn narrow_f16(from: &[u8], into: &mut [u8]) {
 /// `INFINITY`. `None` for other operations.
 pub(super) fn min_max<const INFINITY: u16>(op: ReduceOp) -> KernelFunctions {
     match op {
-        ReduceOp::Min => Some((|into, from| zip_in_place(into, from, less::<INFINITY>), None)),
-        ReduceOp::Max => Some((|into, from| zip_in_place(into, from, greater::<INFINITY>), None)),
+        ReduceOp::Min => Some((|into, from| zip_in_place(into, from, min::<INFINITY>), None)),
+        ReduceOp::Max => Some((|into, from| zip_in_place(into, from, max::<INFINITY>), None)),
         _ => None,
     }
 }
 
 #[inline(always)]
-fn less<const INFINITY: u16>(a: u16, b: u16) -> u16 {
-    let number = if order_key(a) < order_key(b) { a } else { b };
-    if is_nan::<INFINITY>(a) | is_nan::<INFINITY>(b) { nan::<INFINITY>() } else { number }
+fn min<const INFINITY: u16>(a: u16, b: u16) -> u16 {
+    number_or_nan::<INFINITY>(a, b, order_key(a) < order_key(b))
 }
 
 #[inline(always)]
-fn greater<const INFINITY: u16>(a: u16, b: u16) -> u16 {
-    let number = if order_key(a) > order_key(b) { a } else { b };
-    if is_nan::<INFINITY>(a) | is_nan::<INFINITY>(b) { nan::<INFINITY>() } else { number }
+fn max<const INFINITY: u16>(a: u16, b: u16) -> u16 {
+    number_or_nan::<INFINITY>(a, b, order_key(a) > order_key(b))
+}
+
+/// Returns `a` if `first`, else `b`. If one of them is NaN, returns a quiet NaN: the first bit behind the
+/// exponent is set.
+#[inline(always)]
+fn number_or_nan<const INFINITY: u16>(a: u16, b: u16, first: bool) -> u16 {
+    let is_nan = |bits: u16| bits & 0x7FFF > INFINITY;
+    let nan = INFINITY | (INFINITY & INFINITY.wrapping_neg()) >> 1;
+    let number = if first { a } else { b };
+    if is_nan(a) | is_nan(b) { nan } else { number }
 }
 
 /// Maps the bits of half-precision values to integers in the order of the values, -0 before +0.
@@ -119,15 +127,4 @@ fn greater<const INFINITY: u16>(a: u16, b: u16) -> u16 {
 fn order_key(bits: u16) -> i16 {
     let bits = bits as i16;
     bits ^ (bits >> 15 & i16::MAX)
-}
-
-#[inline(always)]
-fn is_nan<const INFINITY: u16>(bits: u16) -> bool {
-    bits & 0x7FFF > INFINITY
-}
-
-/// Returns a quiet NaN: the first bit behind the exponent is set.
-#[inline(always)]
-fn nan<const INFINITY: u16>() -> u16 {
-    INFINITY | (INFINITY & INFINITY.wrapping_neg()) >> 1
 }

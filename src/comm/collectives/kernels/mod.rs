@@ -18,13 +18,14 @@ mod simd;
 
 use std::convert::Infallible;
 use std::fmt;
+use std::ops::{BitAnd, BitOr, BitXor};
 use std::sync::Arc;
 
 use num_complex::Complex;
 
 use crate::collectives::dtype::sealed::Factor;
 use crate::collectives::dtype::{Dtype, NativeBytes, ReduceOp};
-use arith::{Arith, Bits, Multiply};
+use arith::{Arith, Multiply};
 pub(crate) use contributions::Contributors;
 pub(crate) use custom::{ReductionFn, is_in_reduction_function, wrap_function};
 pub(crate) use half_precision::{ACCUMULATOR_BYTES, F32Conversion};
@@ -107,8 +108,7 @@ impl Kernel {
         Some(Self { reduce: ReduceImpl::Builtin(reduce), divide, world, scale: None, f32_conversion })
     }
 
-    /// Returns the kernel of a sum whose contributions are first multiplied by `scale`; `None` if it is not
-    /// defined for the type.
+    /// Returns the kernel of a sum whose contributions are first multiplied by `scale`.
     pub(crate) fn scaled_sum(dtype: Dtype, scale: Arc<ScaleFn>) -> Option<Self> {
         let sum = Self::of(dtype, ReduceOp::PremulSum, 1)?;
         Some(Self { scale: Some(scale), ..sum })
@@ -116,13 +116,8 @@ impl Kernel {
 
     /// Returns the kernel of a reduction by a function of the program.
     pub(crate) fn custom(function: Arc<ReductionFn>) -> Self {
-        Self {
-            reduce: ReduceImpl::Custom(function),
-            divide: None,
-            world: 1,
-            scale: None,
-            f32_conversion: None,
-        }
+        let reduce = ReduceImpl::Custom(function);
+        Self { reduce, divide: None, world: 1, scale: None, f32_conversion: None }
     }
 
     /// Returns the function that multiplies this rank's own contribution before anything is added to it.
@@ -206,11 +201,14 @@ impl fmt::Debug for Kernel {
 
 type KernelFunctions = Option<(ReduceFn, Option<DivideFn>)>;
 
-fn integers<T: Bits<N>, const N: usize>(op: ReduceOp) -> KernelFunctions {
+fn integers<T, const N: usize>(op: ReduceOp) -> KernelFunctions
+where
+    T: Arith<N> + BitAnd<Output = T> + BitOr<Output = T> + BitXor<Output = T>,
+{
     let reduce: ReduceFn = match op {
-        ReduceOp::Band => |into, from| zip_in_place(into, from, T::and),
-        ReduceOp::Bor => |into, from| zip_in_place(into, from, T::or),
-        ReduceOp::Bxor => |into, from| zip_in_place(into, from, T::xor),
+        ReduceOp::Band => |into, from| zip_in_place(into, from, T::bitand),
+        ReduceOp::Bor => |into, from| zip_in_place(into, from, T::bitor),
+        ReduceOp::Bxor => |into, from| zip_in_place(into, from, T::bitxor),
         _ => return numbers::<T, N>(op),
     };
     Some((reduce, None))

@@ -5,47 +5,34 @@
 //! collectives below. All else follows from these lists: types, texts and numbers of the algorithms, and
 //! tests.
 
+use std::fmt;
 use std::str::FromStr;
 
+use super::tuning::TABLE_VERSION;
 use super::{Blocks, Input, Plan, chain, direct, doubling, hierarchy, ordered, ring, tree};
 use crate::collectives::call::CallKind;
+use crate::collectives::named_enum::named_enum;
 
-/// Defines [`Algorithm`] from the names.
-macro_rules! names {
-    ($($(#[$attribute:meta])* $Variant:ident = $name:literal,)*) => {
-        /// The communication pattern of a collective.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-        pub(crate) enum Algorithm {
-            $($(#[$attribute])* $Variant,)*
-        }
-
-        #[allow(unused_doc_comments)]
-        impl Algorithm {
-            /// All algorithms, in the order of their numbers in recordings.
-            pub(crate) const ALL: &[Self] = &[$($(#[$attribute])* Self::$Variant,)*];
-
-            pub(crate) const fn name(self) -> &'static str {
-                match self {
-                    $($(#[$attribute])* Self::$Variant => $name,)*
-                }
-            }
-        }
-    };
-}
-
-names! {
-    Ring = "ring",
-    Direct = "direct",
-    Doubling = "doubling",
-    Binomial = "binomial",
-    Chain = "chain",
-    Flat = "flat",
-    Linear = "star",
-    Hierarchy = "hierarchy",
-    /// Shared memory ([`crate::shm`]) instead of streams.
-    Memory = "shm",
-    #[cfg(test)]
-    TwoTree = "two_tree",
+named_enum! {
+    /// The communication pattern of a collective.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub(crate) enum Algorithm {
+        Ring = "ring",
+        Direct = "direct",
+        Doubling = "doubling",
+        Binomial = "binomial",
+        Chain = "chain",
+        Flat = "flat",
+        Linear = "star",
+        Hierarchy = "hierarchy",
+        /// Shared memory ([`crate::shm`]) instead of streams.
+        Memory = "shm",
+        #[cfg(test)]
+        TwoTree = "two_tree",
+    }
+    /// All algorithms, in the order of their numbers in recordings.
+    pub(crate) const ALL: [Self; _];
+    pub(crate) const fn name(self) -> &'static str;
 }
 
 impl Algorithm {
@@ -76,13 +63,8 @@ macro_rules! collectives {
 
             #[allow(unused_doc_comments)]
             impl $Choice {
+                /// The algorithm of each variant, in their order.
                 pub(crate) const ALL: &[Algorithm] = &[$($(#[$what])* Algorithm::$Variant,)*];
-
-                const fn algorithm(self) -> Algorithm {
-                    match self {
-                        $($(#[$what])* Self::$Variant => Algorithm::$Variant,)*
-                    }
-                }
             }
 
             /// Returns the plan of one rank for this collective.
@@ -130,7 +112,7 @@ macro_rules! collectives {
                 #[doc = concat!("Chooses the algorithm of `", stringify!($collective), "`.")]
                 #[must_use]
                 pub fn $collective(self, choice: $Choice) -> Self {
-                    Self { $collective: Some(choice.algorithm()), ..self }
+                    Self { $collective: Some($Choice::ALL[choice as usize]), ..self }
                 }
             )*
 
@@ -169,9 +151,9 @@ collectives! {
     /// The algorithms of `broadcast`.
     Broadcast broadcast(input, count: usize, root: usize) {
         /// `binomial`: a binomial tree.
-        Binomial => tree::broadcast(input.rank, input.topology, count, root),
+        Binomial => tree::broadcast(tree::binomial(input.rank, input.topology, root), count),
         /// `chain`: a pipelined chain.
-        Chain => chain::broadcast(input.rank, input.topology, count, root),
+        Chain => tree::broadcast(chain::neighbours(input.rank, input.topology, root), count),
         /// `two_tree`: two binary trees, each for half of the data.
         #[cfg(test)]
         TwoTree => super::two_tree::broadcast(input.rank, input.world(), count, root),
@@ -180,9 +162,9 @@ collectives! {
     /// The algorithms of `reduce`. In the end, buffers of ranks other than the root hold partial sums.
     Reduce reduce(input, count: usize, root: usize) {
         /// `binomial`: a binomial tree.
-        Binomial => tree::reduce(input.rank, input.topology, count, root),
+        Binomial => tree::reduce(tree::binomial(input.rank, input.topology, root), count),
         /// `chain`: a pipelined chain.
-        Chain => chain::reduce(input.rank, input.topology, count, root),
+        Chain => tree::reduce(chain::neighbours(input.rank, input.topology, root), count),
     }
     [chosen only by the table] {
         Direct => direct::reduce(input.rank, input.world(), count, root, ordered::WINDOW),
@@ -233,11 +215,16 @@ impl Algorithms {
         };
         CHOICES.iter().flat_map(names)
     }
+}
 
-    /// Returns the override of each collective that has several algorithms.
-    pub(super) fn chosen(mut self) -> impl Iterator<Item = (&'static str, Option<Algorithm>)> {
-        let overrides = self.overrides().map(|choice| *choice);
-        CHOICES.iter().map(|(collective, _)| *collective).zip(overrides)
+/// Formats everything that determines the choice, as one text that ranks compare.
+impl fmt::Display for Algorithms {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut chosen = *self;
+        write!(f, "table {TABLE_VERSION}")?;
+        CHOICES.iter().zip(chosen.overrides()).try_for_each(|((collective, _), choice)| {
+            write!(f, ", {collective}:{}", choice.map_or("table", Algorithm::name))
+        })
     }
 }
 
@@ -254,11 +241,8 @@ impl FromStr for Algorithms {
             };
             let (collective, name) = (collective.trim(), name.trim());
             let Some(index) = CHOICES.iter().position(|(known, _)| *known == collective) else {
-                let names: Vec<_> = CHOICES.iter().map(|(known, _)| *known).collect();
-                return error(format!(
-                    "{collective:?} has no choice of algorithms: {} have",
-                    names.join(", ")
-                ));
+                let names = CHOICES.iter().map(|(known, _)| *known).collect::<Vec<_>>().join(", ");
+                return error(format!("{collective:?} has no choice of algorithms: {names} have"));
             };
             let (_, known) = CHOICES[index];
             let Some(algorithm) = known.iter().find(|known| known.name() == name) else {

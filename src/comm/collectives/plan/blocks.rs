@@ -7,13 +7,12 @@ use std::ops::Range;
 pub(crate) struct Blocks {
     /// The start of each block, and the end of the last one.
     bounds: Vec<usize>,
-    equal: Option<usize>,
 }
 
 impl Blocks {
     /// Returns `world` blocks of `len` elements.
     pub(crate) fn uniform(world: usize, len: usize) -> Self {
-        Self { bounds: (0..=world).map(|index| index * len).collect(), equal: Some(len) }
+        Self { bounds: (0..=world).map(|index| index * len).collect() }
     }
 
     /// Returns blocks of these lengths; `None` if their sum overflows.
@@ -22,14 +21,12 @@ impl Blocks {
         for &len in lens {
             bounds.push(bounds[bounds.len() - 1].checked_add(len)?);
         }
-        let equal = lens.first().copied().filter(|first| lens.iter().all(|len| len == first));
-        Some(Self { bounds, equal })
+        Some(Self { bounds })
     }
 
     /// Returns these blocks with `times` elements in place of each.
     pub(crate) fn scaled(self, times: usize) -> Self {
-        let bounds = self.bounds.into_iter().map(|bound| bound * times).collect();
-        Self { bounds, equal: self.equal.map(|len| len * times) }
+        Self { bounds: self.bounds.into_iter().map(|bound| bound * times).collect() }
     }
 
     pub(crate) fn world(&self) -> usize {
@@ -47,7 +44,8 @@ impl Blocks {
 
     /// Returns the length of each block, if all are equal.
     pub(crate) fn uniform_len(&self) -> Option<usize> {
-        self.equal
+        let first = self.range(0).len();
+        (1..self.world()).all(|rank| self.range(rank).len() == first).then_some(first)
     }
 
     /// Returns a hash of the lengths, which ranks compare instead of the lengths.

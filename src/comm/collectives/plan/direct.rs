@@ -12,46 +12,44 @@ use super::{Apply, Blocks, Plan, Stream, block, ordered};
 /// and sends the sum to every rank. This sends as few bytes as the ring, in two rounds instead of 2(P−1), but
 /// over P−1 connections per rank.
 pub(super) fn all_reduce(rank: usize, world: usize, count: usize, ordered_window: Option<usize>) -> Plan {
+    two_rounds(rank, world, count, ordered_window, |_| true)
+}
+
+/// Returns the plan of `rank` of `world` for a reduce to `root` in two rounds. It differs from the all-reduce
+/// in that the sums are sent only to the root.
+pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize, window: usize) -> Plan {
+    two_rounds(rank, world, count, Some(window), |receiver| receiver == root)
+}
+
+/// Returns the plan of `rank` of `world` for two rounds, the second of which sends the sums to the ranks for
+/// which `receives` is true.
+fn two_rounds(
+    rank: usize,
+    world: usize,
+    count: usize,
+    ordered_window: Option<usize>,
+    receives: impl Fn(usize) -> bool,
+) -> Plan {
     let mut plan = Plan::default();
     let own = block(rank, world, count);
     for peer in others(rank, world) {
         plan.push(Stream::send(peer, [block(peer, world, count)]));
     }
     let sum = add(&mut plan, rank, world, own.clone(), ordered_window);
-    for peer in others(rank, world) {
+    for peer in others(rank, world).filter(|&peer| receives(peer)) {
         plan.push(Stream::send(peer, [own.clone()]).after(sum, 0));
     }
-    for peer in others(rank, world) {
+    for peer in others(rank, world).filter(|_| receives(rank)) {
         plan.push(Stream::recv(peer, [(block(peer, world, count), Apply::Copy)]));
     }
     plan
 }
 
-/// Returns the plan of `rank` of `world` for a reduce to `root` in two rounds. It differs from the all-reduce
-/// in that the sums are sent only to the root.
-pub(super) fn reduce(rank: usize, world: usize, count: usize, root: usize, window: usize) -> Plan {
-    let mut plan = Plan::default();
-    let own = block(rank, world, count);
-    for peer in others(rank, world) {
-        plan.push(Stream::send(peer, [block(peer, world, count)]));
-    }
-    let sum = add(&mut plan, rank, world, own.clone(), Some(window));
-    if rank != root {
-        plan.push(Stream::send(root, [own]).after(sum, 0));
-        return plan;
-    }
-    for peer in others(rank, world) {
-        plan.push(Stream::recv(peer, [(block(peer, world, count), Apply::Copy)]));
-    }
-    plan
-}
-
-/// Adds the streams that receive the other ranks' contributions to `range` and add them to this rank's own.
-/// Returns the stream that completes the sum.
+/// Adds the streams that receive the other ranks' contributions to `range` and add them to this rank's own,
+/// in the order i, i+1, ... on rank i, or by an ordered reduction if there is an `ordered_window` of so many
+/// elements. Returns the stream that completes the sum.
 ///
-/// Rank i adds contributions into the buffer in the order i, i+1, ..., or by an ordered reduction if there is
-/// an `ordered_window` of so many elements. Each stream waits for the one before it, so data that arrives
-/// early waits in its connection.
+/// Each stream waits for the one before it, so data that arrives early waits in its connection.
 fn add(
     plan: &mut Plan,
     rank: usize,

@@ -2,8 +2,9 @@
 
 use super::{Apply, Plan, Stream, Topology};
 
-/// Number of rounds: log2 of the ranks of the largest host and log2 of the hosts, each rounded up.
-pub(super) fn rounds(topology: &Topology) -> usize {
+/// Returns the number of elements in the buffer of a barrier, one for each round: log2 of the ranks of the
+/// largest host and log2 of the hosts, each rounded up.
+pub(crate) fn barrier_elements(topology: &Topology) -> usize {
     rounds_among(topology.largest_host()) + rounds_among(topology.hosts().len())
 }
 
@@ -11,7 +12,7 @@ fn rounds_among(parties: usize) -> usize {
     parties.next_power_of_two().ilog2() as usize
 }
 
-/// Returns the plan of `rank` for a barrier in [`rounds`] rounds.
+/// Returns the plan of `rank` for a barrier, over a buffer of [`barrier_elements`] one-byte elements.
 ///
 /// In round k a rank sends one byte to the rank 2^k places further on its host; the value does not matter.
 /// The byte says that the sender, and all ranks of whose arrival it knows, have arrived. Once every rank
@@ -20,7 +21,7 @@ fn rounds_among(parties: usize) -> usize {
 /// because what the byte says is true only then.
 ///
 /// Hensgen, Finkel & Manber 1988, doi:10.1007/BF01379320.
-pub(super) fn barrier(rank: usize, topology: &Topology) -> Plan {
+pub(crate) fn barrier(rank: usize, topology: &Topology) -> Plan {
     let (mut plan, mut last_recv) = (Plan::default(), None);
     let hosts = topology.hosts();
     let (host, local_rank) = topology.host_and_index(rank);
@@ -62,6 +63,6 @@ fn push_round(
 mod tests {
     #[test]
     fn barrier_completes_only_after_all_ranks_enter() {
-        crate::collectives::plan::check::barrier_is_right(super::rounds, super::barrier);
+        crate::collectives::plan::check::barrier_is_right(super::barrier_elements, super::barrier);
     }
 }

@@ -6,28 +6,28 @@ use super::{Apply, Blocks, Plan, Stream};
 ///
 /// The buffer has one block for each rank; ranks other than the root need only their own block of it.
 pub(crate) fn gather(rank: usize, blocks: &Blocks, root: usize) -> Plan {
-    let mut plan = Plan::default();
-    if rank == root {
-        for peer in (0..blocks.world()).filter(|&peer| peer != root) {
-            plan.push(Stream::recv(peer, [(blocks.range(peer), Apply::Copy)]));
-        }
-    } else {
-        plan.push(Stream::send(root, [blocks.range(rank)]));
-    }
-    plan
+    let recv = |peer: usize| Stream::recv(peer, [(blocks.range(peer), Apply::Copy)]);
+    plan(rank, blocks.world(), root, recv, Stream::send(root, [blocks.range(rank)]))
 }
 
 /// Returns the plan of `rank` for a scatter of one block from `root` to each rank: the gather in reverse.
 pub(crate) fn scatter(rank: usize, blocks: &Blocks, root: usize) -> Plan {
-    let mut plan = Plan::default();
-    if rank == root {
-        for peer in (0..blocks.world()).filter(|&peer| peer != root) {
-            plan.push(Stream::send(peer, [blocks.range(peer)]));
-        }
-    } else {
-        plan.push(Stream::recv(root, [(blocks.range(rank), Apply::Copy)]));
-    }
-    plan
+    let send = |peer: usize| Stream::send(peer, [blocks.range(peer)]);
+    plan(rank, blocks.world(), root, send, Stream::recv(root, [(blocks.range(rank), Apply::Copy)]))
+}
+
+/// Returns a plan with the stream `at_root(peer)` for each peer of the root, and `elsewhere` for another
+/// rank.
+fn plan(
+    rank: usize,
+    world: usize,
+    root: usize,
+    at_root: impl Fn(usize) -> Stream,
+    elsewhere: Stream,
+) -> Plan {
+    let peers = (0..world).filter(|&peer| peer != root);
+    let streams = if rank == root { peers.map(at_root).collect() } else { vec![elsewhere] };
+    Plan { streams, ..Plan::default() }
 }
 
 #[cfg(test)]

@@ -38,10 +38,13 @@ pub(crate) use algorithms::{
     Algorithm, Algorithms, all_gather, all_reduce, broadcast, reduce, reduce_scatter,
 };
 pub(crate) use blocks::{Blocks, fingerprint};
+pub(crate) use chain::{exclusive_scan, scan};
+pub(crate) use direct::all_to_all;
+pub(crate) use dissemination::{barrier, barrier_elements};
+pub(crate) use linear::{gather, scatter};
 pub(crate) use topology::Topology;
 
-/// The size of a wide element (`f32`) divided by the size of the half-precision element that it is rounded
-/// to.
+/// The size of a wide element (`f32`) divided by that of the half-precision element to which it is rounded.
 const WIDE_FACTOR: usize = 2;
 
 /// Bytes of a block in ring and hierarchical algorithms, which process a chunk of one block of each rank at a
@@ -140,7 +143,6 @@ impl Rounding {
 /// ranks.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Input<'a> {
-    /// The rank that the plan is for.
     pub(crate) rank: usize,
     pub(crate) topology: &'a Topology,
     /// [`Rounding::Stepwise`] if the collective does not reduce.
@@ -219,30 +221,9 @@ pub(crate) fn block(index: usize, blocks: usize, count: usize) -> Range<usize> {
     start..start + size + usize::from(index < longer)
 }
 
-/// Returns the plan of `rank` of `world` for an inclusive scan of `count` elements.
-pub(crate) fn scan(rounding: Rounding, rank: usize, world: usize, count: usize) -> Plan {
-    Plan { wide: rounding.is_wide(Algorithm::Chain), ..chain::scan(rank, world, count) }
-}
-
-/// Returns the plan of `rank` of `world` for an exclusive scan. The buffer has twice `count` elements. An
-/// inclusive scan runs over its first half; the result is then sent to the second half of the next rank's
-/// buffer.
-pub(crate) fn exclusive_scan(rounding: Rounding, rank: usize, world: usize, count: usize) -> Plan {
-    Plan { wide: rounding.is_wide(Algorithm::Chain), ..chain::exclusive_scan(rank, world, count) }
-}
-
-pub(crate) use direct::all_to_all;
-pub(crate) use linear::{gather, scatter};
-
-/// Returns the plan of `rank` for a barrier, over a buffer of [`barrier_elements`] one-byte elements whose
-/// values do not matter.
-pub(crate) fn barrier(rank: usize, topology: &Topology) -> Plan {
-    dissemination::barrier(rank, topology)
-}
-
-/// The number of elements in the buffer of a barrier: one for each round of the barrier.
-pub(crate) fn barrier_elements(topology: &Topology) -> usize {
-    dissemination::rounds(topology)
+/// Returns `inner`, which counts from the beginning of `outer`, as a range of the buffer.
+fn subrange(outer: &Range<usize>, inner: &Range<usize>) -> Range<usize> {
+    outer.start + inner.start..outer.start + inner.end
 }
 
 #[cfg(test)]

@@ -1,6 +1,9 @@
 //! Ring algorithms: they send the fewest bytes for large buffers, and use only two connections per rank.
 
-use super::{Apply, Blocks, Plan, Stream, block};
+use std::cmp::Ordering;
+use std::ops::Range;
+
+use super::{Apply, Blocks, Plan, Stream, block, subrange};
 
 /// Returns the plan of `rank` for a ring all-reduce over `world` blocks (`world >= 1`) of each chunk.
 ///
@@ -21,50 +24,31 @@ use super::{Apply, Blocks, Plan, Stream, block};
 ///
 /// Patarasuk & Yuan 2009, doi:10.1016/j.jpdc.2008.09.002.
 pub(super) fn all_reduce(rank: usize, world: usize, count: usize, chunk: usize) -> Plan {
-    let mut plan = Plan::default();
-    if world == 1 {
-        return plan;
-    }
-    let (to, from) = ((rank + 1) % world, (rank + world - 1) % world);
     let chunk = even_chunk(world, count, chunk);
-    let chunks = count.div_ceil(chunk).max(1);
-    let (mut sent, mut received, mut lead) = (Vec::new(), Vec::new(), usize::MAX);
-    for start in (0..chunks).map(|index| index * chunk) {
-        let len = chunk.min(count - start);
-        let part = |behind: usize| {
-            let range = block((rank + 2 * world - behind) % world, world, len);
-            start + range.start..start + range.end
-        };
-        // Step k sends the block that step k-1 received. So within a chunk, the send stream may be ahead of
-        // the receive stream by the first block. The whole streams use the least of these leads of all
-        // chunks.
-        lead = lead.min(part(0).len());
-        for step in 0..2 * (world - 1) {
-            let apply = match step {
-                _ if step < world - 2 => Apply::Reduce,
-                _ if step == world - 2 => Apply::ReduceLast,
-                _ => Apply::Copy,
-            };
-            sent.push(part(step));
-            received.push((part(step + 1), apply));
-        }
-    }
-    let recv = plan.push(Stream::recv(from, received));
-    plan.push(Stream::send(to, sent).after(Some(recv), lead.cast_signed()));
-    plan
+    let part = |index: usize, behind: usize| {
+        let whole = index * chunk..count.min((index + 1) * chunk);
+        subrange(&whole, &block((rank + 2 * world - behind) % world, world, whole.len()))
+    };
+    // The last reducing step is number P−2.
+    let apply = |step: usize| match (step + 2).cmp(&world) {
+        Ordering::Less => Apply::Reduce,
+        Ordering::Equal => Apply::ReduceLast,
+        Ordering::Greater => Apply::Copy,
+    };
+    ring_steps(rank, world, (count.div_ceil(chunk).max(1), 2 * (world - 1)), part, apply)
 }
 
 /// Returns the plan of `rank` for a ring all-gather: the rank sends its own block and then the blocks that it
 /// has received.
 pub(super) fn all_gather(rank: usize, blocks: &Blocks, chunk: usize) -> Plan {
-    ring_steps(rank, blocks, chunk, 0, |_| Apply::Copy)
+    block_steps(rank, blocks, chunk, 0, |_| Apply::Copy)
 }
 
 /// Returns the plan of `rank` for a ring reduce-scatter: in the end the rank's own block is summed over all
 /// ranks, and its other blocks hold partial sums.
 pub(super) fn reduce_scatter(rank: usize, blocks: &Blocks, chunk: usize) -> Plan {
     let last = blocks.world().saturating_sub(2);
-    ring_steps(rank, blocks, chunk, 1, |step| if step == last { Apply::ReduceLast } else { Apply::Reduce })
+    block_steps(rank, blocks, chunk, 1, |step| if step == last { Apply::ReduceLast } else { Apply::Reduce })
 }
 
 /// Returns the plan of `rank` for P−1 steps around the ring; step k sends block `rank − first − k`.
@@ -72,34 +56,44 @@ pub(super) fn reduce_scatter(rank: usize, blocks: &Blocks, chunk: usize) -> Plan
 /// Equal blocks are sent chunk by chunk, so that a part is still in the cache when it is forwarded. Unequal
 /// blocks are sent whole: with parts of different length, sending could not be ahead of receiving by one
 /// fixed number of elements (the lead) in all chunks.
-fn ring_steps(
+fn block_steps(
     rank: usize,
     blocks: &Blocks,
     chunk: usize,
     first: usize,
     apply: impl Fn(usize) -> Apply,
 ) -> Plan {
-    let (mut plan, world) = (Plan::default(), blocks.world());
+    let world = blocks.world();
+    let chunks = blocks.uniform_len().map_or(1, |len| len.div_ceil((chunk / world).max(1)).max(1));
+    let part = |index: usize, behind: usize| {
+        let whole = blocks.range((rank + 2 * world - first - behind) % world);
+        subrange(&whole, &block(index, chunks, whole.len()))
+    };
+    ring_steps(rank, world, (chunks, world - 1), part, apply)
+}
+
+/// Returns the plan of `rank` for steps around the ring in each chunk. Step k of chunk i sends `part(i, k)`,
+/// which step k−1 has received.
+fn ring_steps(
+    rank: usize,
+    world: usize,
+    (chunks, steps): (usize, usize),
+    part: impl Fn(usize, usize) -> Range<usize>,
+    apply: impl Fn(usize) -> Apply,
+) -> Plan {
+    let mut plan = Plan::default();
     if world == 1 {
         return plan;
     }
     let (to, from) = ((rank + 1) % world, (rank + world - 1) % world);
-    let chunks = blocks.uniform_len().map_or(1, |len| len.div_ceil((chunk / world).max(1)).max(1));
-    let (mut sent, mut received, mut lead) = (Vec::new(), Vec::new(), usize::MAX);
-    for index in 0..chunks {
-        let part = |behind: usize| {
-            let whole = blocks.range((rank + 2 * world - first - behind) % world);
-            let part = block(index, chunks, whole.len());
-            whole.start + part.start..whole.start + part.end
-        };
-        lead = lead.min(part(0).len());
-        for step in 0..world - 1 {
-            sent.push(part(step));
-            received.push((part(step + 1), apply(step)));
-        }
-    }
-    let recv = plan.push(Stream::recv(from, received));
-    plan.push(Stream::send(to, sent).after(Some(recv), lead.cast_signed()));
+    let moves = || (0..chunks).flat_map(|index| (0..steps).map(move |step| (index, step)));
+    let recv = Stream::recv(from, moves().map(|(index, step)| (part(index, step + 1), apply(step))));
+    let send = Stream::send(to, moves().map(|(index, step)| part(index, step)));
+    // Within a chunk, the send stream may be ahead of the receive stream by the first block. The whole
+    // streams use the least of these leads of all chunks.
+    let lead = (0..chunks).map(|index| part(index, 0).len()).min().unwrap_or(0);
+    let recv = plan.push(recv);
+    plan.push(send.after(Some(recv), lead.cast_signed()));
     plan
 }
 

@@ -32,12 +32,10 @@ impl Topology {
         Self::new(std::iter::repeat_n((), world))
     }
 
-    /// Number of ranks.
     pub(crate) fn world(&self) -> usize {
         self.positions.len()
     }
 
-    /// The ranks of each host.
     pub(crate) fn hosts(&self) -> &[Vec<usize>] {
         &self.hosts
     }
@@ -58,7 +56,6 @@ impl Topology {
         self.hosts.iter().map(Vec::len).min().unwrap_or(0)
     }
 
-    /// The number of ranks of the largest host.
     pub(crate) fn largest_host(&self) -> usize {
         self.hosts.iter().map(Vec::len).max().unwrap_or(0)
     }

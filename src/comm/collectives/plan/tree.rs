@@ -1,29 +1,30 @@
-//! Binomial tree: broadcast and reduce of small buffers.
+//! Broadcast and reduce along a tree: a binomial tree for small buffers, a chain for large ones.
 
 use super::{Apply, Plan, Stream, Topology};
 
-/// Returns the plan of `rank` for a broadcast in log2(H) and then log2(L) rounds, for H hosts of L ranks.
-///
-/// A rank sends to children on other hosts before those on its own, and to the largest subtree of these
-/// first.
-pub(super) fn broadcast(rank: usize, topology: &Topology, count: usize, root: usize) -> Plan {
+/// The parent and children of a rank in a tree, whose root has no parent.
+pub(super) struct TreeNeighbours {
+    pub(super) parent: Option<usize>,
+    /// A reduce adds the sums of the children in this order.
+    pub(super) children: Vec<usize>,
+}
+
+/// Returns the plan of a rank for a broadcast from the root. It forwards data as soon as it arrives.
+pub(super) fn broadcast(TreeNeighbours { parent, children }: TreeNeighbours, count: usize) -> Plan {
     let mut plan = Plan::default();
-    let neighbours = TreeNeighbours::of(rank, topology, root);
-    let got = neighbours.parent.map(|parent| plan.push(Stream::recv(parent, [(0..count, Apply::Copy)])));
-    for &child in neighbours.children.iter().rev() {
+    let got = parent.map(|parent| plan.push(Stream::recv(parent, [(0..count, Apply::Copy)])));
+    for child in children.into_iter().rev() {
         plan.push(Stream::send(child, Some(0..count)).after(got, 0));
     }
     plan
 }
 
-/// Returns the plan of `rank` for a reduce in log2(L) and then log2(H) rounds, for H hosts of L ranks: the
-/// broadcast in reverse.
+/// Returns the plan of a rank for a reduce to the root: the broadcast in reverse.
 ///
-/// The sums of the children's subtrees are added in a fixed order, which does not depend on timing. In the
-/// end, buffers of ranks other than the root hold partial sums.
-pub(super) fn reduce(rank: usize, topology: &Topology, count: usize, root: usize) -> Plan {
+/// The sums of the children's subtrees are added in a fixed order, which does not depend on timing, and are
+/// forwarded as soon as they are there. In the end, buffers of ranks other than the root hold partial sums.
+pub(super) fn reduce(TreeNeighbours { parent, children }: TreeNeighbours, count: usize) -> Plan {
     let mut plan = Plan::default();
-    let TreeNeighbours { parent, children } = TreeNeighbours::of(rank, topology, root);
     let mut before = None;
     for &child in &children {
         let last = parent.is_none() && Some(&child) == children.last();
@@ -36,36 +37,31 @@ pub(super) fn reduce(rank: usize, topology: &Topology, count: usize, root: usize
     plan
 }
 
-/// The parent and children of a rank in a binomial tree of hosts, in which each host is a binomial tree of
-/// its ranks. So the data is sent only once to each host but that of the root.
-struct TreeNeighbours {
-    parent: Option<usize>,
-    /// Children on this host come first, then those on other hosts; each with the smallest subtree first.
-    children: Vec<usize>,
-}
-
-impl TreeNeighbours {
-    fn of(rank: usize, topology: &Topology, root: usize) -> Self {
-        let hosts = topology.hosts();
-        let ((host, place), (root_host, root_place)) =
-            (topology.host_and_index(rank), topology.host_and_index(root));
-        let leader = |host: usize| if host == root_host { root_place } else { 0 };
-        let here = &hosts[host];
-        let inside = |place: usize| here[(place + leader(host)) % here.len()];
-        let place = (place + here.len() - leader(host)) % here.len();
-        let parent = parent(place).map(inside);
-        let mut children: Vec<_> = children(place, here.len()).map(inside).collect();
-        if place > 0 {
-            return Self { parent, children };
-        }
-        let across = |place: usize| {
-            let host = (place + root_host) % hosts.len();
-            hosts[host][leader(host)]
-        };
-        let place = (host + hosts.len() - root_host) % hosts.len();
-        children.extend(self::children(place, hosts.len()).map(across));
-        Self { parent: self::parent(place).map(across), children }
+/// Returns the neighbours of `rank` in a binomial tree of hosts, in which each host is a binomial tree of its
+/// ranks. So the data is sent only once to each host but that of the root, in log2(H) and then log2(L) rounds
+/// for H hosts of L ranks.
+///
+/// Children on this host come first, then those on other hosts; each with the smallest subtree first. A
+/// broadcast sends to them in reverse.
+pub(super) fn binomial(rank: usize, topology: &Topology, root: usize) -> TreeNeighbours {
+    let hosts = topology.hosts();
+    let ((host, place), (root_host, root_place)) =
+        (topology.host_and_index(rank), topology.host_and_index(root));
+    let leader = |host: usize| if host == root_host { root_place } else { 0 };
+    let here = &hosts[host];
+    let inside = |place: usize| here[(place + leader(host)) % here.len()];
+    let place = (place + here.len() - leader(host)) % here.len();
+    let mut children: Vec<_> = children_of(place, here.len()).map(inside).collect();
+    if place > 0 {
+        return TreeNeighbours { parent: parent_of(place).map(inside), children };
     }
+    let across = |place: usize| {
+        let host = (place + root_host) % hosts.len();
+        hosts[host][leader(host)]
+    };
+    let place = (host + hosts.len() - root_host) % hosts.len();
+    children.extend(children_of(place, hosts.len()).map(across));
+    TreeNeighbours { parent: parent_of(place).map(across), children }
 }
 
 /// Returns the parent of node `place` in a binomial tree with root 0: the number `place` without its lowest
@@ -77,13 +73,13 @@ impl TreeNeighbours {
 /// ├─── 2 ── 3
 /// └─── 1
 /// ```
-fn parent(place: usize) -> Option<usize> {
+fn parent_of(place: usize) -> Option<usize> {
     (place > 0).then(|| place & (place - 1))
 }
 
 /// Returns the children of node `place` in a binomial tree of `size` nodes with root 0. They are `place` +
 /// 2^k, for all 2^k below the lowest set bit of `place`.
-fn children(place: usize, size: usize) -> impl Iterator<Item = usize> {
+fn children_of(place: usize, size: usize) -> impl Iterator<Item = usize> {
     let reach = if place == 0 { size.next_power_of_two() } else { place & place.wrapping_neg() };
     (0..reach.ilog2()).map(move |bit| place + (1 << bit)).filter(move |&child| child < size)
 }

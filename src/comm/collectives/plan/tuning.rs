@@ -3,8 +3,6 @@
 //! Every rank must decide alike. So the choice depends only on values that all ranks know: the size, which
 //! ranks share a host, and the overrides, whose text is compared during the bootstrap.
 
-use std::fmt;
-
 use super::{Algorithm, Algorithms, Rounding, Topology, WIDE_FACTOR};
 
 /// Version of the table below: ranks with different versions refuse to form a group.
@@ -46,19 +44,17 @@ impl Algorithms {
         let doubling = doubling.then(|| {
             format!("all_gather:doubling needs 4, 8, 16, ... ranks; {world} ranks use all_gather:direct")
         });
-        let uneven = [("all_gather", self.all_gather), ("reduce_scatter", self.reduce_scatter)];
-        let uneven = uneven
-            .into_iter()
-            .filter(|(_, choice)| *choice == Some(Algorithm::Hierarchy) && !topology.is_even());
-        let uneven = uneven.map(|(collective, _)| {
-            format!(
-                "{collective}:hierarchy needs equally many ranks on each host; these ranks use {collective}:ring"
-            )
-        });
-        doubling.into_iter().chain(uneven).collect()
+        let uneven = |collective: &str, choice: Option<Algorithm>| {
+            (choice == Some(Algorithm::Hierarchy) && !topology.is_even()).then(|| {
+                format!(
+                    "{collective}:hierarchy needs equally many ranks on each host; these ranks use {collective}:ring"
+                )
+            })
+        };
+        let gather = uneven("all_gather", self.all_gather);
+        [doubling, gather, uneven("reduce_scatter", self.reduce_scatter)].into_iter().flatten().collect()
     }
 
-    /// Returns the algorithm of an all-reduce of `bytes` bytes.
     pub(crate) fn for_all_reduce(&self, bytes: usize, topology: &Topology, rounding: Rounding) -> Algorithm {
         let world = topology.world();
         let doubling = if world == 2 { DOUBLING_PAIR_BYTES } else { DOUBLING_BYTES };
@@ -73,12 +69,10 @@ impl Algorithms {
         })
     }
 
-    /// Returns the algorithm of a broadcast of `bytes` bytes.
     pub(crate) fn for_broadcast(&self, bytes: usize) -> Algorithm {
         self.broadcast.unwrap_or(Self::rooted_algorithm(bytes))
     }
 
-    /// Returns the algorithm of a reduce of `bytes` bytes.
     pub(crate) fn for_reduce(&self, bytes: usize, topology: &Topology, rounding: Rounding) -> Algorithm {
         let world = topology.world();
         let sent = bytes_on_wire(bytes, world, rounding);
@@ -128,9 +122,8 @@ impl Algorithms {
             Some(Algorithm::Hierarchy) if !topology.is_even() => Algorithm::Ring,
             Some(chosen) => chosen,
             None if topology.is_even() && hierarchy_pays(all, topology, rounding) => Algorithm::Hierarchy,
-            None if reduces_in_order(world, rounding) => Algorithm::Direct,
             // With two ranks, a direct exchange sends the same data as a ring.
-            None if world == 2 => Algorithm::Direct,
+            None if world == 2 || reduces_in_order(world, rounding) => Algorithm::Direct,
             None if uses_direct(bytes_on_wire(all, world, rounding), usize::MAX, topology) => {
                 Algorithm::Direct
             }
@@ -172,16 +165,6 @@ fn hierarchy_pays(bytes: usize, topology: &Topology, rounding: Rounding) -> bool
         && topology.is_hierarchical()
         && topology.largest_host() <= HIERARCHY_MAX_IMBALANCE * topology.rails()
         && bytes_on_wire(bytes, topology.world(), rounding) >= HIERARCHY_BYTES
-}
-
-/// Formats everything that determines the choice, as one text that ranks compare.
-impl fmt::Display for Algorithms {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "table {TABLE_VERSION}")?;
-        self.chosen().try_for_each(|(collective, choice)| {
-            write!(f, ", {collective}:{}", choice.map_or("table", Algorithm::name))
-        })
-    }
 }
 
 #[cfg(test)]

@@ -1,8 +1,8 @@
 //! Two-tree broadcast of large buffers: half of the data through each of two binary trees.
 //!
-//! In a single binary tree the leaves only receive, and the inner nodes send everything twice. With two trees,
-//! an inner node of one is a leaf of the other. So no rank sends more bytes than the data has, and the delay
-//! grows with log2(P), not with P as in a chain.
+//! In a single binary tree the leaves only receive, and the inner nodes send everything twice. With two
+//! trees, an inner node of one is a leaf of the other. So no rank sends more bytes than the data has, and the
+//! delay grows with log2(P), not with P as in a chain.
 //!
 //! Sanders, Speck & Träff 2009, doi:10.1016/j.parco.2009.09.001.
 
@@ -10,8 +10,8 @@ use super::{Apply, Plan, Stream, block};
 
 /// Returns the plan of `rank` of `world` for a broadcast of `count` elements from `root`.
 ///
-/// Each rank forwards the data while it arrives. The streams of the first tree come first between all pairs of
-/// ranks, so the trees cannot wait for each other in a circle.
+/// Each rank forwards the data while it arrives. The streams of the first tree come first between all pairs
+/// of ranks, so the trees cannot wait for each other in a circle.
 pub(super) fn broadcast(rank: usize, world: usize, count: usize, root: usize) -> Plan {
     let mut plan = Plan::default();
     let me = (rank + world - root) % world;
@@ -45,7 +45,8 @@ fn parent(place: usize, world: usize) -> Option<usize> {
 }
 
 /// Returns the rank, counted from the root, at node `place` of a tree. The second tree exchanges the odd and
-/// the even nodes: it counts backwards if an even number of ranks follows the root, else it is shifted by one.
+/// the even nodes: it counts backwards if an even number of ranks follows the root, else it is shifted by
+/// one.
 fn relabelled(tree: usize, place: usize, world: usize) -> usize {
     match tree {
         1 if place > 0 && world % 2 == 1 => world - place,

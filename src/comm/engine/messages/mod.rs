@@ -1,5 +1,4 @@
-//! Point-to-point messages: matching by (peer, tag) in order, credits, and a rendezvous protocol for large
-//! messages.
+//! Point-to-point messages: matching by (peer, tag) in order, credits, and rendezvous for large messages.
 //!
 //! A message of up to [`EAGER_BYTES`] is sent at once. If no receive matches it yet, the receiver keeps it.
 //! The sender knows how much the receiver keeps ([`CREDIT_BYTES`] for each peer) and gets credit back when
@@ -8,8 +7,8 @@
 //! and it is sent (Message frame) straight into the buffer of that receive. So messages that no receive
 //! matches never block a message of another tag.
 //!
-//! A message may be shorter than the buffer of its receive. If it is longer, the receive fails, and the rest of
-//! the message is read and discarded, so that the next message is in its place.
+//! A message may be shorter than the buffer of its receive. If it is longer, the receive fails, and the rest
+//! of the message is read and discarded, so that the next message is in its place.
 //!
 //! A message of a rank to itself needs no connection (`to_self`).
 
@@ -27,25 +26,24 @@ use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::{Call, Status};
 use crate::engine::completion::Completion;
 use crate::fault::fault_point;
-use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
+use crate::transport::frame::{Frame, GroupId, HEADER_BYTES, Kind};
 use crate::transport::links::conn::{Conn, MAX_READ_AHEAD_BYTES};
-use crate::transport::links::hello::Credentials;
-pub(crate) use queues::{AnySourceQueue, DeadlineBounds, MessageError, Probe};
-use queues::{
-    Match, OutgoingFrame, PendingRecv, PendingSend, ReadState, Stage, check_type, plain_frame, send_index,
+pub(crate) use queues::{AnySourceQueue, DeadlineBounds, MessageError, PostedCall, Probe};
+use queues::{Match, OutgoingFrame, PendingRecv, PendingSend, ReadState, Stage, check_type, send_index};
+use unexpected::{
+    CREDIT_BYTES, Credit, MAX_ANNOUNCEMENTS, UnexpectedContent, UnexpectedMessage, UnexpectedQueue,
 };
-
-use unexpected::{Credit, MAX_ANNOUNCEMENTS, UnexpectedContent, UnexpectedMessage, UnexpectedQueue};
 
 /// Largest message that is sent eagerly, before a receive matches it.
 pub(crate) const EAGER_BYTES: usize = 64 << 10;
+
 /// All messages with one peer.
 #[derive(Debug)]
 pub(crate) struct PeerMessages {
     peer: usize,
+    group: GroupId,
     pub(crate) conn: Option<Conn>,
-    /// The sends in the order of their sequence numbers; the last `held` of them are neither sent nor
-    /// announced.
+    /// The sends by sequence number; the last `held` of them are neither sent nor announced.
     pub(crate) sends: VecDeque<PendingSend>,
     held: usize,
     /// Number of messages that are announced and that the peer has not requested yet.
@@ -63,9 +61,10 @@ pub(crate) struct PeerMessages {
 }
 
 impl PeerMessages {
-    pub(crate) fn new(peer: usize) -> Self {
+    pub(crate) fn new(peer: usize, group: GroupId) -> Self {
         Self {
             peer,
+            group,
             conn: None,
             sends: VecDeque::new(),
             held: 0,
@@ -75,34 +74,33 @@ impl PeerMessages {
             unexpected: UnexpectedQueue::default(),
             outgoing: VecDeque::new(),
             reading: ReadState::Header,
-            credit: Credit::new(),
+            credit: Credit { left: CREDIT_BYTES, owed: 0 },
             next_seq: 0,
             next_id: 0,
             write_blocked: false,
         }
     }
 
+    /// Returns whether a send or receive is pending.
+    pub(crate) fn has_posted(&self) -> bool {
+        !self.sends.is_empty() || !self.recvs.is_empty()
+    }
+
     pub(crate) fn is_busy(&self) -> bool {
-        !self.sends.is_empty() || !self.recvs.is_empty() || !self.outgoing.is_empty()
+        self.has_posted() || !self.outgoing.is_empty()
     }
 
     fn update_bounds(&mut self, completion: &Completion) {
-        let (shortest, query_at) = (completion.timeout, completion.query_at());
-        let before = self.deadline_bounds.filter(|_| !self.sends.is_empty() || !self.recvs.is_empty());
-        self.deadline_bounds =
-            Some(before.map_or(DeadlineBounds { shortest, query_at }, |before| DeadlineBounds {
-                shortest: before.shortest.min(shortest),
-                query_at: before.query_at.min(query_at),
-            }));
+        let bounds = DeadlineBounds::of(completion);
+        self.deadline_bounds = Some(self.deadline_bounds().map_or(bounds, |before| before.min(bounds)));
     }
 
     /// Returns the bounds of all messages; `None` if no send or receive is pending.
     pub(crate) fn deadline_bounds(&self) -> Option<DeadlineBounds> {
-        self.deadline_bounds.filter(|_| !self.sends.is_empty() || !self.recvs.is_empty())
+        self.deadline_bounds.filter(|_| self.has_posted())
     }
 
-    /// Closes the connection and drops all queued data. The caller has taken out all sends and receives
-    /// before.
+    /// Closes the connection and drops all queued data. The caller has taken out all sends and receives.
     pub(crate) fn stop(&mut self) {
         self.conn = None;
         self.unexpected = UnexpectedQueue::default();
@@ -111,27 +109,22 @@ impl PeerMessages {
         self.write_blocked = false;
     }
 
-    pub(crate) fn post_send(
-        &mut self,
-        ours: &Credentials,
-        call: Call,
-        buffer: BorrowedBuffer<'static>,
-        completion: Arc<Completion>,
-    ) {
+    pub(crate) fn post_send(&mut self, posted: PostedCall) {
         let seq = self.next_seq;
         self.next_seq += 1;
-        self.update_bounds(&completion);
-        self.sends.push_back(PendingSend { seq, call, completion, buffer, stage: Stage::Held });
+        self.update_bounds(&posted.completion);
+        self.sends.push_back(PendingSend { seq, posted, stage: Stage::Held });
         self.held += 1;
-        self.send_held(ours);
+        self.send_held();
     }
 
     /// Sends or announces held messages, in order, as far as credit and limits allow.
-    fn send_held(&mut self, ours: &Credentials) {
+    fn send_held(&mut self) {
         while self.held > 0 {
             let index = self.sends.len() - self.held;
-            let PendingSend { seq, call, ref buffer, .. } = self.sends[index];
-            let (bytes, cost) = (buffer.len(), buffer.len() + HEADER_BYTES);
+            let PendingSend { seq, ref posted, .. } = self.sends[index];
+            let (call, bytes) = (posted.call, posted.buffer.len());
+            let cost = bytes + HEADER_BYTES;
             let eager = bytes <= EAGER_BYTES && cost <= self.credit.left;
             let (kind, len) = if eager { (Kind::Eager, bytes as u64) } else { (Kind::Rts, 0) };
             if eager {
@@ -144,10 +137,8 @@ impl PeerMessages {
                 return;
             }
             self.held -= 1;
-            self.push(
-                Frame { len, call: call.encode(), ..plain_frame(ours, kind, seq) },
-                eager.then_some(seq),
-            );
+            let header = Frame { len, call: call.encode(), ..self.frame(kind, seq) };
+            self.push(header, eager.then_some(seq));
         }
     }
 
@@ -158,17 +149,10 @@ impl PeerMessages {
         Some((unexpected.arrival_index, Status { source: self.peer, call: unexpected.call }))
     }
 
-    /// Posts a receive with the index `order`, and gives it the first unexpected message with its tag, if
-    /// there is one.
-    pub(crate) fn post_recv(
-        &mut self,
-        ours: &Credentials,
-        order: u64,
-        call: Call,
-        buffer: BorrowedBuffer<'static>,
-        completion: Arc<Completion>,
-    ) -> Result<(), MessageError> {
-        let mut recv = self.pending_recv(order, call, buffer, completion);
+    /// Posts a receive with the index `order`; it gets the first unexpected message with its tag, if any.
+    pub(crate) fn post_recv(&mut self, order: u64, posted: PostedCall) -> Result<(), MessageError> {
+        let call = posted.call;
+        let mut recv = self.pending_recv(order, posted);
         let id = recv.id;
         if let Some(index) = self.unexpected.index(call.root) {
             let unexpected = self.unexpected.get_mut(index);
@@ -188,29 +172,23 @@ impl PeerMessages {
                 recv.store(&bytes);
                 // A message of this rank to itself used no credit, and a peer that is gone needs none.
                 if self.conn.is_some() {
-                    self.return_credit(ours, bytes.len());
+                    self.return_credit(bytes.len());
                 }
                 recv.complete(self.peer);
                 return Ok(());
             }
             recv.matched = Some(Match::Large(unexpected.seq));
-            self.push(plain_frame(ours, Kind::Cts, unexpected.seq), None);
+            self.push(self.frame(Kind::Cts, unexpected.seq), None);
         }
         self.recvs.push_back(recv);
         Ok(())
     }
 
-    fn pending_recv(
-        &mut self,
-        order: u64,
-        call: Call,
-        buffer: BorrowedBuffer<'static>,
-        completion: Arc<Completion>,
-    ) -> PendingRecv {
-        let id = self.next_id;
+    fn pending_recv(&mut self, order: u64, posted: PostedCall) -> PendingRecv {
+        let (id, theirs) = (self.next_id, posted.call);
         self.next_id += 1;
-        self.update_bounds(&completion);
-        PendingRecv { id, order, call, completion, buffer, matched: None, theirs: call, done: 0 }
+        self.update_bounds(&posted.completion);
+        PendingRecv { id, order, posted, matched: None, theirs, done: 0 }
     }
 
     /// Removes the receives that no message has matched, and returns their completions.
@@ -218,32 +196,26 @@ impl PeerMessages {
         let (matched, others): (VecDeque<_>, VecDeque<_>) =
             std::mem::take(&mut self.recvs).into_iter().partition(|recv| recv.matched.is_some());
         self.recvs = matched;
-        others.into_iter().map(|recv| recv.completion).collect()
+        others.into_iter().map(|recv| recv.posted.completion).collect()
     }
 
-    /// Returns whether some bytes that were sent to the peer may not have arrived: they are not written, or
-    /// not acknowledged.
+    /// Returns whether bytes to the peer may not have arrived: they are not written, or not acknowledged.
     pub(crate) fn has_bytes_in_flight(&self) -> bool {
         !self.outgoing.is_empty() || self.conn.as_ref().is_some_and(|conn| !conn.is_flushed())
     }
 
-    /// Returns whether a message that is queued or on its way ends the wait of the peer, which has reported
-    /// that it waits in `call`.
+    /// Returns whether a queued or sent message ends the wait of the peer, which waits in `call`.
     pub(crate) fn has_message_for(&self, call: &Call) -> bool {
         let receives = call.as_send() != *call;
-        let comes = |send: &PendingSend| send.stage == Stage::Sent || receives && send.call.root == call.root;
+        let comes =
+            |send: &PendingSend| send.stage == Stage::Sent || receives && send.posted.call.root == call.root;
         self.sends.iter().any(comes)
     }
 
     /// Writes queued frames and reads frames that have arrived. Returns whether anything moved.
-    pub(crate) fn progress(
-        &mut self,
-        ours: &Credentials,
-        any_source: &mut AnySourceQueue,
-    ) -> Result<bool, MessageError> {
+    pub(crate) fn progress(&mut self, any_source: &mut AnySourceQueue) -> Result<bool, MessageError> {
         let Some(mut conn) = self.conn.take() else { return Ok(false) };
-        let result =
-            self.write(&mut conn).and_then(|wrote| Ok(self.read(ours, any_source, &mut conn)? | wrote));
+        let result = self.write(&mut conn).and_then(|wrote| Ok(self.read(any_source, &mut conn)? | wrote));
         // The frames that were read may have queued an answer, such as a Cts frame.
         let result = result.and_then(|moved| Ok(self.write(&mut conn)? | moved));
         self.conn = Some(conn);
@@ -257,7 +229,7 @@ impl PeerMessages {
             let body = out.body.map(|seq| {
                 send_index(&self.sends, seq).expect("a send stays until its frame has been written")
             });
-            let buffer = body.map(|index| &self.sends[index].buffer);
+            let buffer = body.map(|index| &self.sends[index].posted.buffer);
             let total = HEADER_BYTES + buffer.map_or(0, BorrowedBuffer::len);
             let from = out.sent.saturating_sub(HEADER_BYTES);
             let bytes = buffer.map_or(&[][..], |buffer| buffer.bytes(from..from + MAX_READ_AHEAD_BYTES));
@@ -274,16 +246,20 @@ impl PeerMessages {
             }
             self.outgoing.pop_front();
             if let Some(send) = body.and_then(|index| self.sends.remove(index)) {
-                send.completion.complete(Ok(None));
+                send.posted.completion.complete(Ok(None));
             }
         }
         Ok(any)
     }
 
-    fn return_credit(&mut self, ours: &Credentials, bytes: usize) {
+    fn return_credit(&mut self, bytes: usize) {
         if let Some(credit) = self.credit.owe(bytes) {
-            self.push(plain_frame(ours, Kind::Credit, credit), None);
+            self.push(self.frame(Kind::Credit, credit), None);
         }
+    }
+
+    fn frame(&self, kind: Kind, seq: u64) -> Frame {
+        Frame::empty(kind, self.group, seq)
     }
 
     fn push(&mut self, frame: Frame, body: Option<u64>) {

@@ -5,21 +5,26 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::buffer::BorrowedBuffer;
-use crate::collectives::call::{Call, CallError, Status};
+use crate::collectives::call::{Call, Status};
 use crate::collectives::kernels::SourceBytes;
 use crate::engine::completion::Completion;
 use crate::error::{CommError, PeerMisbehaved};
-use crate::transport::frame::{Frame, FrameError, HEADER_BYTES, Kind};
+use crate::transport::frame::HEADER_BYTES;
 use crate::transport::links::conn::ConnError;
-use crate::transport::links::hello::Credentials;
+
+/// A send or receive that a caller has posted.
+#[derive(Debug)]
+pub(crate) struct PostedCall {
+    pub(crate) call: Call,
+    pub(crate) buffer: BorrowedBuffer<'static>,
+    pub(crate) completion: Arc<Completion>,
+}
 
 /// A message that this rank sends.
 #[derive(Debug)]
 pub(crate) struct PendingSend {
     pub(crate) seq: u64,
-    pub(crate) call: Call,
-    pub(crate) completion: Arc<Completion>,
-    pub(super) buffer: BorrowedBuffer<'static>,
+    pub(crate) posted: PostedCall,
     pub(super) stage: Stage,
 }
 
@@ -40,9 +45,7 @@ pub(crate) struct PendingRecv {
     pub(super) id: u64,
     /// The index of this receive among all receives of the group.
     pub(super) order: u64,
-    pub(crate) call: Call,
-    pub(crate) completion: Arc<Completion>,
-    pub(super) buffer: BorrowedBuffer<'static>,
+    pub(crate) posted: PostedCall,
     /// The message that this receive was matched with; `None` until there is one.
     pub(super) matched: Option<Match>,
     /// The call of the matched message.
@@ -59,16 +62,18 @@ impl PendingRecv {
 
     /// Stores the next bytes of the message, and discards those for which the buffer has no room.
     pub(super) fn store(&mut self, bytes: &[u8]) {
-        let room = self.buffer.len().saturating_sub(self.done).min(bytes.len());
-        SourceBytes::from(&bytes[..room]).copy_to(&mut self.buffer.bytes_mut(self.done..self.done + room));
+        let buffer = &mut self.posted.buffer;
+        let room = buffer.len().saturating_sub(self.done).min(bytes.len());
+        SourceBytes::from(&bytes[..room]).copy_to(&mut buffer.bytes_mut(self.done..self.done + room));
         self.done += bytes.len();
     }
 
     /// Completes the receive: all bytes of the message were stored or discarded.
     pub(super) fn complete(self, from: usize) {
-        let (count, room) = (self.theirs.count(), self.call.count());
-        self.completion.complete(if count > room {
-            Err(CommError::Truncated { from, tag: self.call.root, count, room })
+        let PostedCall { call, completion, .. } = self.posted;
+        let (count, room) = (self.theirs.count(), call.count());
+        completion.complete(if count > room {
+            Err(CommError::Truncated { from, tag: call.root, count, room })
         } else {
             Ok(Some(Status { source: from, call: self.theirs }))
         });
@@ -85,10 +90,9 @@ pub(super) enum Match {
 
 /// A frame that is being sent.
 #[derive(Debug)]
-pub(super) struct OutgoingFrame {
+pub(crate) struct OutgoingFrame {
     pub(super) header: [u8; HEADER_BYTES],
-    /// The sequence number of the message whose elements follow the header; `None` for a frame without
-    /// elements.
+    /// The sequence number of the message whose elements follow the header, if any do.
     pub(super) body: Option<u64>,
     pub(super) sent: usize,
 }
@@ -97,12 +101,8 @@ pub(super) struct OutgoingFrame {
 #[derive(Debug, Clone, Copy)]
 pub(super) enum ReadState {
     Header,
-    /// The rest of the small unexpected message `id`, which is the last of `unexpected` and has `total`
-    /// bytes.
-    Unexpected {
-        total: usize,
-        id: u64,
-    },
+    /// The rest of a small unexpected message, which is the last of `unexpected`.
+    Unexpected,
     /// The rest of a message for the receive `id`; `eager` says that the message used credit.
     Posted {
         id: u64,
@@ -125,9 +125,9 @@ pub(crate) struct AnySourceQueue {
     /// Probes that wait for a message.
     pub(crate) probes: Vec<Probe>,
     /// Number of receives of the group so far.
-    pub(super) posted: u64,
+    posted: u64,
     /// Number of unexpected messages of the group so far.
-    pub(super) unexpected_count: u64,
+    unexpected_count: u64,
 }
 
 /// A probe that waits for a message.
@@ -142,25 +142,11 @@ pub(crate) struct Probe {
 #[derive(Debug)]
 pub(crate) struct AnySourceRecv {
     pub(super) order: u64,
-    pub(crate) call: Call,
-    pub(crate) completion: Arc<Completion>,
-    pub(super) buffer: BorrowedBuffer<'static>,
+    pub(crate) posted: PostedCall,
 }
 
-impl From<PeerMisbehaved> for MessageError {
-    fn from(error: PeerMisbehaved) -> Self {
-        Self::Protocol(error)
-    }
-}
-
-impl From<FrameError> for MessageError {
-    fn from(error: FrameError) -> Self {
-        Self::Protocol(error.into())
-    }
-}
-
-impl From<CallError> for MessageError {
-    fn from(error: CallError) -> Self {
+impl<E: Into<PeerMisbehaved>> From<E> for MessageError {
+    fn from(error: E) -> Self {
         Self::Protocol(error.into())
     }
 }
@@ -172,29 +158,39 @@ impl AnySourceQueue {
         self.posted
     }
 
-    pub(crate) fn post(&mut self, call: Call, buffer: BorrowedBuffer<'static>, completion: Arc<Completion>) {
+    /// Counts one more unexpected message of the group and returns its index.
+    pub(super) fn arrival_index(&mut self) -> u64 {
+        self.unexpected_count += 1;
+        self.unexpected_count
+    }
+
+    pub(crate) fn post(&mut self, posted: PostedCall) {
         let order = self.order();
-        self.recvs.push_back(AnySourceRecv { order, call, completion, buffer });
+        self.recvs.push_back(AnySourceRecv { order, posted });
     }
 }
 
 /// The shortest timeout, and the earliest time to ask other ranks what they wait in, of all sends and
-/// receives since last no message was pending. With these bounds, a check of the clock costs little even with
-/// many messages.
+/// receives since last no message was pending. With these bounds, a check of the clock is cheap.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct DeadlineBounds {
     pub(crate) shortest: Duration,
     pub(crate) query_at: Instant,
 }
 
+impl DeadlineBounds {
+    pub(crate) fn of(completion: &Completion) -> Self {
+        Self { shortest: completion.timeout, query_at: completion.query_at() }
+    }
+
+    pub(crate) fn min(self, other: Self) -> Self {
+        Self { shortest: self.shortest.min(other.shortest), query_at: self.query_at.min(other.query_at) }
+    }
+}
+
 /// Returns the index in `sends` of the message with sequence number `seq`.
 pub(super) fn send_index(sends: &VecDeque<PendingSend>, seq: u64) -> Option<usize> {
     sends.binary_search_by_key(&seq, |send| send.seq).ok()
-}
-
-/// Returns a frame header without a call and with payload length 0.
-pub(super) fn plain_frame(ours: &Credentials, kind: Kind, seq: u64) -> Frame {
-    Frame { kind, generation: ours.generation, group: ours.group, seq, call: [0; 16], len: 0 }
 }
 
 /// Checks that a message has the type that its receive asks for; its length may differ.

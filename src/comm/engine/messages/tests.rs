@@ -13,8 +13,8 @@ use crate::error::CommError;
 use crate::transport::links::fake::{self, FaultScript};
 use convoke_testkit::Random;
 
-fn credentials() -> Credentials {
-    Credentials::new(None, Generation::from_bytes([4; 16]), 0)
+fn group() -> GroupId {
+    (Generation::from_bytes([4; 16]), 0)
 }
 
 fn call(len: usize, tag: u32) -> Call {
@@ -40,7 +40,8 @@ impl Message {
         // SAFETY: the test keeps all messages, and does not change `sent`, until both queues are gone.
         let buffer = unsafe { BorrowedBuffer::default().with_ref(0, &self.sent[..]).erase_lifetime() };
         let completion = self.sending.insert(completion());
-        from.post_send(&credentials(), call(self.sent.len(), self.tag), buffer, Arc::clone(completion));
+        let (call, completion) = (call(self.sent.len(), self.tag), Arc::clone(completion));
+        from.post_send(PostedCall { call, buffer, completion });
     }
 
     fn recv(&mut self, at: &mut PeerMessages) {
@@ -48,8 +49,8 @@ impl Message {
         // completion is done.
         let buffer = unsafe { BorrowedBuffer::default().with_mut(0, &mut self.got[..]).erase_lifetime() };
         let completion = self.receiving.insert(completion());
-        at.post_recv(&credentials(), 0, call(self.got.len(), self.tag), buffer, Arc::clone(completion))
-            .unwrap();
+        let (call, completion) = (call(self.got.len(), self.tag), Arc::clone(completion));
+        at.post_recv(0, PostedCall { call, buffer, completion }).unwrap();
     }
 }
 
@@ -68,7 +69,7 @@ fn random_messages_keep_their_order_for_each_tag() {
         };
         let small = round % 3 == 2;
         let (a, b) = fake::pair(FaultScript { seed: random.next(), ..script });
-        let (mut left, mut right) = (PeerMessages::new(1), PeerMessages::new(0));
+        let (mut left, mut right) = (PeerMessages::new(1, group()), PeerMessages::new(0, group()));
         (left.conn, right.conn) = (Some(Conn::new(Box::new(a))), Some(Conn::new(Box::new(b))));
         let mut messages: Vec<Message> = (0..if small { 12 } else { 80 })
             .map(|index| {
@@ -113,15 +114,15 @@ fn random_messages_keep_their_order_for_each_tag() {
                 }
                 side => {
                     let side = if side % 2 == 0 { &mut left } else { &mut right };
-                    let moved = side.progress(&credentials(), &mut AnySourceQueue::default()).unwrap();
+                    let moved = side.progress(&mut AnySourceQueue::default()).unwrap();
                     idle = if moved { 0 } else { idle + 1 };
                     assert!(idle < 200_000, "nothing moves any more");
                 }
             }
         }
         // Credit frames may still be on their way.
-        while left.progress(&credentials(), &mut AnySourceQueue::default()).unwrap()
-            | right.progress(&credentials(), &mut AnySourceQueue::default()).unwrap()
+        while left.progress(&mut AnySourceQueue::default()).unwrap()
+            | right.progress(&mut AnySourceQueue::default()).unwrap()
         {}
         assert!(
             messages
@@ -149,7 +150,7 @@ fn random_messages_keep_their_order_for_each_tag() {
 fn messages_beyond_the_announcement_limit_wait_at_the_sender() {
     for len in [0, 100, EAGER_BYTES + 1] {
         let (a, b) = fake::pair(FaultScript::default());
-        let (mut left, mut right) = (PeerMessages::new(1), PeerMessages::new(0));
+        let (mut left, mut right) = (PeerMessages::new(1, group()), PeerMessages::new(0, group()));
         (left.conn, right.conn) = (Some(Conn::new(Box::new(a))), Some(Conn::new(Box::new(b))));
         let eager = if len > EAGER_BYTES { 0 } else { CREDIT_BYTES / (len + HEADER_BYTES) };
         let count = eager + 4 * MAX_ANNOUNCEMENTS;
@@ -160,8 +161,8 @@ fn messages_beyond_the_announcement_limit_wait_at_the_sender() {
             })
             .collect();
         let exchange = |left: &mut PeerMessages, right: &mut PeerMessages| {
-            while left.progress(&credentials(), &mut AnySourceQueue::default()).unwrap()
-                | right.progress(&credentials(), &mut AnySourceQueue::default()).unwrap()
+            while left.progress(&mut AnySourceQueue::default()).unwrap()
+                | right.progress(&mut AnySourceQueue::default()).unwrap()
             {}
         };
         messages.iter_mut().for_each(|message| message.send(&mut left));
@@ -194,7 +195,7 @@ fn random_frames_never_cause_a_panic() {
     let mut random = Random::new("random_frames_never_cause_a_panic");
     for _ in 0..3000 {
         let (mut peer, ours) = fake::pair(FaultScript::default());
-        let mut receiver = PeerMessages::new(0);
+        let mut receiver = PeerMessages::new(0, group());
         receiver.conn = Some(Conn::new(Box::new(ours)));
         let mut message =
             Message { tag: 1, sent: Vec::new(), got: vec![0; 100], sending: None, receiving: None };
@@ -207,7 +208,7 @@ fn random_frames_never_cause_a_panic() {
             let header = Frame {
                 len: len as u64,
                 call: about.encode(),
-                ..plain_frame(&credentials(), kind, random.below(3) as u64)
+                ..Frame::empty(kind, group(), random.below(3) as u64)
             };
             let mut frame = header.encode().to_vec();
             frame.extend((0..len).map(|_| random.next() as u8));
@@ -219,7 +220,7 @@ fn random_frames_never_cause_a_panic() {
         }
         crate::transport::links::Link::try_send(&mut peer, &[IoSlice::new(&bytes)]).unwrap();
         for _ in 0..20 {
-            if receiver.progress(&credentials(), &mut AnySourceQueue::default()).is_err() {
+            if receiver.progress(&mut AnySourceQueue::default()).is_err() {
                 break;
             }
         }

@@ -15,9 +15,6 @@ pub(crate) const MAX_ANNOUNCEMENTS: usize = if cfg!(test) { 50 } else { 1 << 20 
 /// An unexpected message: it came before a receive matched it.
 #[derive(Debug)]
 pub(super) struct UnexpectedMessage {
-    /// A number that this rank gives the message. `seq` cannot identify it, because a peer may send any
-    /// `seq`.
-    pub(super) id: u64,
     pub(super) seq: u64,
     /// The index of this message among all unexpected messages of the group.
     pub(super) arrival_index: u64,
@@ -59,12 +56,8 @@ pub(super) struct Credit {
 impl UnexpectedMessage {
     /// Returns the bytes that are kept for the message when it is complete; `None` for an announcement.
     fn kept_bytes(&self) -> Option<usize> {
-        match self.content {
-            UnexpectedContent::Announcement => None,
-            UnexpectedContent::Partial(_) | UnexpectedContent::Complete(_) => {
-                Some(self.call.bytes() as usize + HEADER_BYTES)
-            }
-        }
+        let is_kept = !matches!(self.content, UnexpectedContent::Announcement);
+        is_kept.then(|| self.call.bytes() as usize + HEADER_BYTES)
     }
 }
 
@@ -91,9 +84,9 @@ impl UnexpectedQueue {
         &mut self.messages[index]
     }
 
-    pub(super) fn index_of(&self, id: u64) -> usize {
-        let index = self.messages.iter().position(|message| message.id == id);
-        index.expect("a message stays queued while it is read")
+    /// Returns the index of the message that came last. A message stays queued while it is read.
+    pub(super) fn last_index(&self) -> usize {
+        self.messages.len() - 1
     }
 
     pub(super) fn push(&mut self, message: UnexpectedMessage) {
@@ -120,10 +113,6 @@ impl UnexpectedQueue {
 }
 
 impl Credit {
-    pub(super) fn new() -> Self {
-        Self { left: CREDIT_BYTES, owed: 0 }
-    }
-
     /// Adds credit that the peer has returned.
     pub(super) fn restore(&mut self, bytes: u64) -> Result<(), PeerMisbehaved> {
         let left = usize::try_from(bytes).unwrap_or(usize::MAX).saturating_add(self.left);
@@ -134,8 +123,7 @@ impl Credit {
         Ok(())
     }
 
-    /// Notes that a receive has taken a message of `bytes` bytes. Returns the credit to return to the peer if
-    /// that is worth a frame.
+    /// Notes that a receive took a message of `bytes` bytes. Returns the credit to return, if worth a frame.
     pub(super) fn owe(&mut self, bytes: usize) -> Option<u64> {
         self.owed += bytes + HEADER_BYTES;
         (self.owed >= CREDIT_BYTES / 2).then(|| std::mem::take(&mut self.owed) as u64)

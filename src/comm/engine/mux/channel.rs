@@ -16,7 +16,7 @@ pub(super) struct Channel {
 
 impl Link for Channel {
     fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
-        self.mux.lock().send(&self.mux.poller, self.group, self.rank, parts)
+        self.mux.lock().send(self.group, self.rank, parts)
     }
 
     fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize> {
@@ -25,14 +25,14 @@ impl Link for Channel {
         if let Some(taken) = inbox.take(into) {
             return taken;
         }
-        state.read_channel(&self.mux.poller, self.group, self.rank);
+        state.read_channel(self.group, self.rank);
         let inbox = state.channel(self.group, self.rank).map(|(_, inbox)| inbox);
         inbox.and_then(|inbox| inbox.take(into)).unwrap_or_else(|| Err(io::ErrorKind::WouldBlock.into()))
     }
 
     /// Closes the channel; the connection stays open for other groups.
     fn close_write(&mut self) {
-        self.mux.lock().close_channel(&self.mux.poller, self.group, self.rank);
+        self.mux.lock().close_channel(self.group, self.rank);
     }
 
     fn is_flushed(&self) -> bool {
@@ -53,5 +53,11 @@ impl Link for Channel {
         let mut state = self.mux.lock();
         let (link, _) = state.channel(self.group, self.rank)?;
         link.conn.as_ref()?.time_since_ack()
+    }
+
+    fn sender_cpu(&self) -> Option<usize> {
+        let mut state = self.mux.lock();
+        let (link, _) = state.channel(self.group, self.rank)?;
+        link.conn.as_ref()?.sender_cpu()
     }
 }

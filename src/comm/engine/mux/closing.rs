@@ -14,8 +14,7 @@ use nix::poll::PollFlags;
 use crate::engine::poller::Poller;
 use crate::transport::links::conn::Conn;
 
-/// Longest wait for the peers' kernels to accept data that was sent to them. After it the connections are
-/// closed anyway.
+/// Longest wait for the peers' kernels to accept sent data. Then the connections are closed anyway.
 const LINGER: Duration = Duration::from_secs(2);
 
 /// A connection that is about to be closed.
@@ -48,8 +47,7 @@ impl ClosingConn {
         }
     }
 
-    /// Sends what the connection takes now, and reads and drops incoming bytes. Returns whether the
-    /// connection can be closed.
+    /// Sends what it can, and reads and drops incoming bytes. Returns whether the connection can be closed.
     fn try_close(&mut self) -> bool {
         while !self.unsent.is_empty() {
             match self.conn.send(&[IoSlice::new(&self.unsent)]) {
@@ -60,15 +58,13 @@ impl ClosingConn {
             }
         }
         let sent_all = self.unsent.is_empty();
-        if self.is_channel {
-            if sent_all && !std::mem::replace(&mut self.closed, true) {
-                self.conn.close_write();
-            }
-            return sent_all && !self.conn.has_unsent();
-        }
-        if sent_all && !self.conn.is_flushed() && !std::mem::replace(&mut self.closed, true) {
+        let closes = sent_all && (self.is_channel || !self.conn.is_flushed());
+        if closes && !std::mem::replace(&mut self.closed, true) {
             // The peer's kernel acknowledges the end of a connection at once, and data only after a delay.
             self.conn.close_write();
+        }
+        if self.is_channel {
+            return sent_all && !self.conn.has_unsent();
         }
         let over = self.conn.discard() || sent_all && self.conn.is_flushed();
         if over {
@@ -81,9 +77,4 @@ impl ClosingConn {
         let flags = if self.closed { PollFlags::POLLIN } else { PollFlags::POLLIN | PollFlags::POLLOUT };
         Some((self.conn.pollable()?, flags))
     }
-}
-
-pub(super) fn close_links(poller: &Poller, links: Vec<(Conn, Vec<u8>)>) {
-    let closing = links.into_iter().map(|(conn, unsent)| ClosingConn::new(conn, unsent, false));
-    ClosingConn::close_all(poller, closing.collect());
 }

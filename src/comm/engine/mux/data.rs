@@ -1,18 +1,18 @@
 //! A data link between two ranks of a group that was made from another group.
 //!
-//! It begins on the connection between the processes of the ranks, so that a group which moves few bytes needs
-//! no connection of its own. In each direction it may carry [`MAX_STREAM_BYTES`] in this way, in Stream frames, which
-//! the receiver always keeps; so the data of one group never holds up another. A rank that has more to send
-//! asks for a connection of the link's own. When that is open, each rank ends its Stream frames with an empty
-//! one, and sends the rest over the new connection.
+//! It begins on the connection between the processes of the ranks, so that a group which moves few bytes
+//! needs no connection of its own. In each direction it may carry [`MAX_STREAM_BYTES`] in this way, in Stream
+//! frames, which the receiver always keeps; so the data of one group never holds up another. A rank that has
+//! more to send asks for a connection of the link's own. When that is open, each rank ends its Stream frames
+//! with an empty one, and sends the rest over the new connection.
 
 use std::io::{self, IoSlice};
 use std::os::fd::BorrowedFd;
-use std::sync::Arc;
 use std::time::Duration;
 
-use super::inbox::{MAX_STREAM_BYTES, ended, stream_index};
-use super::state::{Event, Mux};
+use super::channel::Channel;
+use super::inbox::{MAX_STREAM_BYTES, stream_index, take_bytes};
+use super::state::Event;
 use crate::transport::frame::{CONTROL_PAYLOAD_BYTES, Frame, Kind};
 use crate::transport::links::Link;
 use crate::transport::links::conn::{Conn, ConnError};
@@ -23,9 +23,7 @@ const MANY_BYTES: usize = 32 << 10;
 
 #[derive(Debug)]
 pub(super) struct DataLink {
-    mux: Arc<Mux>,
-    group: u64,
-    rank: usize,
+    channel: Channel,
     kind: ConnectionKind,
     /// The connection of its own.
     own: Option<Conn>,
@@ -39,33 +37,23 @@ pub(super) struct DataLink {
 }
 
 impl DataLink {
-    pub(super) fn new(mux: Arc<Mux>, group: u64, rank: usize, kind: ConnectionKind) -> Self {
-        Self {
-            mux,
-            group,
-            rank,
-            kind,
-            own: None,
-            sent: 0,
-            has_asked: false,
-            sends_on_own: false,
-            receives_on_own: false,
-        }
+    pub(super) fn new(channel: Channel, kind: ConnectionKind) -> Self {
+        let (has_asked, sends_on_own, receives_on_own) = (false, false, false);
+        Self { channel, kind, own: None, sent: 0, has_asked, sends_on_own, receives_on_own }
     }
 
     fn frame(&self, bytes: usize) -> Frame {
-        let (seq, len) = (u64::from(self.kind.to_wire()), bytes as u64);
-        let generation = self.mux.generation;
-        Frame { kind: Kind::Stream, generation, group: self.group, seq, call: [0; 16], len }
+        let Channel { mux, group, .. } = &self.channel;
+        let header = Frame::empty(Kind::Stream, (mux.generation, *group), self.kind.to_wire().into());
+        Frame { len: bytes as u64, ..header }
     }
 
     /// Sends bytes in Stream frames.
     fn send_frames(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
         let total: usize = parts.iter().map(|part| part.len()).sum();
-        let mux = Arc::clone(&self.mux);
-        let mut state = mux.lock();
         if self.sent + total > MANY_BYTES && !std::mem::replace(&mut self.has_asked, true) {
-            state.push(self.group, Event::NeedsConnection(self.rank, self.kind));
+            let Channel { mux, group, rank } = &self.channel;
+            mux.lock().push(*group, Event::NeedsConnection(*rank, self.kind));
         }
         let bytes = total.min(MAX_STREAM_BYTES - self.sent);
         if bytes == 0 && total > 0 {
@@ -78,7 +66,7 @@ impl DataLink {
             frames.extend_from_slice(&self.frame(len).encode());
             frames.extend(rest.by_ref().take(len));
         }
-        state.send(&mux.poller, self.group, self.rank, &[IoSlice::new(&frames)])?;
+        self.channel.try_send(&[IoSlice::new(&frames)])?;
         self.sent += bytes;
         Ok(bytes)
     }
@@ -86,20 +74,21 @@ impl DataLink {
     /// Receives bytes of Stream frames; `None` if all further bytes come over the link's own connection.
     fn recv_frames(&mut self, into: &mut [u8]) -> Option<io::Result<usize>> {
         let index = stream_index(self.kind.to_wire().into())?;
-        let mut state = self.mux.lock();
+        let Channel { ref mux, group, rank } = self.channel;
+        let mut state = mux.lock();
         for attempt in 0..2 {
-            let Some((_, inbox)) = state.channel(self.group, self.rank) else { return Some(Ok(0)) };
+            let Some((_, inbox)) = state.channel(group, rank) else { return Some(Ok(0)) };
             let stream = &mut inbox.streams[index];
-            match stream.take(into) {
+            match take_bytes(&mut stream.bytes, into) {
                 0 if stream.ended => {
                     self.receives_on_own = true;
                     return None;
                 }
-                0 if attempt == 0 => state.read_channel(&self.mux.poller, self.group, self.rank),
-                0 => return Some(ended(inbox).unwrap_or_else(|| Err(io::ErrorKind::WouldBlock.into()))),
+                0 if attempt == 0 => state.read_channel(group, rank),
+                0 => return Some(inbox.end().unwrap_or_else(|| Err(io::ErrorKind::WouldBlock.into()))),
                 bytes => {
-                    if !stream.is_empty() {
-                        state.announce_data(self.group, self.rank);
+                    if !stream.bytes.is_empty() {
+                        state.announce_data(group, rank);
                     }
                     return Some(Ok(bytes));
                 }
@@ -121,8 +110,8 @@ fn moved(result: Result<usize, ConnError>) -> io::Result<usize> {
 impl Link for DataLink {
     fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
         if self.own.is_some() && !self.sends_on_own {
-            let end = self.frame(0);
-            self.mux.lock().push_frame(&self.mux.poller, self.group, self.rank, &end);
+            let Channel { mux, group, rank } = &self.channel;
+            mux.lock().push_frame(*group, *rank, &self.frame(0));
             self.sends_on_own = true;
         }
         match &mut self.own {
@@ -131,8 +120,8 @@ impl Link for DataLink {
         }
     }
 
-    /// Receives what has arrived. If bytes remain that no descriptor reports, announces them again: a reader of
-    /// messages reads once for each event.
+    /// Receives what has arrived. If bytes remain that no descriptor reports, announces them again: a reader
+    /// of messages reads once for each event.
     fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize> {
         if !self.receives_on_own
             && let Some(received) = self.recv_frames(into)
@@ -141,16 +130,11 @@ impl Link for DataLink {
         }
         // The peer may have sent the last frame before this rank knows the connection.
         let Some(own) = &mut self.own else { return Err(io::ErrorKind::WouldBlock.into()) };
-        let ahead = own.unread().len().min(into.len());
-        if ahead > 0 {
-            into[..ahead].copy_from_slice(&own.unread()[..ahead]);
-            own.consume(ahead);
-            if !own.unread().is_empty() {
-                self.mux.lock().announce_data(self.group, self.rank);
-            }
-            return Ok(ahead);
+        let received = own.read(into);
+        if !own.unread().is_empty() {
+            self.channel.mux.lock().announce_data(self.channel.group, self.channel.rank);
         }
-        match own.recv(into) {
+        match received {
             Err(ConnError::Closed) => Ok(0),
             received => moved(received),
         }
@@ -163,9 +147,7 @@ impl Link for DataLink {
     }
 
     fn is_flushed(&self) -> bool {
-        let mut state = self.mux.lock();
-        let in_kernel = state.channel(self.group, self.rank).is_none_or(|(link, _)| link.is_flushed());
-        in_kernel && self.own.as_ref().is_none_or(Conn::is_flushed)
+        self.channel.is_flushed() && self.own.as_ref().is_none_or(|own| own.is_flushed())
     }
 
     fn skip_time_wait(&self) {
@@ -179,12 +161,7 @@ impl Link for DataLink {
     }
 
     fn sender_cpu(&self) -> Option<usize> {
-        if let Some(own) = &self.own {
-            return own.sender_cpu();
-        }
-        let mut state = self.mux.lock();
-        let (link, _) = state.channel(self.group, self.rank)?;
-        link.conn.as_ref()?.sender_cpu()
+        self.own.as_ref().map_or_else(|| self.channel.sender_cpu(), |own| own.sender_cpu())
     }
 
     fn pollable(&self) -> Option<BorrowedFd<'_>> {

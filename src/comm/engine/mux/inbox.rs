@@ -3,12 +3,11 @@
 use std::io;
 
 use crate::collectives::call::{Call, CallKind};
-use crate::transport::frame::{Frame, Kind};
+use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
 use crate::transport::links::conn::ConnError;
 use crate::transport::links::hello::ConnectionKind;
 
-/// Most bytes of frames that a channel keeps until its group reads them; beyond this, reports of waits are
-/// dropped.
+/// Most bytes of unread frames that a channel keeps; beyond this, reports of waits are dropped.
 const REPORT_BYTES: usize = 64 << 10;
 /// Most bytes of frames that a channel keeps. A peer that sends more ends its channel.
 const MAX_BYTES: usize = 1 << 20;
@@ -37,27 +36,25 @@ pub(super) struct Inbox {
 }
 
 impl Inbox {
+    /// Keeps a frame, whose encoded bytes are `bytes`.
     pub(super) fn push(&mut self, frame: &Frame, bytes: &[u8]) {
         if self.ended.is_some() || self.closed {
             return;
         }
-        if self.bytes.len() + bytes.len() > MAX_BYTES {
-            let why = io::Error::new(io::ErrorKind::InvalidData, "it sends control frames without end");
-            self.ended = Some(ConnError::Failed(why));
+        if frame.kind == Kind::Stream {
+            let stream = stream_index(frame.seq).map(|index| &mut self.streams[index]);
+            if !stream.is_some_and(|stream| stream.push(&bytes[HEADER_BYTES..])) {
+                self.fail("it sends more data than it may");
+            }
+        } else if self.bytes.len() + bytes.len() > MAX_BYTES {
+            self.fail("it sends control frames without end");
         } else if !is_report(frame) || self.bytes.len() < REPORT_BYTES {
             self.bytes.extend_from_slice(bytes);
         }
     }
 
-    /// Keeps the bytes of a Stream frame.
-    pub(super) fn push_stream(&mut self, frame: &Frame, bytes: &[u8]) {
-        if self.ended.is_some() || self.closed {
-            return;
-        }
-        if !stream_index(frame.seq).is_some_and(|index| self.streams[index].push(bytes)) {
-            let why = io::Error::new(io::ErrorKind::InvalidData, "it sends more data than it may");
-            self.ended = Some(ConnError::Failed(why));
-        }
+    fn fail(&mut self, what: &'static str) {
+        self.ended = Some(ConnError::Failed(io::Error::new(io::ErrorKind::InvalidData, what)));
     }
 
     pub(super) fn push_invalid(&mut self, bytes: &[u8]) {
@@ -66,18 +63,29 @@ impl Inbox {
         }
     }
 
+    /// Reads control frames; `None` if no more have come yet.
     pub(super) fn take(&mut self, into: &mut [u8]) -> Option<io::Result<usize>> {
-        if self.bytes.is_empty() {
-            return ended(self);
-        }
-        let bytes = self.bytes.len().min(into.len());
-        into[..bytes].copy_from_slice(&self.bytes[..bytes]);
-        self.bytes.drain(..bytes);
-        if self.bytes.is_empty() {
-            self.bytes = Vec::new();
-        }
-        Some(Ok(bytes))
+        if self.bytes.is_empty() { self.end() } else { Some(Ok(take_bytes(&mut self.bytes, into))) }
     }
+
+    /// Returns what a read returns when the channel has ended.
+    pub(super) fn end(&self) -> Option<io::Result<usize>> {
+        match copy_end(self.ended.as_ref()?) {
+            ConnError::Closed => Some(Ok(0)),
+            ConnError::Failed(error) => Some(Err(error)),
+        }
+    }
+}
+
+/// Moves bytes from the front of `bytes` to `into`, and returns their number. Frees `bytes` if none are left.
+pub(super) fn take_bytes(bytes: &mut Vec<u8>, into: &mut [u8]) -> usize {
+    let count = bytes.len().min(into.len());
+    into[..count].copy_from_slice(&bytes[..count]);
+    bytes.drain(..count);
+    if bytes.is_empty() {
+        *bytes = Vec::new();
+    }
+    count
 }
 
 /// Returns whether a frame only reports or asks in which call a rank waits. The report of a monitored barrier
@@ -89,42 +97,26 @@ fn is_report(frame: &Frame) -> bool {
     }
 }
 
-/// Returns what a read returns when the channel has ended.
-pub(super) fn ended(inbox: &Inbox) -> Option<io::Result<usize>> {
-    match inbox.ended.as_ref()? {
-        ConnError::Closed => Some(Ok(0)),
-        ConnError::Failed(error) => Some(Err(copy(error))),
-    }
-}
-
-/// Returns an error equal to `error`: the end of one connection is the end of several channels.
-pub(super) fn copy(error: &io::Error) -> io::Error {
-    match error.raw_os_error() {
-        Some(code) => io::Error::from_raw_os_error(code),
-        None => io::Error::new(error.kind(), error.to_string()),
-    }
-}
-
+/// Returns an error equal to `how`: the end of one connection is the end of several channels.
 pub(super) fn copy_end(how: &ConnError) -> ConnError {
     match how {
         ConnError::Closed => ConnError::Closed,
-        ConnError::Failed(error) => ConnError::Failed(copy(error)),
+        ConnError::Failed(error) => ConnError::Failed(match error.raw_os_error() {
+            Some(code) => io::Error::from_raw_os_error(code),
+            None => io::Error::new(error.kind(), error.to_string()),
+        }),
     }
 }
 
 /// The bytes of one link that came in Stream frames and were not read yet.
 #[derive(Debug, Default)]
 pub(super) struct StreamBytes {
-    bytes: Vec<u8>,
+    pub(super) bytes: Vec<u8>,
     received: usize,
     pub(super) ended: bool,
 }
 
 impl StreamBytes {
-    pub(super) fn is_empty(&self) -> bool {
-        self.bytes.is_empty()
-    }
-
     /// Keeps the bytes of a Stream frame. Returns false if they are more than a link may send.
     pub(super) fn push(&mut self, bytes: &[u8]) -> bool {
         self.received += bytes.len();
@@ -132,22 +124,11 @@ impl StreamBytes {
         self.bytes.extend_from_slice(bytes);
         self.received <= MAX_STREAM_BYTES
     }
-
-    pub(super) fn take(&mut self, into: &mut [u8]) -> usize {
-        let bytes = self.bytes.len().min(into.len());
-        into[..bytes].copy_from_slice(&self.bytes[..bytes]);
-        self.bytes.drain(..bytes);
-        if self.bytes.is_empty() {
-            self.bytes = Vec::new();
-        }
-        bytes
-    }
 }
 
-/// Returns the place of a kind of data link among the streams of a channel; `None` for a number of no such
-/// kind.
+/// Returns the index of a kind of data link among the streams of a channel; `None` for another number.
 pub(super) fn stream_index(number: u64) -> Option<usize> {
-    match u8::try_from(number).ok().and_then(ConnectionKind::from_wire)? {
+    match ConnectionKind::from_wire(number)? {
         ConnectionKind::Control => None,
         ConnectionKind::Collective => Some(0),
         ConnectionKind::Message => Some(1),

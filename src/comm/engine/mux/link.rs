@@ -2,9 +2,11 @@
 
 use std::collections::HashSet;
 use std::io::{self, IoSlice};
+use std::os::fd::BorrowedFd;
 
 use convoke_env::Generation;
 
+use super::closing::ClosingConn;
 use crate::transport::frame::{CONTROL_PAYLOAD_BYTES, Frame, HEADER_BYTES};
 use crate::transport::links::conn::{Conn, ConnError};
 
@@ -22,17 +24,9 @@ pub(super) struct ProcessLink {
     /// The connection is watched for room to write.
     pub(super) watches_room: bool,
     /// The process has sent bytes that are no frame of a common group. No later byte can be assigned.
-    invalid: bool,
+    pub(super) invalid: bool,
     /// Groups that this process has closed, and the other process has not. Their frames are dropped.
     pub(super) half_closed: HashSet<u64>,
-}
-
-/// Data that was read from a link.
-pub(super) enum Input {
-    /// A frame, with its encoded bytes.
-    Frame(Frame, Vec<u8>),
-    /// Bytes that are no valid frame.
-    Invalid(Vec<u8>),
 }
 
 impl ProcessLink {
@@ -40,8 +34,13 @@ impl ProcessLink {
         self.conn.is_some() && self.ended.is_none()
     }
 
-    /// Returns the next of the bytes that were read ahead; `None` if no frame is complete.
-    pub(super) fn next_input(&mut self, generation: Generation) -> Option<Input> {
+    /// Returns the descriptor of the open connection.
+    pub(super) fn pollable(&self) -> Option<BorrowedFd<'_>> {
+        self.conn.as_ref().filter(|_| self.ended.is_none())?.pollable()
+    }
+
+    /// Returns the next bytes that were read ahead, with their frame if valid; `None` until it is complete.
+    pub(super) fn next_input(&mut self, generation: Generation) -> Option<(Option<Frame>, Vec<u8>)> {
         let conn = self.conn.as_mut()?;
         let unread = conn.unread();
         if !self.invalid {
@@ -49,26 +48,20 @@ impl ProcessLink {
                 Ok(frame) if frame.generation == generation && !frame.kind.carries_elements() => {
                     let bytes = unread.get(..HEADER_BYTES + frame.len as usize)?.to_vec();
                     conn.consume(bytes.len());
-                    return Some(Input::Frame(frame, bytes));
+                    return Some((Some(frame), bytes));
                 }
                 Ok(_) | Err(_) => self.invalid = true,
             }
         }
         let bytes = unread.to_vec();
         conn.consume(bytes.len());
-        (!bytes.is_empty()).then_some(Input::Invalid(bytes))
-    }
-
-    pub(super) fn mark_invalid(&mut self) {
-        self.invalid = true;
+        (!bytes.is_empty()).then_some((None, bytes))
     }
 
     /// Reads from the connection. Returns whether anything came.
     pub(super) fn fill(&mut self) -> Result<bool, ConnError> {
-        match self.conn.as_mut().filter(|_| self.ended.is_none()) {
-            Some(conn) => Ok(conn.fill(HEADER_BYTES + CONTROL_PAYLOAD_BYTES)? > 0),
-            None => Ok(false),
-        }
+        let Some(conn) = self.conn.as_mut().filter(|_| self.ended.is_none()) else { return Ok(false) };
+        Ok(conn.fill(HEADER_BYTES + CONTROL_PAYLOAD_BYTES)? > 0)
     }
 
     /// Takes whole frames to send: all of them, or none if too many bytes wait already.
@@ -99,14 +92,13 @@ impl ProcessLink {
 
     /// Sends what the connection takes now.
     pub(super) fn flush(&mut self) {
-        let Some(conn) = self.conn.as_mut().filter(|_| self.ended.is_none() && !self.unsent.is_empty())
-        else {
-            return;
-        };
-        match conn.send(&[IoSlice::new(&self.unsent)]) {
-            Ok(sent) => drop(self.unsent.drain(..sent)),
-            // Nobody will read these bytes. That the connection is broken is detected when it is read.
-            Err(_) => self.unsent.clear(),
+        let has_unsent = self.has_unsent();
+        if let Some(conn) = self.conn.as_mut().filter(|_| has_unsent) {
+            match conn.send(&[IoSlice::new(&self.unsent)]) {
+                Ok(sent) => drop(self.unsent.drain(..sent)),
+                // Nobody will read these bytes. That the connection is broken is detected when it is read.
+                Err(_) => self.unsent.clear(),
+            }
         }
     }
 
@@ -116,14 +108,14 @@ impl ProcessLink {
 
     /// Returns whether the kernel of the process has acknowledged all bytes.
     pub(super) fn is_flushed(&self) -> bool {
-        !self.has_unsent() && self.conn.as_ref().is_none_or(Conn::is_flushed)
+        !self.has_unsent() && self.conn.as_ref().is_none_or(|conn| conn.is_flushed())
     }
 
-    /// Takes the connection and the bytes that wait to be sent, to close it.
-    pub(super) fn take(&mut self) -> Option<(Conn, Vec<u8>)> {
-        let unsent = std::mem::take(&mut self.unsent);
-        let open = self.is_open();
+    /// Ends the link. Returns the connection, if it was open, with the bytes that wait to be sent.
+    pub(super) fn close(&mut self) -> Option<ClosingConn> {
+        let (unsent, was_open) = (std::mem::take(&mut self.unsent), self.is_open());
         self.ended.get_or_insert(ConnError::Closed);
-        self.conn.take().map(|conn| (conn, if open { unsent } else { Vec::new() }))
+        let conn = self.conn.take().filter(|_| was_open)?;
+        Some(ClosingConn::new(conn, unsent, false))
     }
 }

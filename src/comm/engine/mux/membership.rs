@@ -8,12 +8,13 @@ use std::time::{Duration, Instant};
 use nix::poll::PollFlags;
 
 use super::channel::Channel;
-use super::closing::{ClosingConn, close_links};
+use super::closing::ClosingConn;
 use super::data::DataLink;
 use super::inbox::{Inbox, copy_end};
+use super::link::ProcessLink;
 use super::sleepers::{Sleep, Slot};
 use super::state::{Event, GroupState, Mux, State};
-use crate::engine::handshake::Handshakes;
+use crate::engine::handshake::{ConnectionId, Handshakes};
 use crate::engine::poller::{Poller, Source};
 use crate::shm::doorbells::Doorbells;
 use crate::transport::links::conn::Conn;
@@ -25,10 +26,11 @@ const BRIEF_SLEEP: Duration = Duration::from_millis(1);
 /// The membership of one group: its channels exist as long as it does, or until the group is left.
 #[derive(Debug)]
 pub(crate) struct Membership {
-    mux: Arc<Mux>,
+    pub(crate) mux: Arc<Mux>,
     group: u64,
-    slot: Arc<Slot>,
-    processes: Vec<usize>,
+    pub(crate) slot: Arc<Slot>,
+    /// The process of each rank of the group.
+    pub(crate) processes: Vec<usize>,
 }
 
 impl Mux {
@@ -52,7 +54,7 @@ impl Mux {
             let exits = state.exits.iter().filter(|(of, _)| *of == process);
             exits.for_each(|(_, how)| joined.push(Event::Exited(rank, how.clone())));
         }
-        state.handshakes.add_group(group, me, processes.len());
+        state.handshakes.groups.insert(group, (me, processes.len()));
         state.groups.insert(group, joined);
         drop(state);
         Membership { mux: Arc::clone(self), group, slot, processes }
@@ -60,47 +62,38 @@ impl Mux {
 }
 
 impl Membership {
-    pub(crate) fn mux(&self) -> &Arc<Mux> {
-        &self.mux
-    }
-
-    pub(crate) fn slot(&self) -> &Arc<Slot> {
-        &self.slot
-    }
-
-    /// Returns the process of each rank of the group.
-    pub(crate) fn processes(&self) -> &[usize] {
-        &self.processes
-    }
-
     /// Returns the channel to `rank`.
     pub(crate) fn channel(&self, rank: usize) -> Conn {
-        Conn::new(Box::new(Channel { mux: Arc::clone(&self.mux), group: self.group, rank }))
+        Conn::new(Box::new(self.channel_to(rank)))
     }
 
     /// Returns a data link to `rank`, which has no connection of its own yet.
     pub(crate) fn data_link(&self, rank: usize, kind: ConnectionKind) -> Conn {
-        Conn::new(Box::new(DataLink::new(Arc::clone(&self.mux), self.group, rank, kind)))
+        Conn::new(Box::new(DataLink::new(self.channel_to(rank), kind)))
+    }
+
+    fn channel_to(&self, rank: usize) -> Channel {
+        Channel { mux: Arc::clone(&self.mux), group: self.group, rank }
     }
 
     /// Polls all descriptors of the process except those of handshakes. Returns the events of this group.
     pub(crate) fn poll_ready(&self) -> Vec<Event> {
         let mut state = self.mux.lock();
-        state.poll_ready(&self.mux.poller);
+        state.poll_ready();
         state.take_events(self.group)
     }
 
     /// Advances the handshakes of the process. Returns the events of this group.
     pub(crate) fn poll_handshakes(&self, now: Instant) -> Vec<Event> {
         let mut state = self.mux.lock();
-        state.poll_handshakes(&self.mux.poller, now);
+        state.poll_handshakes(now);
         state.take_events(self.group)
     }
 
     /// Reads the launcher's reports. Returns the events of this group.
     pub(crate) fn poll_agent(&self) -> Vec<Event> {
         let mut state = self.mux.lock();
-        state.poll_agent(&self.mux.poller);
+        state.poll_agent();
         state.take_events(self.group)
     }
 
@@ -109,13 +102,10 @@ impl Membership {
         self.mux.lock().agent.is_some()
     }
 
-    /// Opens a connection to rank `peer`, or with `probe` only checks whether its process listens.
-    pub(crate) fn connect(&self, peer: usize, kind: ConnectionKind, address: SocketAddr, probe: bool) {
-        let (mut state, now) = (self.mux.lock(), Instant::now());
-        match probe {
-            false => state.handshakes.connect(self.group, peer, kind, address, now),
-            true => state.handshakes.probe(self.group, peer, kind, address, now),
-        }
+    /// Opens a connection to rank `peer`, or with `probe_only` only checks whether its process listens.
+    pub(crate) fn connect(&self, peer: usize, kind: ConnectionKind, address: SocketAddr, probe_only: bool) {
+        let id = ConnectionId { group: self.group, peer, conn_kind: kind };
+        self.mux.lock().handshakes.connect(id, address, probe_only, Instant::now());
     }
 
     /// Returns when the handshakes must advance even if no descriptor is ready.
@@ -177,7 +167,9 @@ impl Membership {
             timeout = timeout.min(BRIEF_SLEEP);
         }
         loop {
-            let (first, begin) = (sleep.bell().unwrap_or_else(|| self.mux.poller.as_fd()), sleep.begin());
+            // Only a follower need read the clock.
+            let (bell, begin) = (sleep.bell(), sleep.bell().map(|_| Instant::now()));
+            let first = bell.unwrap_or_else(|| self.mux.poller.as_fd());
             let ready = self.mux.poller.sleep([Some(first), own.map(AsFd::as_fd)], others, timeout);
             let Some(begin) = begin.filter(|_| ready) else { return ready };
             if self.mux.lock().sleepers.is_woken(&self.slot, sleep) {
@@ -197,17 +189,16 @@ impl Membership {
         self.leave();
     }
 
-    /// Leaves the group: closes its channels. If this is the last group of the process, closes the
-    /// connections of the process.
+    /// Leaves the group: closes its channels, and after the last group the connections of the process.
     pub(crate) fn leave(&self) {
         let mut state = self.mux.lock();
-        state.leave(&self.mux.poller, self.group);
+        state.leave(self.group);
         if state.groups.values().all(|group| group.left) {
             state.handshakes.close();
-            state.unregister_agent(&self.mux.poller);
-            let links = state.take_links(&self.mux.poller);
+            state.unregister_agent();
+            let links = state.close_links();
             drop(state);
-            close_links(&self.mux.poller, links);
+            ClosingConn::close_all(&self.mux.poller, links);
         }
     }
 }
@@ -225,29 +216,25 @@ impl State {
         std::mem::take(&mut group.events)
     }
 
-    fn leave(&mut self, poller: &Poller, id: u64) {
+    fn leave(&mut self, id: u64) {
         let Some(group) = self.groups.get_mut(&id) else { return };
         if std::mem::replace(&mut group.left, true) {
             return;
         }
         group.events.clear();
         for rank in 0..group.processes.len() {
-            self.close_channel(poller, id, rank);
+            self.close_channel(id, rank);
         }
         self.handshakes.remove_group(id);
     }
 
-    fn take_links(&mut self, poller: &Poller) -> Vec<(Conn, Vec<u8>)> {
-        let mut links = Vec::new();
-        for link in &mut self.links {
-            let was_open = link.is_open();
-            let Some((conn, unsent)) = link.take() else { continue };
-            if let Some(fd) = conn.pollable().filter(|_| was_open) {
-                poller.remove(fd);
-                links.push((conn, unsent));
-            }
-        }
-        links
+    /// Ends all links. Returns the connections that are still open.
+    fn close_links(&mut self) -> Vec<ClosingConn> {
+        let close = |link: &mut ProcessLink| {
+            let watched = link.pollable().map(|fd| self.poller.remove(fd));
+            link.close().filter(|_| watched.is_some())
+        };
+        self.links.iter_mut().filter_map(close).collect()
     }
 }
 

@@ -4,25 +4,25 @@ use std::io::{self, IoSlice};
 use std::os::fd::AsFd;
 
 use super::inbox::{Inbox, copy_end};
-use super::link::{Input, ProcessLink};
+use super::link::ProcessLink;
 use super::state::{Event, State};
-use crate::engine::poller::{Poller, Source};
-use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
-use crate::transport::links::conn::{Conn, ConnError};
+use crate::engine::poller::Source;
+use crate::transport::frame::{Frame, Kind};
+use crate::transport::links::conn::ConnError;
 
 /// Most reads of one connection before other connections are read.
 const FILLS: u32 = 16;
 
 impl State {
     /// Reads the frames of a process and hands them to their groups. Returns whether more may have come.
-    pub(super) fn read_link(&mut self, poller: &Poller, process: usize) -> bool {
+    pub(super) fn read_link(&mut self, process: usize) -> bool {
         self.deliver_unread(process);
         for _ in 0..FILLS {
             match self.links[process].fill() {
                 Ok(true) => self.deliver_unread(process),
                 Ok(false) => return false,
                 Err(how) => {
-                    self.end_link(poller, process, how);
+                    self.end_link(process, how);
                     return false;
                 }
             }
@@ -33,10 +33,10 @@ impl State {
 
     /// Hands the frames that were read from a process to their groups.
     fn deliver_unread(&mut self, process: usize) {
-        while let Some(input) = self.links[process].next_input(self.generation) {
-            match input {
-                Input::Frame(frame, bytes) => self.deliver(process, &frame, &bytes),
-                Input::Invalid(bytes) => self.deliver_invalid(process, &bytes),
+        while let Some((frame, bytes)) = self.links[process].next_input(self.generation) {
+            match frame {
+                Some(frame) => self.deliver(process, &frame, &bytes),
+                None => self.deliver_invalid(process, &bytes),
             }
         }
     }
@@ -45,79 +45,68 @@ impl State {
         let closes = frame.kind == Kind::Close;
         if let Some((group, rank)) = self.groups.get_mut(&frame.group).and_then(|group| group.of(process)) {
             let inbox = &mut group.inboxes[rank];
-            if frame.kind == Kind::Stream {
-                inbox.push_stream(frame, &bytes[HEADER_BYTES..]);
-                if inbox.ended.is_none() {
-                    return group.announce_data(rank);
-                }
-            } else if closes {
+            if closes {
                 inbox.ended.get_or_insert(ConnError::Closed);
             } else {
                 inbox.push(frame, bytes);
             }
-            return group.announce(rank);
+            let is_data = frame.kind == Kind::Stream && inbox.ended.is_none();
+            return if is_data { group.announce_data(rank) } else { group.announce(rank) };
         }
         let link = &mut self.links[process];
         if closes {
             // A process may close a group that this process did not join, because an agreement failed.
             link.half_closed.remove(&frame.group);
         } else if !link.half_closed.contains(&frame.group) {
-            link.mark_invalid();
+            link.invalid = true;
             self.deliver_invalid(process, bytes);
         }
     }
 
     /// Hands bytes that belong to no common group to all common groups, each of which then reports them.
     fn deliver_invalid(&mut self, process: usize, bytes: &[u8]) {
-        for group in self.groups.values_mut() {
-            if let Some((group, rank)) = group.of(process) {
-                group.inboxes[rank].push_invalid(bytes);
-                group.announce(rank);
-            }
+        for (group, rank) in self.ranks_of(process) {
+            group.inboxes[rank].push_invalid(bytes);
+            group.announce(rank);
         }
     }
 
     /// Ends the connection to a process, and with it the channels to it in all groups.
-    fn end_link(&mut self, poller: &Poller, process: usize, how: ConnError) {
+    fn end_link(&mut self, process: usize, how: ConnError) {
         let link = &mut self.links[process];
-        if let Some(fd) = link.conn.as_ref().filter(|_| link.ended.is_none()).and_then(Conn::pollable) {
-            poller.remove(fd);
+        if let Some(fd) = link.pollable() {
+            self.poller.remove(fd);
         }
         link.half_closed.clear();
-        let how = link.ended.get_or_insert(how);
-        for group in self.groups.values_mut() {
-            if let Some((group, rank)) = group.of(process) {
-                group.inboxes[rank].ended.get_or_insert_with(|| copy_end(how));
-                group.announce(rank);
-            }
+        let how = copy_end(link.ended.get_or_insert(how));
+        for (group, rank) in self.ranks_of(process) {
+            group.inboxes[rank].ended.get_or_insert_with(|| copy_end(&how));
+            group.announce(rank);
         }
     }
 
-    /// Handles the end of a process. Its control connection then counts as closed, even if another process
-    /// still holds the socket.
-    pub(super) fn process_ended(&mut self, poller: &Poller, process: usize) {
+    /// Handles the end of a process: its connection counts as closed, even if another one holds the socket.
+    pub(super) fn process_ended(&mut self, process: usize) {
         if let Some(descriptor) = self.processes[process].take() {
-            poller.remove(descriptor.as_fd());
+            self.poller.remove(descriptor.as_fd());
         }
-        while self.read_link(poller, process) {}
-        self.end_link(poller, process, ConnError::Closed);
+        while self.read_link(process) {}
+        self.end_link(process, ConnError::Closed);
     }
 
     /// Sends what a connection takes now, and tells the groups that wait for it.
-    pub(super) fn flush_link(&mut self, poller: &Poller, process: usize) {
+    pub(super) fn flush_link(&mut self, process: usize) {
         let link = &mut self.links[process];
         link.flush();
         if link.has_unsent() || !link.watches_room {
             return;
         }
         link.watches_room = false;
-        if let Some(fd) = link.conn.as_ref().filter(|_| link.ended.is_none()).and_then(Conn::pollable) {
-            let _ = poller.change(fd, Source::Control(process), false);
+        if let Some(fd) = link.pollable() {
+            let _ = self.poller.change(fd, Source::Peer(process), false);
         }
-        for group in self.groups.values_mut() {
-            if let Some((group, rank)) = group.of(process)
-                && std::mem::take(&mut group.inboxes[rank].awaits_room)
-            {
+        for (group, rank) in self.ranks_of(process) {
+            if std::mem::take(&mut group.inboxes[rank].awaits_room) {
                 group.push(Event::Room);
             }
         }
@@ -130,52 +119,44 @@ impl State {
     }
 
     /// Sends whole frames of a channel: all of them, or none if the connection takes no more now.
-    pub(super) fn send(
-        &mut self,
-        poller: &Poller,
-        group: u64,
-        rank: usize,
-        frames: &[IoSlice<'_>],
-    ) -> io::Result<usize> {
+    pub(super) fn send(&mut self, group: u64, rank: usize, frames: &[IoSlice<'_>]) -> io::Result<usize> {
         let Some((link, inbox)) = self.channel(group, rank).filter(|(_, inbox)| !inbox.closed) else {
             return Err(io::ErrorKind::BrokenPipe.into());
         };
         let sent = link.send(frames);
         inbox.awaits_room |= link.has_unsent();
-        self.watch_room(poller, group, rank);
+        self.watch_room(group, rank);
         sent
     }
 
     /// Sends a frame of a channel, however many frames wait.
-    pub(super) fn push_frame(&mut self, poller: &Poller, group: u64, rank: usize, frame: &Frame) {
+    pub(super) fn push_frame(&mut self, group: u64, rank: usize, frame: &Frame) {
         if let Some((link, _)) = self.channel(group, rank).filter(|(_, inbox)| !inbox.closed) {
             link.push(frame);
-            self.watch_room(poller, group, rank);
+            self.watch_room(group, rank);
         }
     }
 
-    pub(super) fn read_channel(&mut self, poller: &Poller, group: u64, rank: usize) {
+    pub(super) fn read_channel(&mut self, group: u64, rank: usize) {
         if let Some(process) = self.groups.get(&group).map(|group| group.processes[rank]) {
-            self.read_link(poller, process);
+            self.read_link(process);
         }
     }
 
     /// Watches the connection of a channel for room to write while bytes wait to be sent.
-    fn watch_room(&mut self, poller: &Poller, group: u64, rank: usize) {
+    fn watch_room(&mut self, group: u64, rank: usize) {
         let Some(process) = self.groups.get(&group).map(|group| group.processes[rank]) else { return };
         let link = &mut self.links[process];
         if link.has_unsent()
             && !std::mem::replace(&mut link.watches_room, true)
-            && let Some(fd) = link.conn.as_ref().and_then(Conn::pollable)
+            && let Some(fd) = link.pollable()
         {
-            let _ = poller.change(fd, Source::Control(process), true);
+            let _ = self.poller.change(fd, Source::Peer(process), true);
         }
     }
 
-    pub(super) fn close_channel(&mut self, poller: &Poller, group: u64, rank: usize) {
-        let generation = self.generation;
-        let close = Frame { kind: Kind::Close, generation, group, seq: 0, call: [0; 16], len: 0 };
-        self.push_frame(poller, group, rank, &close);
+    pub(super) fn close_channel(&mut self, group: u64, rank: usize) {
+        self.push_frame(group, rank, &Frame::empty(Kind::Close, (self.generation, group), 0));
         if let Some((_, inbox)) = self.channel(group, rank) {
             inbox.closed = true;
         }
@@ -190,7 +171,9 @@ mod tests {
 
     use super::super::state::Mux;
     use super::*;
+    use crate::transport::frame::HEADER_BYTES;
     use crate::transport::links::Link;
+    use crate::transport::links::conn::Conn;
     use crate::transport::links::fake::{self, FaultScript};
     use crate::transport::links::hello::Credentials;
 
@@ -211,7 +194,7 @@ mod tests {
         let mut state = mux.lock();
         state.links[1].conn = Some(Conn::new(Box::new(link)));
         while !peer.is_flushed() {
-            state.read_link(&mux.poller, 1);
+            state.read_link(1);
         }
         // No descriptor would report the frame any more.
         assert!(state.groups[&0].inboxes[1].announced, "the frame was read but not delivered");

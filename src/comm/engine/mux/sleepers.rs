@@ -2,12 +2,12 @@
 //!
 //! One of them, the leader, sleeps on the epoll set of the process. The others, the followers, sleep on an
 //! eventfd each. A thread that takes an event out of the epoll set wakes the thread that sleeps in the group
-//! of the event. When the leader stops sleeping, it promotes a follower, which goes on sleeping as the leader.
+//! of the event. When the leader stops sleeping, it promotes a follower, which goes on sleeping as the
+//! leader.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::Instant;
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
@@ -61,11 +61,7 @@ pub(crate) enum Sleep {
 }
 
 impl Sleep {
-    /// Returns the time at which a follower begins to sleep; others need not read the clock.
-    pub(super) fn begin(&self) -> Option<Instant> {
-        matches!(self, Self::Follower(_)).then(Instant::now)
-    }
-
+    /// Returns the eventfd on which a follower sleeps.
     pub(super) fn bell(&self) -> Option<BorrowedFd<'_>> {
         if let Self::Follower(bell) = self { Some(bell.as_fd()) } else { None }
     }
@@ -109,16 +105,11 @@ impl Sleepers {
         // From here on nobody writes to the eventfd, so it can be emptied and serve another thread.
         slot.set(None);
         match sleep {
-            Sleep::Leader => {
-                self.has_leader = false;
-                self.promote();
-            }
-            Sleep::Follower(bell) => {
-                self.remove_follower(slot, bell);
-                self.promote();
-            }
-            Sleep::Brief => {}
+            Sleep::Leader => self.has_leader = false,
+            Sleep::Follower(bell) => drop(self.remove_follower(slot, bell)),
+            Sleep::Brief => return,
         }
+        self.promote();
     }
 
     /// Makes a follower lead if there is no leader.

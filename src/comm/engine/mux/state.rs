@@ -1,7 +1,6 @@
 //! The state of the multiplexer of a process.
 
 use std::collections::HashMap;
-use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -11,11 +10,10 @@ use convoke_env::{AgentChannel, Generation};
 use super::inbox::Inbox;
 use super::link::ProcessLink;
 use super::sleepers::{Doorbell, Sleepers, Slot};
-use crate::engine::handshake::Handshakes;
+use crate::engine::handshake::{HandshakeEvent, Handshakes};
 use crate::engine::poller::{Poller, Source};
 use crate::error::{CommError, LossReason};
-use crate::transport::links::conn::Conn;
-use crate::transport::links::hello::{ConnectionKind, Credentials, HandshakeError};
+use crate::transport::links::hello::{ConnectionKind, Credentials};
 use crate::transport::links::tcp::Listener;
 
 /// The launcher's channel, and the generation whose reports count.
@@ -36,30 +34,19 @@ pub(crate) enum Event {
     NeedsConnection(usize, ConnectionKind),
     /// The launcher has reported the end of this rank's process.
     Exited(usize, LossReason),
-    Opened {
-        peer: usize,
-        conn_kind: ConnectionKind,
-        conn: Conn,
-    },
-    Unauthorized {
-        from: String,
-        error: HandshakeError,
-    },
-    Exhausted {
-        outgoing: bool,
-        source: io::Error,
-    },
+    Handshake(HandshakeEvent),
 }
 
 #[derive(Debug)]
 pub(crate) struct Mux {
-    pub(super) poller: Poller,
+    pub(super) poller: Arc<Poller>,
     pub(super) generation: Generation,
     pub(super) state: Mutex<State>,
 }
 
 #[derive(Debug)]
 pub(super) struct State {
+    pub(super) poller: Arc<Poller>,
     pub(super) handshakes: Handshakes,
     pub(super) generation: Generation,
     /// The number of the first group.
@@ -100,19 +87,19 @@ impl Mux {
         listener: Option<Listener>,
     ) -> Result<Arc<Self>, CommError> {
         let system = |what: &'static str| move |error| CommError::system(what, error);
-        let poller = Poller::new().map_err(system("cannot make an epoll set"))?;
+        let poller = Arc::new(Poller::new().map_err(system("cannot make an epoll set"))?);
         let sleepers = Sleepers::new().map_err(system("cannot make an eventfd"))?;
-        poller
-            .add(sleepers.doorbell(), Source::Doorbell, false)
-            .map_err(system("cannot watch an eventfd"))?;
+        let watched = poller.add(sleepers.doorbell(), Source::Doorbell, false);
+        watched.map_err(system("cannot watch an eventfd"))?;
         if let Some(listener) = &listener {
-            poller
-                .add(listener.pollable(), Source::Listener, false)
-                .map_err(system("cannot watch the listener"))?;
+            let watched = poller.add(listener.pollable(), Source::Handshake, false);
+            watched.map_err(system("cannot watch the listener"))?;
         }
+        let generation = credentials.generation;
         let mut state = State {
+            poller: Arc::clone(&poller),
             handshakes: Handshakes::new(credentials.clone(), listener),
-            generation: credentials.generation,
+            generation,
             first: credentials.group,
             links: (0..size).map(|_| ProcessLink::default()).collect(),
             processes: (0..size).map(|_| None).collect(),
@@ -122,8 +109,8 @@ impl Mux {
             sleepers,
             peer_timeout,
         };
-        state.register_agent(&poller);
-        Ok(Arc::new(Self { poller, generation: credentials.generation, state: Mutex::new(state) }))
+        state.register_agent();
+        Ok(Arc::new(Self { poller, generation, state: Mutex::new(state) }))
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
@@ -144,10 +131,15 @@ impl State {
             group.announce_data(rank);
         }
     }
+
+    /// Returns the groups with a process, and the process's rank in each.
+    pub(super) fn ranks_of(&mut self, process: usize) -> impl Iterator<Item = (&mut GroupState, usize)> {
+        self.groups.values_mut().filter_map(move |group| group.of(process))
+    }
 }
 
 impl GroupState {
-    /// Returns this group and the rank of a process in it, if the process is another rank of the group.
+    /// Returns this group and the rank of a process in it, if the process is a rank of the group.
     pub(super) fn of(&mut self, process: usize) -> Option<(&mut Self, usize)> {
         let rank = self.processes.iter().position(|&of| of == process)?;
         Some((self, rank))

@@ -1,12 +1,8 @@
 //! One direction of a collective's data between this rank and one peer.
 
-use crate::collectives::call::Call;
 use crate::collectives::plan::Direction;
-use crate::error::PeerMisbehaved;
-use crate::transport::links::conn::ConnError;
 
-/// All streams of the plan in one direction between this rank and one peer. They follow each other behind one
-/// header.
+/// All streams of the plan in one direction between this rank and one peer. They share one header.
 #[derive(Debug)]
 pub(super) struct Flow {
     pub(super) peer: usize,
@@ -24,11 +20,9 @@ pub(super) struct Flow {
     /// Bytes of the header that have been sent or received.
     pub(super) header: usize,
     pub(super) finished: bool,
-    /// The connection moved nothing at the last attempt: the flow waits for it, not for another stream of the
-    /// plan.
+    /// The connection moved nothing at the last attempt: the flow waits for it, not for another stream.
     pub(super) blocked: bool,
-    /// The connection has ended, whose reason the engine finds out, or the reduction function failed. The
-    /// flow moves nothing more.
+    /// The connection has ended or the reduction function failed. The flow moves nothing more.
     pub(super) broken: bool,
 }
 
@@ -49,12 +43,4 @@ impl Flow {
             broken: false,
         }
     }
-}
-
-/// An [`ExecutionError`] without the peer, which the caller adds.
-pub(super) enum FlowError {
-    Broken(ConnError),
-    Mismatch(Call, u64),
-    Protocol(PeerMisbehaved),
-    Function(String),
 }

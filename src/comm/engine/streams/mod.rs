@@ -1,5 +1,4 @@
-//! Runs the plan of a collective over connections. It uses no clock and never waits: [`Streams::progress`]
-//! moves what it can.
+//! Runs the plan of a collective over connections, without a clock: [`Streams::progress`] never waits.
 
 mod flow;
 
@@ -16,17 +15,16 @@ use crate::fault::fault_point;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
 use crate::transport::links::conn::{Conn, MAX_READ_AHEAD_BYTES};
 use crate::transport::links::hello::Credentials;
-use flow::{Flow, FlowError};
+use flow::Flow;
 
 /// If a peer sends at most this many bytes in all, they are read together with their header.
 const SHORT_BYTES: usize = 12 << 10;
-/// Pieces of at least this size are received straight into the operation's buffer, not into the read-ahead
-/// buffer.
+/// Pieces of at least this size are received straight into the operation's buffer, not read ahead.
 const DIRECT_BYTES: usize = 4 << 10;
 /// A rank that has sent everything, and gets at most this many bytes from each peer, waits for one peer after
 /// the other. It then holds up no sender.
 const SEQUENTIAL_BYTES: usize = 64 << 10;
-/// Most pieces of memory that one send system call takes.
+/// Most pieces of elements that one send system call takes.
 const MAX_PARTS: usize = 8;
 
 /// A collective in progress over connections.
@@ -38,8 +36,7 @@ pub(crate) struct Streams {
     buffer: PlanBuffer<'static>,
     rank: usize,
     header: Frame,
-    /// Bytes that each stream of the plan has sent or received; received bytes of a reduction count in whole
-    /// elements.
+    /// Bytes that each stream of the plan has sent or received; in whole elements if it reduces.
     moved: Vec<usize>,
     flows: Vec<Flow>,
     unfinished: usize,
@@ -73,24 +70,12 @@ impl Streams {
                 flows.push(Flow::new(stream.peer, stream.direction, index, bytes));
             }
         }
-        let header = Frame {
-            kind: Kind::Data,
-            generation: credentials.generation,
-            group: credentials.group,
-            seq,
-            call: call.encode(),
-            len: 0,
-        };
+        let header = Frame { call: call.encode(), ..Frame::empty(Kind::Data, credentials.group_id(), seq) };
         let (moved, unfinished) = (vec![0; plan.streams.len()], flows.len());
         let unsent = flows.iter().filter(|flow| flow.direction == Direction::Send).count();
         let long = |flow: &Flow| flow.direction == Direction::Recv && flow.total > SEQUENTIAL_BYTES;
         let short = !flows.iter().any(long);
         Self { call, seq, plan, buffer, rank, header, moved, flows, unfinished, unsent, short }
-    }
-
-    fn bytes(&self, direction: Direction) -> (u64, u64) {
-        let flows = self.flows.iter().filter(|flow| flow.direction == direction);
-        flows.fold((0, 0), |(done, total), flow| (done + flow.done as u64, total + flow.total as u64))
     }
 
     /// Returns the peers with which this collective exchanges data.
@@ -113,31 +98,20 @@ impl Streams {
             if flow.finished || flow.broken {
                 continue;
             }
-            let (peer, direction) = (flow.peer, flow.direction);
-            let Some(conn) = connections.connection(peer) else { continue };
+            let direction = flow.direction;
+            let Some(conn) = connections.connection(flow.peer) else { continue };
             self.flows[index].blocked = false;
             let moved = match direction {
                 Direction::Send => self.send(index, conn),
                 Direction::Recv => self.recv(index, conn),
             };
-            let nothing = matches!(moved, Ok(false));
-            any |= match moved {
-                Ok(moved) => moved,
-                Err(FlowError::Broken(why)) => {
-                    self.flows[index].broken = true;
-                    return Err(ExecutionError::Broken { peer, why });
-                }
-                Err(FlowError::Mismatch(theirs, seq)) => {
-                    return Err(ExecutionError::Mismatch { peer, theirs, seq });
-                }
-                Err(FlowError::Protocol(what)) => return Err(ExecutionError::Protocol { peer, what }),
-                Err(FlowError::Function(what)) => {
-                    // The function may have reduced some elements already. They must not be reduced again, so
-                    // the flow stops.
-                    self.flows[index].broken = true;
-                    return Err(ExecutionError::Function(what));
-                }
-            };
+            let moved = moved.inspect_err(|error| {
+                // A reduction function may have reduced some elements already. They must not be reduced
+                // again.
+                let broken = matches!(error, ExecutionError::Broken { .. } | ExecutionError::Function(_));
+                self.flows[index].broken = broken;
+            })?;
+            any |= moved;
             let flow = &mut self.flows[index];
             fault_point(if direction == Direction::Send { "sent" } else { "received" }, self.seq, flow.done);
             if flow.header == HEADER_BYTES && flow.done == flow.total {
@@ -145,7 +119,7 @@ impl Streams {
                 self.unfinished -= 1;
                 self.unsent -= usize::from(direction == Direction::Send);
             }
-            if nothing && self.flows[index].blocked && self.waits_sequentially() {
+            if !moved && self.flows[index].blocked && self.waits_sequentially() {
                 break;
             }
         }
@@ -201,31 +175,28 @@ impl Streams {
         }
     }
 
-    fn send(&mut self, index: usize, conn: &mut Conn) -> Result<bool, FlowError> {
+    fn send(&mut self, index: usize, conn: &mut Conn) -> Result<bool, ExecutionError> {
         self.current_range(index);
         let flow = &self.flows[index];
+        let peer = flow.peer;
         let allowance = self.allowance(flow).min(MAX_READ_AHEAD_BYTES);
         let body = flow.done < flow.total;
         if body && allowance == 0 {
             return Ok(false);
         }
         let header = Frame { len: flow.total as u64, ..self.header }.encode();
-        let mut parts = [IoSlice::new(&[]); MAX_PARTS];
-        let mut used = 0;
-        if flow.header < HEADER_BYTES {
-            parts[0] = IoSlice::new(&header[flow.header..]);
-            used = 1;
-        }
-        used += self.gather(flow, allowance, &mut parts[used..]);
-        let mut sent = conn.send(&parts[..used]).map_err(FlowError::Broken)?;
+        let mut parts = [IoSlice::new(&header[flow.header..]); 1 + MAX_PARTS];
+        let used = 1 + self.gather(flow, allowance, &mut parts[1..]);
+        let mut sent = conn.send(&parts[..used]).map_err(|why| ExecutionError::Broken { peer, why })?;
         let any = sent > 0;
         let flow = &mut self.flows[index];
         flow.blocked = !any;
         let of_header = sent.min(HEADER_BYTES - flow.header);
         flow.header += of_header;
         sent -= of_header;
-        while sent > 0 {
-            let Some((range, _)) = self.current_range(index) else { break };
+        while sent > 0
+            && let Some((range, _)) = self.current_range(index)
+        {
             let step = sent.min(range.len());
             self.advance(index, step);
             sent -= step;
@@ -260,13 +231,12 @@ impl Streams {
         used
     }
 
-    fn recv(&mut self, index: usize, conn: &mut Conn) -> Result<bool, FlowError> {
-        let mut any = false;
+    fn recv(&mut self, index: usize, conn: &mut Conn) -> Result<bool, ExecutionError> {
+        let peer = self.flows[index].peer;
+        let broken = |why| ExecutionError::Broken { peer, why };
+        let mut any = self.flows[index].header < HEADER_BYTES && self.recv_header(index, conn)?;
         if self.flows[index].header < HEADER_BYTES {
-            any |= self.recv_header(index, conn)?;
-            if self.flows[index].header < HEADER_BYTES {
-                return Ok(any);
-            }
+            return Ok(any);
         }
         // Each call of this function makes at most one system call, so that this rank also sends in between.
         let mut asked = any;
@@ -282,16 +252,13 @@ impl Streams {
             let flow = &self.flows[index];
             let moved = flow.streams.get(flow.current).map_or(0, |&stream| self.moved[stream]);
             let before = moved / self.buffer.element_bytes;
-            let most = range
-                .len()
-                .min(allowance)
-                .min(self.buffer.max_bytes(apply, before))
-                .min(MAX_READ_AHEAD_BYTES);
+            let most = self.buffer.max_bytes(apply, before).min(MAX_READ_AHEAD_BYTES);
+            let most = range.len().min(allowance).min(most);
             let range = range.start..range.start + most;
             let bytes = &conn.unread()[..most.min(conn.unread().len())];
-            let is_first = flow.peer < self.rank;
+            let is_first = peer < self.rank;
             let fragment = Fragment { bytes, apply, at: range.start, before, is_first };
-            let used = self.buffer.apply(&fragment).map_err(FlowError::Function)?;
+            let used = self.buffer.apply(&fragment).map_err(ExecutionError::Function)?;
             conn.consume(used);
             if used > 0 {
                 self.advance(index, used);
@@ -303,11 +270,11 @@ impl Streams {
             }
             asked = true;
             let got = if apply == Apply::Copy && most >= DIRECT_BYTES && conn.unread().is_empty() {
-                let got = conn.recv(&mut self.buffer.bytes_mut(range)).map_err(FlowError::Broken)?;
+                let got = conn.recv(&mut self.buffer.bytes_mut(range)).map_err(broken)?;
                 self.advance(index, got);
                 got
             } else {
-                conn.fill(most).map_err(FlowError::Broken)?
+                conn.fill(most).map_err(broken)?
             };
             self.flows[index].blocked = got == 0;
             any |= got > 0;
@@ -316,54 +283,47 @@ impl Streams {
 
     /// Reads the header of a flow and compares it with this rank's call, before any received element is used.
     /// Returns whether anything moved.
-    fn recv_header(&mut self, index: usize, conn: &mut Conn) -> Result<bool, FlowError> {
-        let total = self.flows[index].total;
+    fn recv_header(&mut self, index: usize, conn: &mut Conn) -> Result<bool, ExecutionError> {
+        let Flow { peer, total, .. } = self.flows[index];
         let mut any = false;
         if conn.unread().len() < HEADER_BYTES {
             let reduces = self.current_range(index).is_some_and(|(_, apply)| apply != Apply::Copy);
             let with = if total <= SHORT_BYTES || reduces { total } else { 0 };
-            let got = conn.fill(HEADER_BYTES + with).map_err(FlowError::Broken)?;
-            any = got > 0;
+            let got = conn.fill(HEADER_BYTES + with);
+            any = got.map_err(|why| ExecutionError::Broken { peer, why })? > 0;
             self.flows[index].blocked = !any;
         }
         let Some(bytes) = conn.unread().first_chunk::<HEADER_BYTES>() else { return Ok(any) };
-        let frame = Frame::decode(bytes).map_err(|error| FlowError::Protocol(error.into()))?;
-        self.check(&frame, total)?;
+        self.check(peer, bytes, total)?;
         conn.consume(HEADER_BYTES);
         self.flows[index].header = HEADER_BYTES;
         Ok(true)
     }
 
-    fn check(&self, frame: &Frame, total: usize) -> Result<(), FlowError> {
-        let protocol = |error| Err(FlowError::Protocol(error));
+    /// Checks the header of a flow of `total` bytes from `peer`.
+    fn check(&self, peer: usize, header: &[u8; HEADER_BYTES], total: usize) -> Result<(), ExecutionError> {
+        let protocol = |what| ExecutionError::Protocol { peer, what };
+        let frame = Frame::decode(header).map_err(|error| protocol(error.into()))?;
         if frame.kind != Kind::Data {
-            return protocol(PeerMisbehaved::NoDataFrame { kind: frame.kind });
+            return Err(protocol(PeerMisbehaved::NoDataFrame { kind: frame.kind }));
         }
-        let theirs = (frame.generation, frame.group);
-        let ours = (self.header.generation, self.header.group);
+        let (theirs, ours) = (frame.group_id(), self.header.group_id());
         if theirs != ours {
-            return protocol(PeerMisbehaved::ForeignData { theirs, ours });
+            return Err(protocol(PeerMisbehaved::ForeignData { theirs, ours }));
         }
-        let call = Call::decode(frame.call).map_err(|error| FlowError::Protocol(error.into()))?;
-        if call != self.call || frame.seq != self.seq {
-            return Err(FlowError::Mismatch(call, frame.seq));
+        let theirs = Call::decode(frame.call).map_err(|error| protocol(error.into()))?;
+        if theirs != self.call || frame.seq != self.seq {
+            return Err(ExecutionError::Mismatch { peer, theirs, seq: frame.seq });
         }
         if frame.len != total as u64 {
-            return protocol(PeerMisbehaved::DataLength { len: frame.len, call: self.call, expected: total });
+            let (len, call) = (frame.len, self.call);
+            return Err(protocol(PeerMisbehaved::DataLength { len, call, expected: total }));
         }
         Ok(())
     }
 }
 
 impl Execution for Streams {
-    fn call(&self) -> Call {
-        self.call
-    }
-
-    fn seq(&self) -> u64 {
-        self.seq
-    }
-
     fn poll(&mut self, paths: Paths<'_>) -> Result<bool, ExecutionError> {
         self.progress(paths.connections)
     }
@@ -372,12 +332,9 @@ impl Execution for Streams {
         self.unfinished == 0
     }
 
-    fn received(&self) -> (u64, u64) {
-        self.bytes(Direction::Recv)
-    }
-
-    fn sent(&self) -> (u64, u64) {
-        self.bytes(Direction::Send)
+    fn bytes(&self, direction: Direction) -> (u64, u64) {
+        let flows = self.flows.iter().filter(|flow| flow.direction == direction);
+        flows.fold((0, 0), |(done, total), flow| (done + flow.done as u64, total + flow.total as u64))
     }
 
     fn algorithm(&self) -> Option<Algorithm> {

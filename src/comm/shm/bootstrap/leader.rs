@@ -5,8 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::messages::{ACCEPT, parse_reply, refusal};
-use super::{BootstrapOutcome, LocalGroup, SharedResources, new_arena, proof};
+use super::{ACCEPT, LocalGroup, SharedResources, new_arena, parse_reply, proof, refusal};
 use crate::limits;
 use crate::shm::arena::Arena;
 use crate::shm::layout::{MAX_RANKS, Proof};
@@ -17,7 +16,6 @@ use crate::shm::unix_socket::{SECRET_BYTES, accept, listen, receive, send};
 /// Maximum number of accepted connections that have not yet sent the secret and a local rank.
 const MAX_UNIDENTIFIED: usize = 64;
 
-/// The bootstrap as the first rank of the host, the leader, does it.
 #[derive(Debug)]
 pub(crate) struct Leader {
     local_group: LocalGroup,
@@ -42,10 +40,6 @@ struct Member {
 impl Leader {
     /// Opens the socket. Returns the message to send to the other ranks on the control connections: the name
     /// of the socket and the secret.
-    ///
-    /// # Errors
-    ///
-    /// The reason why the ranks cannot share memory, such as a socket that cannot be opened.
     pub(crate) fn open(local_group: LocalGroup) -> Result<(Self, Vec<u8>), Unavailable> {
         if local_group.ranks.len() > MAX_RANKS {
             return Err(Unavailable::TooManyRanks { ranks: local_group.ranks.len(), max: MAX_RANKS });
@@ -56,11 +50,8 @@ impl Leader {
         let listener = listen(&name).map_err(|source| Unavailable::Socket { what: "listen at", source })?;
         let members = local_group.ranks.iter().map(|_| None).collect();
         let message = [&[ACCEPT][..], &name, &secret].concat();
-        let unidentified = Vec::new();
-        Ok((
-            Self { local_group, listener, secret, unidentified, members, segment: None, arena: None },
-            message,
-        ))
+        let (unidentified, segment, arena) = (Vec::new(), None, None);
+        Ok((Self { local_group, listener, secret, unidentified, members, segment, arena }, message))
     }
 
     pub(super) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
@@ -76,15 +67,15 @@ impl Leader {
         missing.map(|local_rank| self.local_group.ranks[local_rank]).collect()
     }
 
-    pub(super) fn progress(&mut self) -> Option<BootstrapOutcome> {
-        let outcome = self.advance().transpose()?;
+    pub(super) fn progress(&mut self) -> Result<Option<SharedResources>, Unavailable> {
+        let outcome = self.advance();
         if let Err(reason) = &outcome {
             let refusal = refusal(&reason.to_string());
             for member in self.members.iter().flatten() {
                 let _ = send(&member.conn, &refusal, &[]);
             }
         }
-        Some(outcome)
+        outcome
     }
 
     fn advance(&mut self) -> Result<Option<SharedResources>, Unavailable> {
@@ -106,8 +97,7 @@ impl Leader {
         }
         let Some(segment) = self.segment.take() else { return Ok(None) };
         segment.populate(self.local_group.layout.committed_by(self.local_group.me));
-        let (doorbells, processes) =
-            self.clone_descriptors().map_err(|source| Unavailable::Descriptors { source })?;
+        let (doorbells, processes) = self.clone_descriptors()?;
         Ok(Some(SharedResources { segment, arena: self.arena.take(), doorbells, processes }))
     }
 
@@ -120,16 +110,13 @@ impl Leader {
         while self.unidentified.len() < MAX_UNIDENTIFIED {
             match accept(&self.listener) {
                 Ok(conn) => self.unidentified.push(conn),
-                Err(rustix::io::Errno::INTR) => {}
-                Err(error) => {
-                    let source = io::Error::from(error);
-                    if limits::is_out_of_descriptors(&source) {
-                        // A connection that cannot be accepted stays in the backlog and keeps the socket
-                        // readable, so polling would never wait.
-                        return Err(Unavailable::Descriptors { source });
-                    }
-                    break;
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // A connection that cannot be accepted stays in the backlog and keeps the socket readable, so
+                // polling would never wait.
+                Err(source) if limits::is_out_of_descriptors(&source) => {
+                    return Err(Unavailable::Descriptors { source });
                 }
+                Err(_) => break,
             }
         }
         Ok(())
@@ -166,7 +153,7 @@ impl Leader {
     /// members.
     fn send_memory(&mut self) -> Result<(), Unavailable> {
         let layout = self.local_group.layout;
-        let bytes = layout.bytes();
+        let bytes = layout.bytes;
         let failed = |source| Unavailable::Memory { bytes, source };
         let memory = segment::create(bytes).map_err(failed)?;
         segment::commit(&memory, layout.committed_by(self.local_group.me)).map_err(failed)?;
@@ -180,8 +167,7 @@ impl Leader {
                 member.challenge = challenge;
             }
         }
-        let (doorbells, processes) =
-            self.clone_descriptors().map_err(|source| Unavailable::Descriptors { source })?;
+        let (doorbells, processes) = self.clone_descriptors()?;
         // Without an arena, later groups set up memory of their own.
         let arena = Arena::create().ok();
         let descriptors = [&memory].into_iter().chain(&arena).chain(&doorbells).chain(&processes);
@@ -199,7 +185,7 @@ impl Leader {
 
     /// Returns duplicates of the descriptors of all ranks' doorbells, and of all processes if every rank has
     /// sent its own.
-    fn clone_descriptors(&self) -> io::Result<(Vec<OwnedFd>, Vec<OwnedFd>)> {
+    fn clone_descriptors(&self) -> Result<(Vec<OwnedFd>, Vec<OwnedFd>), Unavailable> {
         let LocalGroup { doorbell, process, .. } = &self.local_group;
         let of_ranks = self.members.iter().map(|member| match member {
             Some(member) => (&member.doorbell, member.process.as_ref()),
@@ -207,8 +193,9 @@ impl Leader {
         });
         let (doorbells, processes): (Vec<_>, Vec<_>) = of_ranks.unzip();
         let processes: Option<Vec<_>> = processes.into_iter().collect();
-        let clones = |descriptors: Vec<&OwnedFd>| -> io::Result<Vec<_>> {
-            descriptors.into_iter().map(OwnedFd::try_clone).collect()
+        let clones = |descriptors: Vec<&OwnedFd>| {
+            let clones = descriptors.into_iter().map(OwnedFd::try_clone);
+            clones.collect::<Result<Vec<_>, _>>().map_err(|source| Unavailable::Descriptors { source })
         };
         Ok((clones(doorbells)?, clones(processes.unwrap_or_default())?))
     }
@@ -217,16 +204,15 @@ impl Leader {
     /// the memory.
     fn collect_responses(&mut self) -> Result<(), Unavailable> {
         let LocalGroup { ranks, layout, .. } = &self.local_group;
+        let Some(segment) = &self.segment else { unreachable!("responses come after the memory was sent") };
         for (local_rank, member) in self.members.iter_mut().enumerate() {
             let Some(member) = member.as_mut().filter(|member| !member.responded) else { continue };
             let rank = ranks[local_rank];
             let reply = receive(&member.conn).map_err(|source| Unavailable::PeerGone { rank, source })?;
             let Some((bytes, _)) = reply else { continue };
             parse_reply(&bytes, rank)?;
-            let response =
-                self.segment.as_ref().map(|segment| proof(segment, *layout, local_rank, Proof::Response));
-            let response = response.map(|response| response.load(Ordering::SeqCst));
-            if response != Some(!member.challenge) {
+            let response = proof(segment, *layout, local_rank, Proof::Response).load(Ordering::SeqCst);
+            if response != !member.challenge {
                 return Err(Unavailable::NotShared { rank });
             }
             member.responded = true;

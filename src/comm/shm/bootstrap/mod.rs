@@ -16,9 +16,8 @@
 
 mod follower;
 mod leader;
-mod messages;
 
-use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 
@@ -26,9 +25,13 @@ use super::arena::Arena;
 use super::layout::{Layout, Proof};
 use super::segment::Segment;
 use super::unavailable::Unavailable;
+use super::unix_socket::MESSAGE_BYTES;
 pub(crate) use follower::Follower;
 pub(crate) use leader::Leader;
-pub(crate) use messages::refusal;
+
+/// The first byte of a reply. A payload or the reason follows.
+const ACCEPT: u8 = 1;
+const REFUSE: u8 = 0;
 
 /// The ranks of a host that set up shared memory, and what one of these ranks brings to it.
 #[derive(Debug)]
@@ -57,9 +60,6 @@ pub(crate) struct SharedResources {
     pub(crate) processes: Vec<OwnedFd>,
 }
 
-/// The result of the bootstrap: the shared memory, or the reason why the ranks share none.
-pub(crate) type BootstrapOutcome = Result<SharedResources, Unavailable>;
-
 #[derive(Debug)]
 pub(crate) enum HostBootstrap {
     Leader(Leader),
@@ -71,7 +71,7 @@ impl HostBootstrap {
     pub(crate) fn descriptors(&self) -> Vec<BorrowedFd<'_>> {
         match self {
             Self::Leader(leader) => leader.descriptors(),
-            Self::Follower(follower) => follower.descriptors(),
+            Self::Follower(follower) => follower.conn.iter().map(AsFd::as_fd).collect(),
         }
     }
 
@@ -83,9 +83,9 @@ impl HostBootstrap {
         }
     }
 
-    /// Does all steps that are possible without waiting. Returns the outcome once the bootstrap has ended,
-    /// else `None`.
-    pub(crate) fn progress(&mut self) -> Option<BootstrapOutcome> {
+    /// Does all steps that are possible without waiting. Returns the memory when the bootstrap has succeeded,
+    /// or the reason why the ranks share none.
+    pub(crate) fn progress(&mut self) -> Result<Option<SharedResources>, Unavailable> {
         match self {
             Self::Leader(leader) => leader.progress(),
             Self::Follower(follower) => follower.progress(),
@@ -100,4 +100,22 @@ fn new_arena(memory: Option<OwnedFd>, ranks: usize) -> Result<Option<Arc<Arena>>
 
 fn proof(segment: &Segment, layout: Layout, local_rank: usize, proof: Proof) -> &AtomicU64 {
     segment.word(layout.proof(local_rank, proof))
+}
+
+/// Returns a message that refuses shared memory for a reason, truncated to the size of the longest message.
+pub(crate) fn refusal(reason: &str) -> Vec<u8> {
+    let mut bytes = [&[REFUSE], reason.as_bytes()].concat();
+    bytes.truncate(MESSAGE_BYTES);
+    bytes
+}
+
+/// Returns the payload of a reply of `rank`. It is an error if the rank refused or the reply is empty.
+fn parse_reply(bytes: &[u8], rank: usize) -> Result<&[u8], Unavailable> {
+    match bytes.split_first() {
+        Some((&ACCEPT, rest)) => Ok(rest),
+        Some((_, reason)) => {
+            Err(Unavailable::PeerReported { rank, what: String::from_utf8_lossy(reason).into_owned() })
+        }
+        None => Err(Unavailable::InvalidMessage { rank }),
+    }
 }

@@ -168,10 +168,10 @@ impl Schedule {
             CallKind::ReduceScatter => (all * others, all),
             CallKind::AllGather => (all, all * others),
             CallKind::AllToAll => (all * others, all * others),
-            CallKind::Broadcast if self.me == self.root => (all, 0),
-            CallKind::Scatter if self.me == self.root => (all * others, 0),
-            CallKind::Gather if self.me == self.root => (0, all * others),
-            CallKind::Reduce if self.me == self.root => (0, all),
+            CallKind::Broadcast if self.is_root() => (all, 0),
+            CallKind::Scatter if self.is_root() => (all * others, 0),
+            CallKind::Gather if self.is_root() => (0, all * others),
+            CallKind::Reduce if self.is_root() => (0, all),
             CallKind::Broadcast | CallKind::Scatter => (0, all),
             _ => (all, 0),
         }
@@ -203,15 +203,15 @@ impl Schedule {
     fn piece(&self) -> usize {
         let blocks = self.blocks();
         let most = self.limits.round_bytes / blocks;
-        let is_cut = match self.kind {
-            CallKind::Broadcast | CallKind::Scatter | CallKind::Gather => true,
-            CallKind::AllReduce => !self.has_owners(),
+        let piece = match self.kind {
+            CallKind::AllReduce if self.has_owners() => most,
+            CallKind::Broadcast | CallKind::Scatter | CallKind::Gather | CallKind::AllReduce => {
+                (self.bytes / MIN_COPY_ROUNDS).max(MIN_COPY_BYTES / blocks).min(most)
+            }
             // More rounds gain nothing, as all ranks copy at the same time, and each round may cost a context
             // switch.
-            _ => false,
+            _ => most,
         };
-        let piece =
-            if is_cut { (self.bytes / MIN_COPY_ROUNDS).max(MIN_COPY_BYTES / blocks).min(most) } else { most };
         let aligned = piece - piece % ALIGNMENT.max(self.element);
         if aligned > 0 { aligned } else { (piece - piece % self.element).max(self.element) }
     }
@@ -238,11 +238,12 @@ impl Schedule {
     }
 
     /// Returns the bytes of a round that `rank` reduces for all ranks, if each rank [owns](Self::has_owners)
-    /// a part.
-    fn owned_range(&self, rank: usize, round: u64) -> Range<usize> {
+    /// a part, and their offset in the round.
+    fn owned_part(&self, rank: usize, round: u64) -> (Range<usize>, usize) {
         let part = self.round_range(round);
         let own = block(rank, self.ranks, part.len() / self.element);
-        part.start + own.start * self.element..part.start + own.end * self.element
+        let at = own.start * self.element;
+        (part.start + at..part.start + own.end * self.element, at)
     }
 
     /// Returns whether every rank owns a part of each round, which it reduces for the other ranks.

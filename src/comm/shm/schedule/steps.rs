@@ -111,23 +111,46 @@ impl Schedule {
     /// Emits the steps that publish all data of this rank in a small call.
     #[inline(always)]
     pub(crate) fn publish_all(&self, emit: &mut impl FnMut(ScheduleStep)) {
-        let (bytes, me, area) = (self.bytes, self.me, Area::Slot);
-        if bytes == 0 {
-            return;
+        if self.bytes > 0 && self.has_data() {
+            self.publish_part(0..self.bytes, Area::Slot, self.bytes, emit);
         }
-        let mut publish = |range: Range<usize>| emit(ScheduleStep::Publish { range, area, at: 0 });
+    }
+
+    /// Returns whether other ranks need data of this rank, apart from calls in which ranks own parts of a
+    /// round.
+    #[inline(always)]
+    fn has_data(&self) -> bool {
         match self.kind {
-            CallKind::AllReduce => publish(0..bytes),
-            CallKind::Reduce if !self.is_root() => publish(0..bytes),
-            CallKind::Broadcast if self.is_root() => publish(0..bytes),
-            CallKind::AllGather => publish(me * bytes..(me + 1) * bytes),
-            CallKind::Gather if !self.is_root() => publish(me * bytes..(me + 1) * bytes),
-            CallKind::Scatter if self.is_root() => self.publish_blocks(&(0..bytes), area, bytes, emit),
-            CallKind::ReduceScatter | CallKind::AllToAll => {
-                self.publish_blocks(&(0..bytes), area, bytes, emit);
-            }
-            _ => {}
+            CallKind::Broadcast | CallKind::Scatter => self.is_root(),
+            CallKind::Gather | CallKind::Reduce => !self.is_root(),
+            _ => true,
         }
+    }
+
+    /// Emits the steps that publish the piece `part` of this rank's buffer, or of the blocks in it that other
+    /// ranks need, `stride` bytes apart.
+    #[inline(always)]
+    fn publish_part(
+        &self,
+        part: Range<usize>,
+        area: Area,
+        stride: usize,
+        emit: &mut impl FnMut(ScheduleStep),
+    ) {
+        match self.kind {
+            CallKind::ReduceScatter | CallKind::Scatter | CallKind::AllToAll => {
+                self.publish_blocks(&part, area, stride, emit);
+            }
+            CallKind::AllGather | CallKind::Gather => {
+                emit(ScheduleStep::Publish { range: self.of_block(self.me, &part), area, at: 0 });
+            }
+            _ => emit(ScheduleStep::Publish { range: part, area, at: 0 }),
+        }
+    }
+
+    /// The piece `part` of the block `block` of the buffer.
+    fn of_block(&self, block: usize, part: &Range<usize>) -> Range<usize> {
+        block * self.bytes + part.start..block * self.bytes + part.end
     }
 
     /// Emits the steps that fetch or reduce all data of a small call, for when the ranks that publish it have
@@ -153,9 +176,7 @@ impl Schedule {
         emit: &mut impl FnMut(ScheduleStep),
     ) {
         for rank in self.others() {
-            let start = rank * self.bytes;
-            let range = start + part.start..start + part.end;
-            emit(ScheduleStep::Publish { range, area, at: rank * stride });
+            emit(ScheduleStep::Publish { range: self.of_block(rank, part), area, at: rank * stride });
         }
     }
 
@@ -167,7 +188,7 @@ impl Schedule {
         stride: usize,
         emit: &mut impl FnMut(ScheduleStep),
     ) {
-        let of = |block: usize| block * self.bytes + part.start..block * self.bytes + part.end;
+        let of = |block: usize| self.of_block(block, part);
         let fetch =
             |from: usize, at: usize, range: Range<usize>| ScheduleStep::Fetch { from, area, at, range };
         match self.kind {
@@ -199,33 +220,18 @@ impl Schedule {
 
     /// Emits the steps that publish the data of a round that other ranks need.
     fn publish_round(&self, round: u64, emit: &mut impl FnMut(ScheduleStep)) {
-        let (part, area) = (self.round_range(round), Area::Round(round));
-        let publishes = match self.kind {
-            CallKind::Broadcast | CallKind::Scatter => self.is_root(),
-            CallKind::Gather => !self.is_root(),
-            CallKind::Reduce => self.has_owners() || !self.is_root(),
-            _ => true,
-        };
-        if !publishes {
+        let area = Area::Round(round);
+        if !self.has_owners() && !self.has_data() {
             return;
         }
         emit(ScheduleStep::AwaitRound(round));
-        match self.kind {
-            _ if self.has_owners() => {
-                for rank in self.others() {
-                    let range = self.owned_range(rank, round);
-                    let at = range.start - part.start;
-                    emit(ScheduleStep::Publish { range, area, at });
-                }
+        if self.has_owners() {
+            for rank in self.others() {
+                let (range, at) = self.owned_part(rank, round);
+                emit(ScheduleStep::Publish { range, area, at });
             }
-            CallKind::ReduceScatter | CallKind::Scatter | CallKind::AllToAll => {
-                self.publish_blocks(&part, area, self.stride(), emit);
-            }
-            CallKind::AllGather | CallKind::Gather => {
-                let start = self.me * self.bytes;
-                emit(ScheduleStep::Publish { range: start + part.start..start + part.end, area, at: 0 });
-            }
-            _ => emit(ScheduleStep::Publish { range: part, area, at: 0 }),
+        } else {
+            self.publish_part(self.round_range(round), area, self.stride(), emit);
         }
         emit(ScheduleStep::SetCounter(Counter::Published, round));
     }
@@ -237,8 +243,7 @@ impl Schedule {
             emit(ScheduleStep::AwaitCounter(Counter::Published, round, peers));
         }
         if self.has_owners() {
-            let range = self.owned_range(self.me, round);
-            let at = range.start - part.start;
+            let (range, at) = self.owned_part(self.me, round);
             let publishes = self.kind != CallKind::Reduce || !self.is_root();
             emit(ScheduleStep::Reduce { area, at, range, publishes });
             emit(ScheduleStep::SetCounter(Counter::Reduced, round));
@@ -254,13 +259,11 @@ impl Schedule {
 
     /// Emits the steps that fetch the sums of a round from the ranks that own its parts.
     fn fetch_sums(&self, round: u64, emit: &mut impl FnMut(ScheduleStep)) {
-        let (part, area) = (self.round_range(round), Area::Round(round));
         if self.kind == CallKind::AllReduce || self.is_root() {
             for from in self.others() {
-                let range = self.owned_range(from, round);
-                let at = range.start - part.start;
+                let (range, at) = self.owned_part(from, round);
                 emit(ScheduleStep::AwaitCounter(Counter::Reduced, round, Peers::One(from)));
-                emit(ScheduleStep::Fetch { from, area, at, range });
+                emit(ScheduleStep::Fetch { from, area: Area::Round(round), at, range });
             }
         }
         emit(ScheduleStep::SetCounter(Counter::Done, round));

@@ -1,10 +1,10 @@
 //! A connection: a link, and a buffer of bytes that were read from it before they are needed (read-ahead).
 
 use std::io::{self, IoSlice};
-use std::os::fd::BorrowedFd;
-use std::time::Duration;
+use std::ops::{Deref, DerefMut};
 
 use super::Link;
+use crate::collectives::kernels::SourceBytes;
 
 /// Smallest size of the read-ahead buffer of a connection, in bytes.
 const MIN_READ_AHEAD_BYTES: usize = 16 << 10;
@@ -16,21 +16,14 @@ pub(crate) const MAX_READ_AHEAD_BYTES: usize = 256 << 10;
 const FIRST_READ_BYTES: usize = 512;
 
 /// The connection cannot be used any more.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
 pub(crate) enum ConnError {
     /// The peer closed the connection.
+    #[error("connection closed")]
     Closed,
     /// The kernel reported an error on the connection.
+    #[error("{0}")]
     Failed(io::Error),
-}
-
-impl std::fmt::Display for ConnError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Closed => write!(f, "connection closed"),
-            Self::Failed(error) => write!(f, "{error}"),
-        }
-    }
 }
 
 /// A link and the bytes that were read from it but not used yet.
@@ -46,52 +39,6 @@ pub(crate) struct Conn {
 impl Conn {
     pub(crate) fn new(link: Box<dyn Link>) -> Self {
         Self { link, buffer: Vec::new(), start: 0, end: 0 }
-    }
-
-    /// Returns a connection that is closed from the start. It takes the place of a connection that was moved
-    /// elsewhere.
-    pub(crate) fn closed() -> Self {
-        Self::new(Box::new(super::Closed))
-    }
-
-    pub(crate) fn pollable(&self) -> Option<BorrowedFd<'_>> {
-        self.link.pollable()
-    }
-
-    pub(crate) fn enable_keepalive(&self, bound: Duration) -> io::Result<()> {
-        self.link.enable_keepalive(bound)
-    }
-
-    pub(crate) fn time_since_ack(&self) -> Option<Duration> {
-        self.link.time_since_ack()
-    }
-
-    pub(crate) fn sender_cpu(&self) -> Option<usize> {
-        self.link.sender_cpu()
-    }
-
-    pub(crate) fn close_write(&mut self) {
-        self.link.close_write();
-    }
-
-    pub(crate) fn is_flushed(&self) -> bool {
-        self.link.is_flushed()
-    }
-
-    pub(crate) fn has_unsent(&self) -> bool {
-        self.link.has_unsent()
-    }
-
-    pub(crate) fn awaits_connection(&self) -> bool {
-        self.link.awaits_connection()
-    }
-
-    pub(crate) fn adopt(&mut self, conn: Self) {
-        self.link.adopt(conn);
-    }
-
-    pub(crate) fn skip_time_wait(&self) {
-        self.link.skip_time_wait();
     }
 
     /// Returns the bytes that were read and not consumed.
@@ -138,28 +85,29 @@ impl Conn {
         Ok(bytes)
     }
 
-    /// Reads from the link directly into `into`; the read-ahead buffer must be empty. Returns the number of
-    /// bytes read, 0 if none are available now.
+    /// Reads from the link into `into`; the read-ahead buffer must be empty. Returns how many bytes, maybe 0.
     pub(crate) fn recv(&mut self, into: &mut [u8]) -> Result<usize, ConnError> {
         debug_assert_eq!(self.start, self.end);
         recv(&mut *self.link, into)
     }
 
-    /// Sends bytes from the front of `parts`. Returns the number of bytes sent, 0 if the link can take none
-    /// now.
-    pub(crate) fn send(&mut self, parts: &[IoSlice<'_>]) -> Result<usize, ConnError> {
-        loop {
-            match self.link.try_send(parts) {
-                Ok(bytes) => return Ok(bytes),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(0),
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(conn_error(error)),
-            }
+    /// Moves bytes that were read ahead to `into`; if there are none, reads from the link. Returns how many.
+    pub(crate) fn read(&mut self, into: &mut [u8]) -> Result<usize, ConnError> {
+        let ahead = self.unread().len().min(into.len());
+        if ahead == 0 {
+            return self.recv(into);
         }
+        SourceBytes::from(&self.unread()[..ahead]).copy_to(&mut into[..ahead]);
+        self.consume(ahead);
+        Ok(ahead)
     }
 
-    /// Reads the available bytes and discards them. Returns true if the peer has closed its end or the link
-    /// failed.
+    /// Sends bytes from the front of `parts`. Returns their number, 0 if the link can take none now.
+    pub(crate) fn send(&mut self, parts: &[IoSlice<'_>]) -> Result<usize, ConnError> {
+        retry(|| self.link.try_send(parts))
+    }
+
+    /// Reads and discards available bytes. Returns true if the peer has closed its end or the link failed.
     pub(crate) fn discard(&mut self) -> bool {
         (self.start, self.end) = (0, 0);
         for _ in 0..64 {
@@ -173,22 +121,40 @@ impl Conn {
     }
 }
 
-fn recv(link: &mut dyn Link, into: &mut [u8]) -> Result<usize, ConnError> {
-    loop {
-        match link.try_recv(into) {
-            Ok(0) => return Err(ConnError::Closed),
-            Ok(bytes) => return Ok(bytes),
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(0),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(conn_error(error)),
-        }
+/// A connection has the methods of its link. Only the methods of [`Conn`] itself may move bytes.
+impl Deref for Conn {
+    type Target = dyn Link;
+
+    fn deref(&self) -> &Self::Target {
+        &*self.link
     }
 }
 
-fn conn_error(error: io::Error) -> ConnError {
-    match error.kind() {
-        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => ConnError::Closed,
-        _ => ConnError::Failed(error),
+impl DerefMut for Conn {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut *self.link
+    }
+}
+
+fn recv(link: &mut dyn Link, into: &mut [u8]) -> Result<usize, ConnError> {
+    retry(|| match link.try_recv(into) {
+        Ok(0) => Err(io::ErrorKind::BrokenPipe.into()),
+        received => received,
+    })
+}
+
+/// Repeats `attempt` while it is interrupted. Returns 0 if it would have to wait.
+fn retry(mut attempt: impl FnMut() -> io::Result<usize>) -> Result<usize, ConnError> {
+    loop {
+        match attempt() {
+            Ok(bytes) => return Ok(bytes),
+            Err(error) => match error.kind() {
+                io::ErrorKind::WouldBlock => return Ok(0),
+                io::ErrorKind::Interrupted => {}
+                io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => return Err(ConnError::Closed),
+                _ => return Err(ConnError::Failed(error)),
+            },
+        }
     }
 }
 

@@ -23,8 +23,7 @@ static HINT: AtomicUsize = AtomicUsize::new(0);
 /// The number of forks between the first process of this program and this process.
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
-/// Returns the number of forks between the first process of this program and this process. The call costs one
-/// atomic load.
+/// Returns the forks between the first process of this program and this process. It costs one atomic load.
 pub(crate) fn fork_count() -> u32 {
     install();
     FORKS.load(Ordering::Relaxed)

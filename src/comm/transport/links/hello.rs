@@ -16,7 +16,7 @@ use convoke_env::{Generation, Token};
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::Sha256;
 
-use crate::transport::frame::{FrameError, Kind, VERSION};
+use crate::transport::frame::{FrameError, GroupId, Kind, VERSION, bytes_at};
 
 /// The suite with HMAC-SHA256 proofs, and no encryption of the bytes after the handshake.
 pub(crate) const SUITE_PLAIN: u8 = 0;
@@ -42,8 +42,8 @@ impl ConnectionKind {
         self as u8
     }
 
-    pub(crate) fn from_wire(byte: u8) -> Option<Self> {
-        Self::ALL.get(usize::from(byte)).copied()
+    pub(crate) fn from_wire(number: u64) -> Option<Self> {
+        Self::ALL.get(usize::try_from(number).ok()?).copied()
     }
 }
 
@@ -81,19 +81,17 @@ impl Hello {
     pub(crate) fn decode(bytes: &[u8]) -> Result<Self, HandshakeError> {
         let wrong_len = |_| HandshakeError::HelloLength(bytes.len());
         let bytes: &[u8; HELLO_BYTES] = bytes.try_into().map_err(wrong_len)?;
-        let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         if bytes[0] != SUITE_PLAIN {
             return Err(HandshakeError::Suite(bytes[0]));
         }
-        let mut nonce = [0; 32];
-        nonce.copy_from_slice(&bytes[16..48]);
+        let conn_kind = ConnectionKind::from_wire(bytes[1].into());
         Ok(Self {
             suite: bytes[0],
-            conn_kind: ConnectionKind::from_wire(bytes[1]).ok_or(HandshakeError::ConnectionKind(bytes[1]))?,
-            capabilities: word(4),
-            source: word(8),
-            destination: word(12),
-            nonce,
+            conn_kind: conn_kind.ok_or(HandshakeError::ConnectionKind(bytes[1]))?,
+            capabilities: u32::from_le_bytes(bytes_at(bytes, 4)),
+            source: u32::from_le_bytes(bytes_at(bytes, 8)),
+            destination: u32::from_le_bytes(bytes_at(bytes, 12)),
+            nonce: bytes_at(bytes, 16),
         })
     }
 }
@@ -123,11 +121,8 @@ impl Welcome {
         if bytes[0] != SUITE_PLAIN {
             return Err(HandshakeError::Suite(bytes[0]));
         }
-        let (mut nonce, mut proof) = ([0; 32], [0; 32]);
-        nonce.copy_from_slice(&bytes[8..40]);
-        proof.copy_from_slice(&bytes[40..72]);
-        let capabilities = u32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]);
-        Ok(Self { suite: bytes[0], capabilities, nonce, proof })
+        let capabilities = u32::from_le_bytes(bytes_at(bytes, 4));
+        Ok(Self { suite: bytes[0], capabilities, nonce: bytes_at(bytes, 8), proof: bytes_at(bytes, 40) })
     }
 }
 
@@ -137,7 +132,7 @@ pub(crate) enum HandshakeError {
     #[error(transparent)]
     Frame(#[from] FrameError),
     #[error("generation {}, group {} is not generation {}, group {} of this rank", theirs.0, theirs.1, ours.0, ours.1)]
-    ForeignGroup { theirs: (Generation, u64), ours: (Generation, u64) },
+    ForeignGroup { theirs: GroupId, ours: GroupId },
     #[error("a hello has {HELLO_BYTES} bytes, not {0}")]
     HelloLength(usize),
     #[error("a welcome has {WELCOME_BYTES} bytes, not {0}")]
@@ -190,6 +185,10 @@ impl Credentials {
     pub(crate) fn new(token: Option<&Token>, generation: Generation, group: u64) -> Self {
         let key = token.map_or_else(|| generation.to_bytes().to_vec(), |token| token.as_bytes().to_vec());
         Self { key, generation, group }
+    }
+
+    pub(crate) fn group_id(&self) -> GroupId {
+        (self.generation, self.group)
     }
 
     /// Returns the credentials of another group of this generation.

@@ -1,5 +1,4 @@
-//! Byte transports between two ranks. They transfer bytes and know nothing of elements, reductions or
-//! collectives.
+//! Byte transports between two ranks. They know nothing of elements, reductions or collectives.
 
 #[cfg(test)]
 mod byte_counts;
@@ -27,8 +26,7 @@ pub(crate) trait Link: fmt::Debug + Send {
     /// Sends bytes from the front of `parts`, and returns the number of bytes sent.
     fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize>;
 
-    /// Receives bytes into `into` (not empty), and returns the number of bytes; 0 if the peer has closed its
-    /// end.
+    /// Receives bytes into `into` (not empty), and returns their number; 0 if the peer has closed its end.
     fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize>;
 
     /// Tells the peer that nothing more will be sent.
@@ -65,8 +63,7 @@ pub(crate) trait Link: fmt::Debug + Send {
         None
     }
 
-    /// Returns the CPU core on which the peer sent the last received data, if the peer is on this host;
-    /// `None` if it is unknown.
+    /// Returns the CPU core on which the peer sent the last received data, if it is on this host and known.
     fn sender_cpu(&self) -> Option<usize> {
         None
     }
@@ -93,24 +90,4 @@ const WRAPPERS: &[Wrap] = &[
 pub(crate) fn connection(link: impl Link + 'static) -> conn::Conn {
     let link: Box<dyn Link> = Box::new(link);
     conn::Conn::new(WRAPPERS.iter().fold(link, |link, wrap| wrap(link)))
-}
-
-/// A link that is closed from the start.
-#[derive(Debug)]
-pub(crate) struct Closed;
-
-impl Link for Closed {
-    fn try_send(&mut self, _: &[IoSlice<'_>]) -> io::Result<usize> {
-        Err(io::ErrorKind::BrokenPipe.into())
-    }
-
-    fn try_recv(&mut self, _: &mut [u8]) -> io::Result<usize> {
-        Ok(0)
-    }
-
-    fn close_write(&mut self) {}
-
-    fn is_flushed(&self) -> bool {
-        true
-    }
 }

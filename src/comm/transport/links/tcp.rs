@@ -31,8 +31,7 @@ pub(crate) struct Tcp {
 /// Inside a host there is no network path to measure, and a paced algorithm (BBR) only adds timers. With BBR,
 /// the ring algorithm with 2 ranks took either 18 or 35 ms for 64 MiB; with Reno it takes 17 ms each time. A
 /// socket that once had a paced algorithm stays paced, whatever is set later: an all-reduce of 256 KiB by 4
-/// ranks took 1.1 ms instead of 0.2 ms. So sockets start with Reno. If the kernel refuses Reno, they keep the
-/// system's algorithm.
+/// ranks took 1.1 ms instead of 0.2 ms. So sockets start with Reno, if the kernel permits.
 type SystemCongestion = Option<Vec<u8>>;
 
 /// Sets Reno on a socket that is not connected yet. Returns the name of the algorithm that Reno replaces.

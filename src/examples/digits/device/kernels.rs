@@ -89,15 +89,8 @@ impl Kernels {
             (bias.len(), units),
         ]);
         let mut launch = self.stream.launch_builder(&self.forward);
-        launch
-            .arg(given)
-            .arg(from)
-            .arg(weights)
-            .arg(bias)
-            .arg(&inputs)
-            .arg(&units)
-            .arg(&values)
-            .arg(&rectified);
+        launch.arg(given).arg(from).arg(weights).arg(bias);
+        launch.arg(&inputs).arg(&units).arg(&values).arg(&rectified);
         // SAFETY: these are the kernel's arguments, whose lengths were checked.
         unsafe { start(launch, values) }
     }
@@ -243,11 +236,8 @@ unsafe fn start(mut launch: LaunchArgs<'_>, threads: u32) -> Result<(), DriverEr
         // This rank has no examples.
         return Ok(());
     }
-    let shape = LaunchConfig {
-        grid_dim: (threads.div_ceil(THREADS), 1, 1),
-        block_dim: (THREADS, 1, 1),
-        shared_mem_bytes: 0,
-    };
+    let (grid_dim, block_dim) = ((threads.div_ceil(THREADS), 1, 1), (THREADS, 1, 1));
+    let shape = LaunchConfig { grid_dim, block_dim, shared_mem_bytes: 0 };
     // SAFETY: the caller guarantees that the arguments match the kernel, and that it stays within them.
     unsafe { launch.launch(shape) }.map(drop)
 }

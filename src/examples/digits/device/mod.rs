@@ -64,7 +64,7 @@ impl DeviceTraining {
         let options = DdpOptions::default().bucket_bytes(size).first_bucket_bytes(size).trace(trace);
         let (ddp, ids) = DeviceDdp::new(&group, &context, shapes, options.overlap(arguments.overlaps()))?;
         let most = arguments.batch.min(examples.len());
-        let units = network.units();
+        let units = &network.units;
         let widest = units.iter().copied().max().unwrap_or(1);
         // The kernels use 32-bit indices.
         let counts =
@@ -88,7 +88,7 @@ impl DeviceTraining {
             before: zeros(most * widest)?,
             losses: zeros(most)?,
             total_loss: stream.alloc_zeros(1).map_err(failed)?,
-            units: units.to_vec(),
+            units: units.clone(),
             rates: (arguments.learning_rate, momentum),
             stream,
             ddp,

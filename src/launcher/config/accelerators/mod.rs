@@ -3,25 +3,14 @@
 #[cfg(test)]
 mod tests;
 
-use std::ffi::OsString;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use super::machine::{Machine, Vendor};
 use super::topology::{TopologyError, number, text};
+use crate::cli::Env;
 use crate::gpus::Gpu;
-
-type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
-
-/// A GPU or other accelerator, with its names besides its index.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Device {
-    /// Address on the PCI bus, as sysfs writes it.
-    pci: String,
-    uuid: Option<String>,
-    /// UUIDs of its MIG instances.
-    instances: Vec<String>,
-}
+use crate::gpus::visible::has_uuid_form;
 
 /// Reasons why the NUMA node of a device cannot be found. Each message ends with a remedy.
 #[derive(Debug, thiserror::Error)]
@@ -48,7 +37,7 @@ pub(super) fn numa_nodes(machine: &Machine, env: Env<'_>) -> Result<Vec<usize>, 
         return Ok(Vec::new());
     };
     let mut devices = match vendor {
-        Vendor::Nvidia if machine.gpus().iter().all(|gpu| !gpu.pci.is_empty()) => by_nvml(machine.gpus()),
+        Vendor::Nvidia if machine.gpus().iter().all(|gpu| !gpu.pci.is_empty()) => machine.gpus().to_vec(),
         Vendor::Nvidia => nvidia(machine)?,
         Vendor::Amd => render_nodes(machine, "0x1002")?,
         Vendor::Intel => render_nodes(machine, "0x8086")?,
@@ -76,7 +65,7 @@ fn variables(vendor: Vendor, env: Env<'_>) -> Vec<&'static str> {
 
 /// Returns the devices that the list in an environment variable selects. Like the drivers, it stops at the
 /// first entry that is no device.
-fn visible(devices: &[Device], variable: &'static str, list: &str) -> Result<Vec<Device>, DeviceError> {
+fn visible(devices: &[Gpu], variable: &'static str, list: &str) -> Result<Vec<Gpu>, DeviceError> {
     let mut chosen = Vec::new();
     for entry in list.split(',').map(str::trim).take_while(|entry| !entry.is_empty()) {
         let device = match entry.parse::<i64>() {
@@ -94,28 +83,16 @@ fn visible(devices: &[Device], variable: &'static str, list: &str) -> Result<Vec
 
 /// Returns the device with a UUID, of itself or an instance, that starts with `start`; `None` unless exactly
 /// one has.
-fn by_uuid<'a>(devices: &'a [Device], start: &str) -> Option<&'a Device> {
-    let is_it =
-        |device: &&Device| device.uuid.iter().chain(&device.instances).any(|uuid| uuid.starts_with(start));
-    let mut found = devices.iter().filter(is_it);
-    let is_name = start.starts_with("GPU-") || start.starts_with("MIG-");
-    found.next().filter(|_| is_name && found.next().is_none())
-}
-
-/// Converts the GPUs that NVML lists.
-fn by_nvml(gpus: &[Gpu]) -> Vec<Device> {
-    let device = |gpu: &Gpu| {
-        let (pci, uuid) = (gpu.pci.clone(), Some(gpu.uuid.clone()));
-        Device { pci, uuid, instances: gpu.instances.clone().unwrap_or_default() }
-    };
-    gpus.iter().map(device).collect()
+fn by_uuid<'a>(devices: &'a [Gpu], start: &str) -> Option<&'a Gpu> {
+    let mut found = devices.iter().filter(|device| device.names().any(|uuid| uuid.starts_with(start)));
+    found.next().filter(|_| has_uuid_form(start) && found.next().is_none())
 }
 
 /// Returns the GPUs with a device node, in PCI bus order, in which CUDA numbers GPUs of the same model. Minor
 /// numbers may be in another order.
-fn nvidia(machine: &Machine) -> Result<Vec<Device>, DeviceError> {
+fn nvidia(machine: &Machine) -> Result<Vec<Gpu>, DeviceError> {
     let dir = machine.root.join("proc/driver/nvidia/gpus");
-    let mut listed: Vec<(usize, Device)> = Vec::new();
+    let mut listed: Vec<(usize, Gpu)> = Vec::new();
     for entry in fs::read_dir(&dir).into_iter().flatten().flatten() {
         let Some(information) = text(&entry.path().join("information"))? else { continue };
         let field = |name: &str| {
@@ -123,8 +100,8 @@ fn nvidia(machine: &Machine) -> Result<Vec<Device>, DeviceError> {
         };
         if let Some(minor) = field("Device Minor").and_then(|minor| minor.parse().ok()) {
             let pci = entry.file_name().to_string_lossy().into_owned();
-            let uuid = field("GPU UUID").map(str::to_owned);
-            listed.push((minor, Device { pci, uuid, instances: Vec::new() }));
+            let uuid = field("GPU UUID").unwrap_or_default().to_owned();
+            listed.push((minor, Gpu { pci, uuid, instances: None }));
         }
     }
     let mut devices = Vec::new();
@@ -140,7 +117,7 @@ fn nvidia(machine: &Machine) -> Result<Vec<Device>, DeviceError> {
 
 /// Returns the devices that have render nodes, in the order of the nodes' numbers, which is the driver's
 /// order.
-fn render_nodes(machine: &Machine, vendor: &str) -> Result<Vec<Device>, DeviceError> {
+fn render_nodes(machine: &Machine, vendor: &str) -> Result<Vec<Gpu>, DeviceError> {
     machine
         .render_nodes(vendor)
         .into_iter()
@@ -149,10 +126,7 @@ fn render_nodes(machine: &Machine, vendor: &str) -> Result<Vec<Device>, DeviceEr
             let path = machine.root.join(format!("sys/class/drm/renderD{number}/device"));
             let target = fs::canonicalize(&path).ok();
             match target.as_deref().and_then(Path::file_name) {
-                Some(pci) => {
-                    let pci = pci.to_string_lossy().into_owned();
-                    Ok(Device { pci, uuid: None, instances: Vec::new() })
-                }
+                Some(pci) => Ok(Gpu { pci: pci.to_string_lossy().into_owned(), ..Gpu::default() }),
                 None => Err(DeviceError::NoNumaNode { path, device }),
             }
         })

@@ -1,5 +1,6 @@
 //! Tests of the NUMA nodes of devices, and of the devices that variables select.
 
+use std::ffi::OsString;
 use std::os::unix::fs::symlink;
 
 use super::super::topology::fake_sysfs::FakeSysfs;

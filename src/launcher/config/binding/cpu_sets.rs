@@ -75,11 +75,11 @@ pub(super) fn spread(
     // Sorting puts neighbouring parts next to each other, however the machine numbers its CPUs. A cache that
     // spans several NUMA nodes counts once in each node.
     let parts = match kind {
-        Bind::Node => topology.groups(|cpu| cpu.node),
-        Bind::Socket => topology.groups(|cpu| cpu.package),
-        Bind::CoreComplex => topology.groups(|cpu| (cpu.package, cpu.node, cpu.cache)),
+        Bind::Node => groups(&topology.cpus, |cpu| cpu.node),
+        Bind::Socket => groups(&topology.cpus, |cpu| cpu.package),
+        Bind::CoreComplex => groups(&topology.cpus, |cpu| (cpu.package, cpu.node, cpu.cache)),
         Bind::Core => {
-            let cores = topology.groups(|cpu| (cpu.package, cpu.node, cpu.cache, cpu.core));
+            let cores = groups(&topology.cpus, |cpu| (cpu.package, cpu.node, cpu.cache, cpu.core));
             if cores.len() < workers {
                 return Err(BindingError::TooFewCores { cores: cores.len(), workers });
             }

@@ -4,21 +4,16 @@ mod cpu_sets;
 #[cfg(test)]
 mod tests;
 
-use std::ffi::OsString;
-
 use super::accelerators;
 use super::machine::Machine;
 use super::topology::Topology;
-use crate::cli::{CliError, ParsedArgs, Value};
+use crate::cli::{CliError, Env, ParsedArgs, Value};
 use cpu_sets::{Bind, NumaBinding};
 
 /// Returns the CPUs of each worker by local rank. Empty if workers are not bound to CPUs.
-///
-/// # Errors
-/// The machine lacks the hardware parts that the flag asks for, or does not report them.
 pub(super) fn worker_cpus(
     args: &ParsedArgs,
-    env: &dyn Fn(&str) -> Option<OsString>,
+    env: Env<'_>,
     machine: &Machine,
     workers: usize,
 ) -> Result<Vec<Vec<usize>>, CliError> {

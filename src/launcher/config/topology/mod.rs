@@ -52,9 +52,6 @@ impl Topology {
     ///
     /// If the kernel does not report something, a simple machine is assumed: one NUMA node, one socket, one
     /// core for each CPU, and one cache for each socket.
-    ///
-    /// # Errors
-    /// A file is malformed or cannot be read, or there is no CPU.
     pub(super) fn read(root: &Path, allowed: &[usize]) -> Result<Self, TopologyError> {
         let system = root.join("sys/devices/system");
         let online = list(&system.join("cpu/online"))?;
@@ -71,14 +68,9 @@ impl Topology {
         }
         if cpus.is_empty() { Err(TopologyError::NoCpus) } else { Ok(Self { cpus }) }
     }
-
-    /// Groups the CPUs with equal keys. Returns the groups in order of their keys.
-    pub(super) fn groups<K: Ord>(&self, key: impl Fn(&Cpu) -> K) -> Vec<Vec<usize>> {
-        groups(&self.cpus, key)
-    }
 }
 
-/// Groups these CPUs as [`Topology::groups`] does.
+/// Groups the CPUs with equal keys. Returns the groups in order of their keys.
 pub(super) fn groups<'a, K: Ord>(
     cpus: impl IntoIterator<Item = &'a Cpu>,
     key: impl Fn(&Cpu) -> K,
@@ -194,13 +186,10 @@ fn parsed<T>(
     parse: impl Fn(&str) -> Option<T>,
 ) -> Result<Option<T>, TopologyError> {
     let Some(text) = text(path)? else { return Ok(None) };
-    match parse(&text) {
-        Some(value) => Ok(Some(value)),
-        None => {
-            let text = text.chars().take(60).flat_map(char::escape_debug).collect();
-            Err(TopologyError::Malformed { path: path.to_owned(), text, wanted })
-        }
-    }
+    parse(&text).map(Some).ok_or_else(|| {
+        let text = text.chars().take(60).flat_map(char::escape_debug).collect();
+        TopologyError::Malformed { path: path.to_owned(), text, wanted }
+    })
 }
 
 /// Parses a list of CPUs such as `0-3,8`. Returns `None` unless it is ascending, as the kernel writes it.

@@ -12,9 +12,10 @@ mod copier;
 
 use std::cell::Cell;
 use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -23,7 +24,7 @@ use memchr::memmem::Finder;
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use rustix::termios::Winsize;
 
-use super::console::{Console, ConsoleDeadline, Writes};
+use super::console::{Console, ConsoleDeadline};
 use super::lines::Lines;
 use super::tail::Tail;
 use super::{ReportedProblems, block_file_size_signal};
@@ -75,7 +76,7 @@ pub(super) struct Source {
     on_console: bool,
     mode: ConsoleMode,
     /// Buffer that keeps the last bytes, if the report needs them.
-    tail: Option<Tail>,
+    pub(super) tail: Option<Tail>,
     /// Set if the pipe is a pseudo-terminal; the inner value is the size last set.
     terminal: Option<Option<Winsize>>,
     /// Time at which the last bytes arrived.
@@ -101,17 +102,8 @@ impl Source {
         on_console: bool,
     ) -> Self {
         let (pipe, mode) = (File::from(pipe), ConsoleMode::Lines(Lines::default()));
-        Self {
-            stream,
-            pipe,
-            file,
-            prefix,
-            on_console,
-            mode,
-            tail: None,
-            terminal: None,
-            read_at: Instant::now(),
-        }
+        let read_at = Instant::now();
+        Self { stream, pipe, file, prefix, on_console, mode, tail: None, terminal: None, read_at }
     }
 
     /// Creates a source for a stderr that passes to the console unchanged.
@@ -123,11 +115,6 @@ impl Source {
     /// Creates a source for a stderr that passes to the console unchanged, read from a pseudo-terminal.
     pub(super) fn terminal(pty: OwnedFd) -> Self {
         Self { terminal: Some(None), ..Self::raw(pty, true) }
-    }
-
-    /// Makes the source keep its last bytes in `tail`.
-    pub(super) fn with_tail(self, tail: Tail) -> Self {
-        Self { tail: Some(tail), ..self }
     }
 
     /// Returns the time at which the unfinished line must be written to the console; `None` if there is no
@@ -162,7 +149,8 @@ pub(crate) struct Tee {
     /// [`Request::Drain`]. Closed when the thread ends.
     answers: mpsc::Receiver<u64>,
     asked: Cell<u64>,
-    writes: [Writes; 2],
+    /// Numbers of completed writes to the consoles.
+    writes: [Arc<AtomicU64>; 2],
 }
 
 /// A request of the launcher to the copying thread.
@@ -205,24 +193,14 @@ impl Tee {
     /// Waits beyond the deadline only for a slow console that still accepts data. The thread also copies
     /// later output of the workers' descendants.
     pub(crate) fn drain(&self, deadline: Instant) {
-        let number = self.next_number();
-        self.ask(Request::Drain(number, deadline));
-        let mut deadline = ConsoleDeadline::new(deadline);
-        while let Some(left) = deadline.left(self.writes.iter().map(Writes::count).sum()) {
-            match self.answers.recv_timeout(left) {
-                Ok(answered) if answered == number => return,
-                // An answer to a `drain` that timed out may still be queued.
-                Ok(_) | Err(mpsc::RecvTimeoutError::Timeout) => {}
-                Err(mpsc::RecvTimeoutError::Disconnected) => return,
-            }
-        }
+        let number = self.ask(|number| Request::Drain(number, deadline));
+        self.wait_for_consoles(Some(number), deadline);
     }
 
     /// Reads the output that is already in the pipes, at most for `limit`, so that the last lines of an ended
     /// worker are known. To be called while other workers continue. Waits for no console.
     pub(crate) fn read_pending(&self, limit: Duration) {
-        let number = self.next_number();
-        self.ask(Request::ReadPending(number));
+        let number = self.ask(Request::ReadPending);
         let deadline = Instant::now() + limit;
         while let Ok(answered) = self.answers.recv_timeout(deadline.saturating_duration_since(Instant::now()))
         {
@@ -237,51 +215,41 @@ impl Tee {
         self.read_pending(RESIZE_TIMEOUT);
     }
 
-    fn next_number(&self) -> u64 {
-        self.asked.set(self.asked.get() + 1);
-        self.asked.get()
-    }
-
     /// Copies the remaining output like [`Tee::drain`], then ends the thread. Processes that still hold such
     /// a pipe then cannot write to it.
     pub(crate) fn finish(self, deadline: Instant) {
-        self.ask(Request::Finish(deadline));
+        self.ask(|_| Request::Finish(deadline));
+        self.wait_for_consoles(None, deadline);
+    }
+
+    /// Makes a request with the next number, and returns this number.
+    fn ask(&self, request: impl FnOnce(u64) -> Request) -> u64 {
+        let number = self.asked.get() + 1;
+        self.asked.set(number);
+        // If the thread has already ended, `answers` is closed, which the caller notices.
+        let _ = self.requests.send(request(number));
+        let _ = self.wake.write(1);
+        number
+    }
+
+    /// Waits for the answer with this number, or with `None` for the end of the thread.
+    fn wait_for_consoles(&self, number: Option<u64>, deadline: Instant) {
         let mut deadline = ConsoleDeadline::new(deadline);
-        while let Some(left) = deadline.left(self.writes.iter().map(Writes::count).sum()) {
+        let writes = || self.writes.iter().map(|writes| writes.load(Ordering::Relaxed)).sum::<u64>();
+        while let Some(left) = deadline.left(writes()) {
             match self.answers.recv_timeout(left) {
+                Ok(answered) if Some(answered) == number => return,
+                // An answer to a `drain` that timed out may still be queued.
                 Ok(_) | Err(mpsc::RecvTimeoutError::Timeout) => {}
                 Err(mpsc::RecvTimeoutError::Disconnected) => return,
             }
         }
     }
-
-    fn ask(&self, request: Request) {
-        // If the thread has already ended, `answers` is closed, which the caller notices.
-        let _ = self.requests.send(request);
-        let _ = self.wake.write(1);
-    }
 }
 
-/// Returns consoles for the launcher's own stdout and stderr.
+/// Returns consoles for the launcher's own stdout and stderr. Stderr is locked during each write, so that the
+/// launcher's own messages do not come in the middle of a chunk.
 pub(super) fn consoles() -> io::Result<[Console; 2]> {
     let stdout = File::from(io::stdout().as_fd().try_clone_to_owned()?);
-    Ok([Console::new("stdout", Box::new(stdout)), Console::new("stderr", Box::new(LockedStderr))])
-}
-
-/// Stderr that is locked during each write, so that the launcher's own messages do not come in the middle of
-/// a chunk.
-struct LockedStderr;
-
-impl Write for LockedStderr {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        io::stderr().lock().write(bytes)
-    }
-
-    fn write_all(&mut self, bytes: &[u8]) -> io::Result<()> {
-        io::stderr().lock().write_all(bytes)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
+    Ok([Console::new("stdout", Box::new(stdout)), Console::new("stderr", Box::new(io::stderr()))])
 }

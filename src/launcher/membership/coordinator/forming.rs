@@ -6,8 +6,7 @@ use super::super::injected_bug::Bug;
 use super::super::messages::{AgentId, JoinStatus, Order, Refusal, RestartCause};
 use super::super::rank_assignment::{Candidate, assign_node_ranks};
 use super::super::record::Record;
-use super::Action;
-use super::{Coordinator, JOIN_STATUS_PERIOD, Stage, Time};
+use super::{Coordinator, JOIN_STATUS_PERIOD, STOP_TIMEOUT, Stage, Time};
 
 /// Maximum number of host names in each list of a join status.
 const MAX_NAMES: usize = 16;
@@ -30,10 +29,10 @@ pub(super) struct Forming {
 
 impl Coordinator {
     /// Starts a round if enough members are ready.
-    pub(super) fn try_start(&mut self, now: Time, actions: &mut Vec<Action>) {
+    pub(super) fn try_start(&mut self) {
         let (min, max, early) = (self.min(), self.max(), self.injected_bug.is(Bug::StartsTooEarly));
         let Stage::Forming(forming) = &mut self.stage else { return };
-        forming.not_before.take_if(|at| *at <= now);
+        forming.not_before.take_if(|at| *at <= self.now);
         if !forming.stopping.is_empty() && !early || forming.not_before.is_some() {
             return;
         }
@@ -44,73 +43,70 @@ impl Coordinator {
         }
         // Only a first round waits for more nodes than the minimum. Later, each node of the previous round is
         // known to be ready or lost.
-        let last_call = *forming.last_call.get_or_insert(now + self.rules.last_call);
-        if here < max && self.members.returning_candidates == 0 && now < last_call {
+        let last_call = *forming.last_call.get_or_insert(self.now + self.rules.last_call);
+        if here < max && self.members.returning_candidates == 0 && self.now < last_call {
             return;
         }
         let candidates = self.members.candidates.keys().filter_map(|agent| {
             let profile = &self.members.get(*agent)?.profile;
-            let previous_rank = self.members.ranks.get(agent).copied();
+            let previous_rank = self.members.rank(*agent);
             Some(Candidate { agent: *agent, host: &profile.host, pid: profile.pid, previous_rank })
         });
         let agents = assign_node_ranks(candidates.collect(), max);
-        self.start(now, agents, actions);
+        self.start(agents);
     }
 
-    pub(super) fn tick_forming(&mut self, now: Time, actions: &mut Vec<Action>) {
+    pub(super) fn tick_forming(&mut self) {
         let Stage::Forming(forming) = &mut self.stage else { return };
         let since = forming.since;
-        if now >= since + self.rules.stop_timeout {
+        if self.now >= since + STOP_TIMEOUT {
             // These members cannot end their workers. The coordinator evicts them, so that the other members
             // need not wait.
             let stuck = std::mem::take(&mut forming.stopping);
             for agent in stuck {
-                let silent_s = self.rules.stop_timeout.as_secs();
-                self.order(agent, Order::Refuse(Refusal::Evicted { silent_s }), actions);
+                let silent_s = STOP_TIMEOUT.as_secs();
+                self.order(agent, Order::Refuse(Refusal::Evicted { silent_s }));
                 self.members.remove(agent);
             }
         }
         while let Some(&(first, agent)) = self.members.waiting.first()
-            && now >= first.max(since) + self.rules.join_timeout
+            && self.now >= first.max(since) + self.rules.join_timeout
         {
-            let (after_s, join_status) = (self.rules.join_timeout.as_secs(), self.join_status(now, false));
-            self.order(agent, Order::Refuse(Refusal::Timeout { after_s, join_status }), actions);
+            let (after_s, join_status) = (self.rules.join_timeout.as_secs(), self.join_status());
+            self.order(agent, Order::Refuse(Refusal::Timeout { after_s, join_status }));
             self.members.remove(agent);
         }
-        self.try_start(now, actions);
+        self.try_start();
         if let Stage::Forming(forming) = &mut self.stage
-            && now >= forming.join_status_at
+            && self.now >= forming.join_status_at
         {
-            forming.join_status_at = now + JOIN_STATUS_PERIOD;
+            forming.join_status_at = self.now + JOIN_STATUS_PERIOD;
             let waiting: Vec<AgentId> = self.members.candidates.keys().copied().collect();
-            let join_status = self.join_status(now, false);
-            for agent in waiting {
-                self.order(agent, Order::Wait(join_status.clone()), actions);
-            }
+            waiting.into_iter().for_each(|agent| self.order_to_wait(agent));
         }
     }
 
-    /// Returns which nodes have joined and which are missing, for messages to users. `standby` is true if a
-    /// round is running without the node that gets the message.
-    pub(super) fn join_status(&self, now: Time, standby: bool) -> JoinStatus {
+    /// Returns which nodes have joined and which are missing, for messages to users.
+    pub(super) fn join_status(&self) -> JoinStatus {
+        let name = |agent: &AgentId| {
+            let profile = &self.members.get(*agent)?.profile;
+            Some(format!("{} (pid {})", profile.host, profile.pid))
+        };
         let names = |agents: &mut dyn Iterator<Item = &AgentId>| {
-            agents
-                .filter_map(|agent| Some(self.members.get(*agent)?.profile.name()))
-                .take(MAX_NAMES)
-                .collect::<Vec<_>>()
+            agents.filter_map(name).take(MAX_NAMES).collect::<Vec<_>>()
         };
         let mut join_status = JoinStatus {
             joined: self.members.candidates.len(),
             min: self.min(),
             max: self.max(),
             names: names(&mut self.members.candidates.keys()),
-            standby,
+            standby: !matches!(self.stage, Stage::Forming(_)),
             ..JoinStatus::default()
         };
         if let Stage::Forming(forming) = &self.stage {
             join_status.stopping = names(&mut forming.stopping.iter());
             join_status.cause.clone_from(&forming.cause);
-            let begins = forming.last_call.map(|at| at.saturating_sub(now).as_millis());
+            let begins = forming.last_call.map(|at| at.saturating_sub(self.now).as_millis());
             join_status.starts_in_ms = begins.and_then(|ms| u64::try_from(ms).ok());
         }
         join_status

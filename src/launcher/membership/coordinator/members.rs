@@ -2,7 +2,6 @@
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
-use std::time::Duration;
 
 use super::super::messages::{AgentId, Order, Phase, Profile};
 use super::{Rules, Time};
@@ -29,9 +28,8 @@ pub(super) struct MemberState {
 }
 
 /// The members of a job.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Members {
-    rules: Rules,
     pub(super) known: BTreeMap<AgentId, MemberState>,
     /// Number of members on each host. `max_on_host` is the largest number that any host ever had.
     hosts: HashMap<String, usize>,
@@ -51,39 +49,24 @@ pub(super) struct Members {
 }
 
 impl Members {
-    pub(super) fn new(rules: Rules) -> Self {
-        Self {
-            rules,
-            known: BTreeMap::new(),
-            hosts: HashMap::new(),
-            max_on_host: 0,
-            due: BTreeSet::new(),
-            candidates: BTreeMap::new(),
-            waiting: BTreeSet::new(),
-            returning_candidates: 0,
-            former: BTreeSet::new(),
-            ranks: BTreeMap::new(),
-        }
-    }
-
     pub(super) fn get(&self, agent: AgentId) -> Option<&MemberState> {
         self.known.get(&agent)
+    }
+
+    /// Returns the group rank of the agent in the latest round, or `None` if it took no part.
+    pub(super) fn rank(&self, agent: AgentId) -> Option<usize> {
+        self.ranks.get(&agent).copied()
     }
 
     pub(super) fn contains(&self, agent: AgentId) -> bool {
         self.known.contains_key(&agent)
     }
 
-    /// Returns the heartbeat timeout of a member with workers.
-    pub(super) fn heartbeat_timeout(&self) -> Duration {
-        self.rules.heartbeat_timeout_for(self.max_on_host)
-    }
-
-    pub(super) fn add(&mut self, now: Time, agent: AgentId, profile: Profile) {
+    pub(super) fn add(&mut self, rules: &Rules, now: Time, agent: AgentId, profile: Profile) {
         let nodes_on_host = self.hosts.entry(profile.host.clone()).or_default();
         *nodes_on_host += 1;
         self.max_on_host = self.max_on_host.max(*nodes_on_host);
-        let due = now + self.heartbeat_timeout();
+        let due = now + rules.heartbeat_timeout_for(self.max_on_host);
         self.due.insert((due, agent));
         let known = MemberState {
             profile,

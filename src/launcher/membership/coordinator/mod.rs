@@ -3,7 +3,7 @@
 //!
 //! With n members, an ordinary event costs O(log n). The start and end of a round, a failure and the loss of
 //! a node send one message to each member: O(n). A member is lost if no status of it arrives for
-//! [`Rules::heartbeat_timeout`]. A member whose connection breaks has [`Rules::reconnect_timeout`] to
+//! [`Rules::heartbeat_timeout`]. A member whose connection breaks has [`RECONNECT_TIMEOUT`] to
 //! reconnect.
 
 use std::time::Duration;
@@ -19,7 +19,7 @@ mod stages;
 
 use forming::Forming;
 use members::Members;
-pub(super) use round::{NodeState, Round};
+use round::{NodeState, Round};
 
 /// Time since the coordinator started.
 pub(crate) type Time = Duration;
@@ -35,6 +35,14 @@ const TIMEOUT_PER_NODE_ON_HOST: Duration = Duration::from_millis(20);
 /// Maximum number of statuses of a member whose receive times the coordinator remembers until the member
 /// acknowledges the answers.
 const MAX_UNACKED_STATUSES: usize = 8;
+/// Time that a member has to reconnect after its connection broke. After that it is lost.
+pub(crate) const RECONNECT_TIMEOUT: Duration = Duration::from_millis(200);
+/// Longest time that a member may take to stop its workers before the coordinator evicts it.
+const STOP_TIMEOUT: Duration = Duration::from_secs(90);
+/// Time within which a scheduler that cancels the whole job signals all its nodes. After a signal has stopped
+/// a node, no new round starts for this long.
+const STOP_SPREAD: Duration = Duration::from_secs(1);
+
 /// Command-line settings for rounds.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rules {
@@ -44,13 +52,6 @@ pub(crate) struct Rules {
     pub(crate) join_timeout: Duration,
     /// Heartbeat timeout: a member is lost if no status of it arrives for this long.
     pub(crate) heartbeat_timeout: Duration,
-    /// Time that a member has to reconnect after its connection broke. After that it is lost.
-    pub(crate) reconnect_timeout: Duration,
-    /// Longest time that a member may take to stop its workers before the coordinator evicts it.
-    pub(crate) stop_timeout: Duration,
-    /// Time within which a scheduler that cancels the whole job signals all its nodes. After a signal has
-    /// stopped a node, no new round starts for this long.
-    pub(crate) stop_spread: Duration,
     /// Restart limit of `restart_budget=job`: failures of all nodes count together. `None` if each node has
     /// its own limit.
     pub(crate) job_budget: Option<u32>,
@@ -117,6 +118,9 @@ pub(crate) struct Coordinator {
     failures: u32,
     last_probe_sent: u64,
     stage: Stage,
+    /// Time of the event that is being processed, and what the caller must do because of it.
+    now: Time,
+    actions: Vec<Action>,
     pub(super) injected_bug: InjectedBug,
 }
 
@@ -128,12 +132,14 @@ impl Coordinator {
             term,
             entropy,
             range: None,
-            members: Members::new(rules),
+            members: Members::default(),
             round: 0,
             failures: 0,
             // Every probe of this term has a higher number than those of earlier terms.
             last_probe_sent: term << 32,
             stage: Stage::Forming(Forming { join_status_at: JOIN_STATUS_PERIOD, ..Forming::default() }),
+            now: Duration::ZERO,
+            actions: Vec::new(),
             injected_bug: InjectedBug::default(),
         }
     }
@@ -157,14 +163,14 @@ impl Coordinator {
         } else if record.round > 0 {
             for (rank, node) in record.nodes.iter().enumerate() {
                 if record.left.iter().all(|(left, _)| *left != rank) {
-                    resumed.add_member(Duration::ZERO, node.agent, node.profile.clone());
+                    resumed.add_member(node.agent, node.profile.clone());
                 }
                 resumed.members.ranks.insert(node.agent, rank);
             }
             resumed.stage = Stage::Live(Round::new(record, &rules));
         }
         if let Some((agent, due)) = suspect {
-            let due = due.min(resumed.members.heartbeat_timeout());
+            let due = due.min(resumed.heartbeat_timeout());
             resumed.members.set_due(agent, due);
         }
         resumed
@@ -173,43 +179,37 @@ impl Coordinator {
     /// Processes `event` at the time `now`, which never decreases from event to event. Appends what the
     /// caller must do to `actions`.
     pub(crate) fn handle(&mut self, now: Time, event: Event, actions: &mut Vec<Action>) {
+        self.now = now;
         match event {
-            Event::Hello { agent, profile } => self.hello(now, agent, profile, actions),
-            Event::Status { agent, status } => self.status(now, agent, status, actions),
+            Event::Hello { agent, profile } => self.hello(agent, profile),
+            Event::Status { agent, status } => self.status(agent, status),
             Event::Disconnected { agent } => {
                 if let Some(due) = self.members.get(agent).map(|known| known.due) {
-                    self.members.set_due(agent, due.min(now + self.rules.reconnect_timeout));
+                    self.members.set_due(agent, due.min(now + RECONNECT_TIMEOUT));
                 }
             }
-            Event::Written => self.written(now, actions),
+            Event::Written => self.written(),
             Event::CoordinatorExited { agent, host, why } => {
                 if !matches!(self.stage, Stage::Finishing(_) | Stage::Finished(_)) {
                     let node = self.members.ranks.get(&agent).copied();
-                    self.end(JobResult::CoordinatorExited { node, host, why }, actions);
+                    self.end(JobResult::CoordinatorExited { node, host, why });
                 }
             }
-            Event::Tick => self.tick(now, actions),
+            Event::Tick => self.tick(),
         }
+        actions.append(&mut self.actions);
     }
 
     /// Returns the time at which the coordinator needs an [`Event::Tick`], or `None` if it waits only for
     /// other events.
     pub(crate) fn wake_at(&self) -> Option<Time> {
         let due = self.members.due.first().map(|(due, _)| *due);
-        let forming = match &self.stage {
-            Stage::Forming(forming) => {
-                let first = self
-                    .members
-                    .waiting
-                    .first()
-                    .map(|(since, _)| *since.max(&forming.since) + self.rules.join_timeout);
-                let join_status = (!self.members.waiting.is_empty()).then_some(forming.join_status_at);
-                let stop = (!forming.stopping.is_empty()).then_some(forming.since + self.rules.stop_timeout);
-                [forming.not_before, forming.last_call, first, join_status, stop].into_iter().flatten().min()
-            }
-            Stage::Starting(_) | Stage::Live(_) | Stage::Finishing(_) | Stage::Finished(_) => None,
-        };
-        due.into_iter().chain(forming).min()
+        let Stage::Forming(forming) = &self.stage else { return due };
+        let first = self.members.waiting.first();
+        let first = first.map(|(since, _)| *since.max(&forming.since) + self.rules.join_timeout);
+        let join_status = first.map(|_| forming.join_status_at);
+        let stop = (!forming.stopping.is_empty()).then_some(forming.since + STOP_TIMEOUT);
+        [due, forming.not_before, forming.last_call, first, join_status, stop].into_iter().flatten().min()
     }
 
     /// Returns true if at least half of the nodes of the latest round, not counting the agent `own`, are
@@ -231,10 +231,7 @@ impl Coordinator {
 
     /// Returns the outcome of the job, or `None` if the job has not ended.
     pub(crate) fn result(&self) -> Option<&JobResult> {
-        match &self.stage {
-            Stage::Finished(result) => Some(result),
-            Stage::Forming(_) | Stage::Starting(_) | Stage::Live(_) | Stage::Finishing(_) => None,
-        }
+        if let Stage::Finished(result) = &self.stage { Some(result) } else { None }
     }
 
     /// Returns true if the job has ended.
@@ -252,19 +249,16 @@ impl Coordinator {
         self.members.known.is_empty()
     }
 
-    fn hello(&mut self, now: Time, agent: AgentId, profile: Profile, actions: &mut Vec<Action>) {
+    fn hello(&mut self, agent: AgentId, profile: Profile) {
         if self.members.former.contains(&agent) {
-            let silent_s = self.members.heartbeat_timeout().as_secs();
-            self.refuse_non_member(agent, Refusal::Evicted { silent_s }, actions);
-            return;
+            let silent_s = self.heartbeat_timeout().as_secs();
+            return self.refuse_non_member(agent, Refusal::Evicted { silent_s });
         }
         if let Stage::Finishing(result) | Stage::Finished(result) = &self.stage
             && !self.members.ranks.contains_key(&agent)
             && !self.members.contains(agent)
         {
-            let refusal = Refusal::Closed(result.clone());
-            self.refuse_non_member(agent, refusal, actions);
-            return;
+            return self.refuse_non_member(agent, Refusal::Closed(result.clone()));
         }
         let mine = (profile.min, profile.max);
         if let Some((min, max, host)) = &self.range
@@ -272,8 +266,7 @@ impl Coordinator {
         {
             if self.members.known.values().any(|known| known.phase.is_some()) {
                 let refusal = Refusal::NodeCountMismatch { mine, theirs: (*min, *max), host: host.clone() };
-                self.refuse_non_member(agent, refusal, actions);
-                return;
+                return self.refuse_non_member(agent, refusal);
             }
             // No member has sent a status yet, so this `--nnodes` comes from the former coordinator's record.
             // The nodes of the record may all be gone, which is known after their heartbeat timeout. The new
@@ -284,26 +277,31 @@ impl Coordinator {
             self.range = None;
         }
         if self.injected_bug.is(Bug::RestartsOnReconnect) && self.members.contains(agent) {
-            self.member_lost(now, agent, None, actions);
+            self.member_lost(agent, None);
             self.members.former.remove(&agent);
         }
         if self.members.contains(agent) {
-            self.members.set_due(agent, now + self.members.heartbeat_timeout());
+            self.members.set_due(agent, self.now + self.heartbeat_timeout());
         } else {
-            self.add_member(now, agent, profile);
+            self.add_member(agent, profile);
         }
         // The member may have missed the latest order.
         if self.members.get(agent).is_some_and(|known| known.order.is_some()) {
-            self.send(agent, true, actions);
+            self.send(agent, true);
         }
     }
 
-    fn add_member(&mut self, now: Time, agent: AgentId, profile: Profile) {
-        self.range.get_or_insert_with(|| (profile.min, profile.max, profile.host.clone()));
-        self.members.add(now, agent, profile);
+    /// Returns the heartbeat timeout of a member with workers.
+    fn heartbeat_timeout(&self) -> Duration {
+        self.rules.heartbeat_timeout_for(self.members.max_on_host)
     }
 
-    fn status(&mut self, now: Time, agent: AgentId, status: Status, actions: &mut Vec<Action>) {
+    fn add_member(&mut self, agent: AgentId, profile: Profile) {
+        self.range.get_or_insert_with(|| (profile.min, profile.max, profile.host.clone()));
+        self.members.add(&self.rules, self.now, agent, profile);
+    }
+
+    fn status(&mut self, agent: AgentId, status: Status) {
         let term = self.term;
         let Some(known) = self.members.known.get_mut(&agent) else { return };
         let news = status.seq > known.seq && known.phase.as_ref() != Some(&status.phase);
@@ -314,7 +312,7 @@ impl Coordinator {
         if news {
             known.phase = Some(status.phase);
         }
-        known.unacked.push_back((status.seq, now));
+        known.unacked.push_back((status.seq, self.now));
         if known.unacked.len() > MAX_UNACKED_STATUSES {
             known.unacked.pop_front();
         }
@@ -325,60 +323,65 @@ impl Coordinator {
             known.unacked.pop_front();
         }
         let has_workers = !matches!(known.phase, Some(Phase::Ready { .. })) || self.has_run_order(agent);
-        let heartbeat_timeout =
-            self.members.heartbeat_timeout() * if has_workers { 1 } else { IDLE_TIMEOUT_FACTOR };
-        self.members.set_due(agent, now + heartbeat_timeout);
+        let heartbeat_timeout = self.heartbeat_timeout() * if has_workers { 1 } else { IDLE_TIMEOUT_FACTOR };
+        self.members.set_due(agent, self.now + heartbeat_timeout);
         if news {
-            self.phase_changed(now, agent, actions);
+            self.phase_changed(agent);
         }
         if answers {
-            self.probe_answered(agent, actions);
+            self.probe_answered(agent);
         }
         if self.members.contains(agent) {
-            self.send(agent, !has_all_orders, actions);
+            self.send(agent, !has_all_orders);
         }
     }
 
-    fn tick(&mut self, now: Time, actions: &mut Vec<Action>) {
+    fn tick(&mut self) {
         while let Some(&(due, agent)) = self.members.due.first()
-            && due <= now
+            && due <= self.now
         {
-            self.member_lost(now, agent, None, actions);
+            self.member_lost(agent, None);
         }
-        self.tick_forming(now, actions);
+        self.tick_forming();
     }
 
     /// Returns true if the member takes part in the running round, so that the coordinator has ordered it to
     /// run workers.
     fn has_run_order(&self, agent: AgentId) -> bool {
-        matches!(&self.stage, Stage::Live(round) if round.rank(&self.members.ranks, agent).is_some())
+        matches!(self.stage, Stage::Live(_)) && self.members.ranks.contains_key(&agent)
+    }
+
+    /// Orders a member to wait for the next round.
+    fn order_to_wait(&mut self, agent: AgentId) {
+        self.order(agent, Order::Wait(self.join_status()));
     }
 
     /// Sends a new order to a member, unless the member's latest order is the same.
-    fn order(&mut self, agent: AgentId, order: Order, actions: &mut Vec<Action>) {
+    fn order(&mut self, agent: AgentId, order: Order) {
         let Some(known) = self.members.known.get_mut(&agent) else { return };
         if known.order.as_ref() == Some(&order) {
             return;
         }
         known.order = Some(order);
         known.order_seq += 1;
-        self.send(agent, true, actions);
+        self.send(agent, true);
     }
 
-    fn send(&self, agent: AgentId, with_order: bool, actions: &mut Vec<Action>) {
+    fn send(&mut self, agent: AgentId, with_order: bool) {
         let Some(known) = self.members.get(agent) else { return };
         let order = known.order.clone().filter(|_| with_order);
         let (term, seq, last_status, probe) = (self.term, known.order_seq, known.seq, self.last_probe_sent);
-        actions.push(Action::Send { agent, message: OrderMessage { term, seq, order, last_status, probe } });
+        self.actions
+            .push(Action::Send { agent, message: OrderMessage { term, seq, order, last_status, probe } });
     }
 
     /// Sends a refusal to an agent that is not, or no longer, a member.
-    fn refuse_non_member(&self, agent: AgentId, refusal: Refusal, actions: &mut Vec<Action>) {
+    fn refuse_non_member(&mut self, agent: AgentId, refusal: Refusal) {
         let order = Some(Order::Refuse(refusal));
         // This sequence number exceeds that of every order which the agent may have received from this
         // coordinator, so that the agent obeys the refusal.
         let message = OrderMessage { term: self.term, seq: u64::MAX, order, last_status: 0, probe: 0 };
-        actions.push(Action::Send { agent, message });
+        self.actions.push(Action::Send { agent, message });
     }
 
     fn max(&self) -> usize {

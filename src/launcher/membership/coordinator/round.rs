@@ -1,6 +1,6 @@
 //! A round and the states of its nodes. Pure.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use super::super::messages::{AgentId, Assignment, Failure};
@@ -10,7 +10,7 @@ use super::Rules;
 
 /// State of a node in a rendezvous round.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(in super::super) enum NodeState {
+pub(super) enum NodeState {
     Running,
     Succeeded,
     /// A worker of the node failed. The failure is not final until the coordinator knows whether the loss of
@@ -26,12 +26,13 @@ pub(in super::super) enum NodeState {
 
 /// A rendezvous round, with the states of its nodes by group rank.
 #[derive(Debug)]
-pub(in super::super) struct Round {
+pub(super) struct Round {
     pub(super) record: Record,
     pub(super) states: Vec<NodeState>,
     /// Group ranks of the nodes that failed, earliest failure first.
     pub(super) failed: Vec<usize>,
-    running: usize,
+    /// Number of nodes whose workers are still running.
+    pub(super) running: usize,
     pub(super) succeeded: usize,
     /// Group rank of the first node that was lost or stopped by a signal.
     pub(super) lost: Option<usize>,
@@ -69,38 +70,18 @@ impl Round {
         round
     }
 
-    pub(super) fn number(&self) -> u64 {
-        self.record.round
-    }
-
     pub(super) fn node(&self, rank: usize) -> &RoundNode {
         &self.record.nodes[rank]
-    }
-
-    /// Returns the group rank of `agent` in this round, or `None` if `agent` takes no part. `ranks` holds the
-    /// group ranks of the latest round.
-    pub(super) fn rank(&self, ranks: &BTreeMap<AgentId, usize>, agent: AgentId) -> Option<usize> {
-        ranks
-            .get(&agent)
-            .copied()
-            .filter(|&rank| self.record.nodes.get(rank).is_some_and(|node| node.agent == agent))
     }
 
     /// Sets the state of a node, unless its old state is final. `Failed` may still become `Lost` or `Left`.
     pub(super) fn set(&mut self, rank: usize, state: NodeState) {
         let old = &mut self.states[rank];
-        let goes = match (&*old, &state) {
-            (NodeState::Running, _) => true,
-            (NodeState::Failed(_), NodeState::Lost(_) | NodeState::Left { .. }) => true,
-            (
-                NodeState::Succeeded | NodeState::Failed(_) | NodeState::Left { .. } | NodeState::Lost(_),
-                _,
-            ) => false,
-        };
-        if !goes {
-            return;
+        match (&*old, &state) {
+            (NodeState::Running, _) => self.running -= 1,
+            (NodeState::Failed(_), NodeState::Lost(_) | NodeState::Left { .. }) => {}
+            _ => return,
         }
-        self.running -= usize::from(*old == NodeState::Running);
         match state {
             NodeState::Running => {}
             NodeState::Succeeded => self.succeeded += 1,
@@ -108,11 +89,6 @@ impl Round {
             NodeState::Left { .. } | NodeState::Lost(_) => drop(self.lost.get_or_insert(rank)),
         }
         *old = state;
-    }
-
-    /// Returns the number of nodes whose workers are still running.
-    pub(super) fn running(&self) -> usize {
-        self.running
     }
 
     /// Returns the group rank and the failure of the node that failed first. Nodes that were lost or stopped

@@ -114,11 +114,8 @@ impl Simulation {
     }
 
     fn become_leader(&mut self, index: usize, refused: bool) {
-        let wait = if refused {
-            self.rules.reconnect_timeout
-        } else {
-            leader_lease::takeover_delay(HEARTBEAT_TIMEOUT, TTL)
-        };
+        let wait =
+            if refused { RECONNECT_TIMEOUT } else { leader_lease::takeover_delay(HEARTBEAT_TIMEOUT, TTL) };
         let suspect = self.registry.leader.map(|(_, agent)| (agent, wait));
         let (term, agent) = (self.registry.term + 1, self.agents[index].id);
         self.note(|| format!("{index} coordinates from now on, term {term}, suspect {suspect:?}"));

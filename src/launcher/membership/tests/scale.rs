@@ -11,9 +11,6 @@ const RULES: Rules = Rules {
     last_call: Duration::from_secs(30),
     join_timeout: Duration::from_secs(600),
     heartbeat_timeout: Duration::from_secs(3),
-    reconnect_timeout: Duration::from_millis(200),
-    stop_timeout: Duration::from_secs(90),
-    stop_spread: Duration::from_secs(1),
     job_budget: None,
 };
 

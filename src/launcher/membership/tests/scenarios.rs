@@ -26,9 +26,6 @@ impl Job {
             last_call: 5 * SECOND,
             join_timeout: 60 * SECOND,
             heartbeat_timeout: 3 * SECOND,
-            reconnect_timeout: SECOND / 5,
-            stop_timeout: 90 * SECOND,
-            stop_spread: Duration::from_secs(1),
             job_budget,
         };
         Self {

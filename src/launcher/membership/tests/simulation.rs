@@ -155,9 +155,6 @@ impl Simulation {
             last_call: LAST_CALL,
             join_timeout: JOIN_TIMEOUT,
             heartbeat_timeout: HEARTBEAT_TIMEOUT,
-            reconnect_timeout: Duration::from_millis(200),
-            stop_timeout: Duration::from_secs(90),
-            stop_spread: Duration::from_secs(1),
             job_budget: None,
         };
         let mut simulation = Self {

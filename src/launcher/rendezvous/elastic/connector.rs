@@ -1,7 +1,7 @@
 //! Coordinator client: connects a node to the coordinator, with authentication of both sides.
 
 use std::io::ErrorKind;
-use std::time::Duration;
+use std::rc::Rc;
 
 use convoke_env::Token;
 use futures_util::StreamExt;
@@ -9,15 +9,15 @@ use futures_util::stream::FuturesUnordered;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
+use super::Settings;
 use super::discovery::{ConnectFailure, CoordinatorAddresses, LastAttempt};
 use super::framing::{self, FramingError};
 use super::wire::{self, Hello, MAGIC, Nonce, Seal, ToCoordinator, UNAUTHENTICATED_FRAME_LIMIT, Welcome};
-use crate::membership::{AgentId, Profile};
+use crate::membership::AgentId;
 
 /// Identity of the connecting node.
 pub(super) struct Connector {
-    pub(super) run_id: String,
-    pub(super) profile: Profile,
+    pub(super) settings: Rc<Settings>,
     pub(super) agent: AgentId,
 }
 
@@ -38,7 +38,11 @@ impl Connector {
         let CoordinatorAddresses { addresses, token, timeout: limit } = found;
         let mut attempts: FuturesUnordered<_> = addresses
             .iter()
-            .map(async |address| (*address, with_timeout(*limit, TcpStream::connect(address)).await))
+            .map(async |address| {
+                let stream = timeout(*limit, TcpStream::connect(address)).await;
+                let late = |_| Err(FramingError::Timeout(*limit));
+                (*address, stream.map_or_else(late, |connected| connected.map_err(Into::into)))
+            })
             .collect();
         let mut failed = Vec::new();
         while let Some((address, stream)) = attempts.next().await {
@@ -76,40 +80,29 @@ impl Connector {
     ) -> Result<Connection, FramingError> {
         framing::set_socket_options(&stream)?;
         let nonce: Nonce = super::random()?;
-        let hello = Hello::new(&self.run_id, self.agent, nonce);
+        let hello = Hello::new(&self.settings.run_id, self.agent, nonce);
         let mut first = MAGIC.to_vec();
         first.extend(wire::frame(&wire::encode(&hello)));
         framing::write_raw(&mut stream, &first).await?;
-        let (body, _) =
-            framing::read_frame(&mut stream, UNAUTHENTICATED_FRAME_LIMIT, false).await.map_err(|error| {
-                match error {
-                    FramingError::Wire(_) => FramingError::NotRendezvous,
-                    FramingError::Io(error)
-                        if matches!(error.kind(), ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset) =>
-                    {
-                        FramingError::ClosedByPeer
-                    }
-                    other => other,
-                }
-            })?;
+        let answer = framing::read_body(&mut stream, UNAUTHENTICATED_FRAME_LIMIT).await;
+        let body = answer.map_err(|error| match error {
+            FramingError::Wire(_) => FramingError::NotRendezvous,
+            FramingError::Io(error)
+                if matches!(error.kind(), ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset) =>
+            {
+                FramingError::ClosedByPeer
+            }
+            other => other,
+        })?;
         let nonce = match wire::decode(&body).map_err(|_| FramingError::NotRendezvous)? {
             Welcome::Welcome { nonce, .. } => nonce,
             Welcome::Refused(why) => return Err(FramingError::Refused(why)),
         };
         let (mut ours, mut theirs) = wire::seals(token, &hello, &nonce);
         framing::read::<()>(&mut stream, &mut theirs, UNAUTHENTICATED_FRAME_LIMIT).await?;
-        framing::write(&mut stream, &mut ours, &ToCoordinator::Profile(self.profile.clone())).await?;
+        let profile = self.settings.profile.clone();
+        framing::write(&mut stream, &mut ours, &ToCoordinator::Profile(profile)).await?;
         Ok(Connection { stream, ours, theirs })
-    }
-}
-
-async fn with_timeout<T, E: Into<FramingError>>(
-    limit: Duration,
-    what: impl Future<Output = Result<T, E>>,
-) -> Result<T, FramingError> {
-    match timeout(limit, what).await {
-        Ok(done) => done.map_err(Into::into),
-        Err(_) => Err(FramingError::Timeout(limit)),
     }
 }
 

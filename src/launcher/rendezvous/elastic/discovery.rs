@@ -7,12 +7,13 @@ use std::time::Duration;
 
 use convoke_env::Token;
 
-use super::host_addresses;
+use super::job::Job;
 use super::leadership::Leadership;
 use super::registry::{Entry, EntrySnapshot, Registry, RegistryError};
-use super::server::{RendezvousServer, ReplaceableJob};
+use super::server::RendezvousServer;
+use super::{Settings, host_addresses};
 use crate::config::is_named;
-use crate::membership::{AgentId, JobResult, Record, Rules, leader_lease};
+use crate::membership::{AgentId, Coordinator, JobResult, RECONNECT_TIMEOUT, Record, leader_lease};
 
 /// Number of refused connections after which a node treats the registered coordinator as dead.
 const MAX_REFUSED: u32 = 3;
@@ -22,10 +23,8 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Reason for which an attempt to connect to the coordinator failed.
 pub(super) enum ConnectFailure {
-    Unreachable {
-        why: String,
-        how: LastAttempt,
-    },
+    /// No coordinator has answered because of the error `why`.
+    Unreachable { why: String, how: LastAttempt },
     /// The registry names another coordinator, or the current one has lost its lease.
     Moved,
     /// A connection is impossible, for example because the coordinator refuses this node. The text is the
@@ -78,43 +77,37 @@ pub(super) enum Discovery {
 /// Finds the coordinator by the job's entry in a registry. See [`super::registry`].
 pub(super) struct RegistryDiscovery {
     registry: Registry,
-    run_id: String,
+    settings: Rc<Settings>,
     agent: AgentId,
-    token: Option<Token>,
-    rules: Rules,
-    /// Longest time that writing the outcome of the job may take.
-    close_timeout: Duration,
     /// Term of the coordinator that was last tried, and how often it refused connections.
     tried: (u64, u32),
     /// Entry of the job that was last read from the registry.
     seen: RefCell<EntrySnapshot>,
     /// Key of the job that was last found. Another job under the same run id has another key.
-    job: Option<[u8; 32]>,
-    /// Rendezvous server of this process, if this node is or was the coordinator.
-    server: Option<Rc<RendezvousServer>>,
+    key: Option<[u8; 32]>,
+    /// The job with its coordinator in this process, if this node is or was the coordinator.
+    job: Option<Rc<Job>>,
 }
 
 impl Discovery {
-    pub(super) fn with_registry(
-        registry: Registry,
-        run_id: String,
-        agent: AgentId,
-        token: Option<Token>,
-        rules: Rules,
-        close_timeout: Duration,
-    ) -> Self {
+    pub(super) fn with_registry(registry: Registry, settings: Rc<Settings>, agent: AgentId) -> Self {
+        let (tried, seen) = ((0, 0), RefCell::default());
         Self::Registry(Box::new(RegistryDiscovery {
             registry,
-            run_id,
+            settings,
             agent,
-            token,
-            rules,
-            close_timeout,
-            tried: (0, 0),
-            seen: RefCell::default(),
+            tried,
+            seen,
+            key: None,
             job: None,
-            server: None,
         }))
+    }
+
+    fn by_registry(&self) -> Option<&RegistryDiscovery> {
+        match self {
+            Self::Endpoint { .. } => None,
+            Self::Registry(by_registry) => Some(by_registry),
+        }
     }
 
     /// Returns addresses at which the coordinator may be. `last` is the result of the attempt to connect to
@@ -128,8 +121,7 @@ impl Discovery {
         match self {
             Self::Endpoint { host, port, token } => {
                 let found = tokio::net::lookup_host((host.as_str(), *port)).await;
-                let found =
-                    found.map_err(|error| RegistryError::Transient(format!("look up {host}: {error}")))?;
+                let found = found.map_err(|error| transient(format!("look up {host}: {error}")))?;
                 let mut addresses: Vec<SocketAddr> = found.collect();
                 addresses.dedup();
                 Ok(CoordinatorAddresses { addresses, token: token.clone(), timeout: CONNECT_TIMEOUT })
@@ -141,61 +133,45 @@ impl Discovery {
     /// Completes when the registry names another coordinator or the current coordinator has lost its lease,
     /// so that [`Self::find`] must run again.
     pub(super) async fn changed(&self) {
-        match self {
-            Self::Endpoint { .. } => std::future::pending().await,
-            Self::Registry(by_registry) => by_registry.changed().await,
+        match self.by_registry() {
+            Some(by_registry) => by_registry.changed().await,
+            None => std::future::pending().await,
         }
     }
 
     /// Checks in the background whether the coordinator's lease is alive. If this is called regularly, a lost
     /// coordinator is noticed sooner.
     pub(super) fn check_in_background(&self) {
-        if let Self::Registry(by_registry) = self {
+        if let Some(by_registry) = self.by_registry() {
             by_registry.registry.check_in_background();
-        }
-    }
-
-    /// Notes that this node rejoins the job under a new agent id.
-    pub(super) fn set_agent(&self, agent: AgentId) {
-        if let Some(server) = self.server() {
-            server.set_agent(agent);
         }
     }
 
     /// Returns true if the coordinator that was found is still registered and holds its lease. Always true
     /// for a fixed endpoint.
     pub(super) async fn is_current(&self) -> bool {
-        match self {
-            Self::Endpoint { .. } => true,
-            Self::Registry(by_registry) => {
-                let term = by_registry.seen.borrow().term();
-                by_registry.registry.read().await.is_ok_and(|now| now.is_leased && now.term() == term)
-            }
-        }
+        let Some(by_registry) = self.by_registry() else { return true };
+        let term = by_registry.seen.borrow().term();
+        by_registry.registry.read().await.is_ok_and(|now| now.is_leased && now.term() == term)
     }
 
     /// Returns true if the coordinator has a fixed address and cannot be replaced.
     pub(super) fn is_static(&self) -> bool {
-        matches!(self, Self::Endpoint { .. })
+        self.by_registry().is_none()
     }
 
     /// Returns true if the coordinator that was found belongs to this process and a coordinator on another
     /// node may replace it.
     pub(super) fn is_own(&self) -> bool {
-        match self {
-            Self::Endpoint { .. } => false,
-            Self::Registry(by_registry) => {
-                by_registry.seen.borrow().entry.as_ref().is_some_and(|entry| entry.agent == by_registry.agent)
-            }
-        }
+        self.by_registry().is_some_and(|by_registry| {
+            by_registry.seen.borrow().entry.as_ref().is_some_and(|entry| entry.agent == by_registry.agent)
+        })
     }
 
-    /// Returns the rendezvous server of this process, if it has become the coordinator.
-    pub(super) fn server(&self) -> Option<Rc<RendezvousServer>> {
-        match self {
-            Self::Endpoint { .. } => None,
-            Self::Registry(by_registry) => by_registry.server.clone(),
-        }
+    /// Returns the job with its coordinator in this process, if this node is or was the coordinator and a
+    /// coordinator on another node may replace it.
+    pub(super) fn own_job(&self) -> Option<&Rc<Job>> {
+        self.by_registry()?.job.as_ref()
     }
 }
 
@@ -213,12 +189,13 @@ impl RegistryDiscovery {
         self.tried = (term, times + u32::from(last == LastAttempt::Refused));
         let refused = self.tried.1 >= MAX_REFUSED;
         let key = |seen: &EntrySnapshot| seen.entry.as_ref().map(|entry| entry.key);
-        if takes_part && term > 0 && self.job != key(&seen) {
+        if takes_part && term > 0 && self.key != key(&seen) {
             return Err(ConnectFailure::Replaced);
         }
         let is_gone = term == 0 || refused || !seen.is_leased && last != LastAttempt::NoFailure;
-        let predecessor = match job_result(&seen).filter(|_| refused || !seen.is_leased) {
-            Some(result) if takes_part || !result.frees_run_id(is_named(&self.run_id)) => {
+        let result = seen.entry.as_ref().and_then(|entry| entry.result.clone());
+        let predecessor = match result.filter(|_| refused || !seen.is_leased) {
+            Some(result) if takes_part || !result.frees_run_id(is_named(&self.settings.run_id)) => {
                 return Err(ConnectFailure::Closed(result));
             }
             Some(_) => Some(Predecessor::Ended),
@@ -229,10 +206,11 @@ impl RegistryDiscovery {
             seen = self.take_over(seen, term + 1, predecessor).await?;
             self.tried = (seen.term(), 0);
         }
-        self.job = key(&seen);
+        self.key = key(&seen);
         // While its lease in the registry is alive, a slow coordinator does not count as lost and gets a long
         // timeout.
-        let timeout = if seen.is_leased { CONNECT_TIMEOUT } else { self.rules.heartbeat_timeout / 2 };
+        let timeout =
+            if seen.is_leased { CONNECT_TIMEOUT } else { self.settings.rules.heartbeat_timeout / 2 };
         let (addresses, token) = match &seen.entry {
             Some(Entry { addresses, key, .. }) => (addresses.clone(), Some(self.token(key))),
             None => (Vec::new(), None),
@@ -244,7 +222,7 @@ impl RegistryDiscovery {
 
     /// Returns the user's token, or a token made of `key`, which only nodes that can read the registry know.
     fn token(&self, key: &[u8]) -> Token {
-        self.token.clone().unwrap_or_else(|| Token::new(key.to_vec()))
+        self.settings.token.clone().unwrap_or_else(|| Token::new(key.to_vec()))
     }
 
     async fn changed(&self) {
@@ -270,51 +248,51 @@ impl RegistryDiscovery {
         term: u64,
         predecessor: Predecessor,
     ) -> Result<EntrySnapshot, RegistryError> {
-        let transient = |error: String| RegistryError::Transient(error);
-        let listeners = host_addresses::listen_anywhere().map_err(|error| transient(error.to_string()))?;
+        let Settings { rules, close_timeout, .. } = &*self.settings;
+        let listeners = host_addresses::listen_anywhere().map_err(transient)?;
         let first = listeners.first().expect("`listen_anywhere` returns at least one listener");
-        let port = first.local_addr().map_err(|error| transient(error.to_string()))?.port();
+        let port = first.local_addr().map_err(transient)?.port();
         let addresses =
             host_addresses::own_addresses().into_iter().map(|ip| SocketAddr::new(ip, port)).collect();
-        let (entry, record) = match predecessor {
-            Predecessor::Gone { .. } => (seen.entry.as_ref(), self.registry.record(&seen).await?),
-            // A new job must not continue from the record of the job that has ended, so it starts with an
-            // empty record.
-            Predecessor::Ended => (None, Some(Record::empty())),
+        let entropy = super::random().map_err(transient)?;
+        // A new job must not continue from the record of the job that has ended, so it starts with an empty
+        // record. Nodes that took part in a job know its key even if the registry has been emptied, and the
+        // new entry keeps that key.
+        let (entry, record, known_key) = match predecessor {
+            Predecessor::Gone { .. } => (seen.entry.as_ref(), self.registry.record(&seen).await?, self.key),
+            Predecessor::Ended => (None, Some(Record::empty()), None),
         };
-        // Nodes that took part in a job know its key even if the registry has been emptied, and the new entry
-        // keeps that key.
-        let known = match predecessor {
-            Predecessor::Gone { .. } => self.job,
-            Predecessor::Ended => None,
-        };
-        let key = match entry.map(|entry| entry.key).or(known) {
+        let key = match entry.map(|entry| entry.key).or(known_key) {
             Some(key) => key,
-            None => super::random().map_err(|error| transient(error.to_string()))?,
+            None => super::random().map_err(transient)?,
         };
         let mine = Entry::new(term, addresses, self.agent, key, entry.and_then(|entry| entry.result.clone()));
-        let leadership = Leadership::acquire(&self.registry, &seen, &mine, record.as_ref());
+        let leadership = Leadership::acquire(&self.registry, &seen, &mine, record.as_ref(), *close_timeout);
         let leadership = match leadership.await? {
-            Ok(leadership) => Rc::new(leadership),
+            Ok(leadership) => leadership,
             Err(now) => return Ok(now),
         };
-        let heartbeat_timeout =
-            self.rules.heartbeat_timeout_for(record.as_ref().map_or(0, Record::max_nodes_on_host));
+        let record = record.unwrap_or_else(Record::empty);
         let wait = match predecessor {
-            Predecessor::Gone { refused: true } => self.rules.reconnect_timeout,
+            Predecessor::Gone { refused: true } => RECONNECT_TIMEOUT,
             Predecessor::Gone { refused: false } | Predecessor::Ended => {
-                leader_lease::takeover_delay(heartbeat_timeout, leadership.ttl())
+                let heartbeat_timeout = rules.heartbeat_timeout_for(record.max_nodes_on_host());
+                leader_lease::takeover_delay(heartbeat_timeout, leadership.ttl.get())
             }
         };
         let suspect = entry.map(|entry| (entry.agent, wait));
         let now = leadership.seen();
-        let (agent, close_timeout) = (self.agent, self.close_timeout);
-        let replaceable = ReplaceableJob { term, record, suspect, agent, leadership, close_timeout };
-        let token = Some(self.token(&key));
-        self.server =
-            Some(RendezvousServer::open(listeners, token, self.rules, None, &self.run_id, Some(replaceable)));
+        let coordinator = Coordinator::resume(*rules, term, u128::from_le_bytes(entropy), record, suspect);
+        let job = Job::start(coordinator, Some(leadership));
+        let (settings, token) = (Rc::clone(&self.settings), Some(self.token(&key)));
+        RendezvousServer::open(listeners, settings, token, None, Some(Rc::clone(&job)));
+        self.job = Some(job);
         Ok(now)
     }
+}
+
+fn transient(error: impl std::fmt::Display) -> RegistryError {
+    RegistryError::Transient(error.to_string())
 }
 
 /// State of the previous coordinator.
@@ -325,8 +303,4 @@ enum Predecessor {
     Gone { refused: bool },
     /// The job of the previous coordinator has ended, and this node starts a new job under the same run id.
     Ended,
-}
-
-fn job_result(seen: &EntrySnapshot) -> Option<JobResult> {
-    seen.entry.as_ref()?.result.clone()
 }

@@ -41,32 +41,29 @@ pub(super) fn set_socket_options(stream: &TcpStream) -> io::Result<()> {
     SockRef::from(stream).set_tcp_thin_linear_timeouts(true)
 }
 
-/// Reads the body of the next frame, of at most `limit` bytes, and, if `mac` is true, the MAC that follows
-/// the body. The caller must not cancel this halfway, because the bytes read so far would be lost.
-pub(super) async fn read_frame(
+/// Reads the body of the next frame, of at most `limit` bytes. The caller must not cancel this halfway,
+/// because the bytes read so far would be lost.
+pub(super) async fn read_body(
     stream: &mut (impl AsyncRead + Unpin),
     limit: usize,
-    mac: bool,
-) -> Result<(Vec<u8>, [u8; MAC_BYTES]), FramingError> {
+) -> Result<Vec<u8>, FramingError> {
     let mut length = [0; LENGTH_BYTES];
     stream.read_exact(&mut length).await?;
-    let len = wire::body_len(length, limit)?;
-    let mut body = vec![0; len];
+    let mut body = vec![0; wire::body_len(length, limit)?];
     stream.read_exact(&mut body).await?;
-    let mut proof = [0; MAC_BYTES];
-    if mac {
-        stream.read_exact(&mut proof).await?;
-    }
-    Ok((body, proof))
+    Ok(body)
 }
 
-/// Reads the next frame, verifies its MAC with `seal` and decodes its body, of at most `limit` bytes.
+/// Reads the next frame, verifies its MAC with `seal` and decodes its body, of at most `limit` bytes. Not to
+/// be cancelled halfway either.
 pub(super) async fn read<T: DeserializeOwned>(
     stream: &mut (impl AsyncRead + Unpin),
     seal: &mut Seal,
     limit: usize,
 ) -> Result<T, FramingError> {
-    let (body, mac) = read_frame(stream, limit, true).await?;
+    let body = read_body(stream, limit).await?;
+    let mut mac = [0; MAC_BYTES];
+    stream.read_exact(&mut mac).await?;
     Ok(seal.open(&body, &mac)?)
 }
 

@@ -1,6 +1,6 @@
 //! Addresses of this host: where to listen, and which addresses other hosts can use to reach this host.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::time::{Duration, Instant};
 
 use convoke_env::Generation;
@@ -11,7 +11,7 @@ use tokio::task::spawn_blocking;
 use tokio::time::timeout_at;
 
 use crate::formatting;
-use crate::rendezvous::interfaces;
+use crate::rendezvous::interfaces::{self, ANY, LOOPBACK, local};
 use crate::report::{full_host_name, host_name};
 
 /// Key in the workers' key-value store of a round. Its value, the round's generation, tells a node that it
@@ -44,32 +44,22 @@ fn is_link_local(ip: &IpAddr) -> bool {
 /// Returns the addresses to listen at so that peers that connect to `host` reach this process. Returns `None`
 /// if `host` is another host. `resolved` holds the addresses of the name `host`.
 pub(super) fn listening_addresses(host: &str, port: u16, resolved: &[IpAddr]) -> Option<Vec<SocketAddr>> {
-    let at = |ips: &[IpAddr]| ips.iter().map(|ip| SocketAddr::new(*ip, port)).collect::<Vec<_>>();
-    let everywhere = || {
-        let any: [IpAddr; 2] = [Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()];
-        let possible = any.into_iter().find(|ip| TcpListener::bind((*ip, 0)).is_ok());
-        at(&possible.into_iter().collect::<Vec<_>>())
-    };
     let own = own_addresses();
     let is_own = |ip: &IpAddr| ip.is_loopback() || own.contains(ip);
     if let Ok(ip) = host.parse::<IpAddr>() {
-        return is_own(&ip).then(|| at(&[ip]));
+        return is_own(&ip).then(|| vec![SocketAddr::new(ip, port)]);
     }
     if host == "localhost" {
-        let loopback: [IpAddr; 2] = [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()];
-        let possible: Vec<IpAddr> =
-            loopback.into_iter().filter(|ip| TcpListener::bind((*ip, 0)).is_ok()).collect();
-        return Some(at(&possible));
+        return Some(local(&LOOPBACK, port).collect());
     }
     // A name of this host may resolve differently on other hosts, for example to 127.0.1.1 in /etc/hosts.
     let named = [host_name(), full_host_name()].iter().any(|name| name.eq_ignore_ascii_case(host));
-    (named || resolved.iter().any(is_own)).then(everywhere)
+    (named || resolved.iter().any(is_own)).then(|| local(&ANY, port).take(1).collect())
 }
 
 /// Listens at a free port on all addresses.
 pub(super) fn listen_anywhere() -> Result<Vec<TcpListener>, ServeError> {
-    let any: [IpAddr; 2] = [Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()];
-    let [six, four] = any.map(|ip| SocketAddr::new(ip, 0));
+    let [six, four] = ANY.map(|ip| SocketAddr::new(ip, 0));
     convoke_store::listen(&[six]).or_else(|_| convoke_store::listen(&[four]))
 }
 
@@ -138,13 +128,8 @@ fn reach_store(address: &str, generation: Generation, deadline: Instant) -> Resu
     Ok(())
 }
 
-/// Returns host and port of the first of `addresses`, at which worker rank 0 will listen. No process listens
-/// there yet.
-pub(super) fn first_address(addresses: &[String]) -> Result<(String, u16), String> {
-    split(addresses.first().map_or("", String::as_str))
-}
-
-fn split(address: &str) -> Result<(String, u16), String> {
+/// Returns host and port of an address of a store.
+pub(super) fn split(address: &str) -> Result<(String, u16), String> {
     let parts = address.rsplit_once(':').and_then(|(host, port)| Some((host.to_owned(), port.parse().ok()?)));
     let (host, port): (String, u16) = parts.ok_or_else(|| format!("{address:?} is not HOST:PORT"))?;
     Ok((host.trim_matches(['[', ']']).to_owned(), port))

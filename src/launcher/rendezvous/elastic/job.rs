@@ -1,7 +1,7 @@
 //! One job of the rendezvous server: its coordinator, and the connections of its members.
 
 use std::cell::{Cell, RefCell};
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -9,13 +9,13 @@ use tokio::net::TcpStream;
 use tokio::net::tcp::OwnedReadHalf;
 use tokio::sync::Notify;
 use tokio::task::spawn_local;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep};
 
 use super::framing::{self, FramingError};
 use super::leadership::Leadership;
-use super::record_writer::RecordWriter;
 use super::wire::{FRAME_LIMIT, Seal, ToCoordinator, ToMember};
 use crate::membership::{Action, AgentId, Coordinator, Event, OrderMessage, Profile, leader_lease};
+use crate::rendezvous::until;
 
 /// Minimum time between two checks whether half of the nodes of a round are reachable.
 const QUORUM_POLL: Duration = Duration::from_millis(50);
@@ -33,35 +33,35 @@ pub(super) struct Job {
     outboxes: RefCell<HashMap<AgentId, Rc<Outbox>>>,
     /// Signals that [`Coordinator::wake_at`] may have changed.
     changed: Notify,
-    record_writer: Option<RecordWriter>,
+    /// Set if a coordinator on another node can continue the job. That needs a registry.
+    leadership: Option<Leadership>,
     /// Time of the last check whether the coordinator may answer members, and its result.
     may_answer: Cell<(Instant, bool)>,
 }
 
 /// Next message to a member. Only the latest message is kept, so a member that reads slowly occupies no more
 /// memory.
+#[derive(Default)]
 struct Outbox {
-    connection: u64,
     next: RefCell<Option<OrderMessage>>,
     ready: Notify,
 }
 
 impl Job {
-    pub(super) fn start(coordinator: Coordinator, record_writer: Option<RecordWriter>) -> Rc<Self> {
+    pub(super) fn start(coordinator: Coordinator, leadership: Option<Leadership>) -> Rc<Self> {
         let job = Rc::new(Self {
             coordinator: RefCell::new(coordinator),
             began: Instant::now(),
             outboxes: RefCell::default(),
             changed: Notify::new(),
-            record_writer,
+            leadership,
             may_answer: Cell::new((Instant::now(), true)),
         });
         let working = Rc::clone(&job);
         spawn_local(async move {
             tokio::select! {
                 () = working.tick() => {}
-                () = working.write() => {}
-                () = working.keep() => {}
+                () = working.lead() => {}
             }
         });
         job
@@ -82,71 +82,68 @@ impl Job {
     pub(super) fn frees_run_id(&self, is_named: bool) -> bool {
         let coordinator = self.coordinator.borrow();
         let frees = coordinator.result().is_some_and(|result| result.frees_run_id(is_named));
-        self.record_writer.is_none() && frees && self.outboxes.borrow().is_empty()
+        self.leadership.is_none() && frees && self.outboxes.borrow().is_empty()
     }
 
     /// Returns true if another coordinator can continue the job from its record, because the record is
     /// written and the agent of this process has left.
     pub(super) fn is_replaceable(&self) -> bool {
         let coordinator = self.coordinator.borrow();
-        self.record_writer.as_ref().is_some_and(|record_writer| {
-            record_writer.is_complete()
+        self.leadership.as_ref().is_some_and(|leadership| {
+            leadership.has_written_all()
                 && !coordinator.is_finished()
-                && !coordinator.is_member(record_writer.agent.get())
+                && !coordinator.is_member(leadership.agent.get())
         })
     }
 
     /// Notes that the node of this process rejoins the job under a new agent id.
     pub(super) fn set_agent(&self, agent: AgentId) {
-        if let Some(record_writer) = &self.record_writer {
-            record_writer.agent.set(agent);
+        if let Some(leadership) = &self.leadership {
+            leadership.agent.set(agent);
         }
     }
 
     /// Gives up leadership, so that a coordinator on another node may take over at once.
     pub(super) async fn release(&self) {
-        if let Some(record_writer) = &self.record_writer {
-            record_writer.leadership.release().await;
+        if let Some(leadership) = &self.leadership {
+            leadership.release().await;
         }
     }
 
     /// Returns true if another coordinator has taken over.
     pub(super) fn has_lost_leadership(&self) -> bool {
-        self.record_writer.as_ref().is_some_and(|record_writer| record_writer.leadership.is_lost())
+        self.leadership.as_ref().is_some_and(|leadership| leadership.is_lost.get())
     }
 
     async fn leadership_lost(&self) {
-        match &self.record_writer {
-            Some(record_writer) => record_writer.leadership.lost().await,
+        match &self.leadership {
+            Some(leadership) => leadership.lost().await,
             None => std::future::pending().await,
         }
     }
 
-    /// Writes queued records until another coordinator has taken over.
-    async fn write(&self) {
-        let Some(record_writer) = &self.record_writer else { return std::future::pending().await };
-        while let Some(is_latest) = record_writer.write_next().await {
-            // If a later record was queued during the write, the coordinator waits for that record.
-            if is_latest {
-                self.handle(Event::Written);
+    /// Writes queued records and renews the leader lease until another coordinator has taken over. While this
+    /// coordinator has too few members, it does not renew the lease, so that nodes that cannot reach it may
+    /// make another node the coordinator.
+    async fn lead(&self) {
+        let Some(leadership) = &self.leadership else { return std::future::pending().await };
+        let write = async {
+            while let Some(is_latest) = leadership.write_next().await {
+                // If a later record was queued during the write, the coordinator waits for that record.
+                if is_latest {
+                    self.handle(Event::Written);
+                }
             }
-        }
-    }
-
-    /// Keeps leadership by renewing the leader lease. While this coordinator has too few members, it does not
-    /// renew the lease, so that nodes that cannot reach it may make another node the coordinator.
-    async fn keep(&self) {
-        match &self.record_writer {
-            Some(record_writer) => {
-                record_writer.leadership.keep(|| self.coordinator.borrow().is_unneeded()).await
-            }
-            None => std::future::pending().await,
+        };
+        tokio::select! {
+            () = write => {}
+            () = leadership.keep(|| self.coordinator.borrow().is_unneeded()) => {}
         }
     }
 
     /// Returns true if the coordinator may answer members, because no other coordinator can have continued
-    /// without them. `own` is the agent of this process.
-    fn may_answer(&self, own: AgentId, leadership: &Leadership) -> bool {
+    /// without them.
+    fn may_answer(&self, leadership: &Leadership) -> bool {
         if leadership.is_confirmed() {
             return true;
         }
@@ -154,26 +151,22 @@ impl Job {
         if checked_at.elapsed() < QUORUM_POLL {
             return may;
         }
-        let may = self.has_quorum(own, leadership);
+        let (coordinator, now) = (self.coordinator.borrow(), self.began.elapsed());
+        let may = leader_lease::has_quorum(&coordinator, leadership.agent.get(), now, leadership.ttl.get());
         self.may_answer.set((Instant::now(), may));
         may
-    }
-
-    fn has_quorum(&self, own: AgentId, leadership: &Leadership) -> bool {
-        leader_lease::has_quorum(&self.coordinator.borrow(), own, self.began.elapsed(), leadership.ttl())
     }
 
     /// Serves one connection of a member until it ends.
     pub(super) async fn serve_member(
         self: Rc<Self>,
-        connection: u64,
         stream: TcpStream,
         agent: AgentId,
         profile: Profile,
         theirs: Seal,
         mut ours: Seal,
     ) {
-        let outbox = Rc::new(Outbox { connection, next: RefCell::default(), ready: Notify::new() });
+        let outbox = Rc::<Outbox>::default();
         {
             let mut outboxes = self.outboxes.borrow_mut();
             if outboxes.len() >= MAX_CONNECTIONS {
@@ -196,8 +189,8 @@ impl Job {
             ended = sending => ended,
             () = self.leadership_lost() => Ok(()),
         };
-        let mine = self.outboxes.borrow().get(&agent).is_some_and(|outbox| outbox.connection == connection);
-        if mine {
+        let is_latest = self.outboxes.borrow().get(&agent).is_some_and(|latest| Rc::ptr_eq(latest, &outbox));
+        if is_latest {
             self.outboxes.borrow_mut().remove(&agent);
             self.handle(Event::Disconnected { agent });
         }
@@ -222,19 +215,18 @@ impl Job {
             return;
         }
         let mut actions = Vec::new();
-        let now = self.began.elapsed();
-        self.coordinator.borrow_mut().handle(now, event, &mut actions);
-        let mut rest = VecDeque::from(actions);
-        while let Some(action) = rest.pop_front() {
-            match (action, &self.record_writer) {
-                (Action::Send { agent, message }, _) => self.send(agent, message),
-                (Action::Write(record), Some(record_writer)) => record_writer.enqueue(record),
-                // Without a registry no other coordinator could continue the job, so the record need not be
-                // written.
-                (Action::Write(_), None) => {
-                    let mut more = Vec::new();
-                    self.coordinator.borrow_mut().handle(self.began.elapsed(), Event::Written, &mut more);
-                    rest.extend(more);
+        let handle = |event, actions: &mut Vec<Action>| {
+            self.coordinator.borrow_mut().handle(self.began.elapsed(), event, actions);
+        };
+        handle(event, &mut actions);
+        while !actions.is_empty() {
+            for action in std::mem::take(&mut actions) {
+                match (action, &self.leadership) {
+                    (Action::Send { agent, message }, _) => self.send(agent, message),
+                    (Action::Write(record), Some(leadership)) => leadership.enqueue(record),
+                    // Without a registry no other coordinator could continue the job, so the record need not
+                    // be written.
+                    (Action::Write(_), None) => handle(Event::Written, &mut actions),
                 }
             }
         }
@@ -242,9 +234,7 @@ impl Job {
     }
 
     fn send(&self, agent: AgentId, mut message: OrderMessage) {
-        if let Some(RecordWriter { agent: own, leadership, .. }) = &self.record_writer
-            && !self.may_answer(own.get(), leadership)
-        {
+        if self.leadership.as_ref().is_some_and(|leadership| !self.may_answer(leadership)) {
             return;
         }
         let outboxes = self.outboxes.borrow();
@@ -262,19 +252,11 @@ impl Job {
 
     /// Runs the coordinator's timers until the job has ended and all members have learned the outcome.
     async fn tick(&self) {
-        while self.record_writer.is_some()
-            || !self.coordinator.borrow().is_finished()
-            || !self.has_no_members()
+        while self.leadership.is_some() || !self.coordinator.borrow().is_finished() || !self.has_no_members()
         {
             let wake = self.coordinator.borrow().wake_at().map(|at| self.began + at);
-            let sleeps = async {
-                match wake {
-                    Some(at) => sleep_until(at).await,
-                    None => std::future::pending().await,
-                }
-            };
             tokio::select! {
-                () = sleeps => {
+                () = until(wake) => {
                     // If this timer is late, the process was not scheduled and has not read all statuses. It
                     // reads those that have arrived before it treats a member as lost.
                     let late = wake.map_or(Duration::ZERO, |at| at.elapsed());

@@ -1,31 +1,41 @@
-//! Leadership of a replaceable coordinator: it leads while the entry in the [`Registry`] is its own.
-//! [`leader_lease`] defines when such a coordinator may answer members.
+//! Leadership of a replaceable coordinator: it leads while the entry in the [`Registry`] is its own, and
+//! writes its records there, from which a coordinator on another node can continue the job. [`leader_lease`]
+//! defines when such a coordinator may answer members.
 
 use std::cell::{Cell, RefCell};
 use std::time::Duration;
 
 use tokio::sync::Notify;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 
-use super::backoff::Backoff;
-use super::registry::{Entry, EntrySnapshot, Lease, Registry, RegistryError};
-use crate::membership::{Record, leader_lease};
+use super::registry::{Entry, EntrySnapshot, Registry, RegistryError};
+use crate::membership::{AgentId, Record, leader_lease};
 use crate::messages::print_message;
 
 /// First delay between two attempts to reach the registry. [`MAX_RETRY_DELAY`] is the longest.
 const RETRY_DELAY: Duration = Duration::from_millis(100);
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(1);
+
 /// Leadership of one coordinator, with its lease and the registry's entry.
-#[derive(Debug)]
 pub(super) struct Leadership {
     registry: Registry,
+    /// Agent of this process.
+    pub(super) agent: Cell<AgentId>,
+    /// Longest time that writing the outcome of the job may take.
+    close_timeout: Duration,
     seen: RefCell<EntrySnapshot>,
-    /// Latest record that the coordinator asked to write.
+    /// Latest record that waits to be written. It replaces a record that waits already.
+    queued: RefCell<Option<Record>>,
+    queue_notify: Notify,
+    is_writing: Cell<bool>,
+    /// Record that is being written, or was written last.
     record: RefCell<Option<Record>>,
-    lease: Cell<Lease>,
+    /// The longest time that leadership lasts without a renewal of the lease by this process.
+    pub(super) ttl: Cell<Duration>,
     /// Send time of the last request by which the registry confirmed the lease.
     confirmed: Cell<Instant>,
-    is_lost: Cell<bool>,
+    /// True if another coordinator has taken over.
+    pub(super) is_lost: Cell<bool>,
     loss_notify: Notify,
     /// True if the user has been warned that the registry cannot be reached.
     is_warned: Cell<bool>,
@@ -34,36 +44,75 @@ pub(super) struct Leadership {
 impl Leadership {
     /// Tries to make this node the leader by replacing the registry's entry `seen` by `entry`. The inner
     /// `Err` is the entry that another node wrote first.
-    ///
-    /// # Errors
-    /// The registry cannot be reached.
     pub(super) async fn acquire(
         registry: &Registry,
         seen: &EntrySnapshot,
         entry: &Entry,
         record: Option<&Record>,
+        close_timeout: Duration,
     ) -> Result<Result<Self, EntrySnapshot>, RegistryError> {
-        let lease = registry.lease().await?;
-        let now = registry.replace(seen, entry, record, &lease).await?;
+        let requested_at = Instant::now();
+        let ttl = registry.lease().await?;
+        let now = registry.replace(seen, entry, record).await?;
         if now.entry.as_ref() != Some(entry) {
             return Ok(Err(now));
         }
         Ok(Ok(Self {
             registry: registry.clone(),
+            agent: Cell::new(entry.agent),
+            close_timeout,
             seen: RefCell::new(now),
+            queued: RefCell::default(),
+            queue_notify: Notify::new(),
+            is_writing: Cell::default(),
             record: RefCell::new(record.cloned()),
-            lease: Cell::new(lease),
-            confirmed: Cell::new(lease.granted),
+            ttl: Cell::new(ttl),
+            confirmed: Cell::new(requested_at),
             is_lost: Cell::new(false),
             loss_notify: Notify::new(),
             is_warned: Cell::new(false),
         }))
     }
 
+    /// Queues a record for writing. It replaces a queued record that has not been written yet.
+    pub(super) fn enqueue(&self, record: Record) {
+        self.queued.replace(Some(record));
+        self.queue_notify.notify_one();
+    }
+
+    /// Returns true if no record is queued or being written.
+    pub(super) fn has_written_all(&self) -> bool {
+        self.queued.borrow().is_none() && !self.is_writing.get()
+    }
+
+    /// Waits for a queued record and writes it. Returns `Some(true)` if it is the latest, `Some(false)` if a
+    /// later record is queued, and `None` if another coordinator has taken over. A record with the outcome of
+    /// the job counts as written after `close_timeout`.
+    pub(super) async fn write_next(&self) -> Option<bool> {
+        let record = loop {
+            if let Some(record) = self.queued.take() {
+                break record;
+            }
+            self.queue_notify.notified().await;
+        };
+        self.is_writing.set(true);
+        let limit = if record.result.is_some() { self.close_timeout } else { Duration::MAX };
+        let leads = timeout(limit, self.write(&record)).await.unwrap_or_else(|_| {
+            print_message(&format!(
+                "warning: the end of the job could not be recorded within {} s (close_timeout); a node that \
+                 joins later may start the job again",
+                limit.as_secs()
+            ));
+            true
+        });
+        self.is_writing.set(false);
+        leads.then(|| self.queued.borrow().is_none())
+    }
+
     /// Writes a record to the registry, and tries again until that succeeds. Returns false if another
     /// coordinator has taken over.
-    pub(super) async fn write(&self, record: &Record) -> bool {
-        let mut retry = Backoff::new(RETRY_DELAY, MAX_RETRY_DELAY);
+    async fn write(&self, record: &Record) -> bool {
+        let mut delay = RETRY_DELAY;
         self.record.replace(Some(record.clone()));
         while !self.is_lost.get() {
             let seen = self.seen.borrow().clone();
@@ -76,7 +125,8 @@ impl Leadership {
                 Err(_) if matches!(self.renew().await, Ok(true)) => continue,
                 Err(error) => self.warn_once(&error),
             }
-            sleep(retry.next()).await;
+            sleep(delay).await;
+            delay = (delay * 2).min(MAX_RETRY_DELAY);
         }
         false
     }
@@ -85,7 +135,7 @@ impl Leadership {
     /// the entry has changed.
     async fn replace(&self, seen: &EntrySnapshot, entry: &Entry) -> Result<bool, RegistryError> {
         let record = self.record.borrow().clone();
-        let now = self.registry.replace(seen, entry, record.as_ref(), &self.lease.get()).await?;
+        let now = self.registry.replace(seen, entry, record.as_ref()).await?;
         // The registry may hold this entry from an earlier write that succeeded but whose answer was lost.
         if now.entry.as_ref() == Some(entry) {
             self.seen.replace(now);
@@ -127,13 +177,14 @@ impl Leadership {
 
     /// Repeats `what` until leadership is lost, with a growing delay after each error.
     async fn repeat(&self, what: impl AsyncFn() -> Result<(), RegistryError>) {
-        let mut retry = Backoff::new(RETRY_DELAY, MAX_RETRY_DELAY);
+        let mut delay = RETRY_DELAY;
         while !self.is_lost.get() {
             match what().await {
-                Ok(()) => retry.reset(),
+                Ok(()) => delay = RETRY_DELAY,
                 Err(error) => {
                     self.warn_once(&error);
-                    sleep(retry.next()).await;
+                    sleep(delay).await;
+                    delay = (delay * 2).min(MAX_RETRY_DELAY);
                 }
             }
         }
@@ -158,8 +209,7 @@ impl Leadership {
     }
 
     async fn keep_lease(&self, is_idle: impl Fn() -> bool) -> Result<(), RegistryError> {
-        let lease = self.lease.get();
-        sleep(lease.ttl / leader_lease::RENEWALS_PER_TTL).await;
+        sleep(self.ttl.get() / leader_lease::RENEWALS_PER_TTL).await;
         if is_idle() {
             return Ok(());
         }
@@ -177,22 +227,17 @@ impl Leadership {
     /// Renews the lease, or gets a new lease if the old one has expired. Returns true if the old lease had
     /// expired.
     async fn renew(&self) -> Result<bool, RegistryError> {
-        if self.registry.keep(&self.lease.get()).await? {
+        if self.registry.keep().await? {
             return Ok(false);
         }
-        self.lease.set(self.registry.lease().await?);
+        self.ttl.set(self.registry.lease().await?);
         Ok(true)
     }
 
     /// Returns true if the lease cannot have expired, so that no other coordinator can have taken over for
     /// that reason.
     pub(super) fn is_confirmed(&self) -> bool {
-        leader_lease::is_confirmed(self.confirmed.get().elapsed(), self.ttl())
-    }
-
-    /// Returns the longest time that leadership lasts without a renewal by this process.
-    pub(super) fn ttl(&self) -> Duration {
-        self.lease.get().ttl
+        leader_lease::is_confirmed(self.confirmed.get().elapsed(), self.ttl.get())
     }
 
     /// Completes when another coordinator has taken over.
@@ -209,11 +254,7 @@ impl Leadership {
 
     /// Gives up the lease, so that no other node must wait until it expires.
     pub(super) async fn release(&self) {
-        self.registry.release(&self.lease.get()).await;
-    }
-
-    pub(super) fn is_lost(&self) -> bool {
-        self.is_lost.get()
+        self.registry.release().await;
     }
 
     fn warn_once(&self, error: &RegistryError) {

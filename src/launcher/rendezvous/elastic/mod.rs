@@ -6,7 +6,6 @@
 //! ([`session`]). If the endpoint is on this host and no process serves it yet, the thread also runs the
 //! coordinator ([`server`]).
 
-mod backoff;
 mod connector;
 mod discovery;
 mod endpoint;
@@ -15,7 +14,6 @@ mod host_addresses;
 mod job;
 mod leadership;
 mod node;
-mod record_writer;
 mod registry;
 mod server;
 mod session;
@@ -39,9 +37,9 @@ use crate::membership::{JoinStatus, Profile, Rules};
 use crate::report::full_host_name;
 use connector::Connector;
 use discovery::Discovery;
-use endpoint::{EndpointServer, linger};
+use endpoint::{linger, shut_down};
 use node::Node;
-use registry::{EtcdRegistry, FileRegistry, Registry};
+use registry::{FileRegistry, Registry};
 use server::RendezvousServer;
 use session::Session;
 
@@ -81,9 +79,6 @@ impl Settings {
             last_call: settings.last_call,
             join_timeout: settings.join_timeout,
             heartbeat_timeout: settings.heartbeat_timeout,
-            reconnect_timeout: Duration::from_millis(200),
-            stop_timeout: Duration::from_secs(90),
-            stop_spread: Duration::from_secs(1),
             job_budget: settings.job_budget.then_some(config.max_restarts),
         };
         Self {
@@ -119,8 +114,8 @@ pub(super) fn run(
     }
 }
 
-/// Takes part in the job until this node leaves it or cannot continue in it, and then shuts down the server of
-/// this process. Returns only if this node cannot even try to join.
+/// Takes part in the job until this node leaves it or cannot continue in it, and then shuts down the server
+/// of this process. Returns only if this node cannot even try to join.
 async fn take_part(
     settings: Settings,
     commands: &mut mpsc::UnboundedReceiver<ClusterCommand>,
@@ -132,41 +127,45 @@ async fn take_part(
         Some(_) => unreachable!("the first command of the agent is to join"),
     };
     super::check_loopback(true)?;
+    let settings = Rc::new(settings);
     let (requests, request_receiver) = mpsc::unbounded_channel();
-    let mut node = Node::new(settings.clone(), requests, events.clone());
+    let mut node = Node::new(Rc::clone(&settings), requests, events.clone());
     node.warn_if_open();
     let phase = node.ready(restarts)?;
     let agent = connector::fresh_id().map_err(RendezvousError::system("cannot make an id"))?;
     let listeners = endpoint::listen(&settings.endpoint)?;
-    let Settings { endpoint, rules, profile, run_id, token, close_timeout, .. } = settings;
-    let by_registry = |registry| {
-        Discovery::with_registry(registry, run_id.clone(), agent, token.clone(), rules, close_timeout)
-    };
+    let Settings { endpoint, rules, run_id, token, .. } = &*settings;
+    let by_registry = |registry| Discovery::with_registry(registry, Rc::clone(&settings), agent);
     let mut discovery = match endpoint {
         Endpoint::Host { host, port, .. } => {
             let picked = listeners.first().and_then(|listener| listener.local_addr().ok());
-            let port = picked.map_or(port, |picked| picked.port());
-            Discovery::Endpoint { host, port, token: token.clone() }
+            let port = picked.map_or(*port, |picked| picked.port());
+            Discovery::Endpoint { host: host.clone(), port, token: token.clone() }
         }
         Endpoint::File(path) => {
-            by_registry(Registry::File(FileRegistry::new(path, &run_id, rules.heartbeat_timeout)))
+            by_registry(Registry::File(FileRegistry::new(path, run_id, rules.heartbeat_timeout)))
         }
-        Endpoint::Etcd(config) => {
-            let registry = EtcdRegistry::new(&config, &run_id, rules.heartbeat_timeout);
-            by_registry(Registry::Etcd(registry.map_err(RendezvousError::Refused)?))
+        #[cfg(feature = "etcd")]
+        Endpoint::Etcd(cluster) => {
+            let etcd = registry::EtcdRegistry::new(cluster, run_id, rules.heartbeat_timeout);
+            by_registry(Registry::Etcd(etcd.map_err(RendezvousError::Refused)?))
+        }
+        #[cfg(not(feature = "etcd"))]
+        Endpoint::Etcd(_) => {
+            return Err(RendezvousError::Refused(crate::config::EtcdCluster::MISSING.to_owned()));
         }
     };
-    node.is_host = !listeners.is_empty();
+    let is_host = !listeners.is_empty();
+    node.is_host = is_host;
     let node = Rc::new(node);
     // A peer that expects torch's TCPStore at the endpoint finds one, but only if the job has no token.
     let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
-    let store = (node.is_host && token.is_none()).then(|| StoreServer::bind(&[loopback]).ok()).flatten();
+    let store = (is_host && token.is_none()).then(|| StoreServer::bind(&[loopback]).ok()).flatten();
     let store_at = store.as_ref().and_then(|store| store.addresses().first().copied());
-    let server =
-        node.is_host.then(|| RendezvousServer::open(listeners, token, rules, store_at, &run_id, None));
-    let host = profile.host.clone();
-    let connector = Connector { run_id, profile, agent };
-    let session = Session::new(connector, &rules, phase, &mut discovery, request_receiver, &node);
+    let open = || RendezvousServer::open(listeners, Rc::clone(&settings), token.clone(), store_at, None);
+    let server = is_host.then(open);
+    let connector = Connector { settings: Rc::clone(&settings), agent };
+    let session = Session::new(connector, phase, &mut discovery, request_receiver, &node);
     node.start_join(restarts, true);
     {
         let mut session = pin!(session.run());
@@ -175,21 +174,21 @@ async fn take_part(
             () = node.serve(commands) => session.await,
         }
     }
-    match (server, discovery.server()) {
-        (Some(server), _) => EndpointServer { server, agent, host }.shut_down(&node, commands).await,
+    match (server, discovery.own_job()) {
+        (Some(server), _) => shut_down(&server, agent, &node, commands).await,
         // Another node can take over a coordinator that is named in a registry.
-        (None, Some(server)) => {
-            linger(|| server.has_no_own_members() || server.is_replaceable()).await;
-            let _ = tokio::time::timeout(RELEASE_TIMEOUT, server.release()).await;
+        (None, Some(job)) => {
+            linger(|| job.has_no_members() || job.is_replaceable()).await;
+            let _ = tokio::time::timeout(RELEASE_TIMEOUT, job.release()).await;
         }
         (None, None) => {}
     }
     loop {
-        if !node.has_left() {
+        if !node.has_left.get() {
             node.serve(commands).await;
         }
         node.tell_left(0);
-        node.set_left(false);
+        node.has_left.set(false);
     }
 }
 

@@ -2,10 +2,11 @@
 //! decides.
 
 use std::cell::{Cell, RefCell};
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
+use convoke_env::Generation;
 use convoke_store::{ServeError, StoreServer};
 use tokio::sync::{mpsc, watch};
 use tokio::task::spawn_local;
@@ -17,6 +18,7 @@ use crate::config::{Endpoint, is_loopback};
 use crate::membership::{self, Departure, Failure, JobResult, Phase, Refusal};
 use crate::messages::{Progress, print_message};
 use crate::rendezvous::cluster::EventSender;
+use crate::rendezvous::connect::strip_address;
 use crate::rendezvous::{
     Assignment, ClusterCommand, ClusterEvent, FailureProtocol, JobOutcome, OutcomeKind, ProposedOutcome,
     RendezvousError,
@@ -32,7 +34,7 @@ pub(super) enum NodeRequest {
 
 /// The node, as the tasks of the rendezvous thread share it.
 pub(super) struct Node {
-    settings: Settings,
+    settings: Rc<Settings>,
     /// True if this process serves the coordinator at the endpoint, which no other node can take over.
     pub(super) is_host: bool,
     requests: mpsc::UnboundedSender<NodeRequest>,
@@ -51,14 +53,14 @@ pub(super) struct Node {
     /// partitioned), and that the job has ended.
     reported: Cell<((u64, bool), bool)>,
     /// Reason for which this node leaves the job, once it does.
-    departure: RefCell<Option<Departure>>,
-    /// True if the agent has asked to leave.
-    left: Cell<bool>,
+    pub(super) departure: RefCell<Option<Departure>>,
+    /// True if the agent has asked to leave and has no answer yet.
+    pub(super) has_left: Cell<bool>,
 }
 
 impl Node {
     pub(super) fn new(
-        settings: Settings,
+        settings: Rc<Settings>,
         requests: mpsc::UnboundedSender<NodeRequest>,
         events: EventSender,
     ) -> Self {
@@ -74,7 +76,7 @@ impl Node {
             has_joined: Cell::default(),
             reported: Cell::default(),
             departure: RefCell::default(),
-            left: Cell::default(),
+            has_left: Cell::default(),
         }
     }
 
@@ -96,7 +98,7 @@ impl Node {
                 }
                 ClusterCommand::ReportSignal(signal) => self.report_signal(signal),
                 ClusterCommand::Leave { proposed } => {
-                    self.left.set(true);
+                    self.has_left.set(true);
                     return self.leave(departure_of(proposed));
                 }
             }
@@ -143,7 +145,7 @@ impl Node {
                 JobOutcome::new(*node, host, OutcomeKind::Error { text: why.clone() })
             }
             reason => {
-                let kind = OutcomeKind::Partitioned { text: self.describe_end(reason) };
+                let kind = OutcomeKind::Partitioned { text: describe_end(reason, &self.settings) };
                 JobOutcome::new(self.position.get().0, &self.settings.profile.host, kind)
             }
         }
@@ -170,19 +172,6 @@ impl Node {
     fn leave(&self, departure: Departure) {
         self.departure.replace(Some(departure.clone()));
         let _ = self.requests.send(NodeRequest::Leave(departure));
-    }
-
-    /// Takes the reason for which this node has left the job.
-    pub(super) fn departure(&self) -> Option<Departure> {
-        self.departure.take()
-    }
-
-    pub(super) fn has_left(&self) -> bool {
-        self.left.get()
-    }
-
-    pub(super) fn set_left(&self, left: bool) {
-        self.left.set(left);
     }
 
     pub(super) fn tell_left(&self, other_jobs: usize) {
@@ -262,13 +251,11 @@ impl Node {
     /// Listens for the workers' key-value store of the next round. Returns the phase in which this node is
     /// ready for that round.
     pub(super) fn ready(&self, restarts: u32) -> Result<Phase, RendezvousError> {
-        let listeners = self.listen_for_workers().map_err(|source| RendezvousError::Serve { source })?;
-        let listener = listeners.into_iter().next();
+        let own = self.own_address();
+        let listener = listen_for_workers(own.as_deref())?.into_iter().next();
         let address = listener.as_ref().and_then(|listener| listener.local_addr().ok());
         let port = address.map_or(0, |address| address.port());
         self.listener.replace(listener);
-        let own = self.settings.local_addr.clone();
-        let own = own.or_else(|| self.is_on_loopback().then(|| "127.0.0.1".to_owned()));
         let view = self.view.borrow();
         let store = host_addresses::store_addresses(own.as_deref(), view.route_address, port);
         let (_, after) = self.position.get();
@@ -293,7 +280,7 @@ impl Node {
                     return Err(RendezvousError::AlreadySucceeded);
                 }
                 Ok(Err(reason)) => {
-                    let text = self.describe_end(&reason);
+                    let text = describe_end(&reason, &self.settings);
                     return Err(match reason {
                         EndReason::Refused(Refusal::Timeout { .. }) => RendezvousError::JoinTimeout(text),
                         _ => RendezvousError::Refused(text),
@@ -305,8 +292,7 @@ impl Node {
             match (&view.connection_error, &view.join_status) {
                 (Some(error), _) => {
                     let endpoint = self.settings.endpoint.to_string();
-                    let same = error.strip_prefix(&endpoint).and_then(|rest| rest.strip_prefix(": "));
-                    let what = format!("the rendezvous at {endpoint}: {}", same.unwrap_or(error));
+                    let what = format!("the rendezvous at {endpoint}: {}", strip_address(&endpoint, error));
                     progress.show(&format!("waiting for {what}"));
                     // The coordinator enforces the join timeout of a connected node, so only a node without
                     // connection checks it here.
@@ -330,19 +316,14 @@ impl Node {
     /// Enters the rendezvous round `run`: serves the workers' key-value store if this node has group rank 0,
     /// and finds an address at which the store answers.
     async fn enter_round(&self, run: membership::Assignment) -> Result<Assignment, RendezvousError> {
-        let (generation, share_store) = (run.generation(), self.settings.share_store);
+        let (generation, share_store) = (Generation::from_bytes(run.generation), self.settings.share_store);
         self.enter(Phase::Running { round: run.round });
         self.position.set((run.group_rank, run.round));
         let listener = self.listener.take();
         if run.group_rank == 0 && share_store {
-            let server = StoreServer::serve(listener.into_iter().collect())
-                .map_err(|source| RendezvousError::Serve { source })?;
-            let deadline = Instant::now() + Duration::from_secs(10);
-            server.store().set(
-                host_addresses::GENERATION_KEY,
-                generation.to_string().as_bytes(),
-                deadline,
-            )?;
+            let server = StoreServer::serve(listener.into_iter().collect())?;
+            let (value, deadline) = (generation.to_string(), Instant::now() + Duration::from_secs(10));
+            server.store().set(host_addresses::GENERATION_KEY, value.as_bytes(), deadline)?;
             self.server.replace(Some(server));
         }
         let found = if share_store {
@@ -353,7 +334,8 @@ impl Node {
                 }
             }
         } else {
-            host_addresses::first_address(&run.store)
+            // Worker rank 0 will listen at the first address. No process listens there yet.
+            host_addresses::split(run.store.first().map_or("", String::as_str))
         };
         let (master_addr, master_port) = found.map_err(RendezvousError::Refused)?;
         Ok(Assignment {
@@ -392,31 +374,22 @@ impl Node {
         }
     }
 
-    /// Returns true if the endpoint is a loopback address, so that all nodes are on this host.
-    fn is_on_loopback(&self) -> bool {
-        let Endpoint::Host { host, .. } = &self.settings.endpoint else { return false };
-        is_loopback(host)
+    /// Returns the address at which other nodes reach this node: the one that the user gave, or a loopback
+    /// address if all nodes are on this host.
+    fn own_address(&self) -> Option<String> {
+        let is_local = matches!(&self.settings.endpoint, Endpoint::Host { host, .. } if is_loopback(host));
+        self.settings.local_addr.clone().or_else(|| is_local.then(|| "127.0.0.1".to_owned()))
     }
+}
 
-    /// Listens at a free port for the workers' key-value store: at the address that the user gave, at
-    /// loopback if all nodes are on this host, or at all addresses.
-    fn listen_for_workers(&self) -> Result<Vec<TcpListener>, ServeError> {
-        let given = self.settings.local_addr.as_deref().and_then(|own| own.parse::<IpAddr>().ok());
-        let only = given.or_else(|| {
-            (self.settings.local_addr.is_none() && self.is_on_loopback())
-                .then_some(Ipv4Addr::LOCALHOST.into())
-        });
-        match only.map(|ip| convoke_store::listen(&[SocketAddr::new(ip, 0)])) {
-            Some(Ok(listeners)) => Ok(listeners),
-            // The address does not belong to this host, but other hosts may still reach this host by that
-            // address.
-            Some(Err(_)) | None => host_addresses::listen_anywhere(),
-        }
-    }
-
-    /// Describes the reason for which this node cannot take part in the job.
-    fn describe_end(&self, reason: &EndReason) -> String {
-        describe_end(reason, &self.settings.endpoint, &self.settings.run_id)
+/// Listens at a free port for the workers' key-value store: at the address `own` if that belongs to this
+/// host, else at all addresses.
+fn listen_for_workers(own: Option<&str>) -> Result<Vec<TcpListener>, ServeError> {
+    let own = own.and_then(|own| own.parse::<IpAddr>().ok());
+    match own.map(|ip| convoke_store::listen(&[SocketAddr::new(ip, 0)])) {
+        Some(Ok(listeners)) => Ok(listeners),
+        // Other hosts may still reach this host by an address that does not belong to it.
+        Some(Err(_)) | None => host_addresses::listen_anywhere(),
     }
 }
 

@@ -8,7 +8,6 @@ use tokio::net::tcp::OwnedWriteHalf;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-use super::backoff::Backoff;
 use super::connector::{self, Connection, Connector};
 use super::discovery::{ConnectFailure, Discovery, LastAttempt};
 use super::framing::{self, FramingError};
@@ -16,9 +15,8 @@ use super::node::{Node, NodeRequest};
 use super::view::EndReason;
 use super::wire::{FRAME_LIMIT, Seal, ToCoordinator, ToMember};
 use crate::config::is_named;
-use crate::membership::{
-    Command, IDLE_TIMEOUT_FACTOR, JobResult, Member, OrderMessage, Phase, Refusal, Rules,
-};
+use crate::membership::{Command, IDLE_TIMEOUT_FACTOR, JobResult, Member, OrderMessage, Phase, Refusal};
+use crate::rendezvous::until;
 
 /// Number of heartbeats that a node sends within the heartbeat timeout.
 const HEARTBEATS_PER_TIMEOUT: u32 = 6;
@@ -37,30 +35,23 @@ const LEAVE_TIMEOUT: Duration = Duration::from_millis(500);
 /// Coordinator session of one node.
 pub(super) struct Session<'a> {
     connector: Connector,
-    /// Heartbeat interval of all nodes except that of a replaceable coordinator.
-    heartbeat_interval: Duration,
-    /// Time for which a node without workers tries to reach a replaceable coordinator.
-    join_timeout: Duration,
     member: Member,
     discovery: &'a mut Discovery,
     requests: mpsc::UnboundedReceiver<NodeRequest>,
     node: &'a Node,
     began: Instant,
-    attempts: Attempts,
-}
-
-/// The attempts to connect to the coordinator since the last connection.
-struct Attempts {
-    since: Instant,
-    retry: Backoff,
-    /// How the last attempt failed, and the error.
-    how: LastAttempt,
-    last: String,
+    /// Time since which there is no connection, while there is none.
+    disconnected_at: Instant,
+    /// Delay before the next attempt to connect. It doubles after each attempt.
+    retry_delay: Duration,
+    /// How the last attempt failed, and the last error.
+    last_attempt: LastAttempt,
+    last_error: String,
     /// Number of attempts in a row that were refused.
     refused_count: u32,
 }
 
-/// Reason for which a connection to the coordinator ended.
+/// Reason for which a connection to the coordinator ended without an error.
 enum SessionEnd {
     /// The node leaves the job.
     Left,
@@ -68,41 +59,38 @@ enum SessionEnd {
     Evicted,
     /// The job has ended with this outcome, and this node never took part.
     Closed(JobResult),
-    Broken(FramingError),
 }
 
 impl<'a> Session<'a> {
-    /// `requests` are those of the agent of `node`.
     pub(super) fn new(
         connector: Connector,
-        rules: &Rules,
         phase: Phase,
         discovery: &'a mut Discovery,
         requests: mpsc::UnboundedReceiver<NodeRequest>,
         node: &'a Node,
     ) -> Self {
-        let (began, retry) = (Instant::now(), Backoff::new(RETRY_DELAY, MAX_RETRY_DELAY));
-        let (how, last) = (LastAttempt::NoFailure, String::new());
+        let began = Instant::now();
         Self {
+            member: Member::new(phase, connector.settings.rules.heartbeat_timeout),
             connector,
-            heartbeat_interval: rules.heartbeat_timeout / HEARTBEATS_PER_TIMEOUT,
-            join_timeout: rules.join_timeout,
-            member: Member::new(phase, rules.heartbeat_timeout),
             discovery,
             requests,
             node,
             began,
-            attempts: Attempts { since: began, retry, how, last, refused_count: 0 },
+            disconnected_at: began,
+            retry_delay: RETRY_DELAY,
+            last_attempt: LastAttempt::NoFailure,
+            last_error: String::new(),
+            refused_count: 0,
         }
     }
 
     /// Runs until the node leaves the job or cannot continue in it.
     pub(super) async fn run(mut self) {
-        loop {
-            let next = match self.connect().await {
-                ControlFlow::Continue(Ok(connection)) => self.stay_connected(connection).await,
-                ControlFlow::Continue(Err(failure)) => self.retry(failure).await,
-                ControlFlow::Break(()) => ControlFlow::Break(()),
+        while let ControlFlow::Continue(connected) = self.connect().await {
+            let next = match connected {
+                Ok(connection) => self.stay_connected(connection).await,
+                Err(failure) => self.retry(failure).await,
             };
             if next.is_break() {
                 return;
@@ -115,8 +103,8 @@ impl<'a> Session<'a> {
     async fn connect(&mut self) -> ControlFlow<(), Result<Connection, ConnectFailure>> {
         loop {
             let ends = self.deadline();
-            let Self { connector, member, discovery, requests, began, attempts, .. } = self;
-            let (how, takes_part) = (attempts.how, member.answered().is_some());
+            let Self { connector, member, discovery, requests, began, .. } = self;
+            let (how, takes_part) = (self.last_attempt, member.answered().is_some());
             let connecting = async {
                 let found = discovery.find(how, takes_part).await?;
                 tokio::select! {
@@ -131,15 +119,15 @@ impl<'a> Session<'a> {
             };
             tokio::select! {
                 connected = connecting => return ControlFlow::Continue(match connected {
-                    // The coordinator has answered this node before, so the refusal may be temporary: the node
-                    // tries again.
+                    // The coordinator has answered this node before, so the refusal may be temporary: the
+                    // node tries again.
                     Err(ConnectFailure::Unusable(why)) if takes_part => {
                         Err(ConnectFailure::Unreachable { why, how })
                     }
                     connected => connected,
                 }),
                 () = wait_for_departure(member, requests) => return ControlFlow::Break(()),
-                () = until(ends.map(|(at, _)| at), *began) => {}
+                () = until(ends.map(|(at, _)| *began + at)) => {}
             }
             let silence = self.silence();
             if ends.is_none_or(|(_, is_end)| is_end) {
@@ -153,45 +141,49 @@ impl<'a> Session<'a> {
 
     /// Exchanges messages while the connection lasts. Breaks if the session ends with it.
     async fn stay_connected(&mut self, connection: Connection) -> ControlFlow<()> {
-        self.attempts.retry.reset();
-        (self.attempts.how, self.attempts.refused_count) = (LastAttempt::NoFailure, 0);
+        self.retry_delay = RETRY_DELAY;
+        (self.last_attempt, self.refused_count) = (LastAttempt::NoFailure, 0);
         self.member.set_coordinator(self.discovery.is_own());
         let route_address = connection.stream.local_addr().ok().map(|address| address.ip());
         self.node.change(|view| (view.connection_error, view.route_address) = (None, route_address));
         match self.exchange(connection).await {
-            SessionEnd::Left => return ControlFlow::Break(()),
-            SessionEnd::Evicted => {
-                "the other nodes have continued without this node".clone_into(&mut self.attempts.last);
+            Ok(SessionEnd::Left) => return ControlFlow::Break(()),
+            Ok(SessionEnd::Evicted) => {
+                "the other nodes have continued without this node".clone_into(&mut self.last_error);
                 if has_workers(&self.member) {
-                    let silence = describe_silence(self.member.lease(), &self.attempts.last);
+                    let silence = describe_silence(self.member.lease(), &self.last_error);
                     self.node.change(|view| view.stop_partitioned(&silence));
                 }
                 match connector::fresh_id() {
                     Ok(id) => {
                         self.connector.agent = id;
-                        self.discovery.set_agent(id);
+                        if let Some(job) = self.discovery.own_job() {
+                            job.set_agent(id);
+                        }
                     }
-                    Err(error) => self.attempts.last = error.to_string(),
+                    Err(error) => self.last_error = error.to_string(),
                 }
                 self.member.rejoin();
             }
-            SessionEnd::Closed(result) if !result.frees_run_id(is_named(&self.connector.run_id)) => {
+            Ok(SessionEnd::Closed(result))
+                if !result.frees_run_id(is_named(&self.connector.settings.run_id)) =>
+            {
                 self.node.change(|view| view.end(EndReason::Refused(Refusal::Closed(result))));
                 return ControlFlow::Break(());
             }
-            SessionEnd::Closed(_) => {
+            Ok(SessionEnd::Closed(_)) => {
                 self.member.forget_coordinator();
                 let why = "the previous job has ended, and its launcher still serves the endpoint";
-                why.clone_into(&mut self.attempts.last);
+                why.clone_into(&mut self.last_error);
                 self.node.change(|view| view.connection_error = Some(why.to_owned()));
                 self.pause(CLOSED_JOB_POLL).await?;
             }
-            SessionEnd::Broken(error) => {
-                self.attempts.how = LastAttempt::Failed;
-                self.attempts.last = error.to_string();
+            Err(error) => {
+                self.last_attempt = LastAttempt::Failed;
+                self.last_error = error.to_string();
             }
         }
-        self.attempts.since = Instant::now();
+        self.disconnected_at = Instant::now();
         ControlFlow::Continue(())
     }
 
@@ -200,19 +192,18 @@ impl<'a> Session<'a> {
         let takes_part = self.member.answered().is_some();
         let end = match failure {
             ConnectFailure::Moved => {
-                self.attempts.retry.reset();
+                self.retry_delay = RETRY_DELAY;
                 return ControlFlow::Continue(());
             }
             ConnectFailure::Unreachable { why, how } => {
                 self.node.change(|view| view.connection_error = Some(why.clone()));
-                let attempts = &mut self.attempts;
-                attempts.refused_count =
-                    if how == LastAttempt::Refused { attempts.refused_count + 1 } else { 0 };
-                (attempts.how, attempts.last) = (how, why);
+                self.refused_count = if how == LastAttempt::Refused { self.refused_count + 1 } else { 0 };
+                (self.last_attempt, self.last_error) = (how, why);
                 // The process of the coordinator is gone, and no other node can become the coordinator.
-                let is_gone = attempts.refused_count >= MAX_REFUSED && self.discovery.is_static();
+                let is_gone = self.refused_count >= MAX_REFUSED && self.discovery.is_static();
                 if !(is_gone && takes_part) {
-                    let delay = attempts.retry.next();
+                    let delay = self.retry_delay;
+                    self.retry_delay = (delay * 2).min(MAX_RETRY_DELAY);
                     return self.pause(delay).await;
                 }
                 EndReason::Partitioned(self.silence())
@@ -242,7 +233,7 @@ impl<'a> Session<'a> {
     /// Describes for how long the coordinator has answered nothing, and the last error.
     fn silence(&self) -> String {
         let silent = self.began.elapsed().saturating_sub(self.member.answered().unwrap_or_default());
-        describe_silence(silent, &self.attempts.last)
+        describe_silence(silent, &self.last_error)
     }
 
     /// Returns the time at which a node without connection to the coordinator acts. The flag is true if the
@@ -256,7 +247,8 @@ impl<'a> Session<'a> {
             return lease.map(|at| (at, false));
         }
         // A node that the coordinator never answered has no deadline here: its join of a round has one.
-        lease.map(|_| (self.attempts.since.duration_since(self.began) + self.join_timeout, true))
+        let join_timeout = self.connector.settings.rules.join_timeout;
+        lease.map(|_| (self.disconnected_at.duration_since(self.began) + join_timeout, true))
     }
 
     /// Returns the time beyond the member's lease for which it may receive no answers. It is zero unless the
@@ -269,8 +261,9 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Exchanges messages with the coordinator until the connection ends or the node leaves the job.
-    async fn exchange(&mut self, connection: Connection) -> SessionEnd {
+    /// Exchanges messages with the coordinator until the connection breaks or ends, or the node leaves the
+    /// job.
+    async fn exchange(&mut self, connection: Connection) -> Result<SessionEnd, FramingError> {
         let Connection { stream, mut ours, mut theirs } = connection;
         let (mut reading, mut writing) = stream.into_split();
         // A separate task reads frames, because a read must not be cancelled halfway.
@@ -288,52 +281,47 @@ impl<'a> Session<'a> {
         let mut next_heartbeat = Instant::now();
         let start = self.began.elapsed();
         let mut begins = start;
-        let result = loop {
-            let ends = self.silence_end(begins);
-            tokio::select! {
-                biased;
-                what = self.requests.recv() => match what {
-                    Some(NodeRequest::Enter(phase)) => {
-                        // Each phase is sent in a status of its own, even if the next phase follows at once.
-                        self.member.enter(phase);
-                        match self.send_status(&mut writing, &mut ours).await {
-                            Ok(next) => next_heartbeat = next,
-                            Err(error) => break SessionEnd::Broken(error),
+        let exchange = async {
+            loop {
+                let ends = self.silence_end(begins).map(|at| self.began + at);
+                tokio::select! {
+                    biased;
+                    what = self.requests.recv() => match what {
+                        Some(NodeRequest::Enter(phase)) => {
+                            // Each phase is sent in a status of its own, even if the next phase follows at
+                            // once.
+                            self.member.enter(phase);
+                            next_heartbeat = self.send_status(&mut writing, &mut ours).await?;
                         }
-                    }
-                    Some(NodeRequest::Leave(departure)) => {
-                        self.member.enter(Phase::Left(departure));
-                        let _ = timeout(LEAVE_TIMEOUT, self.send_status(&mut writing, &mut ours)).await;
-                        break SessionEnd::Left;
-                    }
-                    None => break SessionEnd::Left,
-                },
-                order = orders.recv() => match order {
-                    Some(Ok(ToMember::Order(message))) => {
+                        Some(NodeRequest::Leave(departure)) => {
+                            self.member.enter(Phase::Left(departure));
+                            let _ = timeout(LEAVE_TIMEOUT, self.send_status(&mut writing, &mut ours)).await;
+                            return Ok(SessionEnd::Left);
+                        }
+                        None => return Ok(SessionEnd::Left),
+                    },
+                    order = orders.recv() => {
+                        let ToMember::Order(message) = order.ok_or(FramingError::NotRendezvous)??;
                         match self.obey(message) {
                             ControlFlow::Continue(true) => next_heartbeat = Instant::now(),
                             ControlFlow::Continue(false) => {}
-                            ControlFlow::Break(end) => break end,
+                            ControlFlow::Break(end) => return Ok(end),
                         }
                     }
-                    Some(Err(error)) => break SessionEnd::Broken(error),
-                    None => break SessionEnd::Broken(FramingError::NotRendezvous),
-                },
-                () = sleep_until(next_heartbeat) => {
-                    self.discovery.check_in_background();
-                    match self.send_status(&mut writing, &mut ours).await {
-                        Ok(next) => next_heartbeat = next,
-                        Err(error) => break SessionEnd::Broken(error),
+                    () = sleep_until(next_heartbeat) => {
+                        self.discovery.check_in_background();
+                        next_heartbeat = self.send_status(&mut writing, &mut ours).await?;
                     }
-                }
-                () = until(ends, self.began) => {
-                    if !self.may_be_busy(start).await {
-                        break SessionEnd::Broken(FramingError::Timeout(self.member.lease()));
+                    () = until(ends) => {
+                        if !self.may_be_busy(start).await {
+                            return Err(FramingError::Timeout(self.member.lease()));
+                        }
+                        begins = self.began.elapsed();
                     }
-                    begins = self.began.elapsed();
                 }
             }
         };
+        let result = exchange.await;
         reader.abort();
         result
     }
@@ -371,8 +359,8 @@ impl<'a> Session<'a> {
         ControlFlow::Continue(reply)
     }
 
-    /// Returns true if the coordinator, which has not answered for a time, may be alive but busy: the registry
-    /// still names it, and this node has no workers. The connection began at `start`.
+    /// Returns true if the coordinator, which has not answered for a time, may be alive but busy: the
+    /// registry still names it, and this node has no workers. The connection began at `start`.
     async fn may_be_busy(&self, start: Duration) -> bool {
         let answered = self.member.answered().unwrap_or_default().max(start);
         let silent = self.began.elapsed().saturating_sub(answered);
@@ -388,7 +376,8 @@ impl<'a> Session<'a> {
         stream: &mut OwnedWriteHalf,
         seal: &mut Seal,
     ) -> Result<Instant, FramingError> {
-        let next = Instant::now() + self.member.heartbeat_interval(self.heartbeat_interval);
+        let interval = self.connector.settings.rules.heartbeat_timeout / HEARTBEATS_PER_TIMEOUT;
+        let next = Instant::now() + self.member.heartbeat_interval(interval);
         let status = ToCoordinator::Status(self.member.status(self.began.elapsed()));
         framing::write(stream, seal, &status).await?;
         Ok(next)
@@ -404,14 +393,6 @@ fn describe_silence(silent: Duration, last: &str) -> String {
 /// Returns true if the node has workers or may have some.
 fn has_workers(member: &Member) -> bool {
     matches!(member.phase(), Phase::Running { .. } | Phase::Failed { .. } | Phase::Leaving { .. })
-}
-
-/// Completes at the time `began + at`, or never if `at` is `None`.
-async fn until(at: Option<Duration>, began: Instant) {
-    match at {
-        Some(at) => sleep_until(began + at).await,
-        None => std::future::pending().await,
-    }
 }
 
 /// Stores each change of this node's phase (ready, running, failed, ...) in `member` while no coordinator is

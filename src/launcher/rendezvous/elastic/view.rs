@@ -2,8 +2,8 @@
 
 use std::net::IpAddr;
 
-use super::describe_join_status;
-use crate::config::{Endpoint, is_named};
+use super::{Settings, describe_join_status};
+use crate::config::is_named;
 use crate::membership::{Assignment, Command, JobResult, JoinStatus, Refusal};
 
 /// Latest state that the session has received, by kind.
@@ -81,7 +81,8 @@ impl View {
 }
 
 /// Describes for the user why this node gets no further orders from the coordinator.
-pub(super) fn describe_end(reason: &EndReason, endpoint: &Endpoint, run_id: &str) -> String {
+pub(super) fn describe_end(reason: &EndReason, settings: &Settings) -> String {
+    let Settings { endpoint, run_id, .. } = settings;
     let id = if is_named(run_id) { format!("--rdzv-id={run_id}") } else { "no --rdzv-id".to_owned() };
     match reason {
         EndReason::JobEnded(result) => match result {

@@ -26,7 +26,7 @@ use crate::membership::{AgentId, OrderMessage, Profile, Status};
 /// First bytes of a connection; the last one is the version. (The first byte of a TCPStore client is 0.)
 pub(super) const MAGIC: [u8; 8] = *b"convoke\x03";
 /// HMAC-SHA256 without encryption.
-const SUITE: u8 = 0;
+pub(super) const SUITE: u8 = 0;
 /// Maximum body length, in bytes, before the sender has authenticated itself.
 pub(super) const UNAUTHENTICATED_FRAME_LIMIT: usize = 2048;
 /// Maximum body length, in bytes, after authentication. The largest body is a failure report.
@@ -97,17 +97,6 @@ pub(super) struct Seal {
 impl Hello {
     pub(super) fn new(run_id: &str, agent: AgentId, nonce: Nonce) -> Self {
         Self { suite: SUITE, run_id: run_id.to_owned(), agent, nonce }
-    }
-
-    /// Returns true if this version supports the cryptography of the peer.
-    pub(super) fn is_supported(&self) -> bool {
-        self.suite == SUITE
-    }
-}
-
-impl Welcome {
-    pub(super) fn new(nonce: Nonce) -> Self {
-        Self::Welcome { suite: SUITE, nonce }
     }
 }
 

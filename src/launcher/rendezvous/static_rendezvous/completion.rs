@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use convoke_store::{Store, StoreError};
 
 use super::outcome_store::{OutcomeStore, Success};
-use super::{Joined, NODE, OPERATION_TIMEOUT, StaticRendezvous};
+use super::{Joined, NODE, StaticRendezvous, soon};
 use crate::messages::Progress;
 
 /// Longest time that nodes that have succeeded wait for nodes under torchrun, whose loss no watch reports.
@@ -60,7 +60,6 @@ impl Completion {
 
     fn wait_with_convoke(&self, outcomes: &OutcomeStore) -> Result<bool, StoreError> {
         let job = &self.job;
-        let soon = || Instant::now() + OPERATION_TIMEOUT;
         let all = self.all();
         let mut arrived = job.add(MEMBERS, 1, soon())?;
         job.add(FINISHED, 1, soon())?;
@@ -103,7 +102,6 @@ impl Completion {
     /// Returns the number of nodes that run under convoke, not under torchrun.
     fn count_convoke_nodes(&self) -> Result<i64, StoreError> {
         let job = &self.job;
-        let soon = || Instant::now() + OPERATION_TIMEOUT;
         let keys: Vec<String> = (0..self.nodes).map(|node| format!("{NODE}{node}")).collect();
         let keys: Vec<&[u8]> = keys.iter().map(String::as_bytes).collect();
         if job.check(&keys, soon())? {

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use convoke_env::Generation;
 use convoke_store::{PrefixStore, Store, StoreError, StoreServer, TcpStore};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::connect::connect_to_node_0;
@@ -58,6 +59,14 @@ pub(super) struct StaticRendezvous {
     workers: usize,
     timeout: Duration,
     joined: Option<Joined>,
+}
+
+/// The join of the first round: the part of the store for this job, and the time by which all nodes must
+/// join.
+struct FirstJoin {
+    job: Arc<dyn Store>,
+    outcomes: Option<Arc<OutcomeStore>>,
+    deadline: Instant,
 }
 
 /// State of a node from its first round on. The user assigns the node ranks, so they never change.
@@ -120,24 +129,18 @@ impl StaticRendezvous {
         let job: Arc<dyn Store> = Arc::new(PrefixStore::new(&self.run_id, Arc::clone(&store)));
         let outcomes =
             tcp.map(|tcp| self.register(&tcp, &job, deadline)).transpose()?.flatten().map(Arc::new);
-        match self.exchange_ranks(job.as_ref(), outcomes.as_deref(), deadline) {
-            Ok(assignment) => Ok(Joined { _server: server, store, job, outcomes, assignment, round: 0 }),
-            Err(error) => {
-                if let Some(outcomes) = outcomes {
-                    leave_with(&outcomes, &error);
-                }
-                Err(error)
-            }
+        let join = FirstJoin { job, outcomes, deadline };
+        let assignment = self.exchange_ranks(&join);
+        let FirstJoin { job, outcomes, .. } = join;
+        if let (Err(error), Some(outcomes)) = (&assignment, &outcomes) {
+            leave_with(outcomes, error);
         }
+        Ok(Joined { _server: server, store, job, outcomes, assignment: assignment?, round: 0 })
     }
 
     /// Exchanges ranks and the generation with the other nodes of the job through the store.
-    fn exchange_ranks(
-        &self,
-        job: &dyn Store,
-        outcomes: Option<&OutcomeStore>,
-        deadline: Instant,
-    ) -> Result<Assignment, RendezvousError> {
+    fn exchange_ranks(&self, join: &FirstJoin) -> Result<Assignment, RendezvousError> {
+        let (job, deadline) = (join.job.as_ref(), join.deadline);
         let info = RoleInfo { role: self.role.clone(), rank: self.node, local_world_size: self.workers };
         let generation = (self.node == 0)
             .then(Generation::random)
@@ -148,10 +151,9 @@ impl StaticRendezvous {
         }
         job.set(format!("{ROLE_INFO}{}", self.node).as_bytes(), python_json(&info).as_bytes(), deadline)?;
         if self.node == 0 {
-            self.assign_all(job, outcomes, deadline)?;
+            self.assign_all(join)?;
         }
-        // Only node 0 knows which nodes are missing. The extra time lets node 0 report them first.
-        let ranks = self.read_ranks(job, outcomes, deadline + RANKS_GRACE)?;
+        let ranks = self.read_ranks(join)?;
         // Node 0 wrote the generation before the ranks. If the generation is missing now, node 0 runs another
         // launcher.
         let generation = match generation {
@@ -171,7 +173,7 @@ impl StaticRendezvous {
             master_port: self.port,
             use_agent_store: true,
             generation,
-            protocol: outcomes.map_or(FailureProtocol::None, |_| FailureProtocol::FirstIsFinal),
+            protocol: join.outcomes.as_ref().map_or(FailureProtocol::None, |_| FailureProtocol::FirstIsFinal),
         })
     }
 
@@ -190,23 +192,19 @@ impl StaticRendezvous {
         let key = format!("{NODE}{}", self.node);
         let there = job.compare_set(key.as_bytes(), b"", mine.as_bytes(), deadline)?;
         if there != mine.as_bytes() {
-            let other = self.parse(&key, &there)?;
+            let other = parse::<Registration>(self.node, &key, &there)?;
             let other = format!("pid {} on {}", other.pid, other.host);
             return Err(RendezvousError::RankTaken { node: self.node, nodes: self.nodes, other });
         }
         let (position, hosts) = ((self.node, self.nodes), (me.host, self.host.clone()));
         let outcomes = OutcomeStore::register(tcp, Arc::clone(job), &self.run_id, position, hosts, deadline)?;
-        if outcomes.is_none() {
-            return Ok(None);
-        }
+        let Some(outcomes) = outcomes else { return Ok(None) };
         let key = format!("{NODE}0");
-        let first = self.parse(&key, &job.get(key.as_bytes(), deadline)?)?;
+        let first: Registration = parse(self.node, &key, &job.get(key.as_bytes(), deadline)?)?;
         if first.nodes != self.nodes {
             let (node, mine, theirs) = (self.node, self.nodes, first.nodes);
             let error = RendezvousError::NodeCountMismatch { node, mine, theirs, host: first.host };
-            if let Some(outcomes) = outcomes {
-                leave_with(&outcomes, &error);
-            }
+            leave_with(&outcomes, &error);
             return Err(error);
         }
         if first.version != VERSION {
@@ -215,35 +213,21 @@ impl StaticRendezvous {
                 first.version, first.host
             ));
         }
-        Ok(outcomes)
-    }
-
-    fn parse(&self, key: &str, text: &[u8]) -> Result<Registration, RendezvousError> {
-        serde_json::from_slice(text).map_err(|error| RendezvousError::Malformed {
-            node: self.node,
-            key: key.to_owned(),
-            what: error.to_string(),
-        })
+        Ok(Some(outcomes))
     }
 
     /// On node 0: waits for the role info of every node, then publishes the ranks of all nodes.
-    fn assign_all(
-        &self,
-        job: &dyn Store,
-        outcomes: Option<&OutcomeStore>,
-        deadline: Instant,
-    ) -> Result<(), RendezvousError> {
+    fn assign_all(&self, join: &FirstJoin) -> Result<(), RendezvousError> {
+        let (job, deadline) = (join.job.as_ref(), join.deadline);
         let keys: Vec<String> = (0..self.nodes).map(|node| format!("{ROLE_INFO}{node}")).collect();
         let keys: Vec<&[u8]> = keys.iter().map(String::as_bytes).collect();
-        self.wait_for_nodes(job, outcomes, &keys, deadline)?;
+        self.wait_for_nodes(join, &keys)?;
         let mut infos = Vec::with_capacity(self.nodes);
         for (node, text) in job.multi_get(&keys, deadline)?.into_iter().enumerate() {
             let key = format!("{ROLE_INFO}{node}");
-            let malformed = |what| RendezvousError::Malformed { node, key: key.clone(), what };
-            let info: RoleInfo =
-                serde_json::from_slice(&text).map_err(|error| malformed(error.to_string()))?;
+            let info: RoleInfo = parse(node, &key, &text)?;
             if info.rank != node || info.local_world_size == 0 {
-                return Err(malformed(format!("{info:?}")));
+                return Err(malformed(node, key, format!("{info:?}")));
             }
             infos.push(info);
         }
@@ -258,41 +242,28 @@ impl StaticRendezvous {
     }
 
     /// Waits until all `keys` (one per node) exist, and prints which nodes are missing.
-    fn wait_for_nodes(
-        &self,
-        job: &dyn Store,
-        outcomes: Option<&OutcomeStore>,
-        keys: &[&[u8]],
-        deadline: Instant,
-    ) -> Result<(), RendezvousError> {
+    fn wait_for_nodes(&self, join: &FirstJoin, keys: &[&[u8]]) -> Result<(), RendezvousError> {
+        let (job, deadline) = (join.job.as_ref(), join.deadline);
         let mut progress = Progress::new(deadline);
         loop {
             let until = deadline.min(Instant::now() + Progress::INTERVAL);
             match job.wait(keys, until) {
                 Ok(()) => return Ok(()),
-                Err(StoreError::Timeout { .. }) => check_not_ended(outcomes)?,
+                Err(StoreError::Timeout { .. }) => join.check_not_ended()?,
                 Err(error) => return Err(error.into()),
             }
-            let grace = Instant::now() + OPERATION_TIMEOUT;
             let mut missing = Vec::new();
             for (node, key) in keys.iter().enumerate() {
-                if !job.check(&[key], grace)? {
+                if !job.check(&[key], soon())? {
                     missing.push(node);
                 }
             }
-            let now = Instant::now();
             if missing.is_empty() {
                 return Ok(());
             }
-            if now >= deadline {
-                let after_s = self.timeout.as_secs();
-                let endpoint = self.endpoint();
-                return Err(RendezvousError::MissingNodes {
-                    missing,
-                    expected: self.nodes,
-                    after_s,
-                    endpoint,
-                });
+            if Instant::now() >= deadline {
+                let (expected, after_s, endpoint) = (self.nodes, self.timeout.as_secs(), self.endpoint());
+                return Err(RendezvousError::MissingNodes { missing, expected, after_s, endpoint });
             }
             let here = self.nodes - missing.len();
             let missing = super::nodes(&missing);
@@ -300,22 +271,18 @@ impl StaticRendezvous {
         }
     }
 
-    fn read_ranks(
-        &self,
-        job: &dyn Store,
-        outcomes: Option<&OutcomeStore>,
-        deadline: Instant,
-    ) -> Result<Ranks, RendezvousError> {
+    /// Waits for the ranks that node 0 assigns to this node.
+    fn read_ranks(&self, join: &FirstJoin) -> Result<Ranks, RendezvousError> {
         let key = format!("{ASSIGNED_RANKS}{}", self.node);
-        // The progress line counts down to node 0's deadline. After that node 0, which knows the missing
-        // nodes, reports them.
-        let mut progress = Progress::new(deadline - RANKS_GRACE);
+        // Only node 0 knows which nodes are missing. The extra time lets node 0 report them first.
+        let deadline = join.deadline + RANKS_GRACE;
+        let mut progress = Progress::new(join.deadline);
         let mut show_at = Instant::now() + Progress::INTERVAL;
         let text = loop {
-            match job.get(key.as_bytes(), deadline.min(Instant::now() + OUTCOME_POLL)) {
+            match join.job.get(key.as_bytes(), deadline.min(Instant::now() + OUTCOME_POLL)) {
                 Ok(text) => break text,
                 Err(StoreError::Timeout { .. }) if Instant::now() < deadline => {
-                    check_not_ended(outcomes)?;
+                    join.check_not_ended()?;
                     if Instant::now() >= show_at {
                         progress.show("node 0 has joined, waiting for other nodes");
                         show_at += Progress::INTERVAL;
@@ -328,11 +295,10 @@ impl StaticRendezvous {
                 Err(error) => return Err(error.into()),
             }
         };
-        let malformed = |what: String| RendezvousError::Malformed { node: 0, key: key.clone(), what };
-        let ranks: Ranks = serde_json::from_slice(&text).map_err(|error| malformed(error.to_string()))?;
+        let ranks: Ranks = parse(0, &key, &text)?;
         let fits = |base: usize, size: usize| base.checked_add(self.workers).is_some_and(|end| end <= size);
         if !fits(ranks.0, ranks.1) || !fits(ranks.2, ranks.3) {
-            return Err(malformed(format!("{ranks:?} has no room for {} workers", self.workers)));
+            return Err(malformed(0, key, format!("{ranks:?} has no room for {} workers", self.workers)));
         }
         Ok(ranks)
     }
@@ -347,15 +313,32 @@ impl StaticRendezvous {
     }
 }
 
+/// Returns the deadline of a single operation that begins now.
+fn soon() -> Instant {
+    Instant::now() + OPERATION_TIMEOUT
+}
+
+/// Parses what a node has published under `key`.
+fn parse<T: DeserializeOwned>(node: usize, key: &str, text: &[u8]) -> Result<T, RendezvousError> {
+    serde_json::from_slice(text).map_err(|error| malformed(node, key, error))
+}
+
+fn malformed(node: usize, key: impl Into<String>, what: impl ToString) -> RendezvousError {
+    RendezvousError::Malformed { node, key: key.into(), what: what.to_string() }
+}
+
 /// Leaves the job because this node cannot take part in it.
 fn leave_with(outcomes: &OutcomeStore, error: &RendezvousError) {
     outcomes.propose(&OutcomeKind::Error { text: error.to_string() }.into());
     outcomes.leave();
 }
 
-/// Returns an error if another node has already ended the job.
-fn check_not_ended(outcomes: Option<&OutcomeStore>) -> Result<(), RendezvousError> {
-    outcomes
-        .and_then(OutcomeStore::current_outcome)
-        .map_or(Ok(()), |outcome| Err(RendezvousError::JobEnded(outcome)))
+impl FirstJoin {
+    /// Returns an error if another node has already ended the job.
+    fn check_not_ended(&self) -> Result<(), RendezvousError> {
+        match self.outcomes.as_ref().and_then(|outcomes| outcomes.current_outcome()) {
+            Some(outcome) => Err(RendezvousError::JobEnded(outcome)),
+            None => Ok(()),
+        }
+    }
 }

@@ -31,15 +31,13 @@ const WATCH_PERIOD: Duration = Duration::from_secs(3600);
 /// What one node knows about the success of a static job.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) enum Success {
-    /// The workers of this node are running.
+    /// The workers of this node are running, or this node cannot find out whether all nodes have succeeded.
     #[default]
-    Running,
+    Unknown,
     /// This node has succeeded and waits for the other nodes.
     Waiting,
     /// All nodes have succeeded.
     Succeeded,
-    /// This node cannot find out whether all nodes have succeeded.
-    Unknown,
 }
 
 /// Access of one node to the outcome of a static job in node 0's key-value store.
@@ -93,22 +91,26 @@ impl OutcomeStore {
 
     /// Returns the outcome of the job if another node has already declared one that ends this node.
     pub(super) fn current_outcome(&self) -> Option<JobOutcome> {
-        let ends_job = |outcome: &JobOutcome| outcome.kind != OutcomeKind::Succeeded;
-        if let Some(received) = lock(&self.received).clone() {
-            return Some(received).filter(ends_job);
-        }
-        let text = self.job.try_get(OUTCOME_KEY.as_bytes(), Instant::now() + OPERATION_TIMEOUT).ok()??;
-        Some(self.decode(&text)).filter(ends_job)
+        let received = lock(&self.received).clone();
+        let read = || self.job.try_get(OUTCOME_KEY.as_bytes(), Instant::now() + OPERATION_TIMEOUT).ok()?;
+        let outcome = received.or_else(|| Some(self.decode(&read()?)));
+        outcome.filter(|outcome| outcome.kind != OutcomeKind::Succeeded)
     }
 
     /// Declares that all nodes have succeeded, so that the exit of a launcher does not count as a loss any
     /// more. Returns true if success is the final outcome.
     pub(super) fn propose_success(&self) -> bool {
-        let mine = encode(&JobOutcome::new(self.node, &self.host, OutcomeKind::Succeeded));
-        let deadline = Instant::now() + OPERATION_TIMEOUT;
-        let decided = self.job.compare_set(OUTCOME_KEY.as_bytes(), b"", &mine, deadline);
+        let decided = self.declare(&JobOutcome::new(self.node, &self.host, OutcomeKind::Succeeded));
         // If the store is gone, another node has declared the success, and node 0 has ended.
-        decided.map_or(true, |decided| self.decode(&decided).kind == OutcomeKind::Succeeded)
+        decided.is_none_or(|decided| decided.kind == OutcomeKind::Succeeded)
+    }
+
+    /// Declares an outcome. Returns the final outcome, which may be another one that was declared earlier.
+    /// `None` if the store is gone.
+    fn declare(&self, mine: &JobOutcome) -> Option<JobOutcome> {
+        let deadline = Instant::now() + OPERATION_TIMEOUT;
+        let decided = self.job.compare_set(OUTCOME_KEY.as_bytes(), b"", &encode(mine), deadline);
+        decided.ok().map(|decided| self.decode(&decided))
     }
 
     /// Records what this node knows about the success of the job, and wakes the thread in `has_succeeded`.
@@ -134,10 +136,6 @@ impl OutcomeStore {
         }
     }
 
-    fn node_0_lost(&self) -> JobOutcome {
-        JobOutcome::new(0, &self.node_0_host, OutcomeKind::Lost)
-    }
-
     fn decode(&self, text: &[u8]) -> JobOutcome {
         serde_json::from_slice(text).unwrap_or_else(|error| {
             let text = format!("the recorded outcome of the job is invalid: {error}");
@@ -157,7 +155,8 @@ impl OutcomeStore {
                 // `leave` takes the last will out before it withdraws it, so without a last will this node
                 // has left. Otherwise the store is gone, and there is nothing to withdraw.
                 Err(_) => {
-                    let outcome = lock(&self.last_will).take().map(|_| self.node_0_lost())?;
+                    lock(&self.last_will).take()?;
+                    let outcome = JobOutcome::new(0, &self.node_0_host, OutcomeKind::Lost);
                     *lock(&self.received) = Some(outcome.clone());
                     return Some(outcome);
                 }
@@ -171,22 +170,18 @@ impl OutcomeStore {
         Some(outcome)
     }
 
-    /// Declares the outcome, which ends this node, as that of the job. Returns the final outcome, which may be
-    /// that of a node that declared one earlier. Returns `None` while the declaration is deferred and no other
-    /// node has declared an outcome.
+    /// Declares the outcome, which ends this node, as that of the job. Returns the final outcome, which may
+    /// be that of a node that declared one earlier. Returns `None` while the declaration is deferred and no
+    /// other node has declared an outcome.
     pub(super) fn try_propose(&self, proposed: &ProposedOutcome) -> Option<JobOutcome> {
         if proposed.defer_until.is_some_and(|until| Instant::now() < until) {
             return self.current_outcome();
         }
         let mine = JobOutcome::new(self.node, &self.host, proposed.kind.clone());
-        let deadline = Instant::now() + OPERATION_TIMEOUT;
-        let decided = self.job.compare_set(OUTCOME_KEY.as_bytes(), b"", &encode(&mine), deadline);
-        Some(match decided.map(|decided| self.decode(&decided)) {
-            // The job has succeeded, or the store is gone: the failure of this node changes nothing for other
-            // nodes.
-            Ok(JobOutcome { kind: OutcomeKind::Succeeded, .. }) | Err(_) => mine,
-            Ok(decided) => decided,
-        })
+        let decided = self.declare(&mine).filter(|decided| decided.kind != OutcomeKind::Succeeded);
+        // If the job has succeeded, or the store is gone, the failure of this node changes nothing for other
+        // nodes.
+        Some(decided.unwrap_or(mine))
     }
 
     /// Declares the outcome as [`Self::try_propose`] does, and waits while it is deferred.

@@ -149,8 +149,8 @@ fn message<B: DeviceSource>(function: Function, at: Address, count: usize) -> St
     Step { function, send: at, recv: at, count, datatype: datatype::<B>() }
 }
 
-/// The steps on the non-empty blocks of a buffer at `start`, of elements like those of `B`. For a rank and the
-/// address of its block, `step` returns the function, and the addresses to read and write.
+/// The steps on the non-empty blocks of a buffer at `start`, of elements like those of `B`. For a rank and
+/// the address of its block, `step` returns the function, and the addresses to read and write.
 fn block_steps<B: DeviceSource>(
     blocks: &Blocks,
     start: Address,

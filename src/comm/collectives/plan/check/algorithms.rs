@@ -24,7 +24,8 @@ impl Setting {
     }
 }
 
-/// Returns each override of `collective` with chunks of several lengths, and the table for few and many bytes.
+/// Returns each override of `collective` with chunks of several lengths, and the table for few and many
+/// bytes.
 fn settings(collective: &str, roundings: &[Rounding]) -> Vec<Setting> {
     let choices = Algorithms::choices().filter(|(of, _)| *of == collective);
     let overrides = choices.map(|(of, name)| format!("{of}:{name}").parse().unwrap());

@@ -24,7 +24,7 @@
 
 use std::ops::Range;
 
-use super::{Apply, Blocks, Dependency, Plan, Stream, Topology, block};
+use super::{Apply, Blocks, Dependency, Plan, Stream, Topology, block, subrange};
 
 /// The number of further chunks that are added before the sums of a chunk are gathered. They hide the latency
 /// of the network.
@@ -45,10 +45,8 @@ pub(super) fn all_reduce(rank: usize, topology: &Topology, count: usize, chunk: 
     let blocks_per_part = if hosts == 2 { 1 } else { hosts };
     stages(rank, topology, Phases::Both, (chunks, blocks_per_part), |index, host, rail| {
         let chunk = block(index, chunks, count);
-        subrange(
-            &chunk,
-            &block(rail * blocks_per_part + host % blocks_per_part, rails * blocks_per_part, chunk.len()),
-        )
+        let number = rail * blocks_per_part + host % blocks_per_part;
+        subrange(&chunk, &block(number, rails * blocks_per_part, chunk.len()))
     })
 }
 
@@ -72,11 +70,6 @@ fn block_stages(rank: usize, topology: &Topology, phases: Phases, blocks: &Block
     })
 }
 
-/// Returns `inner`, which counts from the beginning of `outer`, as a range of the buffer.
-fn subrange(outer: &Range<usize>, inner: &Range<usize>) -> Range<usize> {
-    outer.start + inner.start..outer.start + inner.end
-}
-
 /// Returns the plan of `rank` over `chunks` chunks. `block(chunk, host, rail)` is the range of the buffer
 /// that the rank of this rail on this host owns. `blocks_per_part` is the number of blocks of a rail's part:
 /// one for each host, or one if two hosts exchange whole parts.
@@ -89,35 +82,35 @@ fn stages(
 ) -> Plan {
     let mut plan = Plan::default();
     let (host, local_rank) = topology.host_and_index(rank);
-    let position = Position { topology, host, local_rank, blocks_per_part };
+    let position = Position { topology, host, local_rank, blocks_per_part, block: &block };
     let mut summed = vec![None; chunks];
     for step in 0..chunks + CHUNKS_AHEAD {
         if step < chunks && phases != Phases::Gather {
-            let block = |host, rail| block(step, host, rail);
-            let inside = position.reduce_scatter_in_host(&mut plan, block);
+            let inside = position.reduce_scatter_in_host(&mut plan, step);
             summed[step] = if position.is_pair() {
-                position.exchange_pair(&mut plan, inside, block)
+                position.exchange_pair(&mut plan, step, inside)
             } else {
-                position.reduce_scatter_across_hosts(&mut plan, inside, block)
+                position.reduce_scatter_across_hosts(&mut plan, step, inside)
             };
         }
         if let Some(chunk) = step.checked_sub(CHUNKS_AHEAD).filter(|_| phases != Phases::Reduce) {
-            let block = |host, rail| block(chunk, host, rail);
-            let copies = position.all_gather_across_hosts(&mut plan, summed[chunk], block);
-            position.all_gather_in_host(&mut plan, (summed[chunk], copies), block);
+            let copies = position.all_gather_across_hosts(&mut plan, chunk, summed[chunk]);
+            position.all_gather_in_host(&mut plan, chunk, summed[chunk], copies);
         }
     }
     plan
 }
 
 /// The position of a rank: its host, and its index there.
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone, Copy)]
 struct Position<'a> {
     topology: &'a Topology,
     host: usize,
     /// The index of the rank on its host. It is also the rank's rail, if it is less than the number of rails.
     local_rank: usize,
     blocks_per_part: usize,
+    /// `block(chunk, host, rail)` of [`stages`].
+    block: &'a dyn Fn(usize, usize, usize) -> Range<usize>,
 }
 
 impl Position<'_> {
@@ -126,14 +119,8 @@ impl Position<'_> {
     ///
     /// The blocks of a part are sent in the order in which the ring across the hosts needs them: the block of
     /// the previous host first, the block of this host last.
-    fn reduce_scatter_in_host(
-        self,
-        plan: &mut Plan,
-        block: impl Fn(usize, usize) -> Range<usize>,
-    ) -> Option<usize> {
-        let part = |rail: usize| {
-            (1..=self.blocks_per_part).map(|back| block(self.host_before(back), rail)).collect::<Vec<_>>()
-        };
+    fn reduce_scatter_in_host(self, plan: &mut Plan, chunk: usize) -> Option<usize> {
+        let part = |rail: usize| (1..=self.blocks_per_part).map(move |back| self.block(chunk, back, rail));
         for (peer, rail) in self.local_peers().filter(|&(_, local_rank)| self.is_inter_host(local_rank)) {
             plan.push(Stream::send(peer, part(rail)));
         }
@@ -142,7 +129,7 @@ impl Position<'_> {
         for (peer, _) in self.local_peers().filter(|_| self.is_inter_host(self.local_rank)) {
             left -= 1;
             let apply = if left == 0 && self.hosts() == 1 { Apply::ReduceLast } else { Apply::Reduce };
-            let part = part(self.local_rank).into_iter().map(|range| (range, apply));
+            let part = part(self.local_rank).map(|range| (range, apply));
             sum = Some(plan.push(Stream::recv(peer, part).after(sum, 0)));
         }
         sum
@@ -154,36 +141,31 @@ impl Position<'_> {
     fn reduce_scatter_across_hosts(
         self,
         plan: &mut Plan,
+        chunk: usize,
         inside: Option<usize>,
-        block: impl Fn(usize, usize) -> Range<usize>,
     ) -> Option<Dependency> {
         let Some((next, before)) = self.neighbours() else {
             return inside.map(|stream| Dependency { stream, lead: 0 });
         };
         let hosts = self.hosts();
-        let block = |back: usize| block(self.host_before(back), self.local_rank);
+        let block = |back: usize| self.block(chunk, back, self.local_rank);
         let apply = |back: usize| if back == hosts { Apply::ReduceLast } else { Apply::Reduce };
         plan.push(Stream::send(next, [block(1)]).after(inside, 0));
-        let behind = -lead(block(1).len());
+        let behind = -block(1).len().cast_signed();
         let sums = Stream::recv(before, (2..=hosts).map(|back| (block(back), apply(back))));
         let sums = plan.push(sums.after(inside, behind));
         plan.push(Stream::send(next, (2..hosts).map(block)).after(Some(sums), 0));
         let others: usize = (2..hosts).map(|back| block(back).len()).sum();
-        Some(Dependency { stream: sums, lead: -lead(others) })
+        Some(Dependency { stream: sums, lead: -others.cast_signed() })
     }
 
     /// Adds the all-reduce of this rail's part between two hosts, after the stream `inside` has summed the
     /// part over this host. Both ranks add the same two numbers, and swapped operands give equal bits. The
     /// part is sent from the memory that the other rank's part is received into, so each element is sent
     /// before it is received.
-    fn exchange_pair(
-        self,
-        plan: &mut Plan,
-        inside: Option<usize>,
-        block: impl Fn(usize, usize) -> Range<usize>,
-    ) -> Option<Dependency> {
+    fn exchange_pair(self, plan: &mut Plan, chunk: usize, inside: Option<usize>) -> Option<Dependency> {
         let (other, _) = self.neighbours()?;
-        let part = block(self.host, self.local_rank);
+        let part = self.block(chunk, 0, self.local_rank);
         let sent = plan.push(Stream::send(other, [part.clone()]).after(inside, 0));
         let stream = plan.push(Stream::recv(other, [(part, Apply::ReduceLast)]).after(Some(sent), 0));
         Some(Dependency { stream, lead: 0 })
@@ -194,12 +176,12 @@ impl Position<'_> {
     fn all_gather_across_hosts(
         self,
         plan: &mut Plan,
+        chunk: usize,
         own: Option<Dependency>,
-        block: impl Fn(usize, usize) -> Range<usize>,
     ) -> Option<usize> {
         let (next, before) = self.neighbours().filter(|_| !self.is_pair())?;
         let hosts = self.hosts();
-        let block = |back: usize| block(self.host_before(back), self.local_rank);
+        let block = |back: usize| self.block(chunk, back, self.local_rank);
         plan.push(Stream { dependency: own, ..Stream::send(next, [block(0)]) });
         let copies = plan.push(Stream::recv(before, (1..hosts).map(|back| (block(back), Apply::Copy))));
         plan.push(Stream::send(next, (1..hosts - 1).map(block)).after(Some(copies), 0));
@@ -212,21 +194,26 @@ impl Position<'_> {
     fn all_gather_in_host(
         self,
         plan: &mut Plan,
-        (own, copies): (Option<Dependency>, Option<usize>),
-        block: impl Fn(usize, usize) -> Range<usize>,
+        chunk: usize,
+        own: Option<Dependency>,
+        copies: Option<usize>,
     ) {
         for (peer, _) in self.local_peers().filter(|_| self.is_inter_host(self.local_rank)) {
-            let block = |back: usize| block(self.host_before(back), self.local_rank);
+            let block = |back: usize| self.block(chunk, back, self.local_rank);
             plan.push(Stream { dependency: own, ..Stream::send(peer, [block(0)]) });
             if copies.is_some() {
                 plan.push(Stream::send(peer, (1..self.blocks_per_part).map(block)).after(copies, 0));
             }
         }
         for (peer, rail) in self.local_peers().filter(|&(_, local_rank)| self.is_inter_host(local_rank)) {
-            let part =
-                (0..self.blocks_per_part).map(|back| (block(self.host_before(back), rail), Apply::Copy));
+            let part = (0..self.blocks_per_part).map(|back| (self.block(chunk, back, rail), Apply::Copy));
             plan.push(Stream::recv(peer, part));
         }
+    }
+
+    /// Returns the range of a chunk that the rank of `rail` owns on the host `back` places before this one.
+    fn block(self, chunk: usize, back: usize, rail: usize) -> Range<usize> {
+        (self.block)(chunk, self.host_before(back), rail)
     }
 
     fn hosts(self) -> usize {
@@ -264,10 +251,6 @@ impl Position<'_> {
         let ring = self.is_inter_host(self.local_rank) && self.hosts() > 1;
         ring.then(|| (there((self.host + 1) % self.hosts()), there(self.host_before(1))))
     }
-}
-
-fn lead(elements: usize) -> isize {
-    elements.cast_signed()
 }
 
 #[cfg(test)]

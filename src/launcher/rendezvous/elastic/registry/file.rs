@@ -8,7 +8,9 @@ use std::time::{Duration, Instant, SystemTime};
 use convoke_store::{FileStore, Store};
 use serde::{Deserialize, Serialize};
 
-use super::{Entry, EntrySnapshot, Lease, RegistryError, Version, escape_path_component, from_json, to_json};
+use super::{
+    Entry, EntrySnapshot, RegistryError, Version, escape_path_component, from_json, requested_ttl, to_json,
+};
 use crate::membership::Record;
 
 /// Longest wait for an operation on the registry file.
@@ -19,11 +21,12 @@ const CHANGE_POLL: Duration = Duration::from_millis(500);
 /// Registry in a shared file. A coordinator that is alive regularly touches a second file beside it, the
 /// heartbeat file. Other nodes see that its modification time changes, and measure with their own clocks how
 /// long it stays the same.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(in super::super) struct FileRegistry {
     path: PathBuf,
     key: String,
-    lease: Duration,
+    /// Time without a touch of the heartbeat file after which the lease of the coordinator expires.
+    pub(super) ttl: Duration,
     heartbeat_path: PathBuf,
     observed: Rc<Cell<Option<ObservedMtime>>>,
     is_checking: Rc<Cell<bool>>,
@@ -41,14 +44,13 @@ struct FileContent {
 type ObservedMtime = (Option<SystemTime>, Instant);
 
 impl FileRegistry {
-    pub(in super::super) fn new(path: PathBuf, run_id: &str, heartbeat_timeout: Duration) -> Self {
-        let key = format!("convoke/rendezvous/{run_id}");
-        let mut heartbeat_path = path.clone().into_os_string();
+    pub(in super::super) fn new(path: &Path, run_id: &str, heartbeat_timeout: Duration) -> Self {
+        let mut heartbeat_path = path.as_os_str().to_owned();
         heartbeat_path.push(format!(".{}.coordinator", escape_path_component(run_id)));
         Self {
-            path,
-            key,
-            lease: Lease::max_ttl(heartbeat_timeout),
+            path: path.to_owned(),
+            key: format!("convoke/rendezvous/{run_id}"),
+            ttl: requested_ttl(heartbeat_timeout),
             heartbeat_path: heartbeat_path.into(),
             observed: Rc::default(),
             is_checking: Rc::default(),
@@ -88,10 +90,6 @@ impl FileRegistry {
             self.observed.set(Some((observed, now)));
         }
         Ok(())
-    }
-
-    pub(super) fn lease(&self) -> Lease {
-        Lease { ids: (0, 0), ttl: self.lease, granted: tokio::time::Instant::now() }
     }
 
     pub(super) async fn keep(&self) -> Result<(), RegistryError> {
@@ -142,10 +140,9 @@ impl FileRegistry {
         call: impl FnOnce(&FileStore, &[u8], Instant) -> Result<T, convoke_store::StoreError> + Send + 'static,
     ) -> Result<T, RegistryError> {
         let (path, key) = (self.path.clone(), self.key.clone());
-        let open = |path: &Path, deadline| FileStore::open(path, None, deadline);
         self.run_blocking(move || {
             let deadline = Instant::now() + TIMEOUT;
-            open(&path, deadline).and_then(|store| call(&store, key.as_bytes(), deadline))
+            call(&FileStore::open(&path, None, deadline)?, key.as_bytes(), deadline)
         })
         .await
     }
@@ -179,7 +176,7 @@ impl FileRegistry {
         let at = self.location();
         from_json(&text, &at).and_then(|Versioned { entry }| Entry::check(entry, &at))?;
         let FileContent { entry, .. } = from_json(&text, &at)?;
-        let is_leased = self.observed.get().is_none_or(|(_, since)| since.elapsed() < self.lease);
+        let is_leased = self.observed.get().is_none_or(|(_, since)| since.elapsed() < self.ttl);
         Ok(EntrySnapshot { entry: Some(entry), is_leased, text, revisions: (0, 0) })
     }
 }
@@ -200,7 +197,7 @@ mod tests {
     #[tokio::test]
     async fn only_one_of_two_concurrent_candidates_is_elected() {
         let folder = tempfile::tempdir().unwrap();
-        let registry = FileRegistry::new(folder.path().join("file"), "job", HEARTBEAT_TIMEOUT);
+        let registry = FileRegistry::new(&folder.path().join("file"), "job", HEARTBEAT_TIMEOUT);
         let nothing = registry.read().await.unwrap();
         assert_eq!(nothing, EntrySnapshot::default());
         let (one, two) = (entry(1, 1), entry(1, 2));
@@ -214,7 +211,7 @@ mod tests {
             Some(next),
             "it has been replaced"
         );
-        let other = FileRegistry::new(folder.path().join("file"), "other job", HEARTBEAT_TIMEOUT);
+        let other = FileRegistry::new(&folder.path().join("file"), "other job", HEARTBEAT_TIMEOUT);
         assert_eq!(other.read().await.unwrap(), EntrySnapshot::default());
     }
 
@@ -222,7 +219,7 @@ mod tests {
     async fn malformed_entry_error_names_the_file() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
-        let registry = FileRegistry::new(path.clone(), "job", HEARTBEAT_TIMEOUT);
+        let registry = FileRegistry::new(&path, "job", HEARTBEAT_TIMEOUT);
         let store = FileStore::open(&path, None, Instant::now() + TIMEOUT).unwrap();
         for text in ["x", "{}", "[1,2]", r#"{"entry":{"version":9},"record":null}"#] {
             store.set(b"convoke/rendezvous/job", text.as_bytes(), Instant::now() + TIMEOUT).unwrap();
@@ -231,7 +228,7 @@ mod tests {
             };
             assert!(error.contains(path.to_str().unwrap()), "{error}");
         }
-        let missing = FileRegistry::new(folder.path().join("no/such/folder"), "job", HEARTBEAT_TIMEOUT);
+        let missing = FileRegistry::new(&folder.path().join("no/such/folder"), "job", HEARTBEAT_TIMEOUT);
         let Err(RegistryError::Transient(error)) = missing.read().await else { panic!("it is there") };
         assert!(error.contains("No such file"), "{error}");
     }

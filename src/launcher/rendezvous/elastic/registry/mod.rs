@@ -5,38 +5,30 @@
 //! one with a higher term, by compare-and-swap, so that only one node succeeds. A replaced coordinator starts
 //! no more rounds ([`super::leadership`]).
 
-// Without the feature `etcd`, the type `EtcdRegistry` has no values.
-#[cfg_attr(not(feature = "etcd"), path = "no_etcd.rs")]
+#[cfg(feature = "etcd")]
 mod etcd;
 mod file;
 
-use std::fmt;
 use std::net::SocketAddr;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use tokio::time::Instant;
 
+#[cfg(feature = "etcd")]
 pub(super) use etcd::EtcdRegistry;
 pub(super) use file::FileRegistry;
 
 use crate::membership::{AgentId, JobResult, Record};
 
 /// Reason for which the registry gave no answer.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(super) enum RegistryError {
     /// A temporary error, with its description: the caller tries again.
+    #[error("{0}")]
     Transient(String),
     /// A permanent error, with its description: another attempt would fail as well.
+    #[error("{0}")]
     Permanent(String),
-}
-
-impl fmt::Display for RegistryError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Transient(what) | Self::Permanent(what) => f.write_str(what),
-        }
-    }
 }
 
 /// Registry entry that names a job's coordinator. It is small because every node reads it and is notified of
@@ -126,21 +118,21 @@ impl EntrySnapshot {
     }
 }
 
-/// The registry of one job.
-#[derive(Debug, Clone)]
+/// The registry of one job. Each method fails if the registry cannot be reached, or if its content is
+/// invalid.
+#[derive(Clone)]
 pub(super) enum Registry {
     File(FileRegistry),
+    #[cfg(feature = "etcd")]
     Etcd(EtcdRegistry),
 }
 
 impl Registry {
     /// Reads the current entry of the job.
-    ///
-    /// # Errors
-    /// The registry cannot be reached, or its content is invalid.
     pub(super) async fn read(&self) -> Result<EntrySnapshot, RegistryError> {
         match self {
             Self::File(file) => file.read().await,
+            #[cfg(feature = "etcd")]
             Self::Etcd(etcd) => etcd.read().await,
         }
     }
@@ -148,78 +140,71 @@ impl Registry {
     /// Checks in the background whether the coordinator's lease is alive, if the registry does not report a
     /// lost lease by itself.
     pub(super) fn check_in_background(&self) {
-        if let Self::File(file) = self {
-            file.check_in_background();
+        match self {
+            Self::File(file) => file.check_in_background(),
+            #[cfg(feature = "etcd")]
+            Self::Etcd(_) => {}
         }
     }
 
     /// Reads the record that belongs to the entry `seen`, or to a later one.
-    ///
-    /// # Errors
-    /// The registry cannot be reached, or its content is invalid.
     pub(super) async fn record(&self, seen: &EntrySnapshot) -> Result<Option<Record>, RegistryError> {
         match self {
             Self::File(file) => file.record(seen),
+            #[cfg(feature = "etcd")]
             Self::Etcd(etcd) => etcd.record().await,
         }
     }
 
     /// Replaces the registry's entry by `entry` if it is still `seen`, and writes `record`. Returns the entry
-    /// that the registry then holds. The new coordinator counts as alive while `lease` is renewed.
-    ///
-    /// # Errors
-    /// The registry cannot be reached, or its content is invalid.
+    /// that the registry then holds.
     pub(super) async fn replace(
         &self,
         seen: &EntrySnapshot,
         entry: &Entry,
         record: Option<&Record>,
-        lease: &Lease,
     ) -> Result<EntrySnapshot, RegistryError> {
         match self {
             Self::File(file) => file.replace(seen, entry, record).await,
-            Self::Etcd(etcd) => etcd.replace(seen, entry, record, lease).await,
+            #[cfg(feature = "etcd")]
+            Self::Etcd(etcd) => etcd.replace(seen, entry, record).await,
         }
     }
 
     /// Completes when the registry's entry differs from `seen`, or may differ.
-    ///
-    /// # Errors
-    /// The registry cannot be reached, or its content is invalid.
     pub(super) async fn changed(&self, seen: &EntrySnapshot) -> Result<(), RegistryError> {
         match self {
             Self::File(file) => file.changed(seen).await,
+            #[cfg(feature = "etcd")]
             Self::Etcd(etcd) => etcd.changed(seen).await,
         }
     }
 
-    /// Returns a new lease for a coordinator.
-    ///
-    /// # Errors
-    /// The registry cannot be reached, or its content is invalid.
-    pub(super) async fn lease(&self) -> Result<Lease, RegistryError> {
+    /// Gets a new lease for a coordinator, which counts as alive while it renews the lease. Entries that this
+    /// value writes from now on belong to the lease. Returns the time without renewal after which it expires.
+    pub(super) async fn lease(&self) -> Result<Duration, RegistryError> {
         match self {
-            Self::File(file) => Ok(file.lease()),
+            Self::File(file) => Ok(file.ttl),
+            #[cfg(feature = "etcd")]
             Self::Etcd(etcd) => etcd.lease().await,
         }
     }
 
-    /// Renews a lease once. Returns false if it has expired.
-    ///
-    /// # Errors
-    /// The registry cannot be reached, or its content is invalid.
-    pub(super) async fn keep(&self, lease: &Lease) -> Result<bool, RegistryError> {
+    /// Renews the lease once. Returns false if it has expired.
+    pub(super) async fn keep(&self) -> Result<bool, RegistryError> {
         match self {
             Self::File(file) => file.keep().await.map(|()| true),
-            Self::Etcd(etcd) => etcd.keep(lease).await,
+            #[cfg(feature = "etcd")]
+            Self::Etcd(etcd) => etcd.keep().await,
         }
     }
 
-    /// Ends a lease. If that fails, the lease expires by itself.
-    pub(super) async fn release(&self, lease: &Lease) {
+    /// Ends the lease. If that fails, the lease expires by itself.
+    pub(super) async fn release(&self) {
         match self {
             Self::File(file) => file.release().await,
-            Self::Etcd(etcd) => etcd.release(lease).await,
+            #[cfg(feature = "etcd")]
+            Self::Etcd(etcd) => etcd.release().await,
         }
     }
 }
@@ -229,23 +214,7 @@ fn escape_path_component(run_id: &str) -> String {
     run_id.replace('%', "%25").replace('/', "%2F")
 }
 
-/// Lease of a coordinator. The registry treats the coordinator as alive while the coordinator renews the
-/// lease.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Lease {
-    /// Ids of two leases in etcd: that of the coordinator, and that of the entry, which outlives the
-    /// coordinator.
-    ids: (i64, i64),
-    /// Time without renewal after which the lease expires.
-    pub(super) ttl: Duration,
-    /// Time at which the lease was requested.
-    pub(super) granted: Instant,
-}
-
-impl Lease {
-    /// Returns the time without renewal after which a requested lease expires. A registry may grant another
-    /// time.
-    fn max_ttl(heartbeat_timeout: Duration) -> Duration {
-        heartbeat_timeout * 2 / 3
-    }
+/// Returns the requested time to live of a lease. A registry may grant another time.
+fn requested_ttl(heartbeat_timeout: Duration) -> Duration {
+    heartbeat_timeout * 2 / 3
 }

@@ -2,7 +2,6 @@
 
 use std::cell::{Cell, RefCell};
 use std::error::Error as _;
-use std::fmt;
 use std::time::Duration;
 
 use convoke_env::vars;
@@ -25,10 +24,10 @@ const MAX_CALL_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// Client of an etcd cluster.
 pub(super) struct Cluster {
-    members: Vec<Endpoint>,
-    names: Vec<String>,
+    /// Address of each member, and how to connect to it.
+    members: Vec<(String, Endpoint)>,
     /// Name of the whole cluster for messages.
-    name: String,
+    pub(super) name: String,
     user: Option<(String, String)>,
     /// Index of the member in use. `client` is the connection to it.
     at: Cell<usize>,
@@ -37,17 +36,8 @@ pub(super) struct Cluster {
     call_timeout: Cell<Duration>,
 }
 
-impl fmt::Debug for Cluster {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Cluster").field("names", &self.names).finish_non_exhaustive()
-    }
-}
-
 impl Cluster {
-    /// Reads certificates, user and password. The first request makes the connection.
-    ///
-    /// # Errors
-    /// A file cannot be read, or only one of user and password is set.
+    /// See [`EtcdRegistry::new`](super::EtcdRegistry::new).
     pub(super) fn new(config: &EtcdCluster) -> Result<Self, String> {
         let read = |what: &str, path: &std::path::Path| {
             std::fs::read(path).map_err(|error| format!("{what} {}: {error}", path.display()))
@@ -78,22 +68,16 @@ impl Cluster {
             if let Some(tls) = &tls {
                 member = member.tls_config(tls.clone()).map_err(wrong)?;
             }
-            members.push(member);
+            members.push((at, member));
         }
         Ok(Self {
             members,
-            names: config.endpoints.iter().map(|(host, port)| address(host, *port)).collect(),
             name: config.to_string(),
             user: credentials()?,
             at: Cell::new(0),
             client: RefCell::default(),
             call_timeout: Cell::new(MIN_CALL_TIMEOUT),
         })
-    }
-
-    /// Returns the name of the cluster for messages.
-    pub(super) fn name(&self) -> &str {
-        &self.name
     }
 
     /// Sends a request by `call` to the member that answered last, and if that fails, to the other members in
@@ -107,7 +91,7 @@ impl Cluster {
     ) -> Result<T, RegistryError> {
         let mut failed = Vec::new();
         for _ in 0..self.members.len() {
-            let name = &self.names[self.at.get()];
+            let (name, _) = self.member();
             let call_timeout = self.call_timeout.get();
             let began = Instant::now();
             let attempt = async {
@@ -143,12 +127,17 @@ impl Cluster {
     /// Describes the error of a watch, which is a gRPC stream of the member in use. The next request goes to
     /// another member.
     pub(super) fn stream_error(&self, error: &Error) -> RegistryError {
-        let error = self.describe_error(&self.names[self.at.get()], error);
+        let error = self.describe_error(&self.member().0, error);
         self.use_next_member();
         match error {
             RegistryError::Transient(why) => RegistryError::Transient(format!("etcd at {why}")),
             refused => refused,
         }
+    }
+
+    /// Returns the member in use.
+    fn member(&self) -> &(String, Endpoint) {
+        &self.members[self.at.get()]
     }
 
     fn use_next_member(&self) {
@@ -160,7 +149,7 @@ impl Cluster {
         if let Some(client) = self.client.borrow().as_ref() {
             return Ok(client.clone());
         }
-        let channel = self.members[self.at.get()].connect().await?;
+        let channel = self.member().1.connect().await?;
         let mut options = ConnectOptions::new().with_auto_token_refresh(true).with_require_leader(true);
         if let Some((name, password)) = &self.user {
             options = options.with_user(name, password);
@@ -180,41 +169,35 @@ impl Cluster {
             Error::TransportError(error) => error_chain(error),
             other => other.to_string(),
         };
-        if let Some((_, what)) = all.split_once("invalid peer certificate: ") {
-            return RegistryError::Permanent(format!(
+        let user = self.user.as_ref().map_or("", |(name, _)| name.as_str());
+        let code = if let Error::GRpcStatus(status) = error { Some(status.code()) } else { None };
+        RegistryError::Permanent(if let Some((_, what)) = all.split_once("invalid peer certificate: ") {
+            format!(
                 "the certificate of etcd at {name} is refused: {what}\n  try: the CA that has signed it (ca_cert or cacert)"
-            ));
-        }
-        if let Some((_, alert)) = all.split_once("received fatal alert: ") {
-            return RegistryError::Permanent(format!(
+            )
+        } else if let Some((_, alert)) = all.split_once("received fatal alert: ") {
+            format!(
                 "etcd at {name} refuses our certificate ({alert})\n  try: a certificate and its key that it accepts (ssl_cert and \
                  ssl_cert_key, or cert and key)"
-            ));
-        }
-        let Error::GRpcStatus(status) = error else {
-            return RegistryError::Transient(format!("{name}: {all}"));
-        };
-        let user = self.user.as_ref().map_or("", |(name, _)| name.as_str());
-        match status.code() {
-            Code::InvalidArgument if all.contains("authentication failed") => {
-                RegistryError::Permanent(format!(
+            )
+        } else {
+            match code {
+                Some(Code::InvalidArgument) if all.contains("authentication failed") => format!(
                     "etcd at {name} refuses user {user} or the password\n  try: CONVOKE_ETCD_USER and CONVOKE_ETCD_PASSWORD"
-                ))
-            }
-            Code::InvalidArgument if all.contains("user name is empty") => RegistryError::Permanent(format!(
-                "etcd at {name} requires a user and a password\n  try: CONVOKE_ETCD_USER and CONVOKE_ETCD_PASSWORD"
-            )),
-            Code::FailedPrecondition if all.contains("authentication is not enabled") => {
-                RegistryError::Permanent(format!(
+                ),
+                Some(Code::InvalidArgument) if all.contains("user name is empty") => format!(
+                    "etcd at {name} requires a user and a password\n  try: CONVOKE_ETCD_USER and CONVOKE_ETCD_PASSWORD"
+                ),
+                Some(Code::FailedPrecondition) if all.contains("authentication is not enabled") => format!(
                     "etcd at {name} has authentication disabled, but user {user} is given\n  try: unset CONVOKE_ETCD_USER"
-                ))
+                ),
+                Some(Code::PermissionDenied) => format!(
+                    "etcd at {name} does not let user {user} read and write there\n  try: another etcd_prefix, or the right \
+                     to read and write below it"
+                ),
+                _ => return RegistryError::Transient(format!("{name}: {all}")),
             }
-            Code::PermissionDenied => RegistryError::Permanent(format!(
-                "etcd at {name} does not let user {user} read and write there\n  try: another etcd_prefix, or the right \
-                 to read and write below it"
-            )),
-            _ => RegistryError::Transient(format!("{name}: {all}")),
-        }
+        })
     }
 }
 

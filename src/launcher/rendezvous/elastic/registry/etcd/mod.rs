@@ -3,15 +3,17 @@
 
 mod cluster;
 
+use std::cell::Cell;
 use std::rc::Rc;
 use std::time::Duration;
 
 use etcd_client::{Compare, CompareOp, Error, PutOptions, Txn, TxnOp, TxnOpResponse, WatchOptions};
-use tokio::time::Instant;
 
 use cluster::Cluster;
 
-use super::{Entry, EntrySnapshot, Lease, RegistryError, Version, escape_path_component, from_json, to_json};
+use super::{
+    Entry, EntrySnapshot, RegistryError, Version, escape_path_component, from_json, requested_ttl, to_json,
+};
 use crate::config::EtcdCluster;
 use crate::membership::Record;
 use crate::rendezvous::elastic::wire;
@@ -27,12 +29,15 @@ const LEASE_KEY: &str = "holder";
 /// Key of the record of the job.
 const RECORD_KEY: &str = "record";
 
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(in super::super) struct EtcdRegistry {
     cluster: Rc<Cluster>,
     /// Prefix of the job's etcd keys.
     job: String,
     heartbeat_timeout: Duration,
+    /// Ids of the latest two leases: that of the coordinator, and that of the entry, which outlives the
+    /// coordinator.
+    leases: Cell<[i64; 2]>,
 }
 
 impl EtcdRegistry {
@@ -46,7 +51,7 @@ impl EtcdRegistry {
         heartbeat_timeout: Duration,
     ) -> Result<Self, String> {
         let job = format!("{}/{}/", config.prefix.trim_end_matches('/'), escape_path_component(run_id));
-        Ok(Self { cluster: Rc::new(Cluster::new(config)?), job, heartbeat_timeout })
+        Ok(Self { cluster: Rc::new(Cluster::new(config)?), job, heartbeat_timeout, leases: Cell::default() })
     }
 
     fn key(&self, name: &str) -> String {
@@ -68,27 +73,19 @@ impl EtcdRegistry {
         let at = self.location(ENTRY_KEY);
         from_json(pair.value(), &at).and_then(|version: Version| Entry::check(version, &at))?;
         let entry: Entry = from_json(pair.value(), &at)?;
-        let is_leased =
-            lease_value.is_some_and(|lease_value| lease_value.value() == entry.term.to_string().as_bytes());
-        Ok(EntrySnapshot {
-            entry: Some(entry),
-            is_leased,
-            text: Vec::new(),
-            revisions: (pair.mod_revision(), now),
-        })
+        let is_leased = lease_value.is_some_and(|term| term.value() == entry.term.to_string().as_bytes());
+        let revisions = (pair.mod_revision(), now);
+        Ok(EntrySnapshot { entry: Some(entry), is_leased, revisions, ..EntrySnapshot::default() })
     }
 
     pub(super) async fn record(&self) -> Result<Option<Record>, RegistryError> {
         let key = self.key(RECORD_KEY);
         let found = self.cluster.call(async |mut client| client.get(key.as_str(), None).await).await?;
         let Some(pair) = found.kvs().first() else { return Ok(None) };
-        let wrong = |error| {
-            RegistryError::Permanent(format!(
-                "{}: not a record of convoke: {error}",
-                self.location(RECORD_KEY)
-            ))
-        };
-        wire::decode(pair.value()).map(Some).map_err(wrong)
+        wire::decode(pair.value()).map(Some).map_err(|error| {
+            let at = self.location(RECORD_KEY);
+            RegistryError::Permanent(format!("{at}: not a record of convoke: {error}"))
+        })
     }
 
     pub(super) async fn replace(
@@ -96,30 +93,26 @@ impl EtcdRegistry {
         seen: &EntrySnapshot,
         entry: &Entry,
         record: Option<&Record>,
-        lease: &Lease,
     ) -> Result<EntrySnapshot, RegistryError> {
+        let [lease, entry_lease] = self.leases.get();
         let put = |name: &str, text: Vec<u8>, lease: i64| {
             TxnOp::put(self.key(name), text, Some(PutOptions::new().with_lease(lease)))
         };
         let mut puts = vec![
-            put(LEASE_KEY, entry.term.to_string().into_bytes(), lease.ids.0),
-            put(ENTRY_KEY, to_json(entry), lease.ids.1),
+            put(LEASE_KEY, entry.term.to_string().into_bytes(), lease),
+            put(ENTRY_KEY, to_json(entry), entry_lease),
         ];
         // The record is binary: as text it would exceed etcd's limit on the size of a request with ten
         // thousand nodes.
-        puts.extend(record.map(|record| put(RECORD_KEY, wire::encode(record), lease.ids.1)));
+        puts.extend(record.map(|record| put(RECORD_KEY, wire::encode(record), entry_lease)));
         let txn = Txn::new()
             .when([Compare::mod_revision(self.key(ENTRY_KEY), CompareOp::Equal, seen.revisions.0)])
             .and_then(puts);
         let done = self.cluster.call(async |client| client.kv_client().txn(txn.clone()).await).await?;
         if done.succeeded() {
             let now = done.header().map_or(0, |header| header.revision());
-            return Ok(EntrySnapshot {
-                entry: Some(entry.clone()),
-                is_leased: true,
-                text: Vec::new(),
-                revisions: (now, now),
-            });
+            let (entry, revisions) = (Some(entry.clone()), (now, now));
+            return Ok(EntrySnapshot { entry, is_leased: true, revisions, ..EntrySnapshot::default() });
         }
         self.read().await
     }
@@ -143,10 +136,9 @@ impl EtcdRegistry {
         }
     }
 
-    pub(super) async fn lease(&self) -> Result<Lease, RegistryError> {
+    pub(super) async fn lease(&self) -> Result<Duration, RegistryError> {
         let seconds = |duration: Duration| i64::try_from(duration.as_secs()).unwrap_or(i64::MAX).max(1);
-        let granted = Instant::now();
-        let (wanted, kept) = (seconds(Lease::max_ttl(self.heartbeat_timeout)), seconds(RETENTION));
+        let (wanted, kept) = (seconds(requested_ttl(self.heartbeat_timeout)), seconds(RETENTION));
         let (lease, entry) = self
             .cluster
             .call(async |mut client| {
@@ -154,12 +146,14 @@ impl EtcdRegistry {
                 Ok::<_, Error>((lease, client.lease_grant(kept, None).await?))
             })
             .await?;
-        Ok(Lease { ids: (lease.id(), entry.id()), ttl: granted_ttl(lease.ttl())?, granted })
+        let ttl = granted_ttl(lease.ttl())?;
+        self.leases.set([lease.id(), entry.id()]);
+        Ok(ttl)
     }
 
-    pub(super) async fn keep(&self, lease: &Lease) -> Result<bool, RegistryError> {
+    pub(super) async fn keep(&self) -> Result<bool, RegistryError> {
         let keeps = self.cluster.call(async |mut client| {
-            for id in [lease.ids.0, lease.ids.1] {
+            for id in self.leases.get() {
                 match client.lease_keep_alive(id).await {
                     Ok(_) => {}
                     Err(Error::LeaseKeepAliveError(_)) => return Ok(false),
@@ -171,12 +165,13 @@ impl EtcdRegistry {
         keeps.await
     }
 
-    pub(super) async fn release(&self, lease: &Lease) {
-        let _ = self.cluster.call(async |mut client| client.lease_revoke(lease.ids.0).await).await;
+    pub(super) async fn release(&self) {
+        let [lease, _] = self.leases.get();
+        let _ = self.cluster.call(async |mut client| client.lease_revoke(lease).await).await;
     }
 
     fn location(&self, name: &str) -> String {
-        format!("{}, {}", self.cluster.name(), self.key(name))
+        format!("{}, {}", self.cluster.name, self.key(name))
     }
 }
 
