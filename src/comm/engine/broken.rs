@@ -21,7 +21,7 @@ impl Engine {
             }
             ExecutionError::Broken { peer, why } => {
                 self.peers[peer].collective = None;
-                return self.suspect(peer, &why);
+                return self.on_data_closed(peer, &why);
             }
             ExecutionError::Mismatch { peer: rank, theirs, seq: theirs_seq } => {
                 Cause::Mismatch { rank, theirs, theirs_seq, ours, ours_seq }
@@ -39,7 +39,7 @@ impl Engine {
             }
             MessageError::Broken(why) => {
                 self.peers[peer].messages.conn = None;
-                return self.suspect(peer, &why);
+                return self.on_data_closed(peer, &why);
             }
             MessageError::Mismatch { theirs, ours, seq } => {
                 Cause::Mismatch { rank: peer, theirs, theirs_seq: seq, ours, ours_seq: seq }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use super::completion::Completion;
 use super::execution::Execution;
+use super::liveness::Liveness;
 use super::peer::Peer;
 use crate::collectives::call::{Call, CallKind};
 use crate::error::cause::Cause;
@@ -105,12 +106,18 @@ impl Collective {
     ///
     /// After a failure it returns `false` for a monitored barrier: a late rank may have the frames of all
     /// other ranks, although these have given up waiting for it.
-    pub(super) fn is_barrier_complete(&self, me: usize, peers: &[Peer], failed: bool) -> bool {
-        let is_sent = |peer: &Peer| {
+    pub(super) fn is_barrier_complete(
+        &self,
+        me: usize,
+        peers: &[Peer],
+        liveness: &Liveness,
+        failed: bool,
+    ) -> bool {
+        let is_sent = |(rank, peer): (usize, &Peer)| {
             let in_kernel = |control: &Conn| peer.control_out.is_empty() && !control.has_unsent();
-            peer.control.as_ref().is_none_or(in_kernel) || peer.control_closed.is_some()
+            peer.control.as_ref().is_none_or(in_kernel) || liveness.is_closed(rank)
         };
-        let all = || peers.iter().all(is_sent) && self.not_arrived(me, peers).next().is_none();
+        let all = || peers.iter().enumerate().all(is_sent) && self.not_arrived(me, peers).next().is_none();
         !self.is_monitored_barrier() || (!failed && all())
     }
 }

@@ -52,7 +52,7 @@ impl Engine {
     /// Returns whether the connection of `conn_kind` to `peer` is needed and not open. A peer that has said
     /// goodbye needs no more connections.
     fn is_missing(&self, peer: usize, conn_kind: ConnectionKind) -> bool {
-        !self.peers[peer].is_open(conn_kind) && !self.peers[peer].left
+        !self.peers[peer].is_open(conn_kind) && !self.liveness.has_left(peer)
     }
 
     /// Returns whether the control connection to `peer` is open, which means that `peer` has authenticated.

@@ -3,7 +3,7 @@
 use std::io::IoSlice;
 use std::time::Instant;
 
-use super::peer::{Peer, WaitReport};
+use super::peer::WaitReport;
 use super::state::Engine;
 use crate::collectives::call::{Call, CallKind};
 use crate::error::cause::{Cause, MAX_REPORTED_RANKS, Report};
@@ -25,8 +25,8 @@ impl Engine {
     /// Queues a control frame, and sends what the control connection takes now. Frames to a peer that is gone
     /// or whose queue is full are dropped.
     pub(super) fn send_control(&mut self, peer: usize, frame: &Frame, payload: &[u8]) {
-        let Peer { control_out: out, control_closed, .. } = &mut self.peers[peer];
-        if control_closed.is_none() && out.len() < CONTROL_QUEUE_BYTES {
+        let out = &mut self.peers[peer].control_out;
+        if !self.liveness.is_closed(peer) && out.len() < CONTROL_QUEUE_BYTES {
             out.extend_from_slice(&Frame { len: payload.len() as u64, ..*frame }.encode());
             out.extend_from_slice(payload);
             self.flush_control(peer);
@@ -59,10 +59,8 @@ impl Engine {
         let mut fills = 0;
         loop {
             // The connection stays in `peers` while a frame is handled: this may send to the peer.
-            let place = &mut self.peers[peer];
-            let Some(control) = place.control.as_mut().filter(|_| place.control_closed.is_none()) else {
-                return;
-            };
+            let is_open = !self.liveness.is_closed(peer);
+            let Some(control) = self.peers[peer].control.as_mut().filter(|_| is_open) else { return };
             let frame = match control.unread().first_chunk().map(Frame::decode).transpose() {
                 Ok(frame) => frame,
                 Err(error) => return self.protocol_error(peer, error),
@@ -89,10 +87,13 @@ impl Engine {
 
     /// Records that the control connection of `peer` has ended; `how` says whether it was closed or failed.
     pub(super) fn on_control_closed(&mut self, peer: usize, how: ConnError) {
-        let place = &mut self.peers[peer];
-        place.control_closed = Some((Instant::now(), how));
+        let how = match how {
+            ConnError::Failed(error) => LossReason::Unreachable { what: error.to_string() },
+            ConnError::Closed => LossReason::Disconnected,
+        };
+        self.liveness.on_control_closed(peer, Instant::now(), how);
         // The peer will never read these bytes, so a caller must not wait until they are sent.
-        place.control_out.clear();
+        self.peers[peer].control_out.clear();
         self.driver.control_activity = true;
     }
 
@@ -109,7 +110,7 @@ impl Engine {
                 Ok(report) => self.fail(report),
                 Err(what) => self.protocol_error(peer, what),
             },
-            Kind::Goodbye => self.peers[peer].left = true,
+            Kind::Goodbye => self.liveness.on_goodbye(peer),
             Kind::Open => match ConnectionKind::from_wire(frame.seq) {
                 Some(conn_kind) if self.settings.me > peer => self.open_connection(peer, conn_kind),
                 // The peer is about to connect, or has already done so.
@@ -164,13 +165,13 @@ impl Engine {
 
     /// Fails the group because the launcher has reported how the process of `rank` ended.
     pub(super) fn rank_exited(&mut self, rank: usize, how: LossReason) {
-        if rank == self.settings.me || self.peers[rank].left {
+        if rank == self.settings.me || self.liveness.has_left(rank) {
             return;
         }
         // The control connections are read first: if the rank reported a failure before it died, that
         // failure is the cause, and its death is a consequence.
         self.read_all_controls();
-        if !self.peers[rank].left {
+        if !self.liveness.has_left(rank) {
             self.fail_for(Cause::PeerLost { rank, how });
         }
     }

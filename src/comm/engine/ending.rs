@@ -2,8 +2,6 @@
 //! completes every pending call with an error.
 
 use std::sync::Arc;
-#[cfg(feature = "nccl")]
-use std::time::Instant;
 
 use super::collectives::Collective;
 use super::completion::{Completion, Outcome};
@@ -100,7 +98,7 @@ impl Engine {
             Request::Check(call) => {
                 if !self.lifecycle.left {
                     self.read_all_controls();
-                    self.check_lost_peers(Instant::now());
+                    self.decide_lost_peers();
                 }
                 self.check_usable(*call)?;
             }
@@ -113,7 +111,7 @@ impl Engine {
     fn live_ranks(&mut self) -> LiveRanks {
         self.read_all_controls();
         let lost = self.failure.as_ref().and_then(Failure::lost_rank);
-        let is_live = |rank: &usize| !self.peers[*rank].left && self.peers[*rank].control_closed.is_none();
+        let is_live = |rank: &usize| !self.liveness.has_left(*rank) && !self.liveness.is_closed(*rank);
         LiveRanks { live: (0..self.peers.len()).filter(is_live).collect(), lost }
     }
 

@@ -18,6 +18,7 @@ mod failure;
 mod fast_path;
 pub(crate) mod handshake;
 mod lifecycle;
+mod liveness;
 mod lost_peers;
 mod messages;
 mod missing;

@@ -6,7 +6,7 @@ use super::execution::PeerConnections;
 use super::messages::PeerMessages;
 use crate::collectives::call::Call;
 use crate::transport::frame::GroupId;
-use crate::transport::links::conn::{Conn, ConnError};
+use crate::transport::links::conn::Conn;
 use crate::transport::links::hello::ConnectionKind;
 
 /// The state of one other rank.
@@ -17,12 +17,6 @@ pub(super) struct Peer {
     pub(super) control_out: Vec<u8>,
     pub(super) collective: Option<Conn>,
     pub(super) messages: PeerMessages,
-    /// The peer has left the group: its Goodbye frame has arrived.
-    pub(super) left: bool,
-    /// The time at which the peer's control connection ended, and the error; `None` before that.
-    pub(super) control_closed: Option<(Instant, ConnError)>,
-    /// Set if a data connection has ended: when the control connection must have shown why, and the error.
-    pub(super) suspect: Option<(Instant, String)>,
     /// The last monitored barrier at which the peer said that it has arrived.
     pub(super) last_barrier: Option<u64>,
     /// The peer's last report of the call that it waits in, and of the ranks that it waits for.
@@ -51,9 +45,6 @@ impl Peer {
             control_out: Vec::new(),
             collective: None,
             messages: PeerMessages::new(rank, group),
-            left: false,
-            control_closed: None,
-            suspect: None,
             last_barrier: None,
             wait_report: None,
             offer: None,

@@ -27,9 +27,10 @@ impl Engine {
                 Err(error) => self.execution_failed(error),
             }
             self.announce_arrival();
-            let (me, peers, failed) = (self.settings.me, &self.peers, self.failure.is_some());
+            let (me, peers, liveness) = (self.settings.me, &self.peers, &self.liveness);
+            let failed = self.failure.is_some();
             let is_done = |first: &mut Collective| {
-                first.execution.is_finished() && first.is_barrier_complete(me, peers, failed)
+                first.execution.is_finished() && first.is_barrier_complete(me, peers, liveness, failed)
             };
             let done = self.collectives.queue.pop_front_if(is_done);
             if let Some(Collective { seq, execution, completion, .. }) = done {

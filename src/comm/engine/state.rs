@@ -8,6 +8,7 @@ use super::affinity::Affinity;
 use super::collectives::Collectives;
 use super::failure::Failure;
 use super::lifecycle::Lifecycle;
+use super::liveness::Liveness;
 use super::messages::AnySourceQueue;
 use super::mux::{self, Membership, Mux};
 use super::operation::Task;
@@ -25,6 +26,7 @@ use crate::transport::links::tcp::Listener;
 pub(crate) struct Engine {
     pub(crate) settings: Settings,
     pub(super) peers: Vec<Peer>,
+    pub(super) liveness: Liveness,
     /// This group's part of what the groups of this process share.
     pub(super) links: Membership,
     /// The connections for messages; `None` while the group has none.
@@ -105,6 +107,7 @@ impl Engine {
         let sharing = settings.sharing;
         Self {
             peers: (0..settings.size).map(|rank| Peer::new(rank, settings.credentials.group_id())).collect(),
+            liveness: Liveness::new(settings.me, settings.size, settings.peer_timeout),
             submissions: Arc::new(SubmissionQueue::with_doorbell(Arc::clone(&links.slot))),
             links,
             poller: None,

@@ -152,7 +152,8 @@ impl Engine {
     /// waits for. Calls of sends are [marked](Call::as_send).
     pub(super) fn message_waits(&self) -> impl Iterator<Item = (&Arc<Completion>, Call, Vec<usize>)> {
         let single = self.settings.size == 1;
-        let candidate = move |&rank: &usize| single || rank != self.settings.me && !self.peers[rank].left;
+        let candidate =
+            move |&rank: &usize| single || rank != self.settings.me && !self.liveness.has_left(rank);
         let candidates =
             move || (0..self.settings.size).filter(candidate).take(MAX_REPORTED_RANKS).collect::<Vec<_>>();
         let with = self.peers.iter().enumerate().flat_map(|(rank, peer)| {
@@ -188,11 +189,11 @@ impl Engine {
         let asks = late()
             .map(Completion::query_at)
             .filter(|&at| self.waits.queried_at.is_none_or(|asked| asked < at));
-        let suspects = self.peers.iter().filter_map(|peer| peer.suspect.as_ref().map(|(until, _)| *until));
         let deadlines = late().map(|completion| self.times_out_at(completion));
         let first = bounds.filter(|&at| now < at);
         let finishing = self.lifecycle.finishing.as_ref().map(Finishing::wake_at);
-        let times = deadlines.chain(asks).chain(first).chain(suspects).chain(tell).chain(finishing);
+        let times =
+            deadlines.chain(asks).chain(first).chain(self.liveness.wake_at(now)).chain(tell).chain(finishing);
         let times = times.chain(self.links.wake_at());
         times.min().unwrap_or(now + LONGEST_SLEEP).min(now + LONGEST_SLEEP)
     }
