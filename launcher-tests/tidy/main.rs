@@ -36,6 +36,7 @@ const UNSAFE_FILES: &[&str] = &[
     "src/comm/api/group/work.rs",
     // The program describes its memory by address and length.
     "src/comm/api/raw.rs",
+    "src/comm/api/group/adopt.rs",
     // C programs pass addresses and handles, and call functions by name.
     "src/capi/call.rs",
     "src/capi/collectives.rs",

@@ -18,7 +18,10 @@ use crate::group::{
     cvk_group_timeout_ms,
 };
 use crate::init::{InitOptions, cvk_init};
-use crate::memory::{Memory, cvk_alloc, cvk_memory_address, cvk_memory_free, cvk_memory_is_shared};
+use crate::memory::{
+    Memory, cvk_adopt, cvk_alloc, cvk_is_shared_memory, cvk_memory_address, cvk_memory_free,
+    cvk_memory_is_shared,
+};
 use crate::probe::{cvk_probe, cvk_try_probe};
 use crate::status::{Status, cvk_error_ends_group, cvk_error_json, cvk_error_message};
 use crate::store::{Store, cvk_store_free, cvk_store_port, cvk_store_serve};
@@ -190,6 +193,16 @@ pub struct Api {
     pub store_serve: unsafe extern "C" fn(host: *const c_char, port: u16, store: *mut *mut Store) -> Status,
     pub store_port: unsafe extern "C" fn(store: *const Store) -> u16,
     pub store_free: unsafe extern "C" fn(store: *mut Store),
+    pub adopt: unsafe extern "C" fn(
+        group: *const Group,
+        descriptor: c_int,
+        offset: u64,
+        address: *mut c_void,
+        bytes: usize,
+        memory: *mut *mut Memory,
+    ) -> Status,
+    pub is_shared_memory:
+        unsafe extern "C" fn(group: *const Group, address: *const c_void, bytes: usize) -> bool,
 }
 
 static API: Api = Api {
@@ -245,6 +258,8 @@ static API: Api = Api {
     store_serve: cvk_store_serve,
     store_port: cvk_store_port,
     store_free: cvk_store_free,
+    adopt: cvk_adopt,
+    is_shared_memory: cvk_is_shared_memory,
 };
 
 /// Returns the table of functions.

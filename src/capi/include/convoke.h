@@ -408,6 +408,13 @@ typedef struct cvk_api_table {
     enum cvk_status (*store_serve)(const char *host, uint16_t port, struct cvk_store **store);
     uint16_t (*store_port)(const struct cvk_store *store);
     void (*store_free)(struct cvk_store *store);
+    enum cvk_status (*adopt)(const struct cvk_group *group,
+                             int descriptor,
+                             uint64_t offset,
+                             void *address,
+                             size_t bytes,
+                             struct cvk_memory **memory);
+    bool (*is_shared_memory)(const struct cvk_group *group, const void *address, size_t bytes);
 } cvk_api_table;
 
 #ifdef __cplusplus
@@ -709,6 +716,34 @@ enum cvk_status cvk_init(const struct cvk_init_options *options, struct cvk_grou
 // `group` is valid or `NULL`; `memory` is writable.
 enum cvk_status cvk_alloc(const struct cvk_group *group, size_t bytes, struct cvk_memory **memory);
 
+// Lets the other ranks of the host access memory that the program has already: the `bytes` bytes at
+// `address`, which it has mapped from byte `offset` of the file `descriptor` on. Then an all-reduce of it
+// copies nothing, as with memory of `cvk_alloc`. All ranks of the group call it, each with its own memory.
+//
+// `address` and `offset` are multiples of the page size. If a rank cannot share its memory, it stays private
+// on all ranks, as `cvk_memory_is_shared` tells. `cvk_memory_free` ends the sharing; the program removes its
+// mapping after that.
+//
+// After a failed operation on the memory, its pages are private and zero: the library replaces the mapping.
+//
+// Requirements:
+// `group` is valid or `NULL`; `memory` is writable. Until the handle is freed and all operations on the
+// memory are done, the mapping stays, shared, readable and writable, with all of its last page, and no
+// process makes the file shorter.
+enum cvk_status cvk_adopt(const struct cvk_group *group,
+                          int descriptor,
+                          uint64_t offset,
+                          void *address,
+                          size_t bytes,
+                          struct cvk_memory **memory);
+
+// Returns whether an all-reduce of the `bytes` bytes at `address` may copy nothing: they are memory of
+// `cvk_alloc` or `cvk_adopt`, and begin and end with a page of it.
+//
+// Requirements:
+// `group` is valid or `NULL`. `address` may be any.
+bool cvk_is_shared_memory(const struct cvk_group *group, const void *address, size_t bytes);
+
 // Returns the address of the memory; `NULL` for a handle that is `NULL`. It is aligned for every type.
 //
 // Requirements:
@@ -721,7 +756,8 @@ void *cvk_memory_address(const struct cvk_memory *memory);
 // `memory` is valid or `NULL`.
 bool cvk_memory_is_shared(const struct cvk_memory *memory);
 
-// Frees the memory; `NULL` is allowed. No operation may use it any more.
+// Frees memory of `cvk_alloc`, and ends the sharing of memory of `cvk_adopt`; `NULL` is allowed. No operation
+// may use it any more.
 //
 // Requirements:
 // `memory` is `NULL` or valid, and neither it nor its address is used from now on.

@@ -1,10 +1,15 @@
 /* Calls every function of the library, and checks the results. Runs as one of several ranks. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE
+#endif
 #include <convoke.h>
 
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #define CHECK(condition)                                                                                     \
     do {                                                                                                     \
@@ -283,6 +288,28 @@ static void memory_of_the_group(void) {
     cvk_memory_free(memory);
 }
 
+/* Memory that the program has mapped itself. */
+static void adopted_memory(void) {
+    size_t bytes = 1 << 20;
+    int file = memfd_create("program", MFD_CLOEXEC);
+    CHECK(file >= 0 && ftruncate(file, (off_t)bytes) == 0);
+    float *values = (float *)mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    CHECK(values != MAP_FAILED);
+    cvk_memory *memory;
+    OK(cvk_adopt(world, file, 0, values, bytes, &memory));
+    CHECK(cvk_memory_address(memory) == values);
+    CHECK(cvk_is_shared_memory(world, values, bytes) == cvk_memory_is_shared(memory));
+    CHECK(!cvk_is_shared_memory(world, values, 10) && !cvk_is_shared_memory(NULL, values, bytes));
+    for (size_t i = 0; i < bytes / 4; i++) values[i] = (float)rank;
+    OK(cvk_all_reduce(world, NULL, values, bytes / 4, CVK_TYPE_F32, CVK_OP_SUM));
+    CHECK(values[bytes / 4 - 1] == (float)(size * (size - 1) / 2));
+    cvk_memory_free(memory);
+    CHECK(!cvk_is_shared_memory(world, values, bytes));
+    CHECK(cvk_adopt(world, file, 1, values, bytes, &memory) == CVK_STATUS_INVALID_ARGUMENT);
+    CHECK(cvk_adopt(world, -1, 0, values, bytes, &memory) == CVK_STATUS_INVALID_ARGUMENT);
+    CHECK(munmap(values, bytes) == 0 && close(file) == 0);
+}
+
 /* Wrong arguments are errors that name what is wrong, and nothing else happens. */
 static void wrong_arguments(void) {
     int64_t value = 0;
@@ -392,6 +419,7 @@ int main(void) {
     operations_in_progress();
     groups();
     memory_of_the_group();
+    adopted_memory();
     wrong_arguments();
     group_at_a_store();
     abort_and_shrink();

@@ -8,7 +8,7 @@
 //! waits, polls a descriptor, or registers a callback. A [`Buffer`] can own whatever keeps its memory alive.
 //!
 //! Memory of [`Group::alloc`] is recognised by its address, so an all-reduce of it copies nothing here
-//! either.
+//! either. [`Group::adopt`] lets the group access memory that the program has already.
 //!
 //! ```
 //! use convoke_comm::raw::{Buffer, Call, Operation};
@@ -31,6 +31,7 @@
 use std::any::Any;
 use std::fmt;
 
+pub use crate::api::group::adopt::Adopted;
 use crate::api::group::{Group, Prepared, SendRecv};
 use crate::api::op::OperationOutput;
 use crate::api::op::buffers::sealed::Sealed;

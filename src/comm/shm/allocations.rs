@@ -18,16 +18,22 @@ pub(crate) struct Allocations {
     made: AtomicU64,
 }
 
-/// Memory that all ranks of a host created together, with a region for the program of each rank.
+/// Memory of all ranks of a host, with a region for the program of each rank.
 #[derive(Debug)]
 pub(crate) struct Allocation {
     /// The number of this allocation: equal on all ranks, different for every other allocation.
     pub(crate) id: u64,
-    pub(crate) segment: Segment,
-    /// The byte range that belongs to each rank.
-    pub(crate) regions: Vec<Range<usize>>,
+    /// The region of each rank of the host.
+    pub(crate) regions: Vec<MappedRegion>,
     /// This rank's region, as its program uses it.
     pub(crate) own: Arc<Region>,
+}
+
+/// The region of one rank, in a segment that may have the regions of several ranks.
+#[derive(Debug)]
+pub(crate) struct MappedRegion {
+    pub(crate) segment: Arc<Segment>,
+    pub(crate) range: Range<usize>,
 }
 
 /// The location of a call's elements, as published in the rank's slot: the id of the allocation, 0 for none,
@@ -53,7 +59,7 @@ pub(super) struct Exposure {
 #[derive(Debug)]
 pub(super) struct Direct {
     pub(super) exposure: Exposure,
-    /// The offsets in the allocation at which each rank's elements begin, by local rank.
+    /// The offset in its segment at which each rank's elements begin, by local rank.
     starts: Vec<usize>,
 }
 
@@ -69,14 +75,21 @@ impl Allocations {
         list.push(Arc::downgrade(allocation));
     }
 
-    /// Returns an exposure of the `bytes` bytes at `address`, if they are in this rank's region of an
-    /// allocation.
-    pub(super) fn expose(&self, address: usize, bytes: usize) -> Option<Exposure> {
+    /// Returns the allocation in which this rank's region has the `bytes` bytes at `address`, and their
+    /// offset in the region.
+    pub(crate) fn find(&self, address: usize, bytes: usize) -> Option<(Arc<Allocation>, usize)> {
         let list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
-        list.iter().filter_map(Weak::upgrade).find_map(|allocation| {
+        let mut allocations = list.iter().filter_map(Weak::upgrade);
+        allocations.find_map(|allocation| {
             let at = allocation.own.offset_of(address, bytes)?;
-            Some(Exposure { allocation, at, bytes, ended: false })
+            Some((allocation, at))
         })
+    }
+
+    /// Returns an exposure of the `bytes` bytes at `address`, if they are in an allocation.
+    pub(super) fn expose(&self, address: usize, bytes: usize) -> Option<Exposure> {
+        let (allocation, at) = self.find(address, bytes)?;
+        Some(Exposure { allocation, at, bytes, ended: false })
     }
 }
 
@@ -107,7 +120,7 @@ impl Exposure {
             return Ok(None);
         }
         let start = |(local_rank, location): (usize, &PublishedLocation)| {
-            let region = self.allocation.regions.get(local_rank).ok_or(local_rank)?;
+            let region = &self.allocation.regions.get(local_rank).ok_or(local_rank)?.range;
             let fits = |at: &usize| at.checked_add(self.bytes).is_some_and(|end| end <= region.len());
             let at = usize::try_from(location.at).ok().filter(fits);
             at.map(|at| region.start + at).ok_or(local_rank)
@@ -130,6 +143,7 @@ impl Direct {
     /// Returns the `bytes` bytes from offset `at` of the elements of the rank `local_rank` of the host.
     pub(super) fn view(&self, local_rank: usize, at: usize, bytes: usize) -> View<'_> {
         debug_assert!(at + bytes <= self.exposure.bytes);
-        self.exposure.allocation.segment.view(self.starts[local_rank] + at, bytes)
+        let region = &self.exposure.allocation.regions[local_rank];
+        region.segment.view(self.starts[local_rank] + at, bytes)
     }
 }

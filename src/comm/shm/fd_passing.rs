@@ -1,5 +1,5 @@
-//! Shared memory that the ranks of a host create after the bootstrap. The first rank of the host creates it
-//! and passes its file descriptor to the other ranks of the host.
+//! Passing of shared memory after the bootstrap. A rank that has the memory passes its file descriptor to the
+//! other ranks of the host.
 //!
 //! The descriptor is sent over a [unix socket](super::unix_socket), as in the [bootstrap](super::bootstrap).
 //! The caller runs a collective after each step, so all ranks learn whether the step succeeded, and no
@@ -10,13 +10,12 @@ use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 
 use super::region::PAGE_BYTES;
-use super::segment;
 use super::unix_socket::{SECRET_BYTES, accept, connect, listen, receive, send};
 
 /// The name of the socket, and the secret by which its intended receivers are recognised.
 pub(crate) type SocketInfo = [u8; 2 * SECRET_BYTES];
 
-/// The memory and the listening socket, on the rank that created them.
+/// The memory and the listening socket, on the rank that has the memory.
 #[derive(Debug)]
 pub(crate) struct FdSender {
     memory: OwnedFd,
@@ -43,12 +42,12 @@ pub(crate) fn regions(bytes: &[u64]) -> Option<(Vec<Range<usize>>, usize)> {
 }
 
 impl FdSender {
-    /// Creates `bytes` bytes of memory, whose pages are not allocated yet, and the socket to pass it over.
-    pub(crate) fn new(bytes: usize) -> io::Result<(Self, SocketInfo)> {
+    /// Creates the socket to pass `memory` over.
+    pub(crate) fn new(memory: OwnedFd) -> io::Result<(Self, SocketInfo)> {
         let mut socket_info = [0; 2 * SECRET_BYTES];
         getrandom::fill(&mut socket_info).map_err(io::Error::other)?;
         let [name, secret]: [[u8; SECRET_BYTES]; 2] = bytemuck::cast(socket_info);
-        let sender = Self { memory: segment::create(bytes)?, listener: listen(&name)?, secret };
+        let sender = Self { memory, listener: listen(&name)?, secret };
         Ok((sender, socket_info))
     }
 
@@ -93,10 +92,11 @@ impl FdReceiver {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::shm::segment;
 
     #[test]
     fn descriptor_is_sent_only_to_peers_with_the_secret() {
-        let (sender, socket_info) = FdSender::new(8192).unwrap();
+        let (sender, socket_info) = FdSender::new(segment::create(8192).unwrap()).unwrap();
         let unauthenticated = FdReceiver::new(&{
             let mut other = socket_info;
             other[2 * SECRET_BYTES - 1] ^= 1;

@@ -1,5 +1,5 @@
-//! A region of shared memory that the program of one rank uses as a slice. Other ranks write to the region
-//! only during a collective to which its rank has passed the slice.
+//! A region of shared memory that the program of one rank uses. Other ranks write to the region only during a
+//! collective to which its rank has passed the memory.
 
 #![allow(unsafe_code)]
 
@@ -23,6 +23,8 @@ pub(crate) struct Region {
     start: NonNull<u8>,
     /// The total size of the elements; the rest of the last page is unused.
     bytes: usize,
+    /// The program made the mapping, and removes it.
+    is_adopted: bool,
 }
 
 /// The owner of a region's elements; each region has exactly one.
@@ -33,12 +35,21 @@ pub(crate) struct OwnedRegion<T> {
     elements: PhantomData<T>,
 }
 
-// SAFETY: it is an address and a length; the `OwnedRegion` of the region owns the elements.
+// SAFETY: it is an address and a length; the `OwnedRegion` of the region, or the program, owns the elements.
 unsafe impl Send for Region {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for Region {}
 
 impl Region {
+    /// Makes a region of `bytes` bytes that the program has mapped at `start`.
+    ///
+    /// # Safety
+    /// `start` is a multiple of the page size. As long as the region exists, the pages are mapped there,
+    /// shared, readable and writable, and may be [made private](Self::make_private).
+    pub(crate) unsafe fn adopt(start: NonNull<u8>, bytes: usize) -> Self {
+        Self { start, bytes, is_adopted: true }
+    }
+
     /// Returns the offset in this region of the `bytes` bytes at `address`. `None` if they are not all in the
     /// region, or if one of their pages holds other elements.
     pub(crate) fn offset_of(&self, address: usize, bytes: usize) -> Option<usize> {
@@ -79,7 +90,8 @@ impl<T: Element> OwnedRegion<T> {
     pub(crate) fn map(memory: impl AsFd, at: usize, len: usize) -> io::Result<Self> {
         let bytes =
             len.checked_mul(size_of::<T>()).filter(|&bytes| bytes > 0).ok_or(io::ErrorKind::InvalidInput)?;
-        let region = Arc::new(Region { start: map_shared(memory, at, bytes)?, bytes });
+        let region = Region { start: map_shared(memory, at, bytes)?, bytes, is_adopted: false };
+        let region = Arc::new(region);
         Ok(Self { region, len, elements: PhantomData })
     }
 }
@@ -104,6 +116,9 @@ impl<T: Element> DerefMut for OwnedRegion<T> {
 
 impl Drop for Region {
     fn drop(&mut self) {
+        if self.is_adopted {
+            return;
+        }
         // SAFETY: our mapping, and no slice of it exists: slices borrow its owner.
         let _ = unsafe {
             rustix::mm::munmap(self.start.as_ptr().cast(), self.bytes.next_multiple_of(PAGE_BYTES))

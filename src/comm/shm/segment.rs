@@ -21,6 +21,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use super::arena::Part;
 use super::layout::HUGE_PAGE_BYTES;
+use super::region::PAGE_BYTES;
 use crate::collectives::kernels::SourceBytes;
 use crate::limits;
 
@@ -109,6 +110,11 @@ pub(crate) fn commit(memory: impl AsFd, range: Range<usize>) -> io::Result<()> {
     if range.len() > HUGE_PAGE_BYTES / 2 {
         limits::check_memory(range.len())?;
     }
+    allocate(memory, range)
+}
+
+/// Allocates the pages of `range` that are not allocated yet.
+fn allocate(memory: impl AsFd, range: Range<usize>) -> io::Result<()> {
     let (start, len) = (range.start as u64, range.len() as u64);
     Ok(rustix::fs::fallocate(memory, FallocateFlags::empty(), start, len)?)
 }
@@ -155,8 +161,19 @@ impl Segment {
         Self::map_range(memory, 0, bytes, None)
     }
 
-    /// Maps the `bytes` bytes of sealed `memory` from `at` on, a multiple of the page size; they are `part`
-    /// of an arena.
+    /// Allocates and maps the pages of `bytes` bytes from `at` on of memory that a program has made. It fails
+    /// if `memory` is shorter. The program promises not to shorten it.
+    pub(crate) fn adopt(memory: impl AsFd, at: usize, bytes: usize) -> io::Result<Self> {
+        let size = usize::try_from(rustix::fs::fstat(&memory)?.st_size).unwrap_or(0);
+        let Some(end) = at.checked_add(bytes).filter(|&end| end <= size) else {
+            return Err(io::Error::other(format!("the file of {size} bytes has no {bytes} bytes at {at}")));
+        };
+        allocate(&memory, at..end)?;
+        Self::map_range(memory, at, bytes.next_multiple_of(PAGE_BYTES), None)
+    }
+
+    /// Maps the `bytes` bytes of `memory` from `at` on, a multiple of the page size; they are `part`
+    /// of an arena. No process shortens the memory.
     pub(super) fn map_range(
         memory: impl AsFd,
         at: usize,

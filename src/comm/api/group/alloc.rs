@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use super::{CommError, Element, Group};
 use crate::collectives::dtype::ReduceOp;
-use crate::shm::allocations::{Allocation, Allocations};
+use crate::shm::allocations::{Allocation, Allocations, MappedRegion};
 use crate::shm::fd_passing::{self, FdReceiver, FdSender};
 use crate::shm::region::OwnedRegion;
 use crate::shm::segment::{self, Segment};
@@ -80,7 +80,7 @@ impl Group {
         let mut announcement = [0_u8; ANNOUNCEMENT_BYTES];
         let mut sender = None;
         if rank == 0 {
-            match FdSender::new(total) {
+            match segment::create(total).and_then(FdSender::new) {
                 Ok((made, socket_info)) => {
                     announcement[0] = 1;
                     announcement[1..9].copy_from_slice(&allocations.next_id().to_le_bytes());
@@ -112,19 +112,22 @@ impl Group {
         };
         let made = memory.and_then(|memory| {
             segment::commit(&memory, regions[rank].clone())?;
-            let segment = Segment::map(&memory, total)?;
+            let segment = Arc::new(Segment::map(&memory, total)?);
             let owned = OwnedRegion::map(&memory, regions[rank].start, len)?;
             let own = Arc::clone(&owned.region);
-            Ok((owned, Arc::new(Allocation { id, segment, regions, own })))
+            let mapped = |range| MappedRegion { segment: Arc::clone(&segment), range };
+            let regions = regions.into_iter().map(mapped).collect();
+            Ok((owned, Arc::new(Allocation { id, regions, own })))
         });
         let Some((owned, allocation)) = self.all_succeeded(made)? else { return Ok(None) };
-        allocation.segment.populate(allocation.regions[rank].clone());
+        let MappedRegion { segment, range } = &allocation.regions[rank];
+        segment.populate(range.clone());
         allocations.add(&allocation);
         Ok(Some(Elements::Shared { owned, _allocation: allocation }))
     }
 
     /// Returns this rank's result `done` if it is `Ok` on all ranks, else `None` on all ranks.
-    fn all_succeeded<R>(&self, done: io::Result<R>) -> Result<Option<R>, CommError> {
+    pub(super) fn all_succeeded<R>(&self, done: io::Result<R>) -> Result<Option<R>, CommError> {
         let mut all = [u8::from(done.is_ok())];
         self.all_reduce(&mut all, ReduceOp::Min)?;
         Ok(match done {
@@ -138,9 +141,7 @@ impl Group {
 
     fn warn(&self, error: &io::Error) {
         let (name, rank) = (self.name(), self.rank());
-        log::warn!(
-            "{name}: rank {rank} cannot create shared memory, so each rank uses private memory: {error}"
-        );
+        log::warn!("{name}: rank {rank} cannot share memory, so collectives of this memory copy it: {error}");
     }
 }
 

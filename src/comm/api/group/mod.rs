@@ -1,5 +1,6 @@
 //! Process groups and their operations.
 
+pub(crate) mod adopt;
 pub(crate) mod alloc;
 mod blocks;
 mod coalesced;
