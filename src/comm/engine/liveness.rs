@@ -3,7 +3,6 @@
 //! A rank is lost if its control connection ends without a goodbye. Before this rank says so, it waits
 //! shortly for a report of how the rank ended, and makes sure that it is not cut off from the network itself.
 
-use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use crate::error::LossReason;
@@ -66,8 +65,8 @@ pub(super) trait Evidence {
     /// Returns whether the launcher may report how a rank ended.
     fn may_report_exits(&self) -> bool;
 
-    /// Returns the address of the host of `rank`.
-    fn host(&self, rank: usize) -> IpAddr;
+    /// Returns whether two ranks are on one host.
+    fn share_host(&self, a: usize, b: usize) -> bool;
 
     /// Returns whether there is, or was, a control connection to `rank`.
     fn has_control(&self, rank: usize) -> bool;
@@ -189,13 +188,12 @@ impl Liveness {
         let is_stale = |time_since_ack| time_since_ack > self.peer_timeout / 2;
         let is_doubtful =
             how != LossReason::Disconnected || evidence.time_since_ack(rank).is_some_and(is_stale);
-        let (ours, theirs) = (evidence.host(self.me), evidence.host(rank));
         let is_elsewhere = |&other: &usize| {
-            ![ours, theirs].contains(&evidence.host(other))
+            ![self.me, rank].iter().any(|&rank| evidence.share_host(other, rank))
                 && evidence.has_control(other)
                 && !self.peers[other].left
         };
-        let is_remote = is_doubtful && ours != theirs;
+        let is_remote = is_doubtful && !evidence.share_host(self.me, rank);
         let others: Vec<usize> =
             if is_remote { (0..self.peers.len()).filter(is_elsewhere).collect() } else { Vec::new() };
         if others.is_empty() {

@@ -1,7 +1,7 @@
 //! Lost peers: passes to [`Liveness`](super::liveness::Liveness) what the connections show, and fails the
 //! group if a peer is lost, or has left although a call needs it.
 
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use super::liveness::{Evidence, Verdict};
@@ -23,8 +23,8 @@ impl Evidence for Connections<'_> {
         self.has_agent
     }
 
-    fn host(&self, rank: usize) -> IpAddr {
-        self.addresses[rank].ip()
+    fn share_host(&self, a: usize, b: usize) -> bool {
+        self.addresses[a].ip() == self.addresses[b].ip()
     }
 
     fn has_control(&self, rank: usize) -> bool {

@@ -2,7 +2,6 @@
 //! from the network, at random times.
 
 use std::collections::BTreeMap;
-use std::net::Ipv4Addr;
 
 use super::*;
 use convoke_testkit::Random;
@@ -235,8 +234,8 @@ impl Evidence for View<'_> {
         self.group.has_agent
     }
 
-    fn host(&self, rank: usize) -> IpAddr {
-        Ipv4Addr::new(10, 0, 0, self.group.hosts[rank] as u8).into()
+    fn share_host(&self, a: usize, b: usize) -> bool {
+        self.group.hosts[a] == self.group.hosts[b]
     }
 
     fn has_control(&self, _rank: usize) -> bool {
