@@ -123,7 +123,7 @@ impl Engine {
                 }
             }
         }
-        Some(self.progress_message(to, completion))
+        Some(self.progress_message(to, call, completion))
     }
 
     fn try_recv_inline(&mut self, operation: &mut OperationSlot, limit: TimeLimit) -> Option<FastPath> {
@@ -131,7 +131,7 @@ impl Engine {
         let (from, call) = (*from, *call);
         let entry = || call_entry(layout::Operation::Recv, Some(from), call, now_ns());
         let (mut step, mut done) = (None, 0);
-        let mut budget = RetryBudget::new(&self.settings, &self.driver);
+        let mut budget = RetryBudget::new(&self.settings, &self.driver, call.bytes());
         let mut received = self.peers[from].messages.recv_direct(&self.any_source, call, buffer);
         while let Ok(state @ (RecvProgress::Nothing | RecvProgress::Partial(_))) = received {
             step.get_or_insert_with(|| self.settings.flight.begin(&entry()));
@@ -170,12 +170,13 @@ impl Engine {
         if let Err(error) = received {
             self.message_failed(from, error);
         }
-        Some(self.progress_message(from, completion))
+        Some(self.progress_message(from, call, completion))
     }
 
     /// Moves messages with `peer` until `completion` is done; `Pending` if that requires a longer wait.
-    fn progress_message(&mut self, peer: usize, completion: Arc<Completion>) -> FastPath {
-        let mut budget = RetryBudget::new(&self.settings, &self.driver);
+    fn progress_message(&mut self, peer: usize, call: Call, completion: Arc<Completion>) -> FastPath {
+        self.driver.wait_policy.set_bytes(call.bytes());
+        let mut budget = RetryBudget::new(&self.settings, &self.driver, call.bytes());
         loop {
             if let Some(outcome) = completion.take() {
                 return FastPath::Done(outcome);
@@ -222,7 +223,7 @@ impl Engine {
         let seq = collectives.number(*call);
         let mut small = node.start_small(call, schedule, seq);
         node.publish_small(&mut small, buffer);
-        let mut budget = RetryBudget::new(settings, driver);
+        let mut budget = RetryBudget::new(settings, driver, 0);
         let flight = &settings.flight;
         let entry = |small: &SmallCall| small_entry(*call, small, now_ns());
         let begin = |node: &HostMemory, small: &SmallCall| {
@@ -264,7 +265,7 @@ impl Engine {
         let recorded = runs_function(run.call).then(|| self.record_collective(call, &run, started_ns));
         let mut result = run.poll(self.paths());
         let step = recorded.unwrap_or_else(|| self.record_collective(call, &run, started_ns));
-        let mut budget = RetryBudget::new(&self.settings, &self.driver);
+        let mut budget = RetryBudget::new(&self.settings, &self.driver, run.call.bytes());
         let error = loop {
             match result {
                 Ok(_) if run.is_finished() => {
@@ -293,6 +294,7 @@ impl Engine {
     ) -> FastPath {
         let completion = Arc::new(Completion::new(limit));
         let _ = completion.step.set(step);
+        self.driver.wait_policy.set_bytes(run.call.bytes());
         self.collectives.push((run.call, run.seq), Box::new(run), Arc::clone(&completion));
         self.compare_with_reports();
         if let Some(error) = error {
@@ -327,10 +329,10 @@ struct RetryBudget {
 }
 
 impl RetryBudget {
-    fn new(settings: &Settings, driver: &Driver) -> Self {
+    fn new(settings: &Settings, driver: &Driver, bytes: u64) -> Self {
         let oversubscribed = settings.sharing.oversubscription == Oversubscription::Cores;
         Self {
-            wait_policy: driver.wait_policy.for_inline(),
+            wait_policy: driver.wait_policy.for_inline(bytes),
             rounds: 0,
             failed_spins: 0,
             oversubscribed,

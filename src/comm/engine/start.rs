@@ -30,6 +30,7 @@ impl Engine {
         if let Err(error) = self.check_usable(Some(call)) {
             return completion.complete(Err(error));
         }
+        self.driver.wait_policy.set_bytes(call.bytes());
         self.record_message(&operation, &completion);
         match operation {
             Operation::Collective { call, transport, buffer, kernel } => {

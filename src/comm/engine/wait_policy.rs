@@ -30,6 +30,13 @@ const BUSY_CORE_YIELD_TIME: Duration = Duration::from_millis(1);
 const OVERSUBSCRIBED_BUSY_CORE_YIELDS: u32 = 2;
 /// Number of waits without yields after yields that took so long.
 const BUSY_CORE_WAITS: u32 = 256;
+/// From this size on, ranks copy and add for so long that yields take long without other threads too. Small
+/// operations after large ones must not sleep for that.
+const LARGE_BYTES: u64 = 256 << 10;
+/// The shortest yield that shows a busy core during a large operation, and how many in a row must take so long
+/// if there are more ranks than cores: a rank seldom copies for a whole time slice, and hardly ever so often.
+const LARGE_BUSY_CORE_YIELD_TIME: Duration = Duration::from_micros(2500);
+const LARGE_BUSY_CORE_YIELDS: u32 = 4;
 
 /// Most spins of an inline call before it becomes a queued operation, if each rank has a core.
 const INLINE_SPINS: u32 = 1000;
@@ -89,8 +96,10 @@ pub(super) struct WaitPolicy {
     switches: u32,
     /// Yields in a row that took as long as on a busy core.
     long_yields: u32,
-    /// Waits that sleep instead of yielding, because this core is busy.
-    without_yields: u32,
+    /// Waits that sleep instead of yielding, because this core is busy: of small operations, and of large ones.
+    without_yields: [u32; 2],
+    /// The operation is large.
+    is_large: bool,
     /// A rank that this rank waits for runs on the same core.
     shares_core: bool,
     /// When the policy last required a sleep, the rank moved to another core instead.
@@ -120,7 +129,8 @@ impl WaitPolicy {
             idle_yields: 0,
             switches: 0,
             long_yields: 0,
-            without_yields: 0,
+            without_yields: [0; 2],
+            is_large: false,
             shares_core: false,
             migrated_last: false,
         }
@@ -128,8 +138,8 @@ impl WaitPolicy {
 
     /// Returns the policy for an inline call: instead of sleeping, the call becomes a queued operation, for
     /// which this policy holds. If there are more ranks than cores, the call spins only while no awaited rank
-    /// [shares this core](Self::set_shares_core).
-    pub(super) fn for_inline(&self) -> Self {
+    /// [shares this core](Self::set_shares_core). `bytes` is the size of the operation.
+    pub(super) fn for_inline(&self, bytes: u64) -> Self {
         let limits = match self.oversubscription {
             Oversubscription::No => Limits { spins: INLINE_SPINS, yields: 0, idle_yields: 0 },
             Oversubscription::Cores => Limits {
@@ -141,7 +151,16 @@ impl WaitPolicy {
                 Limits { spins: 0, yields: SESSIONS_IDLE_YIELDS, idle_yields: SESSIONS_IDLE_YIELDS }
             }
         };
-        Self { limits, without_yields: self.without_yields, ..Self::new(self.oversubscription) }
+        let is_large = bytes >= LARGE_BYTES;
+        Self { limits, without_yields: self.without_yields, is_large, ..Self::new(self.oversubscription) }
+    }
+
+    /// Notes the size of the operation that this rank waits for.
+    pub(super) fn set_bytes(&mut self, bytes: u64) {
+        let is_large = bytes >= LARGE_BYTES;
+        if is_large != std::mem::replace(&mut self.is_large, is_large) {
+            self.long_yields = 0;
+        }
     }
 
     /// Notes whether a rank that this rank waits for runs on the same core, as far as is known.
@@ -163,9 +182,10 @@ impl WaitPolicy {
             self.spins += 1;
             return WaitAction::Spin;
         }
-        let busy_core = self.without_yields > 0;
+        let without_yields = &mut self.without_yields[usize::from(self.is_large)];
+        let busy_core = *without_yields > 0;
         if background || shared || busy_core || self.yields >= yields || self.idle_yields >= idle_yields {
-            self.without_yields = self.without_yields.saturating_sub(1);
+            *without_yields = without_yields.saturating_sub(1);
             self.record_progress();
             self.switches = 0;
             return WaitAction::Sleep;
@@ -193,13 +213,14 @@ impl WaitPolicy {
 
     /// Notes how long a yield took, which shows whether it let another thread run.
     pub(super) fn record_yield(&mut self, took: Duration) {
-        let enough = match self.oversubscription {
-            Oversubscription::No => 1,
-            Oversubscription::Cores | Oversubscription::Sessions => OVERSUBSCRIBED_BUSY_CORE_YIELDS,
+        let (long, enough) = match (self.oversubscription, self.is_large) {
+            (Oversubscription::No, _) => (BUSY_CORE_YIELD_TIME, 1),
+            (_, false) => (BUSY_CORE_YIELD_TIME, OVERSUBSCRIBED_BUSY_CORE_YIELDS),
+            (_, true) => (LARGE_BUSY_CORE_YIELD_TIME, LARGE_BUSY_CORE_YIELDS),
         };
-        self.long_yields = if took >= BUSY_CORE_YIELD_TIME { self.long_yields.saturating_add(1) } else { 0 };
+        self.long_yields = if took >= long { self.long_yields.saturating_add(1) } else { 0 };
         if self.long_yields >= enough {
-            self.without_yields = BUSY_CORE_WAITS;
+            self.without_yields[usize::from(self.is_large)] = BUSY_CORE_WAITS;
         }
         if took >= MIN_SWITCH_TIME {
             self.switches = self.switches.saturating_add(1);
@@ -328,7 +349,7 @@ mod tests {
             let yields_of = |steps: &[WaitAction]| count(steps, WaitAction::Yield);
             assert_eq!(yields_of(&until_sleep(&mut wait_policy, slice)), yields);
             for wait in 1..BUSY_CORE_WAITS {
-                assert_eq!(yields_of(&until_sleep(&mut wait_policy.for_inline(), slice)), 0);
+                assert_eq!(yields_of(&until_sleep(&mut wait_policy.for_inline(0), slice)), 0);
                 let steps = until_sleep(&mut wait_policy, slice);
                 assert_eq!(yields_of(&steps), 0, "{oversubscription:?}, wait {wait}");
             }
@@ -336,6 +357,20 @@ mod tests {
             let later = until_sleep(&mut wait_policy, IDLE_YIELD);
             assert_eq!(later, until_sleep(&mut WaitPolicy::new(oversubscription), IDLE_YIELD));
         }
+    }
+
+    #[test]
+    fn small_operations_yield_although_yields_of_large_ones_took_long() {
+        let slice = Duration::from_millis(4);
+        let mut wait_policy = WaitPolicy::new(Oversubscription::Cores);
+        let undisturbed = until_sleep(&mut wait_policy, SWITCHED);
+        wait_policy.set_bytes(LARGE_BYTES);
+        until_sleep(&mut wait_policy, slice);
+        assert_eq!(until_sleep(&mut wait_policy, slice), [WaitAction::Sleep]);
+        wait_policy.set_bytes(LARGE_BYTES - 1);
+        assert_eq!(until_sleep(&mut wait_policy, SWITCHED), undisturbed);
+        wait_policy.set_bytes(LARGE_BYTES);
+        assert_eq!(until_sleep(&mut wait_policy, slice), [WaitAction::Sleep], "large ones still sleep");
     }
 
     #[test]
@@ -358,7 +393,7 @@ mod tests {
     #[test]
     fn oversubscribed_wait_yields_longer_if_others_then_run() {
         for mut wait_policy in
-            [WaitPolicy::new(Oversubscription::Cores), WaitPolicy::new(Oversubscription::Cores).for_inline()]
+            [WaitPolicy::new(Oversubscription::Cores), WaitPolicy::new(Oversubscription::Cores).for_inline(0)]
         {
             let useful = count(&until_sleep(&mut wait_policy, SWITCHED), WaitAction::Yield);
             let idle_yields = count(&until_sleep(&mut wait_policy, IDLE_YIELD), WaitAction::Yield);
@@ -368,7 +403,7 @@ mod tests {
 
     #[test]
     fn useless_yields_stop_early() {
-        for wait_policy in [WaitPolicy::new, |ratio| WaitPolicy::new(ratio).for_inline()] {
+        for wait_policy in [WaitPolicy::new, |ratio| WaitPolicy::new(ratio).for_inline(0)] {
             let yields = |oversubscription| {
                 count(&until_sleep(&mut wait_policy(oversubscription), IDLE_YIELD), WaitAction::Yield)
             };
@@ -378,7 +413,7 @@ mod tests {
 
     #[test]
     fn brief_wait_spins_unless_the_peer_shares_the_core() {
-        let mut wait_policy = WaitPolicy::new(Oversubscription::Cores).for_inline();
+        let mut wait_policy = WaitPolicy::new(Oversubscription::Cores).for_inline(0);
         assert_eq!(
             phases(&until_sleep(&mut wait_policy, IDLE_YIELD)),
             [WaitAction::Spin, WaitAction::Yield, WaitAction::Sleep]
@@ -397,7 +432,7 @@ mod tests {
 
     #[test]
     fn brief_wait_with_enough_cores_spins_longer() {
-        let steps = until_sleep(&mut WaitPolicy::new(Oversubscription::No).for_inline(), IDLE_YIELD);
+        let steps = until_sleep(&mut WaitPolicy::new(Oversubscription::No).for_inline(0), IDLE_YIELD);
         assert_eq!(phases(&steps), [WaitAction::Spin, WaitAction::Sleep]);
         let long = until_sleep(&mut WaitPolicy::new(Oversubscription::No), IDLE_YIELD);
         assert!(
