@@ -23,7 +23,7 @@ pub(crate) struct BorrowedBuffer<'a> {
     /// The parts in order; they do not overlap.
     parts: SmallVec<[Part; 2]>,
     /// Copies that are still to be made between slices outside `parts`.
-    copies: Vec<PendingCopy>,
+    copies: SmallVec<[PendingCopy; 1]>,
     /// Owned memory to which one or two of the parts point.
     scratch: Option<Box<[u128]>>,
     /// The elements are `bool`, for which not every byte is valid.
@@ -63,13 +63,13 @@ unsafe impl Send for BorrowedBuffer<'_> {}
 
 impl<'a> BorrowedBuffer<'a> {
     /// Adds memory that is filled or changed, beginning at value `at` of the buffer.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn with_mut(self, at: usize, buf: impl Into<SliceMut<'a>>) -> Self {
         self.part(at, &buf.into(), true)
     }
 
     /// Adds memory that is only read, beginning at value `at` of the buffer.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn with_ref(self, at: usize, buf: impl Into<Slice<'a>>) -> Self {
         self.part(at, &buf.into(), false)
     }
@@ -101,16 +101,51 @@ impl<'a> BorrowedBuffer<'a> {
         self
     }
 
+    /// Adds memory that is filled, except its range `hole`, beginning at value `at` of the buffer. Requests that
+    /// the operation copies `from` into the hole, which has the same type and length.
     #[inline]
+    pub(crate) fn with_mut_around(
+        mut self,
+        at: usize,
+        values: SliceMut<'a>,
+        hole: Range<usize>,
+        from: Slice<'a>,
+    ) -> Self {
+        let value = values.value_type();
+        let fits = hole.start <= hole.end && hole.end <= values.len() && hole.len() == from.len();
+        assert!(fits && value == from.value_type(), "the copy fits");
+        self.bools |= value.dtype == Dtype::Bool;
+        let [at, begin, end] = [at, hole.start, hole.end].map(|count| count * value.size_bytes());
+        let (start, len) = (values.start(), values.size_bytes() - end);
+        self.add(Part { start, len: begin, writable: true, at });
+        self.add(Part { start: start.wrapping_add(end), len, writable: true, at: at + end });
+        if begin < end {
+            let into = start.wrapping_add(begin);
+            self.copies.push(PendingCopy { from: from.start(), into, len: end - begin });
+        }
+        self
+    }
+
+    #[inline(always)]
     fn part<Borrow>(mut self, at: usize, values: &Values<Borrow>, writable: bool) -> Self {
         let value = values.value_type();
         self.bools |= value.dtype == Dtype::Bool;
         let (at, len) = (at.saturating_mul(value.size_bytes()), values.size_bytes());
-        if len > 0 {
-            let index = self.parts.partition_point(|part| part.at < at);
-            self.parts.insert(index, Part { start: values.start(), len, writable, at });
-        }
+        self.add(Part { start: values.start(), len, writable, at });
         self
+    }
+
+    #[inline]
+    fn add(&mut self, part: Part) {
+        if part.len == 0 {
+            return;
+        }
+        // As a rule the parts come in order.
+        if self.parts.last().is_none_or(|last| last.at <= part.at) {
+            return self.parts.push(part);
+        }
+        let index = self.parts.partition_point(|other| other.at < part.at);
+        self.parts.insert(index, part);
     }
 
     /// Returns the number of bytes in all parts.

@@ -11,24 +11,33 @@ use crate::collectives::kernels::copy;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ValueType {
     pub(crate) dtype: Dtype,
-    pub(crate) units: usize,
+    units: u32,
+    /// The size of a value. It is kept, so that a call need not compute it.
+    bytes: u32,
 }
 
 impl ValueType {
     /// Values of one element each.
     #[inline]
     pub(crate) const fn element(dtype: Dtype) -> Self {
-        Self { dtype, units: 1 }
+        Self { dtype, units: 1, bytes: dtype.size_bytes() as u32 }
     }
 
     #[inline]
     pub(crate) const fn of<T: Transfer>() -> Self {
-        Self { dtype: T::TYPE.dtype(), units: T::TYPE.units() }
+        let dtype = T::TYPE.dtype();
+        // `TransferType` refuses types of 4 GiB or more.
+        Self { dtype, units: (size_of::<T>() / dtype.size_bytes()) as u32, bytes: size_of::<T>() as u32 }
+    }
+
+    #[inline]
+    pub(crate) const fn units(self) -> usize {
+        self.units as usize
     }
 
     #[inline]
     pub(crate) const fn size_bytes(self) -> usize {
-        self.dtype.size_bytes() * self.units
+        self.bytes as usize
     }
 }
 

@@ -183,9 +183,8 @@ impl Group {
         let count = self.block_len("send", send.len())?;
         self.check_blocks("recv", recv.len(), count)?;
         let own = self.own_range(count);
-        let (before, into, behind) = recv.split_around(own.clone());
-        let buffer = BorrowedBuffer::default().with_ref(0, send).with_copy(send.part(own.clone()), into);
-        let buffer = buffer.with_mut(send.len(), before).with_mut(send.len() + own.end, behind);
+        let (len, from) = (send.len(), send.part(own.clone()));
+        let buffer = BorrowedBuffer::default().with_ref(0, send).with_mut_around(len, recv, own, from);
         self.planned(call(send.value_type(), CallKind::AllToAll, None, 0, count), buffer, None)
     }
 
@@ -237,8 +236,7 @@ impl Group {
 /// of other ranks fill the rest.
 #[inline]
 pub(super) fn recv_around_own<'a>((send, recv): SendRecv<'a>, own: Range<usize>) -> BorrowedBuffer<'a> {
-    let (before, into, behind) = recv.split_around(own.clone());
-    BorrowedBuffer::default().with_copy(send, into).with_mut(0, before).with_mut(own.end, behind)
+    BorrowedBuffer::default().with_mut_around(0, recv, own, send)
 }
 
 /// Describes the buffers of a reduce-scatter. `recv` starts as this rank's input to its own block. The blocks

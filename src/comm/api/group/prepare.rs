@@ -132,8 +132,9 @@ impl Inner {
 }
 
 /// Returns the descriptor of a call on `count` values. Plain data are described as bytes.
+#[inline]
 pub(super) fn call(value: ValueType, kind: CallKind, op: Option<ReduceOp>, root: u32, count: usize) -> Call {
-    Call::new(kind, value.dtype, op, root, (count * value.units) as u64)
+    Call::new(kind, value.dtype, op, root, (count * value.units()) as u64)
 }
 
 pub(crate) fn check_len(what: &str, len: usize, expected: usize) -> Result<(), CommError> {

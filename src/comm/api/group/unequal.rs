@@ -214,9 +214,8 @@ impl Group {
         check_len("recv", recv.len(), filled.end())?;
         check_len("this rank's own block of recv", filled.range(rank).len(), sent.range(rank).len())?;
         let own = filled.range(rank);
-        let (before, into, behind) = recv.split_around(own.clone());
-        let buffer = BorrowedBuffer::default().with_ref(0, send).with_copy(send.part(sent.range(rank)), into);
-        let buffer = buffer.with_mut(sent.end(), before).with_mut(sent.end() + own.end, behind);
+        let from = send.part(sent.range(rank));
+        let buffer = BorrowedBuffer::default().with_ref(0, send).with_mut_around(sent.end(), recv, own, from);
         let value = send.value_type();
         let plan = || Arc::new(plan::all_to_all(rank, &units(value, sent), &units(value, filled)));
         self.collective(call(value, CallKind::AllToAllV, None, 0, 0), plan, buffer, None)
@@ -238,5 +237,5 @@ impl Group {
 
 /// Returns the blocks of values as blocks of the elements that are sent; plain data are sent as bytes.
 fn units(value: ValueType, blocks: Blocks) -> Blocks {
-    if value.units == 1 { blocks } else { blocks.scaled(value.units) }
+    if value.units() == 1 { blocks } else { blocks.scaled(value.units()) }
 }

@@ -94,10 +94,12 @@ pub struct TransferType<T> {
 }
 
 impl<T: bytemuck::Pod> TransferType<T> {
-    /// Plain data, sent as the bytes in memory. Types of no bytes are refused when the program is compiled.
+    /// Plain data, sent as the bytes in memory. Types of no bytes, and of 4 GiB and more, are refused when the
+    /// program is compiled.
     #[must_use]
     pub const fn plain() -> Self {
         const { assert!(size_of::<T>() > 0, "a type of no bytes cannot be sent") };
+        const { assert!(size_of::<T>() <= u32::MAX as usize, "a type of 4 GiB or more cannot be sent") };
         Self { dtype: Dtype::U8, of: PhantomData }
     }
 }
