@@ -113,6 +113,16 @@ impl Work {
         self.0.is_done()
     }
 
+    /// Gives up the operation, for a process that ends: the work holds its group no more, and its result is an error.
+    /// The operation goes on, and its memory must stay.
+    pub fn forget(&self) {
+        if let Ok(mut operation) = self.0.operation.try_lock() {
+            let given_up = || Err(Arc::new(Failure::new(&invalid("the process ends".to_owned()))));
+            self.0.result.get_or_init(given_up);
+            drop(operation.take());
+        }
+    }
+
     /// Returns a descriptor that polls as readable once the operation is done; -1 if it was done from the start.
     ///
     /// # Errors
@@ -155,6 +165,13 @@ impl Work {
     }
 }
 
+impl Drop for Work {
+    fn drop(&mut self) {
+        // The operation may outlive its handle; then nobody asks for its result.
+        drop(self.0.operation().take());
+    }
+}
+
 impl Shared {
     fn operation(&self) -> MutexGuard<'_, Option<CommWork<Buffers>>> {
         self.operation.lock().unwrap_or_else(PoisonError::into_inner)
@@ -165,7 +182,7 @@ impl Shared {
     }
 
     fn is_done(&self) -> bool {
-        self.result.get().is_some() || self.callbacks().0.is_none()
+        self.is_finished.load(Ordering::SeqCst) || self.wait(Some(Instant::now())).is_some()
     }
 
     /// Takes the result of a finished operation, and calls the callbacks. Does nothing if a thread waits:
@@ -391,13 +408,6 @@ pub unsafe extern "C" fn cvk_work_on_complete(
 /// `work` is `NULL` or valid, and not used from now on.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cvk_work_free(work: *mut Work) {
-    run_or((), || {
-        // SAFETY: the caller promises it.
-        if let Some(work) = unsafe { work.as_ref() } {
-            // The operation may outlive its handle; then nobody asks for its result.
-            drop(work.0.operation().take());
-        }
-        // SAFETY: the caller promises it.
-        unsafe { free(work) }
-    });
+    // SAFETY: the caller promises it.
+    run_or((), || unsafe { free(work) });
 }
