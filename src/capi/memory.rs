@@ -101,10 +101,8 @@ pub unsafe extern "C" fn cvk_is_shared_memory(
     bytes: usize,
 ) -> bool {
     // SAFETY: the caller promises it.
-    run_or(false, || {
-        unsafe { borrow(group, "group") }
-            .is_ok_and(|group| group.group.is_shared_memory(address.cast(), bytes))
-    })
+    let Ok(group) = (unsafe { borrow(group, "group") }) else { return false };
+    run_or(false, || group.group.is_shared_memory(address.cast(), bytes))
 }
 
 /// Returns the address of the memory; `NULL` for a handle that is `NULL`. It is aligned for every type.
