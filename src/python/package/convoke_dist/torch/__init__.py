@@ -1,0 +1,127 @@
+"""The backend "convoke" of torch.distributed.
+
+torch finds it by itself (torch 2.15 and later; before, import this module):
+
+    torch.distributed.init_process_group("convoke")                  # or "cpu:convoke,cuda:nccl"
+    side = torch.distributed.new_group(backend="convoke")            # beside NCCL
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import pathlib
+import secrets
+import socket
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import ProcessGroup
+
+from .. import _core
+from ..errors import ConvokeError, from_json
+from . import _load
+
+__all__ = ["failure", "make_default", "mode", "register", "replace_gloo"]
+
+_lock = threading.Lock()
+_mode: str | None = None
+_servers: list[_core.StoreServer] = []
+_meetings: dict[str, int] = {}
+
+
+def mode() -> str:
+    """Loads the C++ part if it is not loaded, and returns how it was had: "prebuilt" or "compiled"."""
+    global _mode
+    with _lock:
+        if _mode is None:
+            _mode = _load.load()
+            torch.ops.convoke.set_table(_core.api_table())
+            # Threads of the backend must not complete futures, which may run Python, once the interpreter ends.
+            atexit.register(torch.ops.convoke.stop)
+    return _mode
+
+
+def _underlying(store: Any) -> Any:
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store
+
+
+def _boot_id() -> str:
+    return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _meet(opts: Any) -> tuple[str, str]:
+    """Returns the name of a group, which no other group has, and the address of the store where its ranks meet.
+
+    The address is that of the group's TCPStore. For a store of another kind, rank 0 serves one, and tells its host's
+    address and the boot by which ranks of that host know to use loopback.
+    """
+    if opts.group_size == 1:
+        return opts.group_id or "default", ""
+    with _lock:
+        count = _meetings[opts.group_id] = _meetings.get(opts.group_id, 0) + 1
+    store = _underlying(opts.store)
+    key = f"convoke/{opts.group_id}/{count}"
+    if opts.group_rank == 0:
+        told = {"name": f"{opts.group_id or 'default'}-{secrets.token_hex(8)}"}
+        if not isinstance(store, dist.TCPStore):
+            # Ranks of other hosts can only share a file; a HashStore is of one process.
+            server = _core.StoreServer("::" if isinstance(store, dist.FileStore) else "127.0.0.1", 0)
+            _servers.append(server)
+            told |= {"boot": _boot_id(), "host": _core.host_address() or socket.gethostname(), "port": server.port}
+        opts.store.set(key, json.dumps(told))
+    told = json.loads(opts.store.get(key).decode())
+    if isinstance(store, dist.TCPStore):
+        host, port = store.host, store.port
+    else:
+        host, port = "127.0.0.1" if told["boot"] == _boot_id() else told["host"], told["port"]
+    return told["name"], f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _create(opts: Any, _backend_options: object = None, *, is_gloo: bool = False) -> Any:
+    """Makes the backend of a group; torch calls it. `is_gloo`: it takes the place of gloo."""
+    mode()
+    scratch = ProcessGroup(opts.store, opts.group_rank, opts.group_size)
+    timeout = max(1, int(opts.timeout.total_seconds() * 1000))
+    name, meeting = _meet(opts)
+    torch.ops.convoke.attach(scratch.boxed(), name, meeting, opts.group_rank, opts.group_size, timeout, is_gloo)
+    return scratch._get_backend(torch.device("cpu"))
+
+
+def register() -> None:
+    """Registers the backend. torch calls it, by the entry point of this package."""
+    if "CONVOKE" not in dist.Backend._plugins:
+        dist.Backend.register_backend("convoke", _create, extended_api=True, devices=["cpu"])
+
+
+def make_default() -> None:
+    """Makes convoke the backend of CPU tensors where a script names none."""
+    register()
+    dist.Backend.default_device_backend_map["cpu"] = "convoke"
+
+
+def replace_gloo() -> None:
+    """Makes "gloo" mean convoke in this process, for scripts that name it.
+
+    Code that asks whether a group is of the type `ProcessGroupGloo` gets no.
+    """
+    create = functools.partial(_create, is_gloo=True)
+    dist.Backend.register_backend("gloo", create, extended_api=True, devices=["cpu"])
+    dist.Backend.default_device_backend_map["cpu"] = "gloo"
+
+
+def failure(group: ProcessGroup | None = None) -> ConvokeError | None:
+    """Returns the error that ended a group, with the rank and the cause; None if the group has not ended."""
+    text = torch.ops.convoke.failure((group or dist.group.WORLD).boxed())
+    return from_json(text) if text else None
+
+
+register()
+if os.environ.get("CONVOKE_AS_GLOO") == "1":
+    replace_gloo()

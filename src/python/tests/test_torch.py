@@ -1,0 +1,244 @@
+"""The backend "convoke" of torch.distributed."""
+
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import convoke_dist  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from convoke_dist import launch  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
+
+
+def run(fn, nproc=2, *args):
+    """Runs `fn` as ranks of a group of the backend."""
+    return launch(_rank, nproc, start_method="fork")(fn, *args)
+
+
+def _rank(fn, *args):
+    torch.set_num_threads(1)
+    # No import of convoke_dist.torch: torch finds the backend by its entry point.
+    dist.init_process_group("convoke", timeout=datetime.timedelta(seconds=60))
+    try:
+        return fn(dist.get_rank(), dist.get_world_size(), *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _collectives(rank, size):
+    for dtype in (torch.int8, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.complex64, torch.bool):
+        x = torch.ones(5).to(dtype)
+        dist.all_reduce(x)
+        assert (x == torch.full((5,), float(size)).to(dtype)).all(), dtype
+    for op, expected in [(dist.ReduceOp.MAX, size), (dist.ReduceOp.MIN, 1), (dist.ReduceOp.AVG, (size + 1) / 2)]:
+        x = torch.full((3,), rank + 1.0)
+        dist.all_reduce(x, op)
+        assert (x == expected).all(), op
+    # Tensors that are not in one piece get the results where they are.
+    x = torch.zeros(4, 6)
+    x[:, ::2] = rank
+    dist.all_reduce(x[:, ::2])
+    assert (x[:, ::2] == sum(range(size))).all() and (x[:, 1::2] == 0).all()
+    x = torch.arange(6.0).view(2, 3).t() + rank
+    dist.broadcast(x, 1)
+    assert (x == torch.arange(6.0).view(2, 3).t() + 1).all()
+    outputs = [torch.empty(3) for _ in range(size)]
+    dist.all_gather(outputs, torch.full((3,), float(rank)))
+    assert [o[0].item() for o in outputs] == list(range(size))
+    out = torch.empty(2 * size)
+    dist.all_gather_into_tensor(out, torch.full((2,), float(rank)))
+    assert out[::2].tolist() == list(range(size))
+    out = torch.empty(2)
+    dist.reduce_scatter_tensor(out, torch.arange(2.0 * size))
+    assert (out == torch.tensor([2.0 * rank, 2.0 * rank + 1]) * size).all()
+    outputs = [torch.empty(1) for _ in range(size)]
+    dist.all_to_all(outputs, [torch.tensor([10.0 * rank + to]) for to in range(size)])
+    assert [o.item() for o in outputs] == [10.0 * source + rank for source in range(size)]
+    out = torch.empty(size)
+    dist.all_to_all_single(out, torch.arange(float(size)) + 10 * rank)
+    assert out.tolist() == [10.0 * source + rank for source in range(size)]
+    gathered = [torch.empty(2) for _ in range(size)] if rank == 0 else None
+    dist.gather(torch.full((2,), float(rank)), gathered, dst=0)
+    assert rank != 0 or [o[0].item() for o in gathered] == list(range(size))
+    out = torch.empty(2)
+    dist.scatter(out, [torch.full((2,), float(to)) for to in range(size)] if rank == 1 else None, src=1)
+    assert (out == rank).all()
+    x = torch.full((2,), float(rank))
+    dist.reduce(x, 0)
+    assert (x == (sum(range(size)) if rank == 0 else rank)).all(), "other ranks keep their tensors"
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": rank} for rank in range(size)]
+    sparse = torch.sparse_coo_tensor([[rank, size]], [1.0, 2.0], (size + 1,))
+    dist.all_reduce(sparse)
+    assert sparse.to_dense().tolist() == [1.0] * size + [2.0 * size]
+    dist.barrier()
+    dist.monitored_barrier()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_collectives_of_tensors(size):
+    launch(_rank, size, start_method="fork")(_collectives) if size > 1 else run(_one, 1)
+
+
+def _one(rank, size):
+    x = torch.arange(3.0)
+    dist.all_reduce(x)
+    assert (x == torch.arange(3.0)).all() and size == 1
+
+
+def _messages(rank, size):
+    peer = 1 - rank
+    requests = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, torch.full((4,), float(rank)), peer),
+            dist.P2POp(dist.irecv, received := torch.empty(4), peer),
+        ]
+    )
+    for request in requests:
+        request.wait()
+    assert (received == peer).all()
+    if rank == 0:
+        dist.send(torch.arange(3.0), 1, tag=7)
+        dist.send(torch.arange(2.0), 1)
+    else:
+        assert dist.recv(out := torch.empty(2)) == 0 and out.tolist() == [0, 1]
+        dist.recv(out := torch.empty(3), 0, tag=7)
+        assert out.tolist() == [0, 1, 2]
+    work = dist.all_reduce(x := torch.ones(1000), async_op=True)
+    assert work.wait() and work.is_completed() and (x == size).all()
+    future = dist.all_reduce(torch.ones(2), async_op=True).get_future().then(lambda f: f.value()[0] * 10)
+    assert future.wait().tolist() == [10.0 * size] * 2
+    # A callback may wait for another operation.
+    future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
+    nested = future.then(lambda f: dist.all_reduce(f.value()[0], async_op=True).get_future().wait()[0])
+    assert nested.wait().tolist() == [float(size * size)] * 2
+
+
+def test_messages_futures_and_callbacks():
+    run(_messages)
+
+
+def _groups(rank, size):
+    even = dist.new_group([0, 2])
+    if rank in (0, 2):
+        x = torch.ones(2)
+        dist.all_reduce(x, group=even)
+        assert (x == 2).all() and dist.get_world_size(even) == 2
+    mine = dist.new_group([rank], use_local_synchronization=True)
+    assert dist.get_rank(mine) == 0
+    mesh = dist.init_device_mesh("cpu", (3,))
+    x = torch.full((1,), float(rank))
+    dist.all_reduce(x, group=mesh.get_group())
+    assert x.item() == 3
+    began = time.monotonic()
+    groups = [dist.new_group(list(range(size))) for _ in range(30)]
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group)
+    assert time.monotonic() - began < 20
+    both = dist.new_group(backend="gloo")
+    dist.all_reduce(x, group=both)
+
+
+def test_subgroups_meshes_and_another_backend_beside():
+    run(_groups, 3)
+
+
+def _ddp(rank, size):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    single = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    single.load_state_dict(model.state_dict())
+    ddp = DDP(model, gradient_as_bucket_view=True)
+    data = torch.randn(size * 4, 8)
+    for net, part in [(ddp, data[rank * 4 :][:4]), (single, data)]:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            net(part).square().mean().backward()
+            optimizer.step()
+    for a, b in zip(model.parameters(), single.parameters()):
+        assert torch.allclose(a, b, atol=1e-6)
+
+
+def test_data_parallel_training_equals_training_on_one_rank():
+    run(_ddp, 2)
+
+
+def _killed(rank, size):
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(dist.DistBackendError, match="rank 1"):
+        while True:
+            dist.all_reduce(torch.ones(10))
+    took = time.monotonic() - began
+    import convoke_dist.torch
+
+    error = convoke_dist.torch.failure()
+    assert isinstance(error, convoke_dist.PeerLost) and error.rank == 1 and "all_reduce" in error.call
+    assert took < 5, took
+    raise error
+
+
+def test_killed_rank_is_named_to_all_others():
+    with pytest.raises(convoke_dist.LaunchError) as caught:
+        run(_killed, 3)
+    assert caught.value.rank == 1 and "SIGKILL" in str(caught.value)
+
+
+def _mismatch(rank, size):
+    with pytest.raises(dist.DistBackendError, match=r"all_reduce\(f32, 4.*broadcast|broadcast.*all_reduce\(f32, 4"):
+        dist.all_reduce(torch.ones(4)) if rank == 0 else dist.broadcast(torch.ones(4), 0)
+
+
+def test_different_calls_are_an_error_on_all_ranks():
+    run(_mismatch, 2)
+
+
+def _refused(rank, size):
+    with pytest.raises(RuntimeError, match="cannot reduce elements of type"):
+        dist.all_reduce(torch.zeros(4).to(torch.float8_e4m3fn))
+    x = torch.full((4,), float(rank)).to(torch.float8_e4m3fn)
+    dist.broadcast(x, 1)
+    assert (x.float() == 1).all()
+    with pytest.raises(RuntimeError, match="4 elements"):
+        dist.all_gather_into_tensor(torch.empty(4), torch.empty(3))
+
+
+def test_wrong_tensors_are_refused_and_8_bit_floats_are_moved():
+    run(_refused, 2)
+
+
+SCRIPT = """
+import torch, torch.distributed as dist
+dist.init_process_group("{backend}")
+x = torch.ones(1000)
+dist.all_reduce(x)
+pending = dist.all_reduce(torch.ones(1000), async_op=True)
+never = dist.irecv(torch.ones(1), tag=5)
+assert "{backend}" in dist.get_backend()
+"""
+
+
+@pytest.mark.parametrize("backend, variables", [("convoke", {}), ("gloo", {"CONVOKE_AS_GLOO": "1"})])
+def test_script_that_destroys_no_group_ends_with_0(tmp_path, backend, variables):
+    script = tmp_path / "script.py"
+    imports = "import convoke_dist.torch\n" if variables else ""
+    script.write_text(imports + SCRIPT.format(backend=backend))
+    done = subprocess.run(
+        [sys.executable, "-m", "convoke_dist.run", "--standalone", "--nproc-per-node=2", str(script)],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
