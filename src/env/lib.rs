@@ -2,6 +2,7 @@
 //!
 //! - [`WorkerEnv`]: the environment variables of torchrun (RANK, WORLD_SIZE, ...), in both directions.
 //!   It also reads the variables of mpirun and srun.
+//! - [`LocalWorld`]: these variables for ranks that a program starts by itself.
 //! - [`Generation`]: the identity of one incarnation of the job.
 //! - [`AgentChannel`]: the inherited socket that carries the job's token and the exits of peers.
 //! - [`error_file`]: the file in which a worker reports its error to the launcher.
@@ -27,6 +28,7 @@ mod error;
 pub mod error_file;
 mod generation;
 pub mod host;
+mod local_world;
 mod placement;
 
 pub mod vars;
@@ -38,4 +40,5 @@ pub use channel::{
 };
 pub use error::EnvError;
 pub use generation::{Generation, ParseGenerationError};
+pub use local_world::LocalWorld;
 pub use worker_env::{Role, WorkerEnv};

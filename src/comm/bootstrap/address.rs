@@ -3,7 +3,7 @@
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs, UdpSocket};
 
-use convoke_env::host::{Interface, interfaces};
+use convoke_env::host::{Interface, interfaces, most_reachable_address};
 
 use crate::bootstrap::options::Listen;
 use crate::error::CommError;
@@ -61,14 +61,6 @@ fn all_interfaces() -> Result<Vec<Interface>, CommError> {
     interfaces().map_err(|error| CommError::system("cannot list the network interfaces", error))
 }
 
-/// Returns the first address of an interface that other hosts could use, IPv4 before IPv6. A link-local IPv6
-/// address needs a scope id (network interface), which differs between hosts.
-fn usable_address(interface: &Interface) -> Option<IpAddr> {
-    let is_usable = |one: &IpAddr| !matches!(one, IpAddr::V6(v6) if v6.is_unicast_link_local());
-    let usable = interface.addresses.iter().copied().filter(is_usable).filter(|_| interface.is_up);
-    usable.min_by_key(IpAddr::is_ipv6)
-}
-
 /// Returns the address that `names` selects, in the syntax of NCCL_SOCKET_IFNAME. The names are interface
 /// names or prefixes, and the first match counts. `=` before the list requires whole names. `^` before the
 /// list selects any interface except the named ones; `^=` does the same and compares whole names.
@@ -84,15 +76,10 @@ fn select_address(all: &[Interface], names: &str) -> Option<IpAddr> {
         return most_reachable_address(all.iter().filter(|one| !named(one)));
     }
     // `eth1` selects the interface `eth1` before `eth10`, in whatever order the kernel lists them.
-    let exact = |name: &str| all.iter().filter(|one| one.name == name).find_map(usable_address);
-    let prefix = |name: &str| all.iter().filter(|one| one.name.starts_with(name)).find_map(usable_address);
+    let exact = |name: &str| all.iter().filter(|one| one.name == name).find_map(Interface::usable_address);
+    let prefix =
+        |name: &str| all.iter().filter(|one| one.name.starts_with(name)).find_map(Interface::usable_address);
     names.iter().find_map(|name| exact(name).or_else(|| prefix(name).filter(|_| !whole)))
-}
-
-/// Returns the address at which other hosts are most likely to reach this host.
-fn most_reachable_address<'a>(all: impl Iterator<Item = &'a Interface>) -> Option<IpAddr> {
-    let usable = all.filter_map(|one| Some((one.reach(), usable_address(one)?)));
-    usable.min_by_key(|&(reach, _)| reach).map(|(_, address)| address)
 }
 
 #[cfg(test)]

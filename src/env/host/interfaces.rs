@@ -51,6 +51,22 @@ impl Interface {
             Self { .. } => Reach::Network,
         }
     }
+
+    /// Returns the first address that other hosts could use, IPv4 before IPv6. A link-local IPv6 address needs
+    /// a scope id (network interface), which differs between hosts.
+    #[must_use]
+    pub fn usable_address(&self) -> Option<IpAddr> {
+        let is_usable = |one: &IpAddr| !matches!(one, IpAddr::V6(v6) if v6.is_unicast_link_local());
+        let usable = self.addresses.iter().copied().filter(is_usable).filter(|_| self.is_up);
+        usable.min_by_key(IpAddr::is_ipv6)
+    }
+}
+
+/// Returns the address at which other hosts are most likely to reach this host.
+#[must_use]
+pub fn most_reachable_address<'a>(all: impl IntoIterator<Item = &'a Interface>) -> Option<IpAddr> {
+    let usable = all.into_iter().filter_map(|one| Some((one.reach(), one.usable_address()?)));
+    usable.min_by_key(|&(reach, _)| reach).map(|(_, address)| address)
 }
 
 /// Returns the network interfaces of this host, in the order in which the kernel lists them.

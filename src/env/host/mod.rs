@@ -11,7 +11,7 @@ use std::path::Path;
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::{Pid, gethostname};
 
-pub use interfaces::{Interface, Reach, interfaces};
+pub use interfaces::{Interface, Reach, interfaces, most_reachable_address};
 
 /// Returns the host name; `None` if the system does not tell.
 #[must_use]

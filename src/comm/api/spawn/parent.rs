@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
-use convoke_env::{ExitCause, Generation, Role, WorkerEnv, vars};
+use convoke_env::{ExitCause, LocalWorld};
 use convoke_store::StoreServer;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
@@ -26,9 +26,6 @@ use super::{Spawn, SpawnError};
 const CAUSE_TIMEOUT: Duration = Duration::from_secs(1);
 /// Poll interval for ranks without a pidfd (an old kernel, a sandbox).
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
-/// Environment variables of this process's launcher that a rank must not inherit.
-const REMOVED_VARIABLES: [&str; 5] =
-    [vars::RUN_ID, vars::RESTART_COUNT, vars::MAX_RESTARTS, vars::ERROR_FILE, vars::AGENT_FD];
 
 /// Starts the ranks and waits until all have ended.
 pub(super) fn run(spec: &Spawn, mut call: SpawnCall) -> Result<(), SpawnError> {
@@ -39,20 +36,18 @@ pub(super) fn run(spec: &Spawn, mut call: SpawnCall) -> Result<(), SpawnError> {
     let local = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
     let store = StoreServer::bind(&[local])
         .map_err(|error| SpawnError::system("serve a store", io::Error::other(error)))?;
-    let random = || Generation::random().map_err(|error| SpawnError::system("get random numbers", error));
-    let (generation, secret) = (random()?, format!("{}{}", random()?, random()?));
+    let world = LocalWorld::new(spec.size, store.port());
+    let world = world.map_err(|error| SpawnError::system("get random numbers", error))?;
     let encoded_call = call.encode();
     let deadline = spec.timeout.and_then(|timeout| Instant::now().checked_add(timeout));
     let mut ranks = Ranks { all: Vec::new(), stage: Stage::Running, failure: None, deadline };
     for rank in 0..spec.size {
         let mut command = program.command();
-        for name in REMOVED_VARIABLES {
-            command.env_remove(name);
-        }
-        let variables = worker_env(rank, spec.size, store.port(), generation).to_vars();
-        command.envs(variables.into_iter().filter(|(name, _)| !REMOVED_VARIABLES.contains(name)));
-        if [vars::TOKEN, vars::TOKEN_FILE].iter().all(|name| std::env::var_os(name).is_none()) {
-            command.env(vars::TOKEN, &secret);
+        for (name, value) in world.variables(rank) {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
         }
         command.envs(spec.env.iter().map(|(name, value)| (name, value)));
         command.env(calls::VARIABLE, &encoded_call);
@@ -60,26 +55,6 @@ pub(super) fn run(spec: &Spawn, mut call: SpawnCall) -> Result<(), SpawnError> {
         ranks.add(child, !program.is_main).map_err(|error| SpawnError::system("watch a rank", error))?;
     }
     ranks.wait(spec, &call.place)
-}
-
-fn worker_env(rank: usize, size: usize, port: u16, generation: Generation) -> WorkerEnv {
-    WorkerEnv {
-        rank,
-        world_size: size,
-        local_rank: rank,
-        local_world_size: size,
-        group_rank: 0,
-        group_world_size: 1,
-        role: Role { name: "default".to_owned(), rank, world_size: size },
-        master_addr: Ipv4Addr::LOCALHOST.to_string(),
-        master_port: port,
-        restart_count: 0,
-        max_restarts: 0,
-        run_id: String::new(),
-        use_agent_store: true,
-        error_file: None,
-        generation: Some(generation),
-    }
 }
 
 /// The program to start, and the arguments with which it reaches this call of spawn.

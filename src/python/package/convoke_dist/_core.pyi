@@ -10,8 +10,14 @@ def api_table() -> int:
 def host_address() -> str | None:
     """Returns the address by which other hosts most likely reach this one."""
 
-def forget_works() -> None:
-    """Gives up operations in progress, for a process that ends."""
+def boot_id() -> str | None:
+    """Returns the random number that the kernel drew at its start."""
+
+def local_world(size: int, port: int) -> list[dict[str, str | None]]:
+    """Returns the variables of each rank of this host; None removes a variable."""
+
+def detach_works() -> None:
+    """Lets operations in progress go on without their works, for a process that ends."""
 
 def init(
     url: str | None,

@@ -64,41 +64,28 @@ def launch(fn: Callable[..., Any], nproc: int | None = None, *, start_method: st
     return run
 
 
-def _variables(rank: int, nproc: int, port: int) -> dict[str, str]:
-    threads = max(1, len(os.sched_getaffinity(0)) // nproc)
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "GROUP_RANK": "0",
-        "WORLD_SIZE": str(nproc),
-        "LOCAL_WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        # This process serves the store.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-    }
-
-
 @contextlib.contextmanager
-def _environ(variables: dict[str, str]) -> Iterator[None]:
-    """Sets variables of this process for a moment: a child inherits them before it imports anything."""
+def _environ(variables: dict[str, str | None]) -> Iterator[None]:
+    """Sets or removes variables of this process for a moment: a child inherits them before it imports anything."""
     with _environment:
         before = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
+        _set(variables)
         try:
             yield
         finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            _set(before)
 
 
-def _rank(fn: Callable[..., Any], args: Any, kwargs: Any, results: Connection, variables: dict[str, str], parent: int) -> None:
+def _set(variables: dict[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _rank(fn: Callable[..., Any], args: Any, kwargs: Any, results: Connection, parent: int) -> None:
     """The main function of a rank."""
-    os.environ.update(variables)
     # The kernel ends this process with its parent.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -144,14 +131,14 @@ def _ended(exit_code: int | None) -> str:
 def _run(context: Any, fn: Callable[..., Any], nproc: int, args: Any, kwargs: Any) -> list[Any]:
     server = _core.StoreServer("127.0.0.1", 0)
     processes, connections = [], []
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     try:
-        for rank in range(nproc):
+        for rank, variables in enumerate(_core.local_world(nproc, server.port)):
             ours, theirs = context.Pipe(duplex=False)
-            variables = _variables(rank, nproc, server.port)
             process = context.Process(
-                target=_rank, args=(fn, args, kwargs, theirs, variables, os.getpid()), name=f"rank {rank}", daemon=False
+                target=_rank, args=(fn, args, kwargs, theirs, os.getpid()), name=f"rank {rank}", daemon=False
             )
-            with _environ(variables):
+            with _environ(variables | {"OMP_NUM_THREADS": threads}):
                 process.start()
             theirs.close()
             processes.append(process)
