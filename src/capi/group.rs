@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use convoke_comm::{CommError, World};
 
-use crate::pointers::{borrow, check_place, free, invalid, list, put, text};
+use crate::pointers::{borrow, check_place, free, invalid, list, put, put_handle, text};
 use crate::status::{Failure, Status, run, run_or};
 
 /// A handle of a process group. Any number of threads may use it at a time.
@@ -231,7 +231,7 @@ pub unsafe extern "C" fn cvk_group_clone(
         let clone = group.another(limited(&group.group, timeout_ms));
         check_place(new_group, "new_group")?;
         // SAFETY: the caller promises it.
-        unsafe { put(new_group, Box::into_raw(Box::new(clone)), "new_group") }?;
+        unsafe { put_handle(new_group, clone, "new_group") }?;
         Ok(Status::Ok)
     })
 }

@@ -10,7 +10,7 @@ use convoke_comm::SharedBuffer;
 use convoke_comm::raw::Adopted;
 
 use crate::group::{Group, borrow_group};
-use crate::pointers::{borrow, check_place, free, invalid, put};
+use crate::pointers::{borrow, check_place, free, invalid, put_handle};
 use crate::status::{Status, run, run_or};
 
 /// Memory of this rank that the other ranks of its host can access.
@@ -45,14 +45,14 @@ pub unsafe extern "C" fn cvk_alloc(group: *const Group, bytes: usize, memory: *m
         let address = buffer.as_mut_ptr().cast();
         let made = Memory { origin: Origin::Allocated(buffer), address };
         // SAFETY: the caller promises it.
-        unsafe { put(memory, Box::into_raw(Box::new(made)), "memory") }?;
+        unsafe { put_handle(memory, made, "memory") }?;
         Ok(Status::Ok)
     })
 }
 
-/// Lets the other ranks of the host access memory that the program has already: the `bytes` bytes at
-/// `address`, which it has mapped from byte `offset` of the file `descriptor` on. Then an all-reduce of it
-/// copies nothing, as with memory of `cvk_alloc`. All ranks of the group call it, each with its own memory.
+/// Lets the other ranks of the host access memory that the program has already. The program has mapped `bytes`
+/// bytes of the file `descriptor`, from byte `offset` on, at `address`. Then an all-reduce of this memory copies
+/// nothing, as with memory of `cvk_alloc`. All ranks of the group call it, each with its own memory.
 ///
 /// `address` and `offset` are multiples of the page size. If a rank cannot share its memory, it stays private
 /// on all ranks, as `cvk_memory_is_shared` tells. `cvk_memory_free` ends the sharing; the program removes its
@@ -61,9 +61,9 @@ pub unsafe extern "C" fn cvk_alloc(group: *const Group, bytes: usize, memory: *m
 /// After a failed operation on the memory, its pages are private and zero: the library replaces the mapping.
 ///
 /// # Safety
-/// `group` is valid or `NULL`; `memory` is writable. Until the handle is freed and all operations on the
-/// memory are done, the mapping stays, shared, readable and writable, with all of its last page, and no
-/// process makes the file shorter.
+/// `group` is valid or `NULL`; `memory` is writable. The following holds until the handle is freed and all
+/// operations on the memory are done. The mapping stays: shared, readable and writable, with all of its last
+/// page. No process makes the file shorter.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cvk_adopt(
     group: *const Group,
@@ -84,7 +84,7 @@ pub unsafe extern "C" fn cvk_adopt(
         let adopted = unsafe { group.group.adopt(BorrowedFd::borrow_raw(descriptor), offset, start, bytes) }?;
         let made = Memory { origin: Origin::Adopted(adopted), address };
         // SAFETY: the caller promises it.
-        unsafe { put(memory, Box::into_raw(Box::new(made)), "memory") }?;
+        unsafe { put_handle(memory, made, "memory") }?;
         Ok(Status::Ok)
     })
 }

@@ -28,6 +28,16 @@ pub(crate) unsafe fn put<T>(to: *mut T, value: T, what: &str) -> Result<(), Comm
     Ok(())
 }
 
+/// Writes a handle to `value`, which [`free`] frees.
+///
+/// # Safety
+/// As of [`put`].
+pub(crate) unsafe fn put_handle<T>(to: *mut *mut T, value: T, what: &str) -> Result<(), CommError> {
+    check_place(to, what)?;
+    // SAFETY: the caller promises it.
+    unsafe { put(to, Box::into_raw(Box::new(value)), what) }
+}
+
 /// Returns an error if the program gave no place for a result. Call it before an operation that makes one.
 pub(crate) fn check_place<T>(to: *mut T, what: &str) -> Result<(), CommError> {
     if to.is_null() { Err(missing(what)) } else { Ok(()) }

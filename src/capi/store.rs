@@ -8,7 +8,7 @@ use std::net::{SocketAddr, ToSocketAddrs};
 use convoke_comm::CommError;
 use convoke_store::StoreServer;
 
-use crate::pointers::{check_place, free, invalid, put, text};
+use crate::pointers::{check_place, free, invalid, put_handle, text};
 use crate::status::{Status, run, run_or};
 
 /// A store server with the protocol of torch's TCPStore. It runs in a thread of this process.
@@ -36,7 +36,7 @@ pub unsafe extern "C" fn cvk_store_serve(host: *const c_char, port: u16, store: 
         let server = StoreServer::bind(&addresses).map_err(|error| invalid(error.to_string()))?;
         let made = Store { port: server.port(), _server: server };
         // SAFETY: the caller promises it.
-        unsafe { put(store, Box::into_raw(Box::new(made)), "store") }?;
+        unsafe { put_handle(store, made, "store") }?;
         Ok(Status::Ok)
     })
 }

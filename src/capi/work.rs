@@ -14,7 +14,7 @@ use convoke_comm::{CommError, Work as CommWork};
 
 use crate::call::{Call, Callback, Context, callback};
 use crate::group::{Group, GroupEnd, borrow_group, limited};
-use crate::pointers::{borrow, check_place, free, invalid, put};
+use crate::pointers::{borrow, check_place, free, invalid, put, put_handle};
 use crate::status::{Failure, Status, run, run_or};
 
 /// Source, tag and length of a received message.
@@ -113,9 +113,9 @@ impl Work {
         self.0.is_done()
     }
 
-    /// Gives up the operation, for a process that ends: the work holds its group no more, and its result is an error.
-    /// The operation goes on, and its memory must stay.
-    pub fn forget(&self) {
+    /// Lets the operation go on without this handle, for a process that ends: the handle no longer keeps the group,
+    /// and its result is an error. The memory of the operation must stay.
+    pub fn detach(&self) {
         if let Ok(mut operation) = self.0.operation.try_lock() {
             let given_up = || Err(Arc::new(Failure::new(&invalid("the process ends".to_owned()))));
             self.0.result.get_or_init(given_up);
@@ -181,6 +181,8 @@ impl Shared {
         self.callbacks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Returns whether the operation is done. It polls the operation: its descriptor may be readable a moment before
+    /// its callback has run.
     fn is_done(&self) -> bool {
         self.is_finished.load(Ordering::SeqCst) || self.wait(Some(Instant::now())).is_some()
     }
@@ -313,7 +315,7 @@ pub unsafe extern "C" fn cvk_start(group: *const Group, call: *const Call, work:
         let started =
             Work::start(group.end.clone(), &limited(&group.group, call.timeout_ms), call, operation)?;
         // SAFETY: the caller promises it.
-        unsafe { put(work, Box::into_raw(Box::new(started)), "work") }?;
+        unsafe { put_handle(work, started, "work") }?;
         Ok(Status::Ok)
     })
 }

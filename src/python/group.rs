@@ -95,7 +95,7 @@ fn drop_kept() {
     kept.retain(|(work, _)| !work.is_done());
 }
 
-/// Notes a work, and forgets those that are gone.
+/// Notes a work, and removes the notes of those that are gone.
 fn note_started(work: &Arc<RawWork>) {
     let mut started = STARTED.lock().unwrap_or_else(PoisonError::into_inner);
     if started.len() == started.capacity() {
@@ -104,13 +104,13 @@ fn note_started(work: &Arc<RawWork>) {
     started.push(Arc::downgrade(work));
 }
 
-/// Gives up the works of operations that are not done, and leaks their arrays: the process ends, and the works would
+/// Detaches the works of operations that are not done, and leaks their arrays: the process ends, and the works would
 /// keep this rank in its groups.
 #[pyfunction]
-pub(crate) fn forget_works(py: Python<'_>) {
+pub(crate) fn detach_works(py: Python<'_>) {
     let started = std::mem::take(&mut *STARTED.lock().unwrap_or_else(PoisonError::into_inner));
     let kept = std::mem::take(&mut *KEPT.lock().unwrap_or_else(PoisonError::into_inner));
-    py.detach(|| started.iter().filter_map(Weak::upgrade).for_each(|work| work.forget()));
+    py.detach(|| started.iter().filter_map(Weak::upgrade).for_each(|work| work.detach()));
     kept.into_iter().for_each(|(_, arrays)| std::mem::forget(arrays));
 }
 

@@ -716,9 +716,9 @@ enum cvk_status cvk_init(const struct cvk_init_options *options, struct cvk_grou
 // `group` is valid or `NULL`; `memory` is writable.
 enum cvk_status cvk_alloc(const struct cvk_group *group, size_t bytes, struct cvk_memory **memory);
 
-// Lets the other ranks of the host access memory that the program has already: the `bytes` bytes at
-// `address`, which it has mapped from byte `offset` of the file `descriptor` on. Then an all-reduce of it
-// copies nothing, as with memory of `cvk_alloc`. All ranks of the group call it, each with its own memory.
+// Lets the other ranks of the host access memory that the program has already. The program has mapped `bytes`
+// bytes of the file `descriptor`, from byte `offset` on, at `address`. Then an all-reduce of this memory copies
+// nothing, as with memory of `cvk_alloc`. All ranks of the group call it, each with its own memory.
 //
 // `address` and `offset` are multiples of the page size. If a rank cannot share its memory, it stays private
 // on all ranks, as `cvk_memory_is_shared` tells. `cvk_memory_free` ends the sharing; the program removes its
@@ -727,9 +727,9 @@ enum cvk_status cvk_alloc(const struct cvk_group *group, size_t bytes, struct cv
 // After a failed operation on the memory, its pages are private and zero: the library replaces the mapping.
 //
 // Requirements:
-// `group` is valid or `NULL`; `memory` is writable. Until the handle is freed and all operations on the
-// memory are done, the mapping stays, shared, readable and writable, with all of its last page, and no
-// process makes the file shorter.
+// `group` is valid or `NULL`; `memory` is writable. The following holds until the handle is freed and all
+// operations on the memory are done. The mapping stays: shared, readable and writable, with all of its last
+// page. No process makes the file shorter.
 enum cvk_status cvk_adopt(const struct cvk_group *group,
                           int descriptor,
                           uint64_t offset,

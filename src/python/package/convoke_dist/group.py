@@ -134,7 +134,7 @@ _open: weakref.WeakSet[Group] = weakref.WeakSet()
 
 def _leave() -> None:
     """Leaves all groups before the process ends, so that other ranks do not take this one for dead."""
-    _core.forget_works()
+    _core.detach_works()
     for group in list(_open):
         group.close()
 
