@@ -85,7 +85,7 @@ def _collectives(rank, size):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_collectives_of_tensors(size):
-    launch(_rank, size, start_method="fork")(_collectives) if size > 1 else run(_one, 1)
+    run(_collectives if size > 1 else _one, size)
 
 
 def _one(rank, size):

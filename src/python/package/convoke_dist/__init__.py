@@ -11,46 +11,10 @@
 `python -m convoke_dist.run`, starts scripts on one or many machines, with torchrun's flags.
 """
 
+from . import errors, group, launch as _launch
 from ._core import Store, StoreServer, __version__
-from .errors import (
-    Aborted,
-    BootstrapFailed,
-    ConvokeError,
-    Destroyed,
-    Excluded,
-    Exhausted,
-    InvalidArgument,
-    Mismatch,
-    PeerLost,
-    ProtocolError,
-    StoreFailed,
-    Timeout,
-    Truncated,
-)
-from .group import Group, Message, Work, init
-from .launch import LaunchError, launch
+from .errors import *  # noqa: F403
+from .group import *  # noqa: F403
+from .launch import *  # noqa: F403
 
-__all__ = [
-    "Aborted",
-    "BootstrapFailed",
-    "ConvokeError",
-    "Destroyed",
-    "Excluded",
-    "Exhausted",
-    "Group",
-    "InvalidArgument",
-    "LaunchError",
-    "Message",
-    "Mismatch",
-    "PeerLost",
-    "ProtocolError",
-    "Store",
-    "StoreFailed",
-    "StoreServer",
-    "Timeout",
-    "Truncated",
-    "Work",
-    "__version__",
-    "init",
-    "launch",
-]
+__all__ = [*errors.__all__, *group.__all__, *_launch.__all__, "Store", "StoreServer", "__version__"]

@@ -8,24 +8,24 @@ from typing import Any, NamedTuple
 
 from .errors import InvalidArgument
 
-# The numbers of `cvk_type`, by the names of numpy and torch, with the size of an element in bytes.
-_TYPES = {
-    "int8": (0, 1),
-    "uint8": (1, 1),
-    "int16": (2, 2),
-    "uint16": (3, 2),
-    "int32": (4, 4),
-    "uint32": (5, 4),
-    "int64": (6, 8),
-    "uint64": (7, 8),
-    "float32": (8, 4),
-    "float64": (9, 8),
-    "float16": (10, 2),
-    "bfloat16": (11, 2),
-    "bool": (12, 1),
-    "complex64": (13, 8),
-    "complex128": (14, 16),
-}
+# The names of numpy and torch, in the order of the numbers of `cvk_type`.
+_TYPES = (
+    "int8",
+    "uint8",
+    "int16",
+    "uint16",
+    "int32",
+    "uint32",
+    "int64",
+    "uint64",
+    "float32",
+    "float64",
+    "float16",
+    "bfloat16",
+    "bool",
+    "complex64",
+    "complex128",
+)
 _FORMATS = {
     "b": "int8",
     "B": "uint8",
@@ -43,7 +43,6 @@ _FORMATS = {
     "l": f"int{8 * ctypes.sizeof(ctypes.c_long)}",
     "L": f"uint{8 * ctypes.sizeof(ctypes.c_long)}",
 }
-_TYPE_NAMES = [name for name, _ in sorted(_TYPES.items(), key=lambda item: item[1][0])]
 
 
 class Memory(NamedTuple):
@@ -54,17 +53,11 @@ class Memory(NamedTuple):
     type: int
     owner: Any
 
-    @property
-    def item_size(self) -> int:
-        return _TYPES[_TYPE_NAMES[self.type]][1]
-
 
 def type_number(name: str) -> int:
-    try:
-        return _TYPES[name][0]
-    except KeyError:
-        known = ", ".join(_TYPE_NAMES)
-        raise InvalidArgument(f"arrays of {name} cannot be sent; these types can: {known}") from None
+    if name not in _TYPES:
+        raise InvalidArgument(f"arrays of {name} cannot be sent; these types can: {', '.join(_TYPES)}")
+    return _TYPES.index(name)
 
 
 def describe(array: Any, writable: bool, what: str = "array") -> Memory:

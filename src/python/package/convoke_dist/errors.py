@@ -142,23 +142,7 @@ class StoreFailed(ConvokeError):
     code = "store"
 
 
-_CLASSES = {
-    made.code: made
-    for made in (
-        PeerLost,
-        Timeout,
-        Mismatch,
-        Aborted,
-        Exhausted,
-        ProtocolError,
-        Truncated,
-        BootstrapFailed,
-        Destroyed,
-        Excluded,
-        InvalidArgument,
-        StoreFailed,
-    )
-}
+_CLASSES = {made.code: made for made in ConvokeError.__subclasses__()}
 
 
 def from_json(text: str) -> ConvokeError:

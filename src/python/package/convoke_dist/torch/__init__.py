@@ -12,7 +12,6 @@ import atexit
 import functools
 import json
 import os
-import pathlib
 import secrets
 import socket
 import threading
@@ -52,10 +51,6 @@ def _underlying(store: Any) -> Any:
     return store
 
 
-def _boot_id() -> str:
-    return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 def _meet(opts: Any) -> tuple[str, str]:
     """Returns the name of a group, which no other group has, and the address of the store where its ranks meet.
 
@@ -74,13 +69,13 @@ def _meet(opts: Any) -> tuple[str, str]:
             # Ranks of other hosts can only share a file; a HashStore is of one process.
             server = _core.StoreServer("::" if isinstance(store, dist.FileStore) else "127.0.0.1", 0)
             _servers.append(server)
-            told |= {"boot": _boot_id(), "host": _core.host_address() or socket.gethostname(), "port": server.port}
+            told |= {"boot": _core.boot_id(), "host": _core.host_address() or socket.gethostname(), "port": server.port}
         opts.store.set(key, json.dumps(told))
     told = json.loads(opts.store.get(key).decode())
     if isinstance(store, dist.TCPStore):
         host, port = store.host, store.port
     else:
-        host, port = "127.0.0.1" if told["boot"] == _boot_id() else told["host"], told["port"]
+        host, port = "127.0.0.1" if told["boot"] == _core.boot_id() else told["host"], told["port"]
     return told["name"], f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

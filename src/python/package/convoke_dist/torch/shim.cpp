@@ -62,8 +62,6 @@ struct Operation {
     std::condition_variable changed;
     bool is_begun = false, is_finished = false;
     std::atomic<bool> is_done{false};
-    std::exception_ptr error;
-    int source = -1;
     ConvokeWork* work = nullptr;  // null after the work was destroyed
     c10::intrusive_ptr<c10::ivalue::Future> future;
     c10::IValue result;
@@ -76,32 +74,24 @@ using OperationPtr = std::shared_ptr<Operation>;
 // Finished operations and completed futures, for threads that may destroy tensors.
 class Finished {
   public:
-    void add(OperationPtr operation) {
+    void add(std::shared_ptr<void> kept) {
         std::lock_guard<std::mutex> lock(mutex_);
-        operations_.push_back(std::move(operation));
-        is_empty_ = false;
-    }
-    void add(c10::intrusive_ptr<c10::ivalue::Future> future) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        futures_.push_back(std::move(future));
+        kept_.push_back(std::move(kept));
         is_empty_ = false;
     }
     // Destroys them. Only threads that call the backend call this.
     void release() {
         if (is_empty_) return;
-        std::vector<OperationPtr> operations;
-        std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures;
+        std::vector<std::shared_ptr<void>> kept;  // destroyed after the lock is released
         std::lock_guard<std::mutex> lock(mutex_);
-        operations.swap(operations_);
-        futures.swap(futures_);
+        kept.swap(kept_);
         is_empty_ = true;
     }
 
   private:
     std::mutex mutex_;
     std::atomic<bool> is_empty_{true};
-    std::vector<OperationPtr> operations_;
-    std::vector<c10::intrusive_ptr<c10::ivalue::Future>> futures_;
+    std::vector<std::shared_ptr<void>> kept_;
 };
 
 // Never destroyed: threads of the runtime may use it while the process ends.
@@ -154,7 +144,7 @@ class FutureThread {
             } else {
                 task.future->markCompleted(std::move(task.result));
             }
-            finished().add(std::move(task.future));
+            finished().add(std::make_shared<c10::intrusive_ptr<c10::ivalue::Future>>(std::move(task.future)));
             lock.lock();
         }
     }
@@ -278,7 +268,6 @@ void complete(const OperationPtr& operation) {
     c10::IValue result;
     {
         std::lock_guard<std::mutex> lock(operation->mutex);
-        operation->error = error;
         if (operation->work) operation->work->end(error, static_cast<int>(message.source));
         future = std::move(operation->future);
         result = std::move(operation->result);
@@ -286,22 +275,20 @@ void complete(const OperationPtr& operation) {
         operation->changed.notify_all();
     }
     if (future) future_thread().complete(std::move(future), std::move(result), error);
-    finished().add(operation);
 }
 
 // Called by the runtime, once, when an operation is finished.
 void on_complete(void* context) {
     std::unique_ptr<OperationPtr> kept(static_cast<OperationPtr*>(context));
     OperationPtr operation = std::move(*kept);
+    bool is_begun;
     {
         std::lock_guard<std::mutex> lock(operation->mutex);
         operation->is_finished = true;
-        // The thread that begins it does the rest.
-        if (!operation->is_begun) {
-            return finished().add(std::move(operation));
-        }
+        is_begun = operation->is_begun;
     }
-    complete(operation);
+    // If it is not, the thread that begins it completes it.
+    if (is_begun) complete(operation);
     finished().add(std::move(operation));
 }
 
@@ -461,20 +448,14 @@ struct Call {
     }
     Call& send(const Tensor& tensor) { return send(tensor, tensor.numel()); }
     Call& send(const Tensor& tensor, int64_t count) {
-        const auto type = element_type(tensor);
-        raw.dtype = type.type;
         raw.send = tensor.const_data_ptr();
-        raw.send_count = static_cast<size_t>(count * type.times);
-        tensors.push_back(tensor);
+        raw.send_count = keep(tensor, count);
         return *this;
     }
     Call& recv(const Tensor& tensor) { return recv(tensor, tensor.numel()); }
     Call& recv(const Tensor& tensor, int64_t count) {
-        const auto type = element_type(tensor);
-        raw.dtype = type.type;
         raw.recv = tensor.mutable_data_ptr();
-        raw.recv_count = static_cast<size_t>(count * type.times);
-        tensors.push_back(tensor);
+        raw.recv_count = keep(tensor, count);
         return *this;
     }
     Call& by(const c10d::ReduceOp& op, const Tensor& like) {
@@ -490,6 +471,13 @@ struct Call {
     }
 
   private:
+    // Keeps a tensor as long as the call. Returns the number of elements of the call's type for `count` of the tensor's.
+    size_t keep(const Tensor& tensor, int64_t count) {
+        const auto type = element_type(tensor);
+        raw.dtype = type.type;
+        tensors.push_back(tensor);
+        return static_cast<size_t>(count * type.times);
+    }
     void set_factor(const c10d::ReduceOp& op, const Tensor& like) {
         const auto* supplement = static_cast<c10d::PreMulSumSupplement*>(op.supplement_.get());
         TORCH_CHECK(supplement, "PREMUL_SUM has no factor");
@@ -816,7 +804,7 @@ class ConvokeBackend final : public c10d::Backend {
     WorkPtr send(Tensors& tensors, int to, int tag) override {
         Call call(CVK_KIND_SEND, to, tag);
         call.send(in_one_piece(only(tensors)));
-        return begin(OpType::SEND, TITLE("send"), call, tensors, {tensors}, options_->timeout, false);
+        return begin(OpType::SEND, TITLE("send"), call, tensors, {tensors}, options_->timeout);
     }
     WorkPtr recv(Tensors& tensors, int from, int tag) override {
         return receive(tensors, from, tag, OpType::RECV, TITLE("recv"));
@@ -965,7 +953,7 @@ class ConvokeBackend final : public c10d::Backend {
         Call call(CVK_KIND_RECV, from, tag);
         call.recv(target.memory);
         if (target.is_copied) call.then([target] { target.deliver(); });
-        return begin(type, title, call, tensors, {tensors}, options_->timeout, false);
+        return begin(type, title, call, tensors, {tensors}, options_->timeout);
     }
 
     // Carries out a call without a work.
@@ -981,7 +969,7 @@ class ConvokeBackend final : public c10d::Backend {
         const auto timeout = limit(opts.timeout);
         seq_++;
         if (opts.asyncOp || is_coalescing_) {
-            return begin(type, title, std::move(call), inputs, std::move(results), timeout, true);
+            return begin(type, title, std::move(call), inputs, std::move(results), timeout);
         }
         finished().release();
         auto work = c10::make_intrusive<ConvokeWork>(type, title, inputs, std::move(results), seq_);
@@ -997,7 +985,7 @@ class ConvokeBackend final : public c10d::Backend {
     }
 
     WorkPtr begin(OpType type, const char* title, Call call, const Tensors& inputs, std::vector<Tensors> results,
-                  Milliseconds timeout, bool /* is_collective */) {
+                  Milliseconds timeout) {
         finished().release();
         auto work = c10::make_intrusive<ConvokeWork>(type, title, inputs, std::move(results), seq_);
         auto operation = std::make_shared<Operation>();
