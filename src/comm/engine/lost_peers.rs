@@ -4,7 +4,7 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use super::liveness::{Evidence, Verdict};
+use super::liveness::{Decision, Evidence};
 use super::peer::Peer;
 use super::state::Engine;
 use crate::collectives::plan::Algorithm;
@@ -96,12 +96,12 @@ impl Engine {
         let (peers, addresses) = (&*self.peers, &*self.settings.addresses);
         let connections = Connections { peers, addresses, has_agent: self.links.has_agent() };
         match self.liveness.check(now, is_moving, &connections) {
-            Some(Verdict::Ask(ranks)) => {
+            Some(Decision::Ask(ranks)) => {
                 // The kernels of the other hosts acknowledge the query even if no process reads it.
                 let query = self.wait_query();
                 ranks.iter().for_each(|&rank| self.send_control(rank, &query, &[]));
             }
-            Some(Verdict::Lost { rank, how }) => self.fail_for(Cause::PeerLost { rank, how }),
+            Some(Decision::Lost { rank, how }) => self.fail_for(Cause::PeerLost { rank, how }),
             None => {}
         }
     }

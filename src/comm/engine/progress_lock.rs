@@ -144,7 +144,8 @@ pub(crate) struct Inner<E: Drive> {
     /// Number of callers that wait for the progress lock.
     callers: AtomicUsize,
     closing: AtomicBool,
-    /// How often callers took the progress lock, so that the background thread sees whether they drive.
+    /// The number of times that callers took the progress lock. By it the background thread sees whether they
+    /// drive.
     acquisitions: AtomicUsize,
     /// True while the background thread sleeps without a timeout because no nonblocking operation is pending.
     idle: AtomicBool,

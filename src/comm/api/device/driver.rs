@@ -98,7 +98,7 @@ pub(super) fn bind(context: &CudaContext) -> Result<(), DriverError> {
     context.bind_to_thread().or_else(|_| context.bind_to_thread())
 }
 
-/// Whether the driver is installed, with all functions that are called.
+/// The result of the check that the driver is installed, with all functions that are called.
 #[allow(unsafe_code)]
 static CHECKED: LazyLock<Result<(), DeviceError>> = LazyLock::new(|| {
     // SAFETY: opens the driver, as every program that uses it does.

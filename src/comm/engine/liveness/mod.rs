@@ -20,7 +20,7 @@ const ACKNOWLEDGEMENT_TIMEOUT: Duration = Duration::from_millis(500);
 /// Interval at which acknowledgements are looked for. No event reports one.
 const ACKNOWLEDGEMENT_INTERVAL: Duration = Duration::from_millis(5);
 
-/// What is known of the lives of the other ranks of a group.
+/// Keeps which ranks of a group have left or are lost.
 #[derive(Debug)]
 pub(super) struct Liveness {
     me: usize,
@@ -51,7 +51,7 @@ struct Suspicion {
     awaits: Awaits,
 }
 
-/// What must come before [`Suspicion::until`].
+/// The event that must come before [`Suspicion::until`].
 #[derive(Debug)]
 enum Awaits {
     /// The launcher's report of how the rank ended.
@@ -60,7 +60,7 @@ enum Awaits {
     Acknowledgement(Vec<usize>),
 }
 
-/// What the connections and the launcher show.
+/// Tells what the connections and the launcher show.
 pub(super) trait Evidence {
     /// Returns whether the launcher may report how a rank ended.
     fn may_report_exits(&self) -> bool;
@@ -79,8 +79,9 @@ pub(super) trait Evidence {
     fn is_flushed(&self, rank: usize) -> bool;
 }
 
+/// The result of [`Liveness::check`].
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum Decision {
     /// Send a frame to these ranks, so that their hosts acknowledge it.
     Ask(Vec<usize>),
     Lost {
@@ -135,7 +136,7 @@ impl Liveness {
         now: Instant,
         is_moving: bool,
         evidence: &impl Evidence,
-    ) -> Option<Verdict> {
+    ) -> Option<Decision> {
         let suspicion = self.suspicion.take().or_else(|| self.suspect(now, is_moving))?;
         match &suspicion.awaits {
             Awaits::ExitReport if now >= suspicion.until || !evidence.may_report_exits() => {
@@ -144,13 +145,13 @@ impl Liveness {
             Awaits::Acknowledgement(asked) => {
                 let Suspicion { rank, ref how, since, until, .. } = suspicion;
                 if asked.iter().any(|&asked| self.has_acknowledged(asked, since, now, evidence)) {
-                    return Some(Verdict::Lost { rank, how: how.clone() });
+                    return Some(Decision::Lost { rank, how: how.clone() });
                 }
                 if now >= until {
                     let what = "no other host receives from it, or it receives from none: is it partitioned \
                                 from the network?";
                     let how = LossReason::Unreachable { what: what.to_owned() };
-                    return Some(Verdict::Lost { rank: self.me, how });
+                    return Some(Decision::Lost { rank: self.me, how });
                 }
             }
             Awaits::ExitReport => {}
@@ -181,7 +182,7 @@ impl Liveness {
 
     /// Returns that the rank is lost, or asks other hosts whether this rank is cut off. Without that
     /// question, a rank that is cut off would report others. It cannot be decided without a third host.
-    fn doubt(&mut self, suspicion: Suspicion, now: Instant, evidence: &impl Evidence) -> Verdict {
+    fn doubt(&mut self, suspicion: Suspicion, now: Instant, evidence: &impl Evidence) -> Decision {
         let Suspicion { rank, how, since, .. } = suspicion;
         // The peer may have closed the connection because it received nothing from this rank, but only after
         // `peer_timeout`. On an idle connection, the kernel sends and acknowledges a probe each second.
@@ -197,11 +198,11 @@ impl Liveness {
         let others: Vec<usize> =
             if is_remote { (0..self.peers.len()).filter(is_elsewhere).collect() } else { Vec::new() };
         if others.is_empty() {
-            return Verdict::Lost { rank, how };
+            return Decision::Lost { rank, how };
         }
         let (until, awaits) = (now + ACKNOWLEDGEMENT_TIMEOUT, Awaits::Acknowledgement(others.clone()));
         self.suspicion = Some(Suspicion { rank, how, since, until, awaits });
-        Verdict::Ask(others)
+        Decision::Ask(others)
     }
 
     /// Returns whether the host of `rank` receives from this rank. Incoming data would prove only the other

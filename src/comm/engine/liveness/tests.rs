@@ -57,7 +57,7 @@ struct Group {
     /// The cause of the first rank that could reach the store, which is on host 0.
     agreed: Option<usize>,
     /// For each rank, the rank that it believes to be lost, and since when.
-    verdicts: Vec<Option<(Millis, usize)>>,
+    decisions: Vec<Option<(Millis, usize)>>,
 }
 
 /// What one rank observes.
@@ -84,10 +84,10 @@ impl Group {
             (random.below(hosts.len()), (at(random), how))
         });
         let ended = ended.collect();
-        let (asked, verdicts) = (vec![None; hosts.len()], vec![None; hosts.len()]);
+        let (asked, decisions) = (vec![None; hosts.len()], vec![None; hosts.len()]);
         let has_agent = random.below(2) == 0;
         let events = BTreeMap::new();
-        let mut group = Self { hosts, ended, cut, has_agent, asked, events, agreed: None, verdicts };
+        let mut group = Self { hosts, ended, cut, has_agent, asked, events, agreed: None, decisions };
         for (a, b) in group.pairs() {
             group.plan_connection(a, b, random);
         }
@@ -140,7 +140,7 @@ impl Group {
     fn decide(&mut self, me: usize, now: Millis, lost: usize, random: &mut Random) {
         let reaches_store = self.cut.is_none_or(|cut| (cut.host == self.hosts[me]) == (cut.host == 0));
         let lost = if reaches_store { *self.agreed.get_or_insert(lost) } else { lost };
-        self.verdicts[me] = Some((now, lost));
+        self.decisions[me] = Some((now, lost));
         for other in (0..self.hosts.len()).filter(|&other| other != me) {
             if self.lost_from(me, other).is_none_or(|from| now < from) {
                 self.send(other, now, random, Event::Abort(lost));
@@ -171,7 +171,7 @@ impl Group {
                     Event::DataClosed(peer) => liveness.on_data_closed(peer, at, "closed".to_owned()),
                     Event::ExitReport(lost) | Event::Abort(lost) => {
                         let has_ended = self.ended.get(&me).is_some_and(|&(at, _)| at <= now);
-                        if self.verdicts[me].is_none() && !has_ended {
+                        if self.decisions[me].is_none() && !has_ended {
                             self.decide(me, now, lost, random);
                         }
                     }
@@ -179,14 +179,15 @@ impl Group {
             }
             for (me, liveness) in ranks.iter_mut().enumerate() {
                 let has_ended = self.ended.get(&me).is_some_and(|&(at, _)| at <= now);
-                if has_ended || self.verdicts[me].is_some() || random.below(4) == 0 {
+                if has_ended || self.decisions[me].is_some() || random.below(4) == 0 {
                     continue;
                 }
-                let verdict = liveness.check(time(now), random.below(3) == 0, &View { group: self, me, now });
+                let decision =
+                    liveness.check(time(now), random.below(3) == 0, &View { group: self, me, now });
                 assert!(liveness.wake_at(time(now)).is_none_or(|at| at > time(now)), "rank {me} spins");
-                match verdict {
-                    Some(Verdict::Ask(_)) => self.asked[me] = Some(now),
-                    Some(Verdict::Lost { rank, .. }) => self.decide(me, now, rank, random),
+                match decision {
+                    Some(Decision::Ask(_)) => self.asked[me] = Some(now),
+                    Some(Decision::Lost { rank, .. }) => self.decide(me, now, rank, random),
                     None => {}
                 }
             }
@@ -209,7 +210,7 @@ impl Group {
             let is_struck = |&other: &usize| {
                 self.unacknowledged_from(me, other).is_some() || self.cut.is_none() && self.is_lost(other)
             };
-            let Some((at, named)) = self.verdicts[me] else {
+            let Some((at, named)) = self.decisions[me] else {
                 let struck = ranks.clone().filter(|&other| other != me).find(is_struck);
                 assert_eq!(struck, None, "rank {me} does not notice the loss: {self:?}");
                 continue;
@@ -223,7 +224,8 @@ impl Group {
         // Ranks that cannot reach the store, which is on host 0, agree with nobody.
         let agreeing =
             ranks.filter(|&rank| self.cut.is_none_or(|cut| cut.host != 0 && cut.host != self.hosts[rank]));
-        let mut named = agreeing.filter(stays).filter_map(|rank| self.verdicts[rank]).map(|(_, named)| named);
+        let mut named =
+            agreeing.filter(stays).filter_map(|rank| self.decisions[rank]).map(|(_, named)| named);
         let first = named.next();
         assert!(named.all(|named| Some(named) == first), "ranks name different ranks: {self:?}");
     }
@@ -277,24 +279,24 @@ fn pair(has_agent: bool) -> Group {
         asked: vec![None; 2],
         events: BTreeMap::new(),
         agreed: None,
-        verdicts: vec![None; 2],
+        decisions: vec![None; 2],
     }
 }
 
-fn lost(rank: usize, how: LossReason) -> Option<Verdict> {
-    Some(Verdict::Lost { rank, how })
+fn lost(rank: usize, how: LossReason) -> Option<Decision> {
+    Some(Decision::Lost { rank, how })
 }
 
 #[test]
 fn launcher_has_60_ms_to_report_how_a_rank_ended() {
     let start = Instant::now();
     let after = |millis| start + Duration::from_millis(millis);
-    for (has_agent, verdict) in [(true, None), (false, lost(1, LossReason::Disconnected))] {
+    for (has_agent, decision) in [(true, None), (false, lost(1, LossReason::Disconnected))] {
         let (group, mut liveness) =
             (pair(has_agent), Liveness::new(0, 2, Duration::from_millis(PEER_TIMEOUT)));
         liveness.on_control_closed(1, start, LossReason::Disconnected);
         let view = View { group: &group, me: 0, now: 0 };
-        assert_eq!(liveness.check(after(1), false, &view), verdict);
+        assert_eq!(liveness.check(after(1), false, &view), decision);
         if has_agent {
             assert_eq!(liveness.wake_at(after(1)), Some(after(61)));
             assert_eq!(liveness.check(after(60), false, &view), None);
@@ -323,8 +325,8 @@ fn data_that_moves_delays_the_detection_by_50_ms() {
     let view = View { group: &group, me: 0, now: 0 };
     liveness.on_control_closed(1, start, LossReason::Disconnected);
     assert_eq!(liveness.check(start + Duration::from_millis(49), true, &view), None);
-    let verdict = liveness.check(start + Duration::from_millis(50), true, &view);
-    assert_eq!(verdict, lost(1, LossReason::Disconnected));
+    let decision = liveness.check(start + Duration::from_millis(50), true, &view);
+    assert_eq!(decision, lost(1, LossReason::Disconnected));
 }
 
 #[test]
