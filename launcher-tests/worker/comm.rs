@@ -47,7 +47,11 @@ pub(super) fn run(arguments: &[&str]) -> Result<(), Box<dyn Error>> {
             });
             world.all_reduce(&mut vec![1.0_f32; if scenario == "function" { 8 } else { 1 << 20 }], waits)?;
         }
-        "mismatch" => sum(&world, if is_outlier { 7 } else { 8 })?,
+        "mismatch" => {
+            // All ranks have left the barrier before one makes another call than the others.
+            meet(directory, world.rank(), world.size())?;
+            sum(&world, if is_outlier { 7 } else { 8 })?;
+        }
         // Rank 0 waits for a message from the outlier in their common group. The outlier waits for rank 0
         // in the world.
         "groups" => {
@@ -85,8 +89,19 @@ fn sum(world: &World, count: usize) -> Result<(), CommError> {
 }
 
 fn wait_for_go(directory: &Path) -> Result<(), Box<dyn Error>> {
+    wait_for_file(&directory.join("go"))
+}
+
+/// Waits until all ranks have called this, without a call of the group.
+fn meet(directory: &Path, rank: usize, size: usize) -> Result<(), Box<dyn Error>> {
+    let place = |rank: usize| directory.join(format!("met-{rank}"));
+    std::fs::write(place(rank), "")?;
+    (0..size).try_for_each(|rank| wait_for_file(&place(rank)))
+}
+
+fn wait_for_file(path: &Path) -> Result<(), Box<dyn Error>> {
     let deadline = Instant::now() + TEST_TIMEOUT;
-    while !directory.join("go").exists() {
+    while !path.exists() {
         if Instant::now() > deadline {
             return Err("waited in vain".into());
         }
