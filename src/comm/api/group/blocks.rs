@@ -248,9 +248,10 @@ pub(super) fn reduce_scatter_buffers<'a>(
     own: Range<usize>,
 ) -> BorrowedBuffer<'a> {
     recv.copy_from(send.part(own.clone()));
-    let buffer = BorrowedBuffer::default().with_mut(own.start, recv);
+    let buffer = BorrowedBuffer::default();
     if copied {
-        return buffer.with_scratch_around(own, Scratch::of(send));
+        return buffer.with_mut(own.start, recv).with_scratch_around(own, Scratch::of(send));
     }
-    buffer.with_ref(0, send.part(0..own.start)).with_ref(own.end, send.part(own.end..send.len()))
+    let (before, behind) = (send.part(0..own.start), send.part(own.end..send.len()));
+    buffer.with_ref(0, before).with_mut(own.start, recv).with_ref(own.end, behind)
 }

@@ -104,7 +104,13 @@ impl Conn {
 
     /// Sends bytes from the front of `parts`. Returns their number, 0 if the link can take none now.
     pub(crate) fn send(&mut self, parts: &[IoSlice<'_>]) -> Result<usize, ConnError> {
-        retry(|| self.link.try_send(parts))
+        loop {
+            match self.link.try_send(parts) {
+                Ok(bytes) => return Ok(bytes),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(0),
+                Err(error) => check_interrupted(error)?,
+            }
+        }
     }
 
     /// Reads and discards available bytes. Returns true if the peer has closed its end or the link failed.
@@ -137,24 +143,24 @@ impl DerefMut for Conn {
 }
 
 fn recv(link: &mut dyn Link, into: &mut [u8]) -> Result<usize, ConnError> {
-    retry(|| match link.try_recv(into) {
-        Ok(0) => Err(io::ErrorKind::BrokenPipe.into()),
-        received => received,
-    })
+    loop {
+        match link.try_recv(into) {
+            Ok(0) => return Err(ConnError::Closed),
+            Ok(bytes) => return Ok(bytes),
+            // Checked first: a rank that waits asks again and again.
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(0),
+            Err(error) => check_interrupted(error)?,
+        }
+    }
 }
 
-/// Repeats `attempt` while it is interrupted. Returns 0 if it would have to wait.
-fn retry(mut attempt: impl FnMut() -> io::Result<usize>) -> Result<usize, ConnError> {
-    loop {
-        match attempt() {
-            Ok(bytes) => return Ok(bytes),
-            Err(error) => match error.kind() {
-                io::ErrorKind::WouldBlock => return Ok(0),
-                io::ErrorKind::Interrupted => {}
-                io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => return Err(ConnError::Closed),
-                _ => return Err(ConnError::Failed(error)),
-            },
-        }
+/// Returns an error unless an attempt was only interrupted.
+#[cold]
+fn check_interrupted(error: io::Error) -> Result<(), ConnError> {
+    match error.kind() {
+        io::ErrorKind::Interrupted => Ok(()),
+        io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => Err(ConnError::Closed),
+        _ => Err(ConnError::Failed(error)),
     }
 }
 
