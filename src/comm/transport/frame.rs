@@ -1,10 +1,10 @@
 //! The header of every frame that ranks send to each other. Pure: it converts bytes to values and back.
 //!
-//! Little endian, 80 bytes:
+//! Little endian, 64 bytes, one cache line:
 //!
 //! ```text
 //!  0  magic "CVK1"     8  generation (16)   32  seq (8)            56  len (8)
-//!  4  version         24  group (8)         40  call (16)          64  reserved (16), zero
+//!  4  version         24  group (8)         40  call (16)
 //!  5  kind
 //!  6  flags (2), zero
 //! ```
@@ -17,9 +17,9 @@ use convoke_env::Generation;
 /// First bytes of every frame.
 pub(crate) const MAGIC: [u8; 4] = *b"CVK1";
 /// Protocol version of all traffic between ranks.
-pub(crate) const VERSION: u8 = 3;
+pub(crate) const VERSION: u8 = 4;
 /// Size of a header in bytes.
-pub(crate) const HEADER_BYTES: usize = 80;
+pub(crate) const HEADER_BYTES: usize = 64;
 /// Longest payload, in bytes, of a frame that is buffered instead of received into a posted buffer.
 pub(crate) const CONTROL_PAYLOAD_BYTES: usize = 4096;
 
@@ -160,7 +160,7 @@ impl Frame {
             return Err(FrameError::Version(bytes[4]));
         }
         let kind = Kind::from_wire(bytes[5]).ok_or(FrameError::Kind(bytes[5]))?;
-        if bytes[6..8].iter().chain(&bytes[64..]).any(|&byte| byte != 0) {
+        if bytes[6..8] != [0, 0] {
             return Err(FrameError::Reserved(kind));
         }
         let len = u64::from_le_bytes(bytes_at(bytes, 56));
@@ -218,13 +218,12 @@ pub(crate) mod tests {
         };
         #[rustfmt::skip]
         let bytes = [
-            b'C', b'V', b'K', b'1', 3, 7, 0, 0,
+            b'C', b'V', b'K', b'1', 4, 7, 0, 0,
             0xA0, 0xA1, 0xA2, 0xA3, 0xA4, 0xA5, 0xA6, 0xA7, 0xA8, 0xA9, 0xAA, 0xAB, 0xAC, 0xAD, 0xAE, 0xAF,
             1, 2, 3, 4, 5, 6, 7, 8,
             0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x17, 0x18,
             0xC0, 0xC1, 0xC2, 0xC3, 0xC4, 0xC5, 0xC6, 0xC7, 0xC8, 0xC9, 0xCA, 0xCB, 0xCC, 0xCD, 0xCE, 0xCF,
             2, 1, 0, 0, 0, 0, 0, 0,
-            0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
         ];
         assert_eq!(frame.encode(), bytes);
         assert_eq!(Frame::decode(&bytes), Ok(frame));
@@ -271,7 +270,7 @@ pub(crate) mod tests {
         assert_eq!(with(5, 0), FrameError::Kind(0));
         assert_eq!(with(5, 19), FrameError::Kind(19));
         assert_eq!(with(6, 1), FrameError::Reserved(Kind::State));
-        assert_eq!(with(79, 1), FrameError::Reserved(Kind::State));
+        assert_eq!(with(7, 1), FrameError::Reserved(Kind::State));
         assert!(matches!(with(63, 0x80), FrameError::Length { .. }));
     }
 

@@ -65,7 +65,7 @@ fn with_scripted_peer<R: Send>(
     let address = listener.address().unwrap();
     let prefix = format!("convoke/default/{}", generation());
     let record = format!(
-        "{{\"version\":3,\"rank\":2,\"size\":3,\"address\":\"{address}\",\"host\":\"\",\"pid\":1,\"tuning\":\"{}\",\
+        "{{\"version\":4,\"rank\":2,\"size\":3,\"address\":\"{address}\",\"host\":\"\",\"pid\":1,\"tuning\":\"{}\",\
          \"token\":true,\"memory\":true}}",
         Algorithms::default()
     );

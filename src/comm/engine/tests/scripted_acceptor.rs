@@ -34,7 +34,7 @@ fn connect_error(answer: &[u8], stays: bool) -> CommError {
         });
         let theirs = store.get(format!("{prefix}/rank/1").as_bytes(), soon).unwrap();
         let ours = format!(
-            "{{\"version\":3,\"rank\":0,\"size\":2,\"address\":\"{address}\",\"host\":\"\",\"pid\":1,\"tuning\":\"{}\",\
+            "{{\"version\":4,\"rank\":0,\"size\":2,\"address\":\"{address}\",\"host\":\"\",\"pid\":1,\"tuning\":\"{}\",\
              \"token\":true,\"memory\":true}}",
             Algorithms::default()
         );

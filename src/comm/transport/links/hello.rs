@@ -286,16 +286,16 @@ mod tests {
         let ours = credentials(b"secret");
         assert_eq!(
             proof(&ours, Role::Connector),
-            "854182621869c834c3dddd9744fd47eb64821b574661aafd409f44ed6accec28"
+            "26a9ddaee86bd6daf8b6dba86a68ee7f9bd2e0caf9569f59df63163b34766c19"
         );
         assert_eq!(
             proof(&ours, Role::Acceptor),
-            "ad297f40e1eb92f9cc490654a70f9869725b7d152322fce433c6440b1b9306c7"
+            "9d92145b4cfdb3165672d51e4359407bb43cd7b2a631a4d0c95bb61d7b790a05"
         );
         let open = Credentials::new(None, Generation::from_bytes([1; 16]), 0);
         assert_eq!(
             proof(&open, Role::Connector),
-            "0e5f84f4b305eebbbf4bfc901f6fe2d7c99f21c02397b110e5a0766f7fdbd694"
+            "3f4ea567ba7f44f272d653c3b4bdabbab18dfb1eebcc9fac951ba555d51221af"
         );
     }
 
