@@ -63,6 +63,11 @@ def wait_for(name):
     while not os.path.exists(f'{JOB}/{name}'):
         time.sleep(0.01)
     return open(f'{JOB}/{name}').read()
+def ended(pid):
+    try:
+        return open(f'/proc/{pid}/stat').read().split()[2] == 'Z'
+    except FileNotFoundError:
+        return True
 def account(message, stamp):
     text = {'message': {'message': message, 'extraInfo': {'py_callstack': message, 'timestamp': str(int(stamp))}}}
     with open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w') as f:
@@ -121,8 +126,10 @@ const CASES: &[Case] = &[
     // The rank that failed first
     case(
         "skewed clock in an error file", 0, "exit",
-        "py\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nif RANK == 0:\n    wait_for('ready')\n    sys.exit(7)\ntouch('ready')\n\
-         while os.getppid() and not os.path.exists(f'{JOB}/late'):\n    time.sleep(0.3)\n    touch('late')\naccount('KeyError: late', 978307200)\nsys.exit(1)",
+        "py\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nif RANK == 0:\n    touch('first', str(os.getpid()))\n    wait_for('ready')\n    sys.exit(7)\n\
+         pid = int(wait_for('first'))\ntouch('ready')\n\
+         while not ended(pid): time.sleep(0.01)\n\
+         time.sleep(0.3)\naccount('KeyError: late', 978307200)\nsys.exit(1)",
     )
     .flags(&["--nproc-per-node=2", "--monitor-interval=5"]),
     case(
@@ -135,7 +142,7 @@ const CASES: &[Case] = &[
         .expect_text(&["exited with code 0 while the others continued"]),
     case(
         "a consequence that is seen first", 0, "exception",
-        "py\nconnected()\nif RANK == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    touch('deaf')\n    peer.close()\n    pid = int(wait_for('lost'))\n    while os.path.exists(f'/proc/{pid}'): time.sleep(0.01)\n    raise ValueError('the reason')\n\
+        "py\nconnected()\nif RANK == 0:\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    touch('deaf')\n    peer.close()\n    pid = int(wait_for('lost'))\n    while not ended(pid): time.sleep(0.01)\n    raise ValueError('the reason')\n\
          wait_for('deaf')\ntry:\n    peer.recv(1)\n    peer.sendall(b'x')\n    peer.recv(1)\nfinally:\n    touch('lost', str(os.getpid()))",
     )
     .flags(&["--nproc-per-node=2"])
