@@ -4,6 +4,7 @@
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
+use super::completion::Completion;
 use super::liveness::{Decision, Evidence};
 use super::peer::Peer;
 use super::state::Engine;
@@ -129,7 +130,9 @@ impl Engine {
         let messages = (0..self.settings.size).filter(is_gone).find(waits);
         let mut others = (0..self.settings.size).filter(|&rank| rank != self.settings.me);
         let probed = self.any_source.probes.iter().filter_map(|probe| probe.from).find(is_gone);
-        let open = self.any_source_completions().next().and_then(|_| others.clone().next());
+        // Until a caller waits for the message, it may still send it to itself.
+        let is_awaited = |open: &&Completion| self.driver.has_waiter || open.is_awaited();
+        let open = self.any_source_completions().find(is_awaited).and_then(|_| others.clone().next());
         let nobody = open.filter(|_| others.all(|rank| is_gone(&rank)));
         awaited.next().or(messages).or(probed).or(nobody)
     }

@@ -4,6 +4,8 @@
 
 mod common;
 
+use std::sync::{Mutex, mpsc};
+
 use common::*;
 use convoke_comm::{Dtype, LossReason, Transfer, TransferType, bytemuck, wait_all};
 
@@ -439,6 +441,28 @@ fn rank_receives_from_itself_before_sending() {
             assert!(first == mine && second == large);
         });
     }
+}
+
+#[test]
+fn rank_receives_from_itself_after_the_others_have_left() {
+    let (tell, told) = mpsc::channel::<()>();
+    let (tell, told) = (Mutex::new(Some(tell)), Mutex::new(told));
+    run_ranks(2, |group| {
+        group.barrier().unwrap();
+        if group.rank() == 1 {
+            drop(group);
+            drop(tell.lock().unwrap().take());
+            return;
+        }
+        let any = group.start(op::recv_any(vec![0_i32; 2])).unwrap();
+        assert!(told.lock().unwrap().recv().is_err());
+        (0..1000).for_each(|_| assert!(!any.is_completed()));
+        group.send(&[1_i32, 2], 0, 0).unwrap();
+        assert_eq!(any.wait().unwrap().0, [1, 2]);
+        // Nobody can send what this waits for.
+        let error = group.recv_any(&mut [0_i32], 1).unwrap_err();
+        assert!(matches!(&error, CommError::PeerLost { rank: 1, .. }), "{error}");
+    });
 }
 
 #[test]
