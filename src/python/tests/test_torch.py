@@ -80,7 +80,9 @@ def _collectives(rank, size):
     dist.all_reduce(sparse)
     assert sparse.to_dense().tolist() == [1.0] * size + [2.0 * size]
     dist.barrier()
-    dist.monitored_barrier()
+    # Older ones have it for gloo alone, and the fallback in Python never.
+    if torch.__version__ >= "2.15" and convoke_dist.torch.mode() != "python":
+        dist.monitored_barrier()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from .errors import InvalidArgument
 
 # The names of numpy and torch, in the order of the numbers of `cvk_type`.
-_TYPES = (
+TYPES = (
     "int8",
     "uint8",
     "int16",
@@ -55,9 +55,9 @@ class Memory(NamedTuple):
 
 
 def type_number(name: str) -> int:
-    if name not in _TYPES:
-        raise InvalidArgument(f"arrays of {name} cannot be sent; these types can: {', '.join(_TYPES)}")
-    return _TYPES.index(name)
+    if name not in TYPES:
+        raise InvalidArgument(f"arrays of {name} cannot be sent; these types can: {', '.join(TYPES)}")
+    return TYPES.index(name)
 
 
 def describe(array: Any, writable: bool, what: str = "array") -> Memory:

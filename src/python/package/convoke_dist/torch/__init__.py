@@ -1,6 +1,6 @@
 """The backend "convoke" of torch.distributed.
 
-torch finds it by itself (torch 2.15 and later; before, import this module):
+torch finds it by itself:
 
     torch.distributed.init_process_group("convoke")                  # or "cpu:convoke,cuda:nccl"
     side = torch.distributed.new_group(backend="convoke")            # beside NCCL
@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import socket
+import sys
 import threading
 from typing import Any
 
@@ -23,7 +24,6 @@ from torch._C._distributed_c10d import ProcessGroup
 
 from .. import _core
 from ..errors import ConvokeError, from_json
-from . import _load
 
 __all__ = ["failure", "make_default", "mode", "register", "replace_gloo"]
 
@@ -34,15 +34,34 @@ _meetings: dict[str, int] = {}
 
 
 def mode() -> str:
-    """Loads the C++ part if it is not loaded, and returns how it was had: "prebuilt" or "compiled"."""
+    """Loads the C++ part if it is not loaded, and returns how it was had: "prebuilt" or "compiled".
+
+    If it cannot be had, returns "python": then groups are made in Python, which is slower and has less
+    (docs/guides/pytorch.md). Where CONVOKE_TORCH_SHIM asks for a C++ part, that is an error.
+    """
     global _mode
     with _lock:
         if _mode is None:
-            _mode = _load.load()
-            torch.ops.convoke.set_table(_core.api_table())
-            # Threads of the backend must not complete futures, which may run Python, once the interpreter ends.
-            atexit.register(torch.ops.convoke.stop)
+            _mode = _load_part()
     return _mode
+
+
+def _load_part() -> str:
+    from . import _load
+
+    try:
+        how = _load.load()
+    except _load.LoadError as error:
+        wanted = os.environ.get("CONVOKE_TORCH_SHIM")
+        if wanted not in (None, "", "python"):
+            raise
+        if wanted != "python":
+            print(f"convoke: groups are made in Python, which is slower and has less, because {error}", file=sys.stderr)
+        return "python"
+    torch.ops.convoke.set_table(_core.api_table())
+    # Threads of the backend must not complete futures, which may run Python, once the interpreter ends.
+    atexit.register(torch.ops.convoke.stop)
+    return how
 
 
 def _underlying(store: Any) -> Any:
@@ -81,16 +100,28 @@ def _meet(opts: Any) -> tuple[str, str]:
 
 def _create(opts: Any, _backend_options: object = None, *, is_gloo: bool = False) -> Any:
     """Makes the backend of a group; torch calls it. `is_gloo`: it takes the place of gloo."""
-    mode()
-    scratch = ProcessGroup(opts.store, opts.group_rank, opts.group_size)
+    how = mode()
     timeout = max(1, int(opts.timeout.total_seconds() * 1000))
     name, meeting = _meet(opts)
+    if how == "python":
+        return _create_in_python(opts, name, meeting, "gloo" if is_gloo else "convoke")
+    scratch = ProcessGroup(opts.store, opts.group_rank, opts.group_size)
     torch.ops.convoke.attach(scratch.boxed(), name, meeting, opts.group_rank, opts.group_size, timeout, is_gloo)
     return scratch._get_backend(torch.device("cpu"))
 
 
+def _create_in_python(opts: Any, name: str, meeting: str, backend: str) -> Any:
+    from ..group import init
+    from ._fallback import FallbackGroup
+
+    seconds = opts.timeout.total_seconds()
+    size, store = opts.group_size, meeting or "localhost:1"  # a group of one rank asks no store
+    group = init(store=store, rank=opts.group_rank, world_size=size, name=name, timeout=seconds, init_timeout=seconds)
+    return FallbackGroup(group, seconds, backend)
+
+
 def register() -> None:
-    """Registers the backend. torch calls it, by the entry point of this package."""
+    """Registers the backend. torch calls it, by the entry points of this package."""
     if "CONVOKE" not in dist.Backend._plugins:
         dist.Backend.register_backend("convoke", _create, extended_api=True, devices=["cpu"])
 
@@ -113,7 +144,10 @@ def replace_gloo() -> None:
 
 def failure(group: ProcessGroup | None = None) -> ConvokeError | None:
     """Returns the error that ended a group, with the rank and the cause; None if the group has not ended."""
-    text = torch.ops.convoke.failure((group or dist.group.WORLD).boxed())
+    group = group or dist.group.WORLD
+    if mode() == "python":
+        return getattr(group, "failure", None)
+    text = torch.ops.convoke.failure(group.boxed())
     return from_json(text) if text else None
 
 

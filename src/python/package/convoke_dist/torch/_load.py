@@ -1,7 +1,7 @@
 """Finds or compiles the C++ part of the backend, which must match the installed torch.
 
-Prebuilt parts for some minors of torch are in `shims/` of this folder. For another torch the part is compiled at first
-use and kept in the user's cache.
+Parts for the releases of some minors of torch are in `shims/` of this folder, compressed. For another torch the part is
+compiled. Either way the result is kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -9,19 +9,24 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import lzma
 import os
 import pathlib
-import shutil
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
-_FOLDER = pathlib.Path(__file__).parent
-_SOURCES = [_FOLDER / "shim.cpp", _FOLDER / "convoke.h"]
-_MINOR = ".".join(torch.__version__.split(".")[:2])
+from . import _compile
+
+_MINOR = tuple(int(number) for number in torch.__version__.split(".")[:2])
+_ABI = torch.compiled_with_cxx11_abi()
+# A build of torch's own, and not a nightly or somebody's build, whose C++ interface may differ.
+_IS_RELEASE = re.fullmatch(r"\d+\.\d+\.\d+(\+(cpu|cu\d+|rocm[\d.]+|xpu))?", torch.__version__) is not None
+_CHOICES = ("", "prebuilt", "compile", "python")
 
 
 class LoadError(RuntimeError):
@@ -29,46 +34,90 @@ class LoadError(RuntimeError):
 
 
 def load() -> str:
-    """Loads the C++ part, and returns how: "prebuilt" or "compiled".
+    """Loads the C++ part, and returns how it was had: "prebuilt" or "compiled".
 
-    CONVOKE_TORCH_SHIM chooses: "prebuilt" or "compile" allow only that, and a path loads that file.
+    CONVOKE_TORCH_SHIM chooses: "prebuilt" or "compile" allow only that, "python" neither, and a path loads that file.
     """
     wanted = os.environ.get("CONVOKE_TORCH_SHIM", "")
     if os.sep in wanted:
-        torch.ops.load_library(wanted)
+        _open(pathlib.Path(wanted))
         return "prebuilt"
-    prebuilt = _FOLDER / "shims" / f"convoke_torch-{_MINOR}.so"
-    if wanted != "compile" and prebuilt.exists():
-        torch.ops.load_library(str(prebuilt))
-        return "prebuilt"
-    if wanted == "prebuilt":
-        raise LoadError(f"this package has no C++ part for torch {_MINOR}: {prebuilt} does not exist")
-    torch.ops.load_library(str(compiled()))
-    return "compiled"
+    if wanted not in _CHOICES:
+        raise LoadError(f"CONVOKE_TORCH_SHIM is {wanted!r}: set a path, or one of {', '.join(_CHOICES[1:])}")
+    if wanted == "python":
+        raise LoadError("CONVOKE_TORCH_SHIM=python asks for none")
+    reasons = []
+    for how, part in {"prebuilt": prebuilt, "compiled": compiled}.items():
+        if wanted in ("", "compile" if how == "compiled" else how):
+            try:
+                _open(part())
+                return how
+            except (LoadError, OSError) as error:
+                reasons.append(str(error))
+    raise LoadError("; ".join(reasons))
+
+
+def _open(path: pathlib.Path) -> None:
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        raise LoadError(f"{path} does not load: {error}") from None
+
+
+def prebuilt() -> pathlib.Path:
+    """Returns the C++ part of this package for the installed torch."""
+    packed = _compile.FOLDER / "shims" / f"{_MINOR[0]}.{_MINOR[1]}.so.xz"
+    if not packed.exists():
+        raise LoadError(f"this package has no C++ part for torch {_MINOR[0]}.{_MINOR[1]}")
+    if not _IS_RELEASE or not _ABI:
+        raise LoadError(f"the package's C++ part is for releases of torch, and this is {torch.__version__}")
+    data = packed.read_bytes()
+    return _cached(hashlib.sha256(data), lambda path: path.write_bytes(lzma.decompress(data)))
 
 
 def compiled() -> pathlib.Path:
-    """Returns the C++ part from the cache; compiles it first if it is not there."""
-    name = f"convoke_torch-{_key()}.so"
+    """Returns the C++ part, compiled on this machine."""
+    if _MINOR < _compile.OLDEST:
+        oldest = ".".join(map(str, _compile.OLDEST))
+        raise LoadError(f"the backend needs torch {oldest} or newer, and this is {torch.__version__}")
+    digest = hashlib.sha256()
+    for part in (torch.__version__, torch.version.git_version, str(_ABI), os.uname().machine):
+        digest.update(f"{part}\n".encode())
+    for source in _compile.SOURCES:
+        digest.update(source.read_bytes())
+    return _cached(digest, _compile_to)
+
+
+def _compile_to(path: pathlib.Path) -> None:
+    compiler = _compile.compiler()
+    if compiler is None:
+        wanted = os.environ.get("CXX", "g++")
+        raise LoadError(f"there is no C++ compiler ({wanted}): install one, or use a torch for which a part is prebuilt")
+    print(f"convoke: compiling the backend for torch {torch.__version__}, once (about 30 s)", file=sys.stderr, flush=True)
+    root = pathlib.Path(torch.__file__).parent
+    command = _compile.command(compiler, root / "include", root / "lib", path, _ABI)
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        errors = [line for line in done.stdout.splitlines() if "error" in line] or done.stdout.splitlines()
+        listed = "\n".join(errors[:5])
+        raise LoadError(f"the C++ part does not compile with torch {torch.__version__}:\n{listed}")
+
+
+def _cached(digest: hashlib._Hash, make: Callable[[pathlib.Path], object]) -> pathlib.Path:
+    """Returns the file of this digest in the cache; makes it first if it is not there."""
     folder = _cache_folder()
-    path = folder / name
+    path = folder / f"convoke_torch-{digest.hexdigest()[:24]}.so"
     if path.exists():
         return path
-    with _locked(folder / f"{name}.lock"):
-        # Another process may have compiled it meanwhile.
+    with _locked(path.with_suffix(".lock")):
+        # Another process may have made it meanwhile.
         if not path.exists():
-            _compile(path)
+            with tempfile.TemporaryDirectory(dir=folder) as made:
+                part = pathlib.Path(made) / path.name
+                make(part)
+                # Processes that look for the file see it whole or not at all.
+                os.rename(part, path)
     return path
-
-
-def _key() -> str:
-    """Names the torch and the source for which a compiled part is good."""
-    digest = hashlib.sha256()
-    for part in (torch.__version__, torch.version.git_version, str(torch.compiled_with_cxx11_abi()), os.uname().machine):
-        digest.update(f"{part}\n".encode())
-    for source in _SOURCES:
-        digest.update(source.read_bytes())
-    return digest.hexdigest()[:24]
 
 
 def _cache_folder() -> pathlib.Path:
@@ -88,7 +137,7 @@ def _cache_folder() -> pathlib.Path:
             return folder
         except OSError as error:
             reasons.append(str(error))
-    raise LoadError(f"no folder for the compiled part ({'; '.join(reasons)}): set CONVOKE_CACHE to a folder of yours")
+    raise LoadError(f"no folder for the C++ part ({'; '.join(reasons)}): set CONVOKE_CACHE to a folder of yours")
 
 
 @contextlib.contextmanager
@@ -96,49 +145,3 @@ def _locked(path: pathlib.Path) -> Iterator[None]:
     with open(path, "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def compiler() -> str:
-    """Returns the C++ compiler."""
-    wanted = os.environ.get("CXX")
-    for name in [wanted] if wanted else ["g++", "c++", "clang++"]:
-        found = shutil.which(name)
-        if found:
-            return found
-    raise LoadError(f"there is no C++ compiler ({wanted or 'g++'}): install one, or use a torch for which a part is prebuilt")
-
-
-def command(output: pathlib.Path) -> list[str]:
-    """Returns the command that compiles the C++ part."""
-    root = pathlib.Path(torch.__file__).parent
-    return [
-        compiler(),
-        "-std=c++20",
-        "-O2",
-        "-g0",
-        "-fPIC",
-        "-shared",
-        "-fvisibility=hidden",
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-I{_FOLDER}",
-        f"-I{root / 'include'}",
-        f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}",
-        str(_SOURCES[0]),
-        f"-L{root / 'lib'}",
-        "-lc10",
-        "-ltorch_cpu",
-        "-o",
-        str(output),
-    ]
-
-
-def _compile(path: pathlib.Path) -> None:
-    print(f"convoke: compiling the backend for torch {torch.__version__}, once (about 30 s)", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = pathlib.Path(folder) / path.name
-        done = subprocess.run(command(made), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        if done.returncode != 0:
-            last = "\n".join(done.stdout.splitlines()[-20:])
-            raise LoadError(f"the C++ part does not compile with torch {torch.__version__}:\n{last}")
-        # Processes that look for the file see it whole or not at all.
-        os.rename(made, path)

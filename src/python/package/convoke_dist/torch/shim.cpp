@@ -6,6 +6,9 @@
 // A thread of the runtime must destroy no tensor: a tensor may belong to a Python object, and its release needs the
 // interpreter's lock, which a thread cannot take while the interpreter ends. So the callback of a finished operation
 // only marks it as done, and puts it into a list. Threads that call the backend empty the list.
+//
+// Prebuilt parts must load with glibc 2.28 and the C++ library of GCC 11. So this uses the wait of atomics, which is all in
+// headers, and not std::condition_variable, which asks for the library of GCC 12.
 
 #include "convoke.h"
 
@@ -17,14 +20,38 @@
 #include <torch/version.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <functional>
 #include <mutex>
 #include <thread>
 
+// The library's headers ask the glibc of the build machine for this (2.32), so that a program of one thread saves atomics.
+extern "C" {
+__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
+}
+
 namespace {
+
+// Differences between the minors of torch.
+#define TORCH_SINCE(minor) (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= (minor))
+#if TORCH_SINCE(13)
+using c10d::PreMulSumSupplement;
+#else
+using PreMulSumSupplement = c10d::NCCLPreMulSumSupplement;
+#endif
+#if TORCH_SINCE(14)
+#define OVERRIDE_SINCE_14 override
+#define COALESCED_AS(type) OpType::type
+#else
+#define OVERRIDE_SINCE_14
+#define COALESCED_AS(type) OpType::COALESCED
+#endif
+#if TORCH_SINCE(9)
+#define OVERRIDE_SINCE_9 override
+#else
+#define OVERRIDE_SINCE_9
+#endif
 
 using at::Tensor;
 using c10d::OpType;
@@ -59,7 +86,6 @@ struct Operation {
     std::function<void()> deliver;  // moves results to their place
     cvk_work* handle = nullptr;
     std::mutex mutex;
-    std::condition_variable changed;
     bool is_begun = false, is_finished = false;
     std::atomic<bool> is_done{false};
     ConvokeWork* work = nullptr;  // null after the work was destroyed
@@ -109,14 +135,14 @@ class FutureThread {
         if (is_stopped_) return leak(std::move(future), std::move(result));
         tasks_.push_back({std::move(future), std::move(result), std::move(error)});
         if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-        changed_.notify_one();
+        wake();
     }
     // Completes what is queued and ends the thread. The program calls this before the interpreter ends.
     void stop() {
         {
             std::lock_guard<std::mutex> lock(mutex_);
             is_stopped_ = true;
-            changed_.notify_one();
+            wake();
         }
         if (thread_.joinable()) thread_.join();
     }
@@ -131,11 +157,20 @@ class FutureThread {
         (void)future.release();
         new c10::IValue(std::move(result));
     }
+    void wake() {
+        events_++;
+        events_.notify_one();
+    }
     void run() {
-        std::unique_lock<std::mutex> lock(mutex_);
         for (;;) {
-            changed_.wait(lock, [this] { return is_stopped_ || !tasks_.empty(); });
-            if (tasks_.empty()) return;
+            const uint32_t seen = events_;
+            std::unique_lock<std::mutex> lock(mutex_);
+            if (tasks_.empty()) {
+                if (is_stopped_) return;
+                lock.unlock();
+                events_.wait(seen);
+                continue;
+            }
             Task task = std::move(tasks_.front());
             tasks_.pop_front();
             lock.unlock();
@@ -145,11 +180,10 @@ class FutureThread {
                 task.future->markCompleted(std::move(task.result));
             }
             finished().add(std::make_shared<c10::intrusive_ptr<c10::ivalue::Future>>(std::move(task.future)));
-            lock.lock();
         }
     }
     std::mutex mutex_;
-    std::condition_variable changed_;
+    std::atomic<uint32_t> events_{0};
     std::deque<Task> tasks_;
     std::thread thread_;
     bool is_stopped_ = false;
@@ -207,8 +241,7 @@ class ConvokeWork final : public c10d::Work {
                     "wait timed out after ", timeout.count(), " ms; the operation goes on, until its own time limit")));
             }
             // The thread that found the operation finished delivers its results.
-            std::unique_lock<std::mutex> lock(operation_->mutex);
-            operation_->changed.wait(lock, [this] { return operation_->is_done.load(); });
+            operation_->is_done.wait(false);
         }
         finished().release();
         if (auto error = exception()) std::rethrow_exception(error);
@@ -272,8 +305,8 @@ void complete(const OperationPtr& operation) {
         future = std::move(operation->future);
         result = std::move(operation->result);
         operation->is_done = true;
-        operation->changed.notify_all();
     }
+    operation->is_done.notify_all();
     if (future) future_thread().complete(std::move(future), std::move(result), error);
 }
 
@@ -479,7 +512,7 @@ struct Call {
         return static_cast<size_t>(count * type.times);
     }
     void set_factor(const c10d::ReduceOp& op, const Tensor& like) {
-        const auto* supplement = static_cast<c10d::PreMulSumSupplement*>(op.supplement_.get());
+        const auto* supplement = static_cast<PreMulSumSupplement*>(op.supplement_.get());
         TORCH_CHECK(supplement, "PREMUL_SUM has no factor");
         const auto type = like.scalar_type();
         const auto factor_type = type == at::kHalf || type == at::kBFloat16 ? at::kFloat : type;
@@ -559,8 +592,8 @@ class ConvokeBackend final : public c10d::Backend {
     ~ConvokeBackend() override { release_group(); }
 
     const std::string getBackendName() const override { return options_->backend; }
-    c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
-    void setTimeout(Milliseconds timeout) override { options_->timeout = timeout; }
+    c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() OVERRIDE_SINCE_9 { return options_; }
+    void setTimeout(Milliseconds timeout) OVERRIDE_SINCE_9 { options_->timeout = timeout; }
     uint64_t getSequenceNumberForGroup() override { return seq_; }
     bool supportsCoalescing() const override { return true; }
 
@@ -699,7 +732,7 @@ class ConvokeBackend final : public c10d::Backend {
         std::vector<WorkPtr> works;
         for (size_t i = 0; i < inputs.size(); i++)
             works.push_back(_allgather_base(outputs[i], inputs[i], asynchronous(opts)));
-        return joined(OpType::ALLGATHER_INTO_TENSOR_COALESCED, std::move(works), outputs, opts.asyncOp);
+        return joined(COALESCED_AS(ALLGATHER_INTO_TENSOR_COALESCED), std::move(works), outputs, is_async(opts));
     }
 
     WorkPtr gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
@@ -717,7 +750,7 @@ class ConvokeBackend final : public c10d::Backend {
         return carry_out(OpType::GATHER, TITLE("gather"), call, inputs, outputs, opts);
     }
 
-    WorkPtr gather_into_tensor(Tensor& output, Tensor& input, const c10d::GatherOptions& opts) override {
+    WorkPtr gather_into_tensor(Tensor& output, Tensor& input, const c10d::GatherOptions& opts) OVERRIDE_SINCE_14 {
         check_tensor(input);
         Call call(CVK_KIND_GATHER, opts.rootRank);
         call.send(in_one_piece(input));
@@ -766,7 +799,7 @@ class ConvokeBackend final : public c10d::Backend {
         std::vector<WorkPtr> works;
         for (size_t i = 0; i < inputs.size(); i++)
             works.push_back(_reduce_scatter_base(outputs[i], inputs[i], asynchronous(opts)));
-        return joined(OpType::REDUCE_SCATTER_TENSOR_COALESCED, std::move(works), outputs, opts.asyncOp);
+        return joined(COALESCED_AS(REDUCE_SCATTER_TENSOR_COALESCED), std::move(works), outputs, is_async(opts));
     }
 
     WorkPtr alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_splits,
@@ -860,9 +893,16 @@ class ConvokeBackend final : public c10d::Backend {
         return timeout == c10d::kUnsetTimeout || timeout.count() <= 0 ? options_->timeout : timeout;
     }
 
+    // torch 2.7 does not tell whether the program waits at once.
+    template <typename O>
+    static bool is_async(const O& opts) {
+        if constexpr (requires { opts.asyncOp; }) return opts.asyncOp;
+        return true;
+    }
+
     template <typename O>
     static O asynchronous(O opts) {
-        opts.asyncOp = true;
+        if constexpr (requires { opts.asyncOp; }) opts.asyncOp = true;
         return opts;
     }
 
@@ -968,7 +1008,7 @@ class ConvokeBackend final : public c10d::Backend {
                       const O& opts) {
         const auto timeout = limit(opts.timeout);
         seq_++;
-        if (opts.asyncOp || is_coalescing_) {
+        if (is_async(opts) || is_coalescing_) {
             return begin(type, title, std::move(call), inputs, std::move(results), timeout);
         }
         finished().release();
