@@ -115,3 +115,29 @@ fn workers_start_with_no_signal_blocked() {
     let ended = job.run(["--no-python", "grep", "SigBlk", "/proc/self/status"]).expect_exit_code(0);
     assert_eq!(ended.stdout, "SigBlk:\t0000000000000000\n");
 }
+
+#[test]
+fn as_gloo_is_refused_where_the_package_is_not_installed() {
+    let job = Job::new();
+    std::fs::write(
+        job.path("train.py"),
+        "import os\nopen('ran', 'w').write(os.environ['CONVOKE_AS_GLOO'])\n",
+    )
+    .unwrap();
+    let start = |flags: &[&str], packages: &str| {
+        let mut command = job.command(["--as-gloo"]);
+        command.args(flags).env("PYTHONPATH", job.path(packages));
+        job.start(command).wait()
+    };
+    let ended = start(&["train.py"], "none").expect_exit_code(1);
+    let (what, remedy) = ("--as-gloo needs the Python package convoke-dist", "-m pip install convoke-dist");
+    assert!(ended.stderr.contains(what) && ended.stderr.contains(remedy), "{}", ended.stderr);
+    assert!(!job.path("ran").exists());
+
+    std::fs::create_dir_all(job.path("packages/convoke_dist")).unwrap();
+    std::fs::write(job.path("packages/convoke_dist/__init__.py"), "").unwrap();
+    start(&["train.py"], "packages").expect_exit_code(0);
+    assert_eq!(std::fs::read_to_string(job.path("ran")).unwrap(), "1");
+    // A program that the launcher's Python does not run gets the variable alone.
+    start(&["--no-python", "sh", "-c", "test $CONVOKE_AS_GLOO = 1"], "none").expect_exit_code(0);
+}

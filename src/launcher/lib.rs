@@ -60,6 +60,11 @@ pub fn main() -> ExitCode {
     if args.is_on("dry-run") {
         return print(&dry_run::text(&config, &env));
     }
+    if config.as_gloo
+        && let Err(error) = config::package::check(&config.program)
+    {
+        return refuse(&error);
+    }
     let limits = Limits::raise();
     match limits.check(&config) {
         Ok(warnings) if config::is_quiet(&env) => drop(warnings),

@@ -59,6 +59,9 @@ pub(crate) fn variables(
     if let Some(threads) = omp_num_threads(parent("OMP_NUM_THREADS").is_some(), config.nproc_per_node) {
         set.push(("OMP_NUM_THREADS".into(), threads.into()));
     }
+    if config.as_gloo {
+        set.push(("CONVOKE_AS_GLOO".into(), "1".into()));
+    }
     if config.virtual_local_rank {
         let text = |name: &str| parent(name).map(|value| value.to_string_lossy().into_owned());
         let devices = visible_devices(&text, local_rank).map_err(|error| error.to_string())?;

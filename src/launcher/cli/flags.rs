@@ -137,6 +137,9 @@ pub(crate) const GROUPS: &[FlagGroup] = &[
             flag("bind", Value("KIND"),
                 "Spread workers over CPUs, with or without devices: node, socket, core-complex, core, none", "none")
                 .no_variable().convoke_only(),
+            flag("as-gloo", Nothing,
+                "convoke takes gloo's place in torch.distributed; needs the Python package convoke-dist", "")
+                .no_variable().convoke_only(),
             flag("pass-local-rank", MaybeValue("FORM"),
                 "Add --local-rank=N to SCRIPT's arguments: dash, underscore or both", "off")
                 .no_variable().convoke_only(),

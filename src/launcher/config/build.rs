@@ -107,6 +107,7 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
         signals_text: signals_text.to_owned(),
         shutdown_timeout,
         virtual_local_rank,
+        as_gloo: args.is_on("as-gloo"),
         gpus,
         cpus,
         own_sessions: nproc_per_node <= machine.cpu_count()

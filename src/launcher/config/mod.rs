@@ -12,6 +12,7 @@ mod machine;
 mod macros;
 mod numeric_flags;
 mod output;
+pub(crate) mod package;
 mod program;
 mod rdzv_conf;
 mod rendezvous_flags;

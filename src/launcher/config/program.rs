@@ -36,7 +36,7 @@ pub(super) fn program(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Res
         (args.is_on("module"), args.is_on("no-python"), args.is_on("run-path"));
     let script = &args.script;
     let mut argv: Vec<OsString> = Vec::new();
-    let mut assumed_python = false;
+    let (mut assumed_python, mut is_python) = (false, run_path);
     let mut title = script.display().to_string();
     if run_path {
         argv.extend([python(env, machine)?, "-u".into(), "-c".into(), RUN_PATH.into(), script.clone()]);
@@ -58,6 +58,7 @@ pub(super) fn program(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Res
                 if let Some(python) = env("PYTHON_EXEC").filter(|python| !python.is_empty()) {
                     title = python.display().to_string();
                 }
+                is_python = true;
                 argv.extend([python(env, machine)?, "-u".into()]);
                 argv.extend(module.then(|| "-m".into()));
                 assumed_python = !module
@@ -70,7 +71,7 @@ pub(super) fn program(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Res
     let index = argv.len();
     argv.extend(args.arguments.iter().cloned());
     let local_rank_argument = form.map(|(dash, underscore)| LocalRankArgument { index, dash, underscore });
-    Ok(Program { argv, local_rank_argument, title, assumed_python })
+    Ok(Program { argv, local_rank_argument, title, assumed_python, is_python })
 }
 
 /// Returns the command that runs SCRIPT without the chosen Python; `None` if that runs it.

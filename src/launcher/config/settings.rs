@@ -55,6 +55,8 @@ pub(crate) struct Config {
     pub(crate) shutdown_timeout: Duration,
     /// `--virtual-local-rank`: each worker has LOCAL_RANK 0 and sees one device.
     pub(crate) virtual_local_rank: bool,
+    /// `--as-gloo`: the Python package convoke-dist takes gloo's place in the workers.
+    pub(crate) as_gloo: bool,
     /// `--gpu-bind`, `--gpus-per-worker`: the environment variable that makes devices visible, and its value
     /// for each local rank. The list is empty if the workers see the same devices as the launcher.
     pub(crate) gpus: (&'static str, Vec<String>),
@@ -173,6 +175,8 @@ pub(crate) struct Program {
     /// True if SCRIPT is no existing file, no program in PATH, and not called `*.py`. Python then gets a name
     /// that may be no script.
     pub(crate) assumed_python: bool,
+    /// True if `argv[0]` is the Python that runs SCRIPT.
+    pub(crate) is_python: bool,
 }
 
 /// The arguments that `--pass-local-rank` adds.
