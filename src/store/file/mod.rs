@@ -39,6 +39,8 @@ pub struct FileStore {
     worker_count: Option<usize>,
     /// The store is being dropped: a file that was removed must not be created again.
     is_closing: bool,
+    /// The process that opened the store.
+    pid: u32,
     log: Mutex<Log>,
 }
 
@@ -55,7 +57,13 @@ impl FileStore {
         deadline: Instant,
     ) -> Result<FileStore, StoreError> {
         let path = path.as_ref().to_owned();
-        let store = FileStore { path, worker_count, is_closing: false, log: Mutex::default() };
+        let store = FileStore {
+            path,
+            worker_count,
+            is_closing: false,
+            pid: std::process::id(),
+            log: Mutex::default(),
+        };
         store.add_stored(Call::new("open", &[], deadline), OPEN_KEY, 1)?;
         Ok(store)
     }
@@ -69,7 +77,13 @@ impl FileStore {
     /// Returns the errors of [`open`](FileStore::open).
     pub fn rejoin(path: impl AsRef<Path>, key: &[u8], deadline: Instant) -> Result<FileStore, StoreError> {
         let path = path.as_ref().to_owned();
-        let store = FileStore { path, worker_count: None, is_closing: false, log: Mutex::default() };
+        let store = FileStore {
+            path,
+            worker_count: None,
+            is_closing: false,
+            pid: std::process::id(),
+            log: Mutex::default(),
+        };
         let key = stored_key(key)?;
         store.write(Call::new("open", &[], deadline), |log, out| {
             add_to(log, out, OPEN_KEY, 1)?;
@@ -218,6 +232,10 @@ impl FileStore {
 
 impl Drop for FileStore {
     fn drop(&mut self) {
+        if self.pid != std::process::id() {
+            // A forked child has a copy of this object; the store is still open in its parent.
+            return;
+        }
         self.is_closing = true;
         let call = Call::new("close", &[], Instant::now() + CLOSE_TIME);
         let closed = self.add_stored(call, CLOSED_KEY, 1);

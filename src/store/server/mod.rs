@@ -68,6 +68,8 @@ pub struct StoreServer {
     control: Arc<Control>,
     view: MemoryStore,
     thread: Option<JoinHandle<()>>,
+    /// The process that runs the thread.
+    pid: u32,
 }
 
 /// State shared by the event loop and the [`StoreServer`] that owns it.
@@ -113,7 +115,7 @@ impl StoreServer {
             .spawn(move || event_loop.run())
             .map_err(failed("start a thread"))?;
         let view = MemoryStore::of(shared, &addresses[0].to_string());
-        Ok(StoreServer { addresses, control, view, thread: Some(thread) })
+        Ok(StoreServer { addresses, control, view, thread: Some(thread), pid: std::process::id() })
     }
 
     /// Returns the port of the first address.
@@ -158,6 +160,10 @@ impl StoreServer {
 
 impl Drop for StoreServer {
     fn drop(&mut self) {
+        if self.pid != std::process::id() {
+            // A forked child has a copy of this object, and no thread of the server.
+            return std::mem::forget(self.thread.take());
+        }
         self.control.shared.shut_down();
         self.control.stopping.store(true, Ordering::Release);
         self.control.shared.wake_event_loop();
