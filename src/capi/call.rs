@@ -234,6 +234,14 @@ impl Call {
             return Ok(operation);
         }
         let dtype = number(&Dtype::ALL, self.dtype, "dtype")?;
+        let range = |at: usize, count: usize| at..at.saturating_add(count.saturating_mul(dtype.size_bytes()));
+        let (send, recv) =
+            (range(self.send.addr(), self.send_count), range(self.recv.addr(), self.recv_count));
+        if !self.send.is_null() && send.start.max(recv.start) < send.end.min(recv.end) {
+            let advice =
+                "pass no send buffer for an operation in place, where there is one, or copy the elements";
+            return Err(invalid(format!("send and recv overlap: {advice}")));
+        }
         // SAFETY: the caller promises it. The library only reads at `send`.
         unsafe {
             if !self.send.is_null() {
