@@ -17,6 +17,20 @@ def run(fn, nproc=3, *args):
     return launch(fn, nproc, start_method="fork")(*args)
 
 
+def test_forked_child_may_drop_the_objects_of_its_parent():
+    server = convoke_dist.StoreServer("127.0.0.1")
+    group = convoke_dist.init(store=f"127.0.0.1:{server.port}", rank=0, world_size=1)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        # The child's thread gets the address of the parent's.
+        own = convoke_dist.StoreServer("127.0.0.1")
+        del server, group, own
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    group.close()
+
+
 def _collectives():
     world = convoke_dist.init()
     rank, size = world.rank, world.size
@@ -126,6 +140,9 @@ def test_killed_rank_is_named_and_the_others_go_on_without_it():
     assert caught.value.rank == 1 and "SIGKILL" in str(caught.value) and caught.value.exit_code == -9
 
 
+SAME = np.ones(6)
+
+
 def _wrong():
     world = convoke_dist.init()
     for call, text in [
@@ -136,6 +153,8 @@ def _wrong():
         (lambda: world.all_reduce(np.ones(2), "average"), "no reduction 'average'"),
         (lambda: world.broadcast(np.ones(2), 99), "99"),
         (lambda: world.all_reduce(np.ones(2), out=np.ones(2, dtype="float32")), "one element type"),
+        (lambda: world.all_gather(SAME, SAME[:2]), "overlap"),
+        (lambda: world.all_reduce(SAME[:4], out=SAME[2:]), "overlap"),
         (lambda: world.all_to_all(np.ones(2), np.ones(2), send_counts=[1, 1]), "both send_counts and recv_counts"),
     ]:
         with pytest.raises(convoke_dist.InvalidArgument, match=text):

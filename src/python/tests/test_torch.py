@@ -13,23 +13,8 @@ torch = pytest.importorskip("torch")
 
 import convoke_dist  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from convoke_dist import launch  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
-
-
-def run(fn, nproc=2, *args):
-    """Runs `fn` as ranks of a group of the backend."""
-    return launch(_rank, nproc, start_method="fork")(fn, *args)
-
-
-def _rank(fn, *args):
-    torch.set_num_threads(1)
-    # No import of convoke_dist.torch: torch finds the backend by its entry point.
-    dist.init_process_group("convoke", timeout=datetime.timedelta(seconds=60))
-    try:
-        return fn(dist.get_rank(), dist.get_world_size(), *args)
-    finally:
-        dist.destroy_process_group()
+from torch_ranks import run  # noqa: E402
 
 
 def _collectives(rank, size):

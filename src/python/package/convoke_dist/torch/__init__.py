@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import ProcessGroup
 from .. import _core
 from ..errors import ConvokeError, from_json
 
-__all__ = ["failure", "make_default", "mode", "register", "replace_gloo"]
+__all__ = ["empty", "failure", "make_default", "mode", "register", "replace_gloo"]
 
 _lock = threading.Lock()
 _mode: str | None = None
@@ -140,6 +140,20 @@ def replace_gloo() -> None:
     create = functools.partial(_create, is_gloo=True)
     dist.Backend.register_backend("gloo", create, extended_api=True, devices=["cpu"])
     dist.Backend.default_device_backend_map["cpu"] = "gloo"
+
+
+def empty(*size: int, dtype: torch.dtype | None = None, group: ProcessGroup | None = None) -> torch.Tensor:
+    """Returns a tensor in memory that all ranks of a host can access, so that an all_reduce of all of it copies nothing.
+
+    All ranks of the group call it, with equal sizes. If not all ranks share memory, it is ordinary memory. At most 64
+    tensors of one size can live at a time.
+    """
+    if mode() == "python":
+        return torch.empty(*size, dtype=dtype)
+    shape = torch.Size(size)
+    cpu = torch.device("cpu")
+    backend = (group or dist.group.WORLD)._get_backend(cpu)
+    return backend.allocate_tensor(shape.numel(), dtype=dtype or torch.get_default_dtype(), device=cpu).view(shape)
 
 
 def failure(group: ProcessGroup | None = None) -> ConvokeError | None:

@@ -7,7 +7,8 @@ import pathlib
 import shutil
 
 FOLDER = pathlib.Path(__file__).parent
-SOURCES = (FOLDER / "shim.cpp", FOLDER / "convoke.h")
+# The first includes the others.
+SOURCES = (FOLDER / "shim.cpp", *sorted(FOLDER.glob("*.hpp")), FOLDER / "convoke.h")
 # The minors of torch whose C++ interface the source knows.
 OLDEST = (2, 7)
 

@@ -102,6 +102,50 @@ def _done(result: Any) -> Work:
     return _create_work_from_future(future)
 
 
+def _apart(source: Tensor, target: Tensor) -> Tensor:
+    """Returns what is sent, or a copy if the call writes to the same memory, as torch allows."""
+    is_same = source.untyped_storage().data_ptr() == target.untyped_storage().data_ptr()
+    return source.clone() if is_same else source
+
+
+class _CollectiveWork(Work):
+    """A collective in progress. A work that torch makes of a future would not raise the future's error."""
+
+    def __init__(self, future: torch.futures.Future) -> None:
+        super().__init__()
+        self._future = future
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        seconds = timeout.total_seconds()
+        done = threading.Event()
+        self._future.add_done_callback(lambda _: done.set())
+        if not done.wait(seconds if seconds > 0 else None):
+            raise dist.DistBackendError(f"wait timed out after {seconds} s; the operation goes on, until its own time limit")
+        self._future.value()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._future.done()
+
+    def get_future(self) -> torch.futures.Future:
+        return self._future
+
+    def result(self) -> list[Tensor]:
+        return self._future.value()
+
+
+class _JointWork(Work):
+    def __init__(self, works: list[Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
+        return all(work.wait(timeout) for work in self._works)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
 class _MessageWork(Work):
     """A message in progress."""
 
@@ -137,6 +181,7 @@ class FallbackGroup(ProcessGroup):
         super().__init__(group.rank, group.size)
         self._convoke, self._timeout, self._backend_name = group, timeout, name
         self.failure: ConvokeError | None = None
+        self._coalesced: list[Work] | None = None
 
     def failed(self, error: ConvokeError) -> Exception:
         """Makes the exception that torch's scripts expect, and keeps an error that ends the group."""
@@ -168,6 +213,16 @@ class FallbackGroup(ProcessGroup):
     def supports_coalescing(self) -> bool:
         return False
 
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._coalesced = self._coalesced or [], None
+        return _JointWork(works)
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
     @property
     def supports_splitting(self) -> bool:
         return False
@@ -186,12 +241,15 @@ class FallbackGroup(ProcessGroup):
         """Carries out an operation of `Group`, and then calls `then`. Waits, unless the options ask for a work."""
         limit = getattr(opts, "timeout", datetime.timedelta(0)).total_seconds()
         kwargs["timeout"] = limit if limit > 0 else self._timeout
-        if getattr(opts, "asyncOp", True):
+        if getattr(opts, "asyncOp", True) or self._coalesced is not None:
             future = torch.futures.Future()
             with self._range(operation.__name__):
                 work = operation(*args, async_op=True, **kwargs)
             threading.Thread(target=self._complete, args=(future, work, then, result), daemon=True).start()
-            return _create_work_from_future(future)
+            work = _CollectiveWork(future)
+            if self._coalesced is not None:
+                self._coalesced.append(work)
+            return work
         try:
             with self._range(operation.__name__):
                 operation(*args, **kwargs)
@@ -238,7 +296,7 @@ class FallbackGroup(ProcessGroup):
 
     def _gather_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any, result: Any) -> Work:
         target = _Target(outputs, False)
-        return self._run(self._convoke.all_gather, opts, target.memory, _joined(inputs), then=target.deliver, result=result)
+        return self._run(self._convoke.all_gather, opts, target.memory, _apart(_joined(inputs), target.memory), then=target.deliver, result=result)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = AllgatherOptions()) -> Work:
         return self._gather_all(outputs[0], inputs, opts, outputs)
@@ -267,7 +325,7 @@ class FallbackGroup(ProcessGroup):
     def _scatter_sum(self, output: Tensor, inputs: Sequence[Tensor], opts: Any) -> Work:
         target, op = _Target([output], False), _reduction(opts.reduceOp, output)
         scatter = self._convoke.reduce_scatter
-        return self._run(scatter, opts, target.memory, _joined(inputs), op, then=target.deliver, result=[output])
+        return self._run(scatter, opts, target.memory, _apart(_joined(inputs), target.memory), op, then=target.deliver, result=[output])
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = ReduceScatterOptions()) -> Work:
         return self._scatter_sum(outputs[0], inputs[0], opts)
@@ -291,7 +349,7 @@ class FallbackGroup(ProcessGroup):
         target = _Target(outputs, False)
         kwargs = {"send_counts": counts[0], "recv_counts": counts[1]}
         exchange, then = self._convoke.all_to_all, target.deliver
-        return self._run(exchange, opts, target.memory, _joined(inputs), then=then, result=list(outputs), **kwargs)
+        return self._run(exchange, opts, target.memory, _apart(_joined(inputs), target.memory), then=then, result=list(outputs), **kwargs)
 
     def _counts(self, tensor: Tensor, splits: list[int]) -> list[int]:
         """Returns the number of elements for each rank, of sizes along the first dimension."""

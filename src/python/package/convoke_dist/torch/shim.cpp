@@ -2,577 +2,14 @@
 //
 // It translates tensors and options to calls, and results to works and futures. It contains no Python, so one build
 // serves every Python version. docs/internals/pytorch.md describes it.
-//
-// A thread of the runtime must destroy no tensor: a tensor may belong to a Python object, and its release needs the
-// interpreter's lock, which a thread cannot take while the interpreter ends. So the callback of a finished operation
-// only marks it as done, and puts it into a list. Threads that call the backend empty the list.
-//
-// Prebuilt parts must load with glibc 2.28 and the C++ library of GCC 11. So this uses the wait of atomics, which is all in
-// headers, and not std::condition_variable, which asks for the library of GCC 12.
 
-#include "convoke.h"
+#include "call.hpp"
+#include "pool.hpp"
+#include "work.hpp"
 
-#include <ATen/ATen.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
-#include <torch/version.h>
-
-#include <atomic>
-#include <cstring>
-#include <deque>
-#include <functional>
-#include <mutex>
-#include <thread>
-
-// The library's headers ask the glibc of the build machine for this (2.32), so that a program of one thread saves atomics.
-extern "C" {
-__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
-}
 
 namespace {
-
-// Differences between the minors of torch.
-#define TORCH_SINCE(minor) (TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= (minor))
-#if TORCH_SINCE(13)
-using c10d::PreMulSumSupplement;
-#else
-using PreMulSumSupplement = c10d::NCCLPreMulSumSupplement;
-#endif
-#if TORCH_SINCE(14)
-#define OVERRIDE_SINCE_14 override
-#define COALESCED_AS(type) OpType::type
-#else
-#define OVERRIDE_SINCE_14
-#define COALESCED_AS(type) OpType::COALESCED
-#endif
-#if TORCH_SINCE(9)
-#define OVERRIDE_SINCE_9 override
-#else
-#define OVERRIDE_SINCE_9
-#endif
-
-using at::Tensor;
-using c10d::OpType;
-using Tensors = std::vector<Tensor>;
-using Milliseconds = std::chrono::milliseconds;
-
-const cvk_api_table* api = nullptr;
-
-std::exception_ptr error_of(const std::string& message) {
-    return std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, message));
-}
-
-// The error of the last failed call of this thread. Scripts look for the word "timeout".
-std::exception_ptr last_error(cvk_status status) {
-    const char* message = api->error_message();
-    const char* kind = status == CVK_STATUS_TIMEOUT ? "convoke timeout error: " : "convoke: ";
-    return error_of(c10::str(kind, message ? message : "unknown error"));
-}
-
-void check(cvk_status status) {
-    if (status != CVK_STATUS_OK) std::rethrow_exception(last_error(status));
-}
-
-// ---------------------------------------------------------------------------------------------------------------
-// Operations in progress
-
-class ConvokeWork;
-
-// An operation that was begun. Its work, the callback of the runtime and the list of finished operations share it.
-struct Operation {
-    Tensors tensors;                // memory that the call uses, and where its results go
-    std::function<void()> deliver;  // moves results to their place
-    cvk_work* handle = nullptr;
-    std::mutex mutex;
-    bool is_begun = false, is_finished = false;
-    std::atomic<bool> is_done{false};
-    ConvokeWork* work = nullptr;  // null after the work was destroyed
-    c10::intrusive_ptr<c10::ivalue::Future> future;
-    c10::IValue result;
-
-    ~Operation() { api->work_free(handle); }
-};
-
-using OperationPtr = std::shared_ptr<Operation>;
-
-// Finished operations and completed futures, for threads that may destroy tensors.
-class Finished {
-  public:
-    void add(std::shared_ptr<void> kept) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        kept_.push_back(std::move(kept));
-        is_empty_ = false;
-    }
-    // Destroys them. Only threads that call the backend call this.
-    void release() {
-        if (is_empty_) return;
-        std::vector<std::shared_ptr<void>> kept;  // destroyed after the lock is released
-        std::lock_guard<std::mutex> lock(mutex_);
-        kept.swap(kept_);
-        is_empty_ = true;
-    }
-
-  private:
-    std::mutex mutex_;
-    std::atomic<bool> is_empty_{true};
-    std::vector<std::shared_ptr<void>> kept_;
-};
-
-// Never destroyed: threads of the runtime may use it while the process ends.
-Finished& finished() {
-    static auto* list = new Finished;
-    return *list;
-}
-
-// The thread that completes futures. Their callbacks are the program's code and may wait for operations, so no thread
-// of the runtime can run them.
-class FutureThread {
-  public:
-    void complete(c10::intrusive_ptr<c10::ivalue::Future> future, c10::IValue result, std::exception_ptr error) {
-        std::lock_guard<std::mutex> lock(mutex_);
-        if (is_stopped_) return leak(std::move(future), std::move(result));
-        tasks_.push_back({std::move(future), std::move(result), std::move(error)});
-        if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-        wake();
-    }
-    // Completes what is queued and ends the thread. The program calls this before the interpreter ends.
-    void stop() {
-        {
-            std::lock_guard<std::mutex> lock(mutex_);
-            is_stopped_ = true;
-            wake();
-        }
-        if (thread_.joinable()) thread_.join();
-    }
-
-  private:
-    struct Task {
-        c10::intrusive_ptr<c10::ivalue::Future> future;
-        c10::IValue result;
-        std::exception_ptr error;
-    };
-    static void leak(c10::intrusive_ptr<c10::ivalue::Future> future, c10::IValue result) {
-        (void)future.release();
-        new c10::IValue(std::move(result));
-    }
-    void wake() {
-        events_++;
-        events_.notify_one();
-    }
-    void run() {
-        for (;;) {
-            const uint32_t seen = events_;
-            std::unique_lock<std::mutex> lock(mutex_);
-            if (tasks_.empty()) {
-                if (is_stopped_) return;
-                lock.unlock();
-                events_.wait(seen);
-                continue;
-            }
-            Task task = std::move(tasks_.front());
-            tasks_.pop_front();
-            lock.unlock();
-            if (task.error) {
-                task.future->setError(task.error);
-            } else {
-                task.future->markCompleted(std::move(task.result));
-            }
-            finished().add(std::make_shared<c10::intrusive_ptr<c10::ivalue::Future>>(std::move(task.future)));
-        }
-    }
-    std::mutex mutex_;
-    std::atomic<uint32_t> events_{0};
-    std::deque<Task> tasks_;
-    std::thread thread_;
-    bool is_stopped_ = false;
-};
-
-FutureThread& future_thread() {
-    static auto* thread = new FutureThread;
-    return *thread;
-}
-
-class ConvokeWork final : public c10d::Work {
-  public:
-    // `inputs` are shown in profiles. `results` are what the future returns, for several lists of tensors as well.
-    ConvokeWork(OpType type, const char* title, const Tensors& inputs, std::vector<Tensors> results, uint64_t seq)
-        : Work(-1, type, title, inputs), results_(std::move(results)), seq_(seq) {}
-
-    ~ConvokeWork() override {
-        if (!operation_) return;
-        std::lock_guard<std::mutex> lock(operation_->mutex);
-        operation_->work = nullptr;
-    }
-
-    void begin_with(OperationPtr operation) {
-        operation_ = std::move(operation);
-        operation_->work = this;
-    }
-
-    // The operation has ended; ends its range in profiles.
-    void end(std::exception_ptr error, int source) {
-        source_ = source;
-        finish(std::move(error));
-    }
-
-    bool isCompleted() override { return !operation_ || operation_->is_done; }
-    bool isSuccess() const override { return (!operation_ || operation_->is_done) && !exception(); }
-    std::exception_ptr exception() const override {
-        std::lock_guard<std::mutex> lock(mutex_);
-        return exception_;
-    }
-    int sourceRank() const override { return source_; }
-    Tensors result() override {
-        TORCH_CHECK(isCompleted(), "The work is not completed: wait for it before you ask for its result.");
-        return results_.empty() ? Tensors() : results_[0];
-    }
-    void synchronize() override {}
-    uint64_t getSequencenumber() const override { return seq_; }
-
-    bool wait(Milliseconds timeout) override {
-        finished().release();
-        if (operation_ && !operation_->is_done) {
-            const bool is_limited = timeout != kNoTimeout && timeout.count() > 0;
-            const uint64_t limit = is_limited ? static_cast<uint64_t>(timeout.count()) : CVK_FOREVER;
-            if (api->work_wait(operation_->handle, limit, nullptr) == CVK_STATUS_PENDING) {
-                std::rethrow_exception(error_of(c10::str(
-                    "wait timed out after ", timeout.count(), " ms; the operation goes on, until its own time limit")));
-            }
-            // The thread that found the operation finished delivers its results.
-            operation_->is_done.wait(false);
-        }
-        finished().release();
-        if (auto error = exception()) std::rethrow_exception(error);
-        return true;
-    }
-
-    c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-        std::unique_lock<std::mutex> own(future_mutex_);
-        if (future_) return future_;
-        auto element = c10::ListType::create(c10::TensorType::get());
-        future_ = c10::make_intrusive<c10::ivalue::Future>(
-            results_.size() > 1 ? c10::TypePtr(c10::ListType::create(element)) : c10::TypePtr(element));
-        c10::IValue value =
-            results_.size() > 1 ? c10::IValue(results_) : c10::IValue(results_.empty() ? Tensors() : results_[0]);
-        if (operation_) {
-            std::lock_guard<std::mutex> lock(operation_->mutex);
-            if (!operation_->is_done) {
-                operation_->future = future_;
-                operation_->result = std::move(value);
-                return future_;
-            }
-        }
-        if (auto error = exception()) {
-            future_->setError(error);
-        } else {
-            future_->markCompleted(std::move(value));
-        }
-        return future_;
-    }
-
-  private:
-    OperationPtr operation_;  // null if the operation was carried out at once
-    std::vector<Tensors> results_;
-    const uint64_t seq_;
-    std::atomic<int> source_{-1};
-    std::mutex future_mutex_;
-    c10::intrusive_ptr<c10::ivalue::Future> future_;
-};
-
-using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-
-// Delivers the results of an operation that was begun and is finished, and tells all who wait for it.
-void complete(const OperationPtr& operation) {
-    cvk_message message{};
-    const cvk_status status = api->work_wait(operation->handle, 0, &message);
-    std::exception_ptr error;
-    if (status != CVK_STATUS_OK) {
-        error = last_error(status);
-    } else if (operation->deliver) {
-        try {
-            operation->deliver();
-        } catch (...) {
-            error = std::current_exception();
-        }
-    }
-    c10::intrusive_ptr<c10::ivalue::Future> future;
-    c10::IValue result;
-    {
-        std::lock_guard<std::mutex> lock(operation->mutex);
-        if (operation->work) operation->work->end(error, static_cast<int>(message.source));
-        future = std::move(operation->future);
-        result = std::move(operation->result);
-        operation->is_done = true;
-    }
-    operation->is_done.notify_all();
-    if (future) future_thread().complete(std::move(future), std::move(result), error);
-}
-
-// Called by the runtime, once, when an operation is finished.
-void on_complete(void* context) {
-    std::unique_ptr<OperationPtr> kept(static_cast<OperationPtr*>(context));
-    OperationPtr operation = std::move(*kept);
-    bool is_begun;
-    {
-        std::lock_guard<std::mutex> lock(operation->mutex);
-        operation->is_finished = true;
-        is_begun = operation->is_begun;
-    }
-    // If it is not, the thread that begins it completes it.
-    if (is_begun) complete(operation);
-    finished().add(std::move(operation));
-}
-
-// ---------------------------------------------------------------------------------------------------------------
-// Tensors as buffers
-
-struct ElementType {
-    uint32_t type;
-    int64_t times;      // elements of that type in an element of the tensor
-    bool is_reducible;  // the runtime can add elements of the tensor
-};
-
-ElementType element_type(const Tensor& tensor) {
-    switch (tensor.scalar_type()) {
-        case at::kChar: return {CVK_TYPE_I8, 1, true};
-        case at::kByte: return {CVK_TYPE_U8, 1, true};
-        case at::kShort: return {CVK_TYPE_I16, 1, true};
-        case at::kInt: return {CVK_TYPE_I32, 1, true};
-        case at::kLong: return {CVK_TYPE_I64, 1, true};
-        case at::kHalf: return {CVK_TYPE_F16, 1, true};
-        case at::kBFloat16: return {CVK_TYPE_BF16, 1, true};
-        case at::kFloat: return {CVK_TYPE_F32, 1, true};
-        case at::kDouble: return {CVK_TYPE_F64, 1, true};
-        case at::kBool: return {CVK_TYPE_BOOL, 1, true};
-        case at::kComplexFloat: return {CVK_TYPE_COMPLEX_F32, 1, true};
-        case at::kComplexDouble: return {CVK_TYPE_COMPLEX_F64, 1, true};
-        case at::kUInt16: return {CVK_TYPE_U16, 1, true};
-        case at::kUInt32: return {CVK_TYPE_U32, 1, true};
-        case at::kUInt64: return {CVK_TYPE_U64, 1, true};
-        // Other types can be moved, as bytes.
-        default: return {CVK_TYPE_U8, static_cast<int64_t>(tensor.element_size()), false};
-    }
-}
-
-uint32_t reduction(const c10d::ReduceOp& op) {
-    switch (op.op_) {
-        case c10d::ReduceOp::SUM: return CVK_OP_SUM;
-        case c10d::ReduceOp::AVG: return CVK_OP_AVG;
-        case c10d::ReduceOp::PRODUCT: return CVK_OP_PRODUCT;
-        case c10d::ReduceOp::MIN: return CVK_OP_MIN;
-        case c10d::ReduceOp::MAX: return CVK_OP_MAX;
-        case c10d::ReduceOp::BAND: return CVK_OP_BAND;
-        case c10d::ReduceOp::BOR: return CVK_OP_BOR;
-        case c10d::ReduceOp::BXOR: return CVK_OP_BXOR;
-        case c10d::ReduceOp::PREMUL_SUM: return CVK_OP_PREMUL_SUM;
-        default: TORCH_CHECK(false, "convoke has no reduction number ", static_cast<int>(op.op_));
-    }
-}
-
-void check_tensor(const Tensor& tensor) {
-    TORCH_CHECK(tensor.device().is_cpu(), "convoke moves CPU tensors, and this one is on ", tensor.device(),
-                ": use the backend \"cpu:convoke,cuda:nccl\" for tensors on GPUs");
-    TORCH_CHECK(tensor.layout() == at::kStrided, "convoke moves dense tensors, and this one is ", tensor.layout());
-}
-
-const Tensor& only(const Tensors& tensors) {
-    TORCH_CHECK(tensors.size() == 1, "convoke takes one tensor for each rank, and got ", tensors.size());
-    check_tensor(tensors[0]);
-    return tensors[0];
-}
-
-void check_equal_types(const Tensors& tensors) {
-    for (const auto& tensor : tensors) {
-        check_tensor(tensor);
-        TORCH_CHECK(tensor.scalar_type() == tensors[0].scalar_type(), "all tensors of a call must have one type, and these have ",
-                    tensors[0].scalar_type(), " and ", tensor.scalar_type());
-    }
-}
-
-// The elements of a tensor in one piece, in the order of its indices: the tensor itself, or a copy.
-Tensor in_one_piece(const Tensor& tensor) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    auto plain = tensor.resolve_conj().resolve_neg();
-    return plain.is_contiguous() ? plain : plain.contiguous();
-}
-
-void copy_to(const Tensor& to, const Tensor& from) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    to.copy_(from.view_as(to));
-}
-
-// Memory into which the runtime writes a tensor: the tensor itself if it is in one piece.
-struct Target {
-    Tensor memory;
-    Tensor tensor;
-    bool is_copied;
-
-    explicit Target(const Tensor& to, bool is_read = true) : tensor(to) {
-        is_copied = !to.is_contiguous() || to.is_conj() || to.is_neg();
-        at::AutoDispatchBelowADInplaceOrView guard;
-        memory = !is_copied ? to : is_read ? in_one_piece(to).clone() : at::empty(to.sizes(), to.options().memory_format(at::MemoryFormat::Contiguous));
-    }
-    void deliver() const {
-        if (is_copied) copy_to(tensor, memory);
-    }
-};
-
-// Tensors of one type as one piece of memory: they themselves if they follow each other there.
-struct Pieces {
-    Tensors tensors;
-    Tensor memory;
-    bool is_copied = false;
-
-    // `is_filled`: the memory gets the elements of the tensors.
-    Pieces(Tensors list, bool is_filled) : tensors(std::move(list)) {
-        at::AutoDispatchBelowADInplaceOrView guard;
-        check_equal_types(tensors);
-        if (tensors.empty()) return;
-        int64_t count = 0;
-        const char* next = static_cast<const char*>(tensors[0].const_data_ptr());
-        for (const auto& tensor : tensors) {
-            const bool follows = tensor.numel() == 0 || tensor.const_data_ptr() == next;
-            is_copied = is_copied || !follows || !tensor.is_contiguous() || tensor.is_conj() || tensor.is_neg() ||
-                !tensor.storage().is_alias_of(tensors[0].storage());
-            next += tensor.nbytes();
-            count += tensor.numel();
-        }
-        if (!is_copied) {
-            memory = tensors[0];
-            return;
-        }
-        memory = at::empty({count}, tensors[0].options().memory_format(at::MemoryFormat::Contiguous).requires_grad(false));
-        if (is_filled) each([](Tensor part, const Tensor& tensor) { part.copy_(tensor.resolve_conj().resolve_neg().reshape({-1})); });
-    }
-    void deliver() const {
-        at::AutoDispatchBelowADInplaceOrView guard;
-        if (is_copied) each([](const Tensor& part, const Tensor& tensor) { tensor.copy_(part.view_as(tensor)); });
-    }
-
-  private:
-    template <typename F>
-    void each(F copy) const {
-        int64_t start = 0;
-        for (const auto& tensor : tensors) {
-            copy(memory.narrow(0, start, tensor.numel()), tensor);
-            start += tensor.numel();
-        }
-    }
-};
-
-// ---------------------------------------------------------------------------------------------------------------
-// Calls
-
-// A call of the runtime, and what must live as long as it.
-struct Call {
-    cvk_call raw{};
-    Tensors tensors;
-    std::vector<size_t> send_counts, recv_counts;
-    std::shared_ptr<std::array<char, 16>> factor;
-    std::function<void()> deliver;
-
-    explicit Call(cvk_kind kind, int64_t peer = 0, int64_t tag = 0) {
-        raw.size = sizeof raw;
-        raw.kind = static_cast<uint32_t>(kind);
-        raw.peer = peer;
-        raw.tag = static_cast<uint32_t>(tag);
-    }
-    Call& send(const Tensor& tensor) { return send(tensor, tensor.numel()); }
-    Call& send(const Tensor& tensor, int64_t count) {
-        raw.send = tensor.const_data_ptr();
-        raw.send_count = keep(tensor, count);
-        return *this;
-    }
-    Call& recv(const Tensor& tensor) { return recv(tensor, tensor.numel()); }
-    Call& recv(const Tensor& tensor, int64_t count) {
-        raw.recv = tensor.mutable_data_ptr();
-        raw.recv_count = keep(tensor, count);
-        return *this;
-    }
-    Call& by(const c10d::ReduceOp& op, const Tensor& like) {
-        TORCH_CHECK(element_type(like).is_reducible, "convoke cannot reduce elements of type ", like.scalar_type(),
-                    "; it can move them");
-        raw.reduce_op = reduction(op);
-        if (op.op_ == c10d::ReduceOp::PREMUL_SUM) set_factor(op, like);
-        return *this;
-    }
-    Call& then(std::function<void()> function) {
-        deliver = std::move(function);
-        return *this;
-    }
-
-  private:
-    // Keeps a tensor as long as the call. Returns the number of elements of the call's type for `count` of the tensor's.
-    size_t keep(const Tensor& tensor, int64_t count) {
-        const auto type = element_type(tensor);
-        raw.dtype = type.type;
-        tensors.push_back(tensor);
-        return static_cast<size_t>(count * type.times);
-    }
-    void set_factor(const c10d::ReduceOp& op, const Tensor& like) {
-        const auto* supplement = static_cast<PreMulSumSupplement*>(op.supplement_.get());
-        TORCH_CHECK(supplement, "PREMUL_SUM has no factor");
-        const auto type = like.scalar_type();
-        const auto factor_type = type == at::kHalf || type == at::kBFloat16 ? at::kFloat : type;
-        const Tensor value = supplement->tensor_factor.defined()
-            ? supplement->tensor_factor.detach().to(factor_type).contiguous()
-            : at::full({1}, supplement->double_factor, at::TensorOptions(factor_type));
-        factor = std::make_shared<std::array<char, 16>>();
-        std::memcpy(factor->data(), value.const_data_ptr(), value.nbytes());
-        raw.factor = factor->data();
-    }
-};
-
-std::vector<size_t> scaled(const std::vector<int64_t>& counts, int64_t times) {
-    std::vector<size_t> scaled;
-    for (int64_t count : counts) scaled.push_back(static_cast<size_t>(count * times));
-    return scaled;
-}
-
-// The work of several works.
-class JointWork final : public c10d::Work {
-  public:
-    JointWork(OpType type, std::vector<WorkPtr> works, Tensors results)
-        : Work(-1, type), works_(std::move(works)), results_(std::move(results)) {}
-    bool isCompleted() override {
-        return std::all_of(works_.begin(), works_.end(), [](const WorkPtr& work) { return work->isCompleted(); });
-    }
-    bool isSuccess() const override {
-        return std::all_of(works_.begin(), works_.end(), [](const WorkPtr& work) { return work->isSuccess(); });
-    }
-    std::exception_ptr exception() const override {
-        for (const auto& work : works_)
-            if (auto error = work->exception()) return error;
-        return nullptr;
-    }
-    void synchronize() override {}
-    bool wait(Milliseconds timeout) override {
-        for (const auto& work : works_) work->wait(timeout);
-        return true;
-    }
-    Tensors result() override { return results_; }
-    c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-        c10::List<c10::intrusive_ptr<c10::ivalue::Future>> futures(c10::FutureType::create(c10::ListType::create(c10::TensorType::get())));
-        for (const auto& work : works_) futures.push_back(work->getFuture());
-        auto all = c10::collectAll(futures);
-        auto results = results_;
-        return all->then(
-            [all, results](c10::ivalue::Future&) {
-                for (const c10::IValue& future : all->value().toListRef()) future.toFuture()->value();
-                return c10::IValue(results);
-            },
-            c10::ListType::create(c10::TensorType::get()));
-    }
-
-  private:
-    std::vector<WorkPtr> works_;
-    Tensors results_;
-};
-
-// ---------------------------------------------------------------------------------------------------------------
-// The backend
 
 // The name of an operation in profiles. Scripts that name gloo find it there.
 #define TITLE(operation) (is_gloo_ ? "gloo:" operation : "convoke:" operation)
@@ -594,8 +31,17 @@ class ConvokeBackend final : public c10d::Backend {
     const std::string getBackendName() const override { return options_->backend; }
     c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() OVERRIDE_SINCE_9 { return options_; }
     void setTimeout(Milliseconds timeout) OVERRIDE_SINCE_9 { options_->timeout = timeout; }
+    void setSequenceNumberForGroup() override {}
     uint64_t getSequenceNumberForGroup() override { return seq_; }
     bool supportsCoalescing() const override { return true; }
+    bool supportsTensorAlloc(c10::DeviceIndex) override { return true; }
+    Tensor allocateTensor(long size, at::TensorOptions options) override {
+        {
+            std::lock_guard<std::mutex> lock(pool_mutex_);
+            if (!pool_) pool_ = std::make_shared<Pool>(group_, size_);
+        }
+        return pool_->allocate(size, options);
+    }
 
     void abort() override { (void)api->group_abort(group_, "the program called abort"); }
     void shutdown() override { (void)api->group_destroy(group_); }
@@ -974,7 +420,11 @@ class ConvokeBackend final : public c10d::Backend {
     WorkPtr gather_all(std::shared_ptr<Pieces> to, const Tensor& input, int64_t count, OpType type, const char* title,
                        const Tensors& inputs, std::vector<Tensors> outputs, const O& opts) {
         Call call(CVK_KIND_ALL_GATHER);
-        call.send(in_one_piece(input), count).recv(to->memory, size_ * count);
+        const Tensor own = in_one_piece(input);
+        // FSDP passes a part of the output, which is then in its place already.
+        const char* place = static_cast<const char*>(to->memory.const_data_ptr()) + rank_ * count * own.element_size();
+        if (own.const_data_ptr() != place) call.send(own, count);
+        call.recv(to->memory, size_ * count);
         if (to->is_copied) call.then([to] { to->deliver(); });
         return carry_out(type, title, call, inputs, std::move(outputs), opts);
     }
@@ -1056,6 +506,7 @@ class ConvokeBackend final : public c10d::Backend {
     }
 
     void set_pointers(Call& call, Milliseconds timeout) {
+        call.separate();
         if (!call.send_counts.empty()) call.raw.send_counts = call.send_counts.data();
         if (!call.recv_counts.empty()) call.raw.recv_counts = call.recv_counts.data();
         call.raw.timeout_ms = static_cast<uint64_t>(timeout.count());
@@ -1067,6 +518,8 @@ class ConvokeBackend final : public c10d::Backend {
     std::atomic<uint64_t> seq_{0};
     bool is_coalescing_ = false;
     std::vector<WorkPtr> coalesced_;
+    std::mutex pool_mutex_;
+    std::shared_ptr<Pool> pool_;
 };
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -1109,9 +562,9 @@ std::string failure(const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
     return backend->failure();
 }
 
-// Ends the thread that completes futures. Called before the interpreter ends.
+// Ends the threads that complete futures. Called before the interpreter ends.
 void stop() {
-    future_thread().stop();
+    future_threads().stop();
     finished().release();
 }
 
