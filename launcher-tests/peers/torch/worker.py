@@ -1,0 +1,99 @@
+"""Times one backend of torch.distributed: worker of bench_torch.py. Rank 0 prints JSON lines {"cell", "us"}."""
+
+import json
+import statistics
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+SIZES = [4, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
+
+
+def timed(function, seconds=0.15, most=2000):
+    """The median time of a call in µs, as the slowest rank sees it."""
+    for _ in range(3):
+        function()
+    began = time.perf_counter()
+    function()
+    count = torch.tensor([max(5, min(most, int(seconds / (time.perf_counter() - began))))])
+    dist.broadcast(count, 0)
+    times = []
+    for _ in range(int(count)):
+        began = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - began)
+    median = torch.tensor([statistics.median(times)], dtype=torch.float64)
+    dist.all_reduce(median, dist.ReduceOp.MAX)
+    return median.item() * 1e6
+
+
+def report(cell, us):
+    if dist.get_rank() == 0:
+        print(json.dumps({"cell": cell, "us": us}), flush=True)
+
+
+def collectives(size, memory):
+    for count in SIZES:
+        x = torch.ones(count // 4)
+        report(f"all_reduce {count}", timed(lambda: dist.all_reduce(x, dist.ReduceOp.MAX)))
+        if memory and count >= 16 << 20:
+            import convoke_dist.torch
+
+            y = convoke_dist.torch.empty(count // 4)
+            y.fill_(1)
+            report(f"all_reduce {count}, in memory of the group", timed(lambda: dist.all_reduce(y, dist.ReduceOp.MAX)))
+        if size > 1 and count <= 16 << 20:
+            outputs = torch.empty(size * count // 4)
+            report(f"all_gather {count}", timed(lambda: dist.all_gather_into_tensor(outputs, x)))
+            report(f"broadcast {count}", timed(lambda: dist.broadcast(x, 0)))
+    objects = [None] * size
+    value = {"step": 1, "loss": 0.5}
+    report("all_gather_object small", timed(lambda: dist.all_gather_object(objects, value)))
+    report("barrier", timed(dist.barrier))
+
+
+def ddp(shared):
+    """What the synchronization adds to a step of 25 million f32."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(1000, 1000, bias=False) for _ in range(25)])
+    parallel = DDP(model, gradient_as_bucket_view=True)
+    x = torch.randn(8, 1000)
+
+    def step():
+        parallel(x).sum().backward()
+
+    def alone():
+        with parallel.no_sync():
+            step()
+
+    with_sync, without = [], []
+    for _ in range(3):
+        step()
+    for _ in range(8):
+        for function, times in ((alone, without), (step, with_sync)):
+            dist.barrier()
+            began = time.perf_counter()
+            function()
+            times.append(time.perf_counter() - began)
+    added = torch.tensor([statistics.median(with_sync) - statistics.median(without), statistics.median(with_sync)])
+    dist.all_reduce(added, dist.ReduceOp.MAX)
+    name = ", buckets in memory of the group" if shared else ""
+    report(f"DDP adds to a step{name}", added[0].item() * 1e6)
+    report(f"DDP step{name}", added[1].item() * 1e6)
+
+
+def main():
+    backend, what, threads = sys.argv[1:]
+    if threads != "all":
+        torch.set_num_threads(int(threads))
+    dist.init_process_group(backend)
+    if what == "collectives":
+        collectives(dist.get_world_size(), backend == "convoke")
+    else:
+        ddp(what == "ddp-shared")
+    dist.destroy_process_group()
+
+
+main()
