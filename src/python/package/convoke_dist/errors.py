@@ -37,10 +37,12 @@ class ConvokeError(RuntimeError):
 
     @property
     def ends_group(self) -> bool:
+        """True if the group has ended on all ranks."""
         return bool(self.facts.get("ends_group", False))
 
     @property
     def rank(self) -> int | None:
+        """The rank to look at first, or None."""
         return self.facts.get("rank")
 
     @property
@@ -59,6 +61,7 @@ class PeerLost(ConvokeError):
 
     @property
     def address(self) -> str | None:
+        """The address of the rank, with its port."""
         return self.facts.get("address")
 
     @property
@@ -79,6 +82,7 @@ class Timeout(ConvokeError, TimeoutError):
 
     @property
     def missing(self) -> list[int]:
+        """The ranks that hold up the call."""
         return self.facts.get("missing", [])
 
 

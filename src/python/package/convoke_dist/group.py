@@ -158,22 +158,27 @@ class Group:
 
     @property
     def rank(self) -> int:
+        """This rank's number in the group, from 0."""
         return self._group.rank
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return self._group.size
 
     @property
     def local_rank(self) -> int:
+        """This rank's number among the ranks of its host."""
         return self._group.local_rank
 
     @property
     def local_size(self) -> int:
+        """The number of ranks on this host."""
         return self._group.local_size
 
     @property
     def name(self) -> str:
+        """The name of the group in errors and logs."""
         return self._group.name
 
     @property
@@ -183,6 +188,7 @@ class Group:
 
     @property
     def restart_count(self) -> int:
+        """How often the launcher has restarted the workers."""
         return self._group.restart_count
 
     @property
