@@ -122,6 +122,13 @@ fn example_runs_as_its_comment_says() {
     assert!(lines <= 60, "the example has {lines} lines");
 }
 
+#[test]
+fn example_in_cpp_runs_as_its_comment_says() {
+    let into = tempfile::tempdir().unwrap();
+    let program = compile(&CPP, "examples/overlap.cpp", into.path());
+    assert_eq!(run(&program, 4, &[]), "6 and 4002\n");
+}
+
 /// A symbol that programs use must stay. Add new ones to the list; remove one only with a new version.
 #[test]
 fn library_exports_the_listed_symbols_only() {

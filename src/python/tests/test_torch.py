@@ -228,3 +228,32 @@ def test_script_that_destroys_no_group_ends_with_0(tmp_path, backend, flags):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+
+
+BUSY_SCRIPT = """
+import torch, torch.distributed as dist
+dist.init_process_group("convoke")
+x = torch.ones(1000)
+for _ in range(50):
+    dist.all_reduce(x)
+never = dist.irecv(torch.ones(1), tag=5)
+futures = [dist.all_reduce(torch.ones(5000), async_op=True).get_future().then(lambda done: done.value()) for _ in range(20)]
+waited = dist.all_reduce(torch.ones(1000), async_op=True)
+waited.wait()
+dist.all_reduce(torch.ones(1000), async_op=True)
+"""
+
+
+def test_script_that_destroys_no_group_ends_with_0_on_a_busy_machine(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(BUSY_SCRIPT)
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        for number in range(int(os.environ.get("SUITE_EXITS", "3"))):
+            command = [sys.executable, "-m", "convoke_dist.run", "--standalone", "--nproc-per-node=2", str(script)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, (number, done.stderr)
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
