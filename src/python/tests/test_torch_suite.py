@@ -826,11 +826,11 @@ def _errors(rank, size, case):
     elif case == "abort while the others wait":
         group = dist.new_group()
         if rank == 0:
-            dist.send(torch.ones(1), 1)
+            dist.recv(torch.ones(1), 1)
             group.abort()
         else:
             work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
-            dist.recv(torch.ones(1), 0)
+            dist.send(torch.ones(1), 0)
             with pytest.raises(RuntimeError, match="abort"):
                 work.wait()
     elif case == "different sizes":
