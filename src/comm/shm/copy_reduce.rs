@@ -1,6 +1,5 @@
 //! Copies and reductions between a rank's own buffers and the memory that the ranks of its host share.
 
-use std::cell::Cell;
 use std::ops::Range;
 
 use super::allocations::Direct;
@@ -9,18 +8,7 @@ use super::schedule::CACHED_BYTES;
 use super::segment::View;
 use super::{HostMemory, write};
 use crate::buffer::{BorrowedBuffer, BytesMut, PlanBuffer};
-use crate::collectives::kernels::{Contributors, Kernel};
-
-thread_local! {
-    /// Memory for the reductions of this thread, in all groups; empty until the first.
-    static SCRATCH: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
-}
-
-fn take_scratch() -> Vec<u8> {
-    let mut scratch = SCRATCH.take();
-    scratch.resize(Kernel::SCRATCH_BYTES, 0);
-    scratch
-}
+use crate::collectives::kernels::{Contributors, Kernel, Scratch};
 
 /// The elements of a collective call, possibly in several pieces of memory, and the kernel that reduces them.
 pub(super) trait Elements {
@@ -147,7 +135,7 @@ pub(super) fn reduce(
     publishes: bool,
 ) -> Result<usize, String> {
     let start = range.start;
-    let mut scratch = take_scratch();
+    let mut scratch = Scratch::default();
     let (host, mut result, mut non_temporal) = (&*memory, Ok(()), false);
     let ranks = Contributors { count: host.ranks.len(), me: host.me };
     while !range.is_empty() && result.is_ok() {
@@ -171,7 +159,6 @@ pub(super) fn reduce(
     if non_temporal {
         write::store_fence();
     }
-    SCRATCH.set(scratch);
     result.map(|()| range.start - start)
 }
 
@@ -198,9 +185,8 @@ pub(super) fn reduce_direct(
             }
         }
     };
-    let mut scratch = take_scratch();
+    let mut scratch = Scratch::default();
     let result = kernel.reduce_all(ranks, &mut own, &mut scratch, contribution, publish_sums);
-    SCRATCH.set(scratch);
     if non_temporal {
         write::store_fence();
     }

@@ -1,5 +1,7 @@
 //! Reduction of the contributions of all ranks at one rank, in the order of the ranks.
 
+use std::cell::Cell;
+
 use super::{ACCUMULATOR_BYTES, F32Conversion, Kernel, ReduceFn, ReduceImpl, SourceBytes};
 
 /// Bytes of each contribution that are reduced at a time, so that they fit in the L1 cache. It is a multiple
@@ -7,6 +9,36 @@ use super::{ACCUMULATOR_BYTES, F32Conversion, Kernel, ReduceFn, ReduceImpl, Sour
 const BLOCK_BYTES: usize = 4 << 10;
 /// The size of a block of half-precision elements ([`BLOCK_BYTES`]) after their conversion to `f32`.
 const ACCUMULATOR_BLOCK_BYTES: usize = BLOCK_BYTES / F32Conversion::HALF_BYTES * ACCUMULATOR_BYTES;
+
+/// The size of the memory of [`Scratch`].
+const SCRATCH_BYTES: usize = 2 * ACCUMULATOR_BLOCK_BYTES + BLOCK_BYTES;
+
+thread_local! {
+    /// Memory for the reductions of this thread, in all groups; empty until the first that needs it.
+    static SCRATCH: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
+}
+
+/// Scratch memory of this thread, taken at the first use. Most reductions of two ranks use none.
+#[derive(Debug, Default)]
+pub(crate) struct Scratch(Vec<u8>);
+
+impl Scratch {
+    fn bytes(&mut self) -> &mut [u8] {
+        if self.0.is_empty() {
+            self.0 = SCRATCH.take();
+            self.0.resize(SCRATCH_BYTES, 0);
+        }
+        &mut self.0
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        if !self.0.is_empty() {
+            SCRATCH.set(std::mem::take(&mut self.0));
+        }
+    }
+}
 
 /// The number of ranks whose contributions are reduced, and this rank's number among them.
 #[derive(Debug, Clone, Copy)]
@@ -16,9 +48,6 @@ pub(crate) struct Contributors {
 }
 
 impl Kernel {
-    /// Bytes of scratch memory that [`Self::reduce_all`] needs.
-    pub(crate) const SCRATCH_BYTES: usize = 2 * ACCUMULATOR_BLOCK_BYTES + BLOCK_BYTES;
-
     /// Reduces the contributions of all other ranks into `own`, the contribution of `ranks.me`.
     /// `contribution(rank, at, len)` returns the `len` bytes at byte `at` of a rank's contribution.
     /// `added(at, bytes)` is called for each finished piece of `own`. After that, no contribution is read at
@@ -30,7 +59,7 @@ impl Kernel {
         &self,
         ranks: Contributors,
         own: &mut [u8],
-        scratch: &mut [u8],
+        scratch: &mut Scratch,
         contribution: impl Fn(usize, usize, usize) -> SourceBytes<'a>,
         mut added: impl FnMut(usize, &[u8]),
     ) -> Result<(), String> {
@@ -57,14 +86,14 @@ impl Kernel {
         &self,
         ranks: Contributors,
         own: &mut [u8],
-        scratch: &mut [u8],
+        scratch: &mut Scratch,
         contribution: impl Fn(usize) -> SourceBytes<'a>,
     ) -> Result<(), String> {
         let F32Conversion { widen, narrow } = *self.f32_conversion.unwrap_or(&F32Conversion::IDENTITY);
         let wider = self
             .f32_conversion
             .map_or(own.len(), |_| own.len() / F32Conversion::HALF_BYTES * ACCUMULATOR_BYTES);
-        let (sums, rest) = scratch.split_at_mut(ACCUMULATOR_BLOCK_BYTES);
+        let (sums, rest) = scratch.bytes().split_at_mut(ACCUMULATOR_BLOCK_BYTES);
         let (next, copy) = rest.split_at_mut(ACCUMULATOR_BLOCK_BYTES);
         let (sums, next, copy) = (&mut sums[..wider], &mut next[..wider], &mut copy[..own.len()]);
         for rank in 0..ranks.count {
@@ -90,14 +119,14 @@ fn add_in_place<'a>(
     reduce: ReduceFn,
     Contributors { count, me }: Contributors,
     own: &mut [u8],
-    scratch: &mut [u8],
+    scratch: &mut Scratch,
     contribution: impl Fn(usize) -> SourceBytes<'a>,
 ) {
     match me {
         0 => {}
         1 => reduce(own, contribution(0)),
         _ => {
-            let sums = &mut scratch[..own.len()];
+            let sums = &mut scratch.bytes()[..own.len()];
             contribution(0).copy_to(sums);
             (1..me).for_each(|rank| reduce(sums, contribution(rank)));
             reduce(own, SourceBytes::from(&*sums));

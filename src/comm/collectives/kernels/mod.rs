@@ -26,7 +26,7 @@ use num_complex::Complex;
 use crate::collectives::dtype::sealed::Factor;
 use crate::collectives::dtype::{Dtype, NativeBytes, ReduceOp};
 use arith::{Arith, Multiply};
-pub(crate) use contributions::Contributors;
+pub(crate) use contributions::{Contributors, Scratch};
 pub(crate) use custom::{ReductionFn, is_in_reduction_function, wrap_function};
 pub(crate) use half_precision::{ACCUMULATOR_BYTES, F32Conversion};
 pub(crate) use simd::{SourceBytes, copy};

@@ -187,6 +187,9 @@ unsafe fn copy_by_vectors(from: *const u8, into: *mut u8, len: usize) {
     unsafe { std::ptr::copy_nonoverlapping(from.add(done), into.add(done), len - done) };
 }
 
+/// Most bytes for which finding out and calling the widest vector instructions takes longer than they save.
+const MAX_SHORT_BYTES: usize = 32;
+
 /// `into[i] = op(into[i], from[i])`, for as many whole elements as both have.
 #[inline]
 pub(super) fn zip_in_place<T: NativeBytes<N>, const N: usize>(
@@ -211,7 +214,8 @@ pub(super) fn zip_in_place<T: NativeBytes<N>, const N: usize>(
     }
     debug_assert_eq!(into.len(), from.len);
     debug_assert_eq!(into.len() % N, 0);
-    SimdLevel::widest().run(Zip(into, from, op, PhantomData));
+    let level = if into.len() <= MAX_SHORT_BYTES { SimdLevel(Kind::Portable) } else { SimdLevel::widest() };
+    level.run(Zip(into, from, op, PhantomData));
 }
 
 /// `into[i] = op(into[i])`, for all whole elements.

@@ -411,7 +411,7 @@ fn each_vector_instruction_set_is_tested() {
 /// Returns the sum of the contributions of `ranks` ranks, added by rank `me`.
 fn reduced_at(kernel: &Kernel, contributions: &[Vec<u8>], me: usize) -> Vec<u8> {
     let (mut own, mut published) = (contributions[me].clone(), vec![0; contributions[me].len()]);
-    let mut scratch = vec![0xA5; Kernel::SCRATCH_BYTES];
+    let mut scratch = Scratch::default();
     let contribution = |rank: usize, at: usize, len: usize| {
         assert_ne!(rank, me);
         SourceBytes::from(&contributions[rank][at..at + len])
