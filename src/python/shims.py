@@ -8,6 +8,7 @@ on the package index (PIP_INDEX_URL, else PyPI), and keeps them and the parts be
 
 import argparse
 import concurrent.futures
+import functools
 import hashlib
 import importlib.util
 import io
@@ -17,6 +18,7 @@ import os
 import pathlib
 import platform
 import re
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -67,8 +69,20 @@ class Remote(io.RawIOBase):
         return len(data)
 
 
+@functools.cache
+def certificates():
+    """Returns the authorities that pip trusts: those of PIP_CERT, of the system, or of pip itself."""
+    context = ssl.create_default_context(cafile=os.environ.get("PIP_CERT"))
+    if not context.cert_store_stats()["x509_ca"]:
+        from pip._vendor import certifi
+
+        context.load_verify_locations(certifi.where())
+    return context
+
+
 def fetch(url, **headers):
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=120) as answer:
+    request = urllib.request.Request(url, headers=headers)
+    with urllib.request.urlopen(request, timeout=120, context=certificates()) as answer:
         if "Range" in headers and answer.status != 206:
             raise OSError(f"{url}: the server sends no pieces of files")
         return answer.read()
