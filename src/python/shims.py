@@ -10,6 +10,7 @@ import argparse
 import concurrent.futures
 import functools
 import hashlib
+import http.client
 import importlib.util
 import io
 import json
@@ -22,6 +23,7 @@ import ssl
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.parse
 import urllib.request
 import zipfile
@@ -81,11 +83,18 @@ def certificates():
 
 
 def fetch(url, **headers):
+    """Returns what is at an address. It tries four times, as pip does: package indexes fail now and then."""
     request = urllib.request.Request(url, headers=headers)
-    with urllib.request.urlopen(request, timeout=120, context=certificates()) as answer:
-        if "Range" in headers and answer.status != 206:
-            raise OSError(f"{url}: the server sends no pieces of files")
-        return answer.read()
+    for wait in (1, 4, 16, None):
+        try:
+            with urllib.request.urlopen(request, timeout=120, context=certificates()) as answer:
+                if "Range" in headers and answer.status != 206:
+                    raise SystemExit(f"shims: {url}: the server sends no pieces of files")
+                return answer.read()
+        except (OSError, http.client.HTTPException):
+            if wait is None:
+                raise
+            time.sleep(wait)
 
 
 def wheels(index):
