@@ -6,6 +6,7 @@ it cannot stand beside another backend ("cpu:convoke,cuda:nccl"). docs/guides/py
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import threading
 from collections.abc import Callable, Sequence
@@ -93,6 +94,33 @@ def _sent(tensor: Tensor) -> Tensor:
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return _sent(_plain(tensors[0]) if len(tensors) == 1 else torch.cat([_plain(tensor).reshape(-1) for tensor in tensors]))
+
+
+# The threads that wait for operations. One that still waited while the interpreter ends would abort the process.
+_threads: set[threading.Thread] = set()
+_is_ending = threading.Event()
+_LOOK_INTERVAL = 0.1  # seconds
+
+
+def _start(function: Callable[..., None], *args: Any) -> None:
+    def run() -> None:
+        try:
+            function(*args)
+        finally:
+            _threads.discard(threading.current_thread())
+
+    thread = threading.Thread(target=run, daemon=True)
+    _threads.add(thread)
+    thread.start()
+
+
+def _end_threads() -> None:
+    _is_ending.set()
+    for thread in list(_threads):
+        thread.join()
+
+
+atexit.register(_end_threads)
 
 
 def _done(result: Any) -> Work:
@@ -245,7 +273,7 @@ class FallbackGroup(ProcessGroup):
             future = torch.futures.Future()
             with self._range(operation.__name__):
                 work = operation(*args, async_op=True, **kwargs)
-            threading.Thread(target=self._complete, args=(future, work, then, result), daemon=True).start()
+            _start(self._complete, future, work, then, result)
             work = _CollectiveWork(future)
             if self._coalesced is not None:
                 self._coalesced.append(work)
@@ -414,7 +442,10 @@ class FallbackGroup(ProcessGroup):
 
     def _complete(self, future: Any, work: Any, then: Callable[[], None] | None, result: Any) -> None:
         try:
-            work.wait()
+            # The process cannot end while this waits in the runtime.
+            while not work._work.wait(_LOOK_INTERVAL)[0]:
+                if _is_ending.is_set():
+                    return
             if then is not None:
                 then()
         except ConvokeError as error:
