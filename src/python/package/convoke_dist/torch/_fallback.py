@@ -1,7 +1,7 @@
 """The backend without its C++ part: a process group in Python, for a torch for which that part cannot be had.
 
-It is slower: an operation costs about 30 µs more, and one with `async_op=True` takes a thread. It is the whole group, so
-it cannot stand beside another backend ("cpu:convoke,cuda:nccl"). docs/guides/pytorch.md lists what it lacks.
+It is slower: a small operation takes 2 to 3 times as long, and one with `async_op=True` takes a thread. It is the whole
+group, so it cannot stand beside another backend ("cpu:convoke,cuda:nccl"). docs/guides/pytorch.md lists what it lacks.
 """
 
 from __future__ import annotations
