@@ -70,8 +70,16 @@ pub(crate) fn run_in_child(
     }
 }
 
+/// Signals that end a wait before the job starts. They stay pending, and then stop the launcher.
+pub(crate) fn interrupts() -> SigSet {
+    [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT].into_iter().collect()
+}
+
 /// Reads from a pipe until its other end is closed, for at most the time until `deadline`.
-fn read_to_end(pipe: &OwnedFd, deadline: Instant, interrupts: &SigSet) -> io::Result<Vec<u8>> {
+///
+/// # Errors
+/// Those of [`run_in_child`] about the wait.
+pub(crate) fn read_to_end(pipe: &OwnedFd, deadline: Instant, interrupts: &SigSet) -> io::Result<Vec<u8>> {
     let signals = SignalFd::with_flags(interrupts, SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK)?;
     let (mut bytes, mut part) = (Vec::new(), [0; 4096]);
     loop {

@@ -2,19 +2,18 @@
 
 use std::ffi::OsStr;
 use std::process::{Command, Stdio};
-use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use super::settings::Program;
+use crate::child::{interrupts, read_to_end};
 use crate::cli::CliError;
 
-/// Python code that ends with [`ABSENT`] if the package is not installed.
+/// Python code that prints [`ABSENT`] if the package is not installed.
 const CODE: &str =
-    "import importlib.util, sys; sys.exit(0 if importlib.util.find_spec('convoke_dist') else 77)";
-const ABSENT: i32 = 77;
+    "import importlib.util; importlib.util.find_spec('convoke_dist') or print('absent', end='')";
+const ABSENT: &[u8] = b"absent";
 /// Time that the interpreter may take. One that takes longer is left to the workers.
 const TIMEOUT: Duration = Duration::from_secs(30);
-const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Returns an error if the Python that runs SCRIPT does not find the package of `--as-gloo`: its workers would
 /// use gloo, without a word. A program that is not run by that Python is not checked.
@@ -23,7 +22,7 @@ pub(crate) fn check(program: &Program) -> Result<(), CliError> {
         return Ok(());
     }
     let python = &program.argv[0];
-    if ends_with_absent(python) {
+    if says_absent(python) {
         let python = python.display();
         return Err(CliError::value(format!(
             "--as-gloo needs the Python package convoke-dist, which {python} does not find; \
@@ -33,20 +32,16 @@ pub(crate) fn check(program: &Program) -> Result<(), CliError> {
     Ok(())
 }
 
-fn ends_with_absent(python: &OsStr) -> bool {
+fn says_absent(python: &OsStr) -> bool {
     let mut command = Command::new(python);
-    command.args(["-c", CODE]).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    command.args(["-c", CODE]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     // If it cannot be started, the start of the workers reports why.
     let Ok(mut child) = command.spawn() else { return false };
-    let deadline = Instant::now() + TIMEOUT;
-    loop {
-        match child.try_wait() {
-            Ok(Some(status)) => return status.code() == Some(ABSENT),
-            Ok(None) if Instant::now() < deadline => sleep(POLL_INTERVAL),
-            Ok(None) | Err(_) => {
-                let _ = child.kill().and_then(|()| child.wait());
-                return false;
-            }
-        }
+    let stdout = child.stdout.take().expect("its stdout is a pipe");
+    let answer = read_to_end(&stdout.into(), Instant::now() + TIMEOUT, &interrupts());
+    if answer.is_err() {
+        let _ = child.kill();
     }
+    let _ = child.wait();
+    answer.is_ok_and(|text| text.ends_with(ABSENT))
 }

@@ -6,18 +6,14 @@
 use std::io;
 use std::time::Duration;
 
-use nix::sys::signal::Signal;
-
 use super::Gpu;
 use super::nvml::Nvml;
-use crate::child::run_in_child;
+use crate::child::{interrupts, run_in_child};
 
 /// Environment variable that changes [`DRIVER_TIMEOUT`], in milliseconds, for tests.
 const TIMEOUT_VARIABLE: &str = "CONVOKE_NVML_TIMEOUT_MS";
 /// Longest wait for NVIDIA's driver. Without its persistence mode it first initializes all GPUs of the node.
 const DRIVER_TIMEOUT: Duration = Duration::from_secs(60);
-/// Signals that end the wait for the driver. They stay pending.
-const INTERRUPTS: [Signal; 4] = [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT];
 
 #[derive(Debug, Clone)]
 pub(crate) struct GpuList {
@@ -36,8 +32,7 @@ pub(crate) fn list(count_nodes: impl FnOnce() -> Vec<Gpu>) -> GpuList {
         serde_json::to_vec(&gpus).expect("lists of texts have a JSON form")
     };
     let answer: io::Result<Option<Vec<Gpu>>> =
-        run_in_child(timeout, &INTERRUPTS.into_iter().collect(), query)
-            .and_then(|json| Ok(serde_json::from_slice(&json)?));
+        run_in_child(timeout, &interrupts(), query).and_then(|json| Ok(serde_json::from_slice(&json)?));
     let warning = answer.as_ref().err().and_then(|error| warning(error, timeout));
     GpuList { gpus: answer.ok().flatten().unwrap_or_else(count_nodes), warning }
 }
