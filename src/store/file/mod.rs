@@ -56,14 +56,7 @@ impl FileStore {
         worker_count: Option<usize>,
         deadline: Instant,
     ) -> Result<FileStore, StoreError> {
-        let path = path.as_ref().to_owned();
-        let store = FileStore {
-            path,
-            worker_count,
-            is_closing: false,
-            pid: std::process::id(),
-            log: Mutex::default(),
-        };
+        let store = FileStore::at(path.as_ref(), worker_count);
         store.add_stored(Call::new("open", &[], deadline), OPEN_KEY, 1)?;
         Ok(store)
     }
@@ -76,20 +69,18 @@ impl FileStore {
     /// # Errors
     /// Returns the errors of [`open`](FileStore::open).
     pub fn rejoin(path: impl AsRef<Path>, key: &[u8], deadline: Instant) -> Result<FileStore, StoreError> {
-        let path = path.as_ref().to_owned();
-        let store = FileStore {
-            path,
-            worker_count: None,
-            is_closing: false,
-            pid: std::process::id(),
-            log: Mutex::default(),
-        };
+        let store = FileStore::at(path.as_ref(), None);
         let key = stored_key(key)?;
         store.write(Call::new("open", &[], deadline), |log, out| {
             add_to(log, out, OPEN_KEY, 1)?;
             if log.has(&key) { add_to(log, out, &key, -1).map(drop) } else { Ok(()) }
         })?;
         Ok(store)
+    }
+
+    fn at(path: &Path, worker_count: Option<usize>) -> Self {
+        let (path, pid) = (path.to_owned(), std::process::id());
+        FileStore { path, worker_count, is_closing: false, pid, log: Mutex::default() }
     }
 
     /// Adds 1 to the counter `key` of processes that have left. Removes the file when the counter reaches
