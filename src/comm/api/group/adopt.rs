@@ -21,8 +21,8 @@ pub struct Adopted {
     allocation: Option<Arc<Allocation>>,
 }
 
-/// Size of a rank's announcement: the number of the allocation (that of rank 0 counts), the offset in the
-/// file, the size of the memory, and the socket over which the rank passes the descriptor.
+/// Size of a rank's announcement: the number of the allocation, the offset in the file, the size of the
+/// memory, and the socket over which the rank passes the descriptor. The number of rank 0 counts.
 const ANNOUNCEMENT_BYTES: usize = 3 * 8 + size_of::<SocketInfo>();
 
 impl Group {

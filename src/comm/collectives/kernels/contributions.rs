@@ -23,7 +23,7 @@ thread_local! {
 pub(crate) struct Scratch(Vec<u8>);
 
 impl Scratch {
-    fn bytes(&mut self) -> &mut [u8] {
+    pub(super) fn bytes(&mut self) -> &mut [u8] {
         if self.0.is_empty() {
             self.0 = SCRATCH.take();
             self.0.resize(SCRATCH_BYTES, 0);

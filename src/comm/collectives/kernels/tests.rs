@@ -412,6 +412,7 @@ fn each_vector_instruction_set_is_tested() {
 fn reduced_at(kernel: &Kernel, contributions: &[Vec<u8>], me: usize) -> Vec<u8> {
     let (mut own, mut published) = (contributions[me].clone(), vec![0; contributions[me].len()]);
     let mut scratch = Scratch::default();
+    scratch.bytes().fill(0xA5);
     let contribution = |rank: usize, at: usize, len: usize| {
         assert_ne!(rank, me);
         SourceBytes::from(&contributions[rank][at..at + len])
