@@ -237,7 +237,8 @@ impl Call {
         let range = |at: usize, count: usize| at..at.saturating_add(count.saturating_mul(dtype.size_bytes()));
         let (send, recv) =
             (range(self.send.addr(), self.send_count), range(self.recv.addr(), self.recv_count));
-        if !self.send.is_null() && send.start.max(recv.start) < send.end.min(recv.end) {
+        let has_both = !self.send.is_null() && !self.recv.is_null();
+        if has_both && send.start.max(recv.start) < send.end.min(recv.end) {
             let advice =
                 "pass no send buffer for an operation in place, where there is one, or copy the elements";
             return Err(invalid(format!("send and recv overlap: {advice}")));

@@ -113,7 +113,7 @@ impl Work {
         self.0.is_done()
     }
 
-    /// Lets the operation go on without this handle, for a process that ends: the handle no longer keeps the group,
+    /// Lets the operation go on without this handle, for a process that ends. The handle no longer keeps the group,
     /// and its result is an error. The memory of the operation must stay.
     pub fn detach(&self) {
         if let Ok(mut operation) = self.0.operation.try_lock() {
