@@ -104,7 +104,7 @@ fn note_started(work: &Arc<RawWork>) {
     started.push(Arc::downgrade(work));
 }
 
-/// Detaches the works of operations that are not done, and leaks their arrays: the process ends, and the works would
+/// Detaches the works of operations that are not done, and leaks their arrays. The process ends, and the works would
 /// keep this rank in its groups.
 #[pyfunction]
 pub(crate) fn detach_works(py: Python<'_>) {

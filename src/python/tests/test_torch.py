@@ -1,6 +1,5 @@
 """The backend "convoke" of torch.distributed."""
 
-import datetime
 import os
 import signal
 import subprocess
@@ -180,6 +179,19 @@ def test_killed_rank_is_named_to_all_others():
     with pytest.raises(convoke_dist.LaunchError) as caught:
         run(_killed, 3)
     assert caught.value.rank == 1 and "SIGKILL" in str(caught.value)
+
+
+def _short_message(rank, size):
+    if rank == 0:
+        dist.send(torch.ones(2), 1)
+    else:
+        x = torch.full((4, 2), 7.0)
+        dist.recv(x[:, 0], 0)
+        assert x[:, 0].tolist() == [1, 1, 7, 7] and (x[:, 1] == 7).all()
+
+
+def test_message_shorter_than_the_tensor_leaves_its_rest():
+    run(_short_message, 2)
 
 
 def _mismatch(rank, size):

@@ -249,7 +249,7 @@ def test_zero_redundancy_optimizer():
 
 
 def _fsdp1(rank, size, case):
-    from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     strategy = {
         "full shard": ShardingStrategy.FULL_SHARD,

@@ -66,7 +66,7 @@ class PeerLost(ConvokeError):
 
     @property
     def how(self) -> str:
-        """How the rank was lost, as text."""
+        """The way in which the rank was lost, as text."""
         return self.facts.get("how", {}).get("text", "")
 
     @property

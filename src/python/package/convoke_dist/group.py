@@ -188,7 +188,7 @@ class Group:
 
     @property
     def restart_count(self) -> int:
-        """How often the launcher has restarted the workers."""
+        """The number of times that the launcher has restarted the workers."""
         return self._group.restart_count
 
     @property

@@ -45,8 +45,8 @@ def launch(fn: Callable[..., Any], nproc: int | None = None, *, start_method: st
     """Returns a function that calls `fn` with its arguments in `nproc` processes, and returns all results by rank.
 
     Each process is a rank of a world: `convoke_dist.init()` and `torch.distributed.init_process_group()` join it. `nproc`
-    is the number of CPUs by default. `start_method` is "spawn", for which `fn` must be importable, or "fork" (the default
-    where there is no script, as in a notebook), which must not follow work with threads, such as that of torch.
+    is the number of CPUs by default. `start_method` is "spawn" or "fork". With "spawn", `fn` must be importable. "fork" is the
+    default where there is no script, as in a notebook. It must not follow work with threads, such as that of torch.
 
     Raises `LaunchError` if a rank raises an exception or dies. The other ranks are then ended.
     """

@@ -316,9 +316,8 @@ class FallbackGroup(ProcessGroup):
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Work:
         # The tensors of ranks that are not the root must not change.
-        target, is_root = _Target(tensors), opts.rootRank == self.rank()
-        memory = target.memory if is_root else _plain(tensors[0]).clone()
-        then = target.deliver if is_root else None
+        target = _Target(tensors) if opts.rootRank == self.rank() else None
+        memory, then = (target.memory, target.deliver) if target else (_plain(tensors[0]).clone(), None)
         op = _reduction(opts.reduceOp, tensors[0])
         return self._run(self._convoke.reduce, opts, memory, opts.rootRank, op, then=then, result=tensors)
 
@@ -392,7 +391,8 @@ class FallbackGroup(ProcessGroup):
             return _MessageWork(self, self._convoke.send(_joined(tensors), to, tag, async_op=True), None)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Work:
-        target = _Target(tensors, False)
+        # A message may be shorter than the tensor, whose rest then stays.
+        target = _Target(tensors)
         with self._range("recv" if source is not None else "recvAnySource"):
             return _MessageWork(self, self._convoke.recv(target.memory, source, tag, async_op=True), target.deliver)
 

@@ -47,8 +47,8 @@ def load() -> str:
     if wanted == "python":
         raise LoadError("CONVOKE_TORCH_SHIM=python asks for none")
     reasons = []
-    for how, part in {"prebuilt": prebuilt, "compiled": compiled}.items():
-        if wanted in ("", "compile" if how == "compiled" else how):
+    for choice, how, part in (("prebuilt", "prebuilt", prebuilt), ("compile", "compiled", compiled)):
+        if wanted in ("", choice):
             try:
                 _open(part())
                 return how
