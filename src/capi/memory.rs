@@ -42,6 +42,7 @@ pub unsafe extern "C" fn cvk_alloc(group: *const Group, bytes: usize, memory: *m
     group.run(|| {
         check_place(memory, "memory")?;
         let mut buffer = group.group.alloc::<u64>(bytes.div_ceil(size_of::<u64>()))?;
+        buffer.limit_use(bytes);
         let address = buffer.as_mut_ptr().cast();
         let made = Memory { origin: Origin::Allocated(buffer), address };
         // SAFETY: the caller promises it.
@@ -85,6 +86,24 @@ pub unsafe extern "C" fn cvk_adopt(
         let made = Memory { origin: Origin::Adopted(adopted), address };
         // SAFETY: the caller promises it.
         unsafe { put_handle(memory, made, "memory") }?;
+        Ok(Status::Ok)
+    })
+}
+
+/// Declares that the program uses only the first `bytes` bytes of memory of `cvk_alloc`: an all-reduce of
+/// exactly these copies nothing. If it fails, all bytes of their last page are unspecified. No operation may
+/// use the memory meanwhile. Other memory is left as it is.
+///
+/// # Safety
+/// `memory` is valid or `NULL`, and no other thread uses the handle.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cvk_memory_limit_use(memory: *mut Memory, bytes: usize) -> Status {
+    run(|| {
+        // SAFETY: the caller promises it.
+        let memory = unsafe { memory.as_mut() }.ok_or_else(|| invalid("memory is NULL".to_owned()))?;
+        if let Origin::Allocated(buffer) = &mut memory.origin {
+            buffer.limit_use(bytes);
+        }
         Ok(Status::Ok)
     })
 }

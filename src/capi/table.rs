@@ -20,7 +20,7 @@ use crate::group::{
 use crate::init::{InitOptions, cvk_init};
 use crate::memory::{
     Memory, cvk_adopt, cvk_alloc, cvk_is_shared_memory, cvk_memory_address, cvk_memory_free,
-    cvk_memory_is_shared,
+    cvk_memory_is_shared, cvk_memory_limit_use,
 };
 use crate::probe::{cvk_probe, cvk_try_probe};
 use crate::status::{Status, cvk_error_ends_group, cvk_error_json, cvk_error_message};
@@ -203,6 +203,7 @@ pub struct Api {
     ) -> Status,
     pub is_shared_memory:
         unsafe extern "C" fn(group: *const Group, address: *const c_void, bytes: usize) -> bool,
+    pub memory_limit_use: unsafe extern "C" fn(memory: *mut Memory, bytes: usize) -> Status,
 }
 
 static API: Api = Api {
@@ -260,6 +261,7 @@ static API: Api = Api {
     store_free: cvk_store_free,
     adopt: cvk_adopt,
     is_shared_memory: cvk_is_shared_memory,
+    memory_limit_use: cvk_memory_limit_use,
 };
 
 /// Returns the table of functions.

@@ -415,6 +415,7 @@ typedef struct cvk_api_table {
                              size_t bytes,
                              struct cvk_memory **memory);
     bool (*is_shared_memory)(const struct cvk_group *group, const void *address, size_t bytes);
+    enum cvk_status (*memory_limit_use)(struct cvk_memory *memory, size_t bytes);
 } cvk_api_table;
 
 #ifdef __cplusplus
@@ -736,6 +737,14 @@ enum cvk_status cvk_adopt(const struct cvk_group *group,
                           void *address,
                           size_t bytes,
                           struct cvk_memory **memory);
+
+// Declares that the program uses only the first `bytes` bytes of memory of `cvk_alloc`: an all-reduce of
+// exactly these copies nothing. If it fails, all bytes of their last page are unspecified. No operation may
+// use the memory meanwhile. Other memory is left as it is.
+//
+// Requirements:
+// `memory` is valid or `NULL`, and no other thread uses the handle.
+enum cvk_status cvk_memory_limit_use(struct cvk_memory *memory, size_t bytes);
 
 // Returns whether an all-reduce of the `bytes` bytes at `address` may copy nothing: they are memory of
 // `cvk_alloc` or `cvk_adopt`, and begin and end with a page of it.

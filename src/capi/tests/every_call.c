@@ -285,6 +285,19 @@ static void memory_of_the_group(void) {
     for (size_t i = 0; i < bytes / 4; i++) values[i] = (float)rank;
     OK(cvk_all_reduce(world, NULL, values, bytes / 4, CVK_TYPE_F32, CVK_OP_SUM));
     CHECK(values[bytes / 4 - 1] == (float)(size * (size - 1) / 2));
+    /* A part that does not end with a page is apart only if the program uses no more. */
+    size_t part = 10004;
+    CHECK(!cvk_is_shared_memory(world, values, part));
+    OK(cvk_memory_limit_use(memory, part));
+    CHECK(cvk_is_shared_memory(world, values, part) == cvk_memory_is_shared(memory));
+    for (size_t i = 0; i < part / 4; i++) values[i] = (float)rank;
+    OK(cvk_all_reduce(world, NULL, values, part / 4, CVK_TYPE_F32, CVK_OP_SUM));
+    CHECK(values[part / 4 - 1] == (float)(size * (size - 1) / 2));
+    cvk_memory_free(memory);
+    CHECK(cvk_memory_limit_use(NULL, part) == CVK_STATUS_INVALID_ARGUMENT);
+    /* Memory of any size is apart as a whole. */
+    OK(cvk_alloc(world, part, &memory));
+    CHECK(cvk_is_shared_memory(world, cvk_memory_address(memory), part) == cvk_memory_is_shared(memory));
     cvk_memory_free(memory);
 }
 

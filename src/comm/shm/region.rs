@@ -9,6 +9,7 @@ use std::ops::{Deref, DerefMut};
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rustix::mm::{MapFlags, ProtFlags};
 
@@ -23,6 +24,8 @@ pub(crate) struct Region {
     start: NonNull<u8>,
     /// The total size of the elements; the rest of the last page is unused.
     bytes: usize,
+    /// The number of bytes that the program uses, from the start on.
+    used: AtomicUsize,
     /// The program made the mapping, and removes it.
     is_adopted: bool,
 }
@@ -47,7 +50,7 @@ impl Region {
     /// `start` is a multiple of the page size. As long as the region exists, the pages are mapped there,
     /// shared, readable and writable, and may be [made private](Self::make_private).
     pub(crate) unsafe fn adopt(start: NonNull<u8>, bytes: usize) -> Self {
-        Self { start, bytes, is_adopted: true }
+        Self { start, bytes, used: bytes.into(), is_adopted: true }
     }
 
     /// Returns the offset in this region of the `bytes` bytes at `address`. `None` if they are not all in the
@@ -55,8 +58,15 @@ impl Region {
     pub(crate) fn offset_of(&self, address: usize, bytes: usize) -> Option<usize> {
         let at = address.checked_sub(self.start.as_ptr() as usize)?;
         let end = at.checked_add(bytes).filter(|&end| end <= self.bytes)?;
-        let is_apart = at.is_multiple_of(PAGE_BYTES) && (end.is_multiple_of(PAGE_BYTES) || end == self.bytes);
+        let is_last = end == self.bytes || end == self.used.load(Ordering::Relaxed);
+        let is_apart = at.is_multiple_of(PAGE_BYTES) && (end.is_multiple_of(PAGE_BYTES) || is_last);
         is_apart.then_some(at)
+    }
+
+    /// Declares that the program uses only the first `bytes` bytes. The rest of their last page then becomes
+    /// zero if the page is [made private](Self::make_private).
+    pub(crate) fn limit_use(&self, bytes: usize) {
+        self.used.store(bytes, Ordering::Relaxed);
     }
 
     /// Replaces the `bytes` bytes at an [offset](Self::offset_of) by private zero pages, so that later writes
@@ -90,7 +100,8 @@ impl<T: Element> OwnedRegion<T> {
     pub(crate) fn map(memory: impl AsFd, at: usize, len: usize) -> io::Result<Self> {
         let bytes =
             len.checked_mul(size_of::<T>()).filter(|&bytes| bytes > 0).ok_or(io::ErrorKind::InvalidInput)?;
-        let region = Region { start: map_shared(memory, at, bytes)?, bytes, is_adopted: false };
+        let start = map_shared(memory, at, bytes)?;
+        let region = Region { start, bytes, used: bytes.into(), is_adopted: false };
         let region = Arc::new(region);
         Ok(Self { region, len, elements: PhantomData })
     }
@@ -165,5 +176,7 @@ mod tests {
             assert_eq!(region.offset_of(start + at, bytes), None, "{bytes} at {at}");
         }
         assert_eq!(region.offset_of(start - 1, 10), None);
+        region.limit_use(100);
+        assert_eq!((region.offset_of(start, 100), region.offset_of(start, 99)), (Some(0), None));
     }
 }

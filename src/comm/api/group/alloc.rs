@@ -165,6 +165,14 @@ impl<T: Element> SharedBuffer<T> {
     pub fn is_shared(&self) -> bool {
         matches!(self.elements, Elements::Shared { .. })
     }
+
+    /// Declares that only the first `bytes` bytes hold elements in use, at most all. An all-reduce of exactly
+    /// these copies nothing, as one of the whole buffer does. If it fails, later elements are unspecified too.
+    pub fn limit_use(&mut self, bytes: usize) {
+        if let Elements::Shared { owned, .. } = &self.elements {
+            owned.region.limit_use(bytes);
+        }
+    }
 }
 
 impl<T: Element> From<Vec<T>> for SharedBuffer<T> {
