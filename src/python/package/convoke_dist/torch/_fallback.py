@@ -139,27 +139,37 @@ def _apart(source: Tensor, target: Tensor) -> Tensor:
 class _CollectiveWork(Work):
     """A collective in progress. A work that torch makes of a future would not raise the future's error."""
 
-    def __init__(self, future: torch.futures.Future) -> None:
+    def __init__(self, result: Any) -> None:
         super().__init__()
-        self._future = future
+        self._result, self._error = result, None
+        self._is_done = threading.Event()
+        # An exception that is set in a future is a value for torch's C++, which DDP would take for tensors. One that a
+        # callback raises is an error there as well.
+        self._ended = torch.futures.Future()
+        self._future = self._ended.then(lambda _: self.result())
+
+    def end(self, error: Exception | None = None) -> None:
+        self._error = error
+        self._is_done.set()
+        self._ended.set_result(None)
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         seconds = timeout.total_seconds()
-        done = threading.Event()
-        self._future.add_done_callback(lambda _: done.set())
-        if not done.wait(seconds if seconds > 0 else None):
+        if not self._is_done.wait(seconds if seconds > 0 else None):
             raise dist.DistBackendError(f"wait timed out after {seconds} s; the operation goes on, until its own time limit")
-        self._future.value()
+        self.result()
         return True
 
     def is_completed(self) -> bool:
-        return self._future.done()
+        return self._is_done.is_set()
 
     def get_future(self) -> torch.futures.Future:
         return self._future
 
-    def result(self) -> list[Tensor]:
-        return self._future.value()
+    def result(self) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self._result
 
 
 class _JointWork(Work):
@@ -270,11 +280,10 @@ class FallbackGroup(ProcessGroup):
         limit = getattr(opts, "timeout", datetime.timedelta(0)).total_seconds()
         kwargs["timeout"] = limit if limit > 0 else self._timeout
         if getattr(opts, "asyncOp", True) or self._coalesced is not None:
-            future = torch.futures.Future()
             with self._range(operation.__name__):
-                work = operation(*args, async_op=True, **kwargs)
-            _start(self._complete, future, work, then, result)
-            work = _CollectiveWork(future)
+                begun = operation(*args, async_op=True, **kwargs)
+            work = _CollectiveWork(result)
+            _start(self._complete, work, begun, then)
             if self._coalesced is not None:
                 self._coalesced.append(work)
             return work
@@ -440,17 +449,17 @@ class FallbackGroup(ProcessGroup):
             work.wait()
         return _done(result)
 
-    def _complete(self, future: Any, work: Any, then: Callable[[], None] | None, result: Any) -> None:
+    def _complete(self, work: _CollectiveWork, begun: Any, then: Callable[[], None] | None) -> None:
+        error: Exception | None = None
         try:
             # The process cannot end while this waits in the runtime.
-            while not work._work.wait(_LOOK_INTERVAL)[0]:
+            while not begun._work.wait(_LOOK_INTERVAL)[0]:
                 if _is_ending.is_set():
                     return
             if then is not None:
                 then()
-        except ConvokeError as error:
-            future.set_exception(self.failed(error))
-        except Exception as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
+        except ConvokeError as failure:
+            error = self.failed(failure)
+        except Exception as failure:
+            error = failure
+        work.end(error)
