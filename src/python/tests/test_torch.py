@@ -1,6 +1,7 @@
 """The backend "convoke" of torch.distributed."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -156,6 +157,28 @@ def _ddp(rank, size):
 
 def test_data_parallel_training_equals_training_on_one_rank():
     run(_ddp, 2)
+
+
+def _recorded(rank, size):
+    from torch._C._distributed_c10d import _dump_fr_trace
+
+    x = torch.ones(3)
+    for _ in range(5):
+        dist.all_reduce(x)
+    dist.all_reduce(x, async_op=True).wait()
+    entries = pickle.loads(_dump_fr_trace(backend="convoke")).get("entries", [])
+    return [(entry["profiling_name"], entry["state"]) for entry in entries]
+
+
+@pytest.mark.skipif(not hasattr(dist.distributed_c10d, "_maybe_attach_flight_recorder"), reason="torch records only NCCL")
+@pytest.mark.skipif(os.environ.get("CONVOKE_TORCH_SHIM") == "python", reason="groups in Python call no hooks")
+def test_torchs_flight_recorder_is_on_request_and_sees_operations_end(monkeypatch):
+    assert run(_recorded, 2) == [[], []], "torch's recorder takes more time than the operation, and nobody asked for it"
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "100")
+    for entries in run(_recorded, 2):
+        names, states = zip(*entries)
+        assert len(entries) == 6 and set(states) == {"completed"}, entries
+        assert all("all_reduce" in name.lower() or "allreduce" in name.lower() for name in names), entries
 
 
 def _killed(rank, size):

@@ -101,6 +101,7 @@ def _meet(opts: Any) -> tuple[str, str]:
 def _create(opts: Any, _backend_options: object = None, *, is_gloo: bool = False) -> Any:
     """Makes the backend of a group; torch calls it. `is_gloo`: it takes the place of gloo."""
     how = mode()
+    _choose_recorder()
     timeout = max(1, int(opts.timeout.total_seconds() * 1000))
     name, meeting = _meet(opts)
     if how == "python":
@@ -108,6 +109,18 @@ def _create(opts: Any, _backend_options: object = None, *, is_gloo: bool = False
     scratch = ProcessGroup(opts.store, opts.group_rank, opts.group_size)
     torch.ops.convoke.attach(scratch.boxed(), name, meeting, opts.group_rank, opts.group_size, timeout, is_gloo)
     return scratch._get_backend(torch.device("cpu"))
+
+
+def _choose_recorder() -> None:
+    """Lets torch's flight recorder record the calls only on request; torch asks after it has made a backend.
+
+    torch 2.15 records those of each backend that it does not know, which takes 3 us a call. convoke records them anyway.
+    """
+    known = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    if any(os.environ.get(name) for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")):
+        known.discard("convoke")
+    else:
+        known.add("convoke")
 
 
 def _create_in_python(opts: Any, name: str, meeting: str, backend: str) -> Any:

@@ -23,6 +23,11 @@ using c10d::PreMulSumSupplement;
 #else
 using PreMulSumSupplement = c10d::NCCLPreMulSumSupplement;
 #endif
+#if TORCH_SINCE(15)
+#define OVERRIDE_SINCE_15 override
+#else
+#define OVERRIDE_SINCE_15
+#endif
 #if TORCH_SINCE(14)
 #define OVERRIDE_SINCE_14 override
 #define COALESCED_AS(type) OpType::type
@@ -39,6 +44,7 @@ using PreMulSumSupplement = c10d::NCCLPreMulSumSupplement;
 using at::Tensor;
 using c10d::OpType;
 using Tensors = std::vector<Tensor>;
+using KeptTensors = c10::SmallVector<Tensor, 4>;
 using Milliseconds = std::chrono::milliseconds;
 
 const cvk_api_table* api = nullptr;

@@ -12,7 +12,7 @@ namespace {
 // A call of the runtime, and what must live as long as it.
 struct Call {
     cvk_call raw{};
-    Tensors tensors;
+    KeptTensors tensors;
     std::vector<size_t> send_counts, recv_counts;
     std::shared_ptr<std::array<char, 16>> factor;
     std::function<void()> deliver;
@@ -26,8 +26,8 @@ struct Call {
     Call& send(const Tensor& tensor) { return send(tensor, tensor.numel()); }
     Call& send(const Tensor& tensor, int64_t count) {
         raw.send = tensor.const_data_ptr();
+        sent_ = tensors.size();
         raw.send_count = keep(tensor, count);
-        sent_ = tensor;
         return *this;
     }
     Call& recv(const Tensor& tensor) { return recv(tensor, tensor.numel()); }
@@ -53,12 +53,13 @@ struct Call {
         const auto* send = static_cast<const char*>(raw.send);
         const auto* recv = static_cast<const char*>(raw.recv);
         if (!send || !recv) return;
-        const auto bytes = [&](size_t count) { return count * sent_.element_size() / static_cast<size_t>(element_type(sent_).times); };
-        if (send < recv + bytes(raw.recv_count) && recv < send + bytes(raw.send_count)) this->send(sent_.clone(), sent_.numel());
+        const Tensor sent = tensors[sent_];
+        const auto bytes = [&](size_t count) { return count * sent.element_size() / static_cast<size_t>(element_type(sent).times); };
+        if (send < recv + bytes(raw.recv_count) && recv < send + bytes(raw.send_count)) this->send(sent.clone(), sent.numel());
     }
 
   private:
-    Tensor sent_;
+    size_t sent_ = 0;  // where in `tensors` the sent tensor is
     // Keeps a tensor as long as the call. Returns the number of elements of the call's type for `count` of the tensor's.
     size_t keep(const Tensor& tensor, int64_t count) {
         const auto type = element_type(tensor);

@@ -31,6 +31,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
     Tensor allocate(int64_t count, const at::TensorOptions& options) {
         const size_t needed = static_cast<size_t>(count) * options.dtype().itemsize();
         Block& block = block_for(rounded(needed));
+        check(api->memory_limit_use(block.memory, needed));
         auto pool = shared_from_this();
         return at::from_blob(api->memory_address(block.memory), {count}, [pool, &block](void*) { block.is_free = true; },
                              options.device(at::kCPU));

@@ -16,9 +16,7 @@ namespace {
 
 class ConvokeBackend final : public c10d::Backend {
   public:
-    struct Options : c10d::Backend::Options {
-        Options(const char* name, Milliseconds timeout) : c10d::Backend::Options(name, timeout) {}
-    };
+    using Options = c10d::Backend::Options;
 
     ConvokeBackend(cvk_group* group, Milliseconds timeout, bool is_gloo)
         : Backend(static_cast<int>(api->group_rank(group)), static_cast<int>(api->group_size(group))),
@@ -43,13 +41,41 @@ class ConvokeBackend final : public c10d::Backend {
         return pool_->allocate(size, options);
     }
 
-    void abort() override { (void)api->group_abort(group_, "the program called abort"); }
+    void abort() override {
+        hooks_->abort.call();
+        (void)api->group_abort(group_, "the program called abort");
+    }
     void shutdown() override { (void)api->group_destroy(group_); }
     c10d::ErrorType getError() override {
         const char* failure = api->group_failure_json(group_);
         if (!failure) return c10d::ErrorType::SUCCESS;
         return std::strstr(failure, "\"code\":\"timeout\"") ? c10d::ErrorType::TIMEOUT : c10d::ErrorType::COMM_ERROR;
     }
+#ifdef C10D_BACKEND_HAS_HOOKS
+    bool supportsAbortHooks() const OVERRIDE_SINCE_15 { return true; }
+    void registerAbortHook(int64_t id, c10d::AbortHook hook) override { hooks_->abort.add(id, std::move(hook)); }
+    void unregisterAbortHook(int64_t id) override { hooks_->abort.remove(id); }
+#endif
+#if TORCH_SINCE(15)
+    bool supportsCompletionHooks() const override { return true; }
+    void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override {
+        hooks_->completion.add(id, [hook = std::move(hook)](uint64_t key, float ms) { hook({key, ms}); });
+    }
+    void unregisterCompletionHook(int64_t id) override { hooks_->completion.remove(id); }
+#endif
+#if TORCH_SINCE(9)
+    // All ranks of the group call this. Those of `ranks` get the new group, and other ranks null.
+    bool supportsSplitting() const override { return true; }
+    c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks,
+                                            const c10::intrusive_ptr<c10d::Backend::Options>& opts) override {
+        const auto place = std::find(ranks.begin(), ranks.end(), rank_);
+        const int64_t color = place == ranks.end() ? -1 : *std::min_element(ranks.begin(), ranks.end());
+        cvk_group* group = nullptr;
+        check(api->group_split(group_, color, place - ranks.begin(), &group));
+        if (!group) return nullptr;
+        return c10::make_intrusive<ConvokeBackend>(group, limit(opts->timeout), is_gloo_);
+    }
+#endif
     std::string failure() const {
         const char* failure = api->group_failure_json(group_);
         return failure ? failure : "";
@@ -70,7 +96,7 @@ class ConvokeBackend final : public c10d::Backend {
         Call call(CVK_KIND_BROADCAST, opts.rootRank);
         call.recv(target.memory);
         if (opts.rootRank != rank_) call.then([target] { target.deliver(); });
-        return carry_out(OpType::BROADCAST, TITLE("broadcast"), call, tensors, {tensors}, opts);
+        return carry_out(OpType::BROADCAST, TITLE("broadcast"), call, tensors, tensors, opts);
     }
 
     WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
@@ -106,7 +132,7 @@ class ConvokeBackend final : public c10d::Backend {
         run_now(of_indices.send(indices).recv(all_indices), opts.timeout);
         tensors[0].copy_(at::sparse_coo_tensor(all_indices.t(), all_values, input.sizes()).coalesce());
         auto work = c10::make_intrusive<ConvokeWork>(OpType::_ALLREDUCE_SPARSE, TITLE("all_reduce"), tensors,
-                                                     std::vector<Tensors>{tensors}, seq_);
+                                                     tensors, seq_, 0);
         work->end(nullptr, -1);
         return work;
     }
@@ -117,7 +143,7 @@ class ConvokeBackend final : public c10d::Backend {
         if (tensors.empty()) return nothing(OpType::ALLREDUCE_COALESCED);
         Call call(CVK_KIND_ALL_REDUCE);
         call.recv(pieces->memory, total(tensors)).by(opts.reduceOp, tensors[0]).then([pieces] { pieces->deliver(); });
-        return carry_out(OpType::ALLREDUCE_COALESCED, TITLE("all_reduce_coalesced"), call, tensors, {tensors}, opts);
+        return carry_out(OpType::ALLREDUCE_COALESCED, TITLE("all_reduce_coalesced"), call, tensors, tensors, opts);
     }
 
     WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
@@ -134,7 +160,7 @@ class ConvokeBackend final : public c10d::Backend {
         } else {
             call.send(in_one_piece(tensor));
         }
-        return carry_out(OpType::REDUCE, TITLE("reduce"), call, tensors, {tensors}, opts);
+        return carry_out(OpType::REDUCE, TITLE("reduce"), call, tensors, tensors, opts);
     }
 
     WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
@@ -149,7 +175,7 @@ class ConvokeBackend final : public c10d::Backend {
         check_tensor(input);
         check_size(output, input, size_, "output");
         return gather_all(std::make_shared<Pieces>(Tensors{output}, false), input, input.numel(), OpType::_ALLGATHER_BASE,
-                          TITLE("_all_gather_base"), {input}, {{output}}, opts);
+                          TITLE("_all_gather_base"), {input}, Tensors{output}, opts);
     }
 
     WorkPtr allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -205,7 +231,7 @@ class ConvokeBackend final : public c10d::Backend {
             Target target(output, false);
             call.recv(target.memory).then([target] { target.deliver(); });
         }
-        return carry_out(OpType::GATHER, TITLE("gather"), call, {input}, {{output}}, opts);
+        return carry_out(OpType::GATHER, TITLE("gather"), call, {input}, Tensors{output}, opts);
     }
 
     WorkPtr scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override {
@@ -220,7 +246,7 @@ class ConvokeBackend final : public c10d::Backend {
         } else {
             TORCH_CHECK(inputs.empty() || inputs[0].empty(), "only the root of scatter takes inputs");
         }
-        return carry_out(OpType::SCATTER, TITLE("scatter"), call, inputs.empty() ? Tensors() : inputs[0], {outputs}, opts);
+        return carry_out(OpType::SCATTER, TITLE("scatter"), call, inputs.empty() ? Tensors() : inputs[0], outputs, opts);
     }
 
     WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -262,7 +288,7 @@ class ConvokeBackend final : public c10d::Backend {
             call.send_counts = scaled(split_counts(input, input_splits, "input"), times);
             call.recv_counts = scaled(split_counts(output, output_splits, "output"), times);
         }
-        return carry_out(OpType::ALLTOALL_BASE, TITLE("all_to_all"), call, {input}, {{output}}, opts);
+        return carry_out(OpType::ALLTOALL_BASE, TITLE("all_to_all"), call, {input}, Tensors{output}, opts);
     }
 
     WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override {
@@ -277,13 +303,13 @@ class ConvokeBackend final : public c10d::Backend {
         const auto times = element_type(inputs[0]).times;
         for (const auto& tensor : inputs) call.send_counts.push_back(static_cast<size_t>(tensor.numel() * times));
         for (const auto& tensor : outputs) call.recv_counts.push_back(static_cast<size_t>(tensor.numel() * times));
-        return carry_out(OpType::ALLTOALL, TITLE("all_to_all"), call, inputs, {outputs}, opts);
+        return carry_out(OpType::ALLTOALL, TITLE("all_to_all"), call, inputs, outputs, opts);
     }
 
     WorkPtr send(Tensors& tensors, int to, int tag) override {
         Call call(CVK_KIND_SEND, to, tag);
         call.send(in_one_piece(only(tensors)));
-        return begin(OpType::SEND, TITLE("send"), call, tensors, {tensors}, options_->timeout);
+        return begin(OpType::SEND, TITLE("send"), call, tensors, tensors, options_->timeout);
     }
     WorkPtr recv(Tensors& tensors, int from, int tag) override {
         return receive(tensors, from, tag, OpType::RECV, TITLE("recv"));
@@ -293,7 +319,8 @@ class ConvokeBackend final : public c10d::Backend {
     }
 
     WorkPtr barrier(const c10d::BarrierOptions& opts) override {
-        return carry_out(OpType::BARRIER, TITLE("barrier"), Call(CVK_KIND_BARRIER), {}, {}, opts);
+        Call call(CVK_KIND_BARRIER);
+        return carry_out(OpType::BARRIER, TITLE("barrier"), call, {}, {}, opts);
     }
 
     void monitoredBarrier(const c10d::BarrierOptions& opts, bool names_all) override {
@@ -353,7 +380,7 @@ class ConvokeBackend final : public c10d::Backend {
     }
 
     WorkPtr nothing(OpType type) {
-        return c10::make_intrusive<ConvokeWork>(type, nullptr, Tensors(), std::vector<Tensors>(), seq_);
+        return c10::make_intrusive<ConvokeWork>(type, nullptr, Tensors(), Results(), seq_, 0);
     }
 
     WorkPtr joined(OpType type, std::vector<WorkPtr> works, Tensors results, bool is_async) {
@@ -413,12 +440,12 @@ class ConvokeBackend final : public c10d::Backend {
         Call call(CVK_KIND_ALL_REDUCE);
         call.recv(target.memory).by(opts.reduceOp, tensor);
         if (target.is_copied) call.then([target] { target.deliver(); });
-        return carry_out(type, title, call, inputs, {inputs}, opts);
+        return carry_out(type, title, call, inputs, inputs, opts);
     }
 
     template <typename O>
     WorkPtr gather_all(std::shared_ptr<Pieces> to, const Tensor& input, int64_t count, OpType type, const char* title,
-                       const Tensors& inputs, std::vector<Tensors> outputs, const O& opts) {
+                       const Tensors& inputs, Results outputs, const O& opts) {
         Call call(CVK_KIND_ALL_GATHER);
         const Tensor own = in_one_piece(input);
         // FSDP passes a part of the output, which is then in its place already.
@@ -435,7 +462,7 @@ class ConvokeBackend final : public c10d::Backend {
         Call call(CVK_KIND_REDUCE_SCATTER);
         call.send(input, size_ * output.numel()).recv(target.memory).by(opts.reduceOp, output);
         if (target.is_copied) call.then([target] { target.deliver(); });
-        return carry_out(type, title, call, inputs, {{output}}, opts);
+        return carry_out(type, title, call, inputs, Tensors{output}, opts);
     }
 
     WorkPtr receive(Tensors& tensors, int64_t from, int tag, OpType type, const char* title) {
@@ -443,26 +470,31 @@ class ConvokeBackend final : public c10d::Backend {
         Call call(CVK_KIND_RECV, from, tag);
         call.recv(target.memory);
         if (target.is_copied) call.then([target] { target.deliver(); });
-        return begin(type, title, call, tensors, {tensors}, options_->timeout);
+        return begin(type, title, call, tensors, tensors, options_->timeout);
     }
 
     // Carries out a call without a work.
     void run_now(Call& call, Milliseconds timeout) {
         set_pointers(call, limit(timeout));
-        check(api->run(group_, &call.raw, 1, nullptr));
+        const cvk_status status = api->run(group_, &call.raw, 1, nullptr);
+        if (status == CVK_STATUS_OK) return;
+        const auto error = last_error(status);
+        hooks_->failed();
+        std::rethrow_exception(error);
     }
 
     // Waits for the call if the options say so.
     template <typename O>
-    WorkPtr carry_out(OpType type, const char* title, Call call, const Tensors& inputs, std::vector<Tensors> results,
+    WorkPtr carry_out(OpType type, const char* title, Call& call, const Tensors& inputs, Results results,
                       const O& opts) {
         const auto timeout = limit(opts.timeout);
         seq_++;
         if (is_async(opts) || is_coalescing_) {
-            return begin(type, title, std::move(call), inputs, std::move(results), timeout);
+            return begin(type, title, call, inputs, std::move(results), timeout);
         }
         finished().release();
-        auto work = c10::make_intrusive<ConvokeWork>(type, title, inputs, std::move(results), seq_);
+        const auto start = hooks_->start();
+        auto work = c10::make_intrusive<ConvokeWork>(type, title, inputs, std::move(results), seq_, start.key);
         try {
             run_now(call, timeout);
             if (call.deliver) call.deliver();
@@ -471,18 +503,21 @@ class ConvokeBackend final : public c10d::Backend {
             throw;
         }
         work->end(nullptr, -1);
+        hooks_->done(start);
         return work;
     }
 
-    WorkPtr begin(OpType type, const char* title, Call call, const Tensors& inputs, std::vector<Tensors> results,
+    WorkPtr begin(OpType type, const char* title, Call& call, const Tensors& inputs, Results results,
                   Milliseconds timeout) {
         finished().release();
-        auto work = c10::make_intrusive<ConvokeWork>(type, title, inputs, std::move(results), seq_);
+        set_pointers(call, timeout);
         auto operation = std::make_shared<Operation>();
+        operation->hooks = hooks_;
+        operation->start = hooks_->start();
+        auto work = c10::make_intrusive<ConvokeWork>(type, title, inputs, std::move(results), seq_, operation->start.key);
         operation->tensors = std::move(call.tensors);
         operation->deliver = std::move(call.deliver);
         work->begin_with(operation);
-        set_pointers(call, timeout);
         auto* context = new OperationPtr(operation);
         call.raw.on_complete = on_complete;
         call.raw.on_complete_context = context;
@@ -490,6 +525,7 @@ class ConvokeBackend final : public c10d::Backend {
         if (status != CVK_STATUS_OK) {
             delete context;
             auto error = last_error(status);
+            hooks_->failed();
             operation->is_done = true;
             work->end(error, -1);
             std::rethrow_exception(error);
@@ -515,6 +551,7 @@ class ConvokeBackend final : public c10d::Backend {
     cvk_group* const group_;
     const bool is_gloo_;  // the backend has taken the place of gloo
     c10::intrusive_ptr<Options> options_;
+    const std::shared_ptr<GroupHooks> hooks_ = std::make_shared<GroupHooks>();
     std::atomic<uint64_t> seq_{0};
     bool is_coalescing_ = false;
     std::vector<WorkPtr> coalesced_;

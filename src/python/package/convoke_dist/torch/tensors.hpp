@@ -83,13 +83,17 @@ void copy_to(const Tensor& to, const Tensor& from) {
 // Memory into which the runtime writes a tensor: the tensor itself if it is in one piece.
 struct Target {
     Tensor memory;
-    Tensor tensor;
+    Tensor tensor;  // undefined if nothing is copied
     bool is_copied;
 
-    explicit Target(const Tensor& to, bool is_read = true) : tensor(to) {
-        is_copied = !to.is_contiguous() || to.is_conj() || to.is_neg();
+    explicit Target(const Tensor& to, bool is_read = true) : is_copied(!to.is_contiguous() || to.is_conj() || to.is_neg()) {
+        if (!is_copied) {
+            memory = to;
+            return;
+        }
+        tensor = to;
         at::AutoDispatchBelowADInplaceOrView guard;
-        memory = !is_copied ? to : is_read ? in_one_piece(to).clone() : at::empty(to.sizes(), to.options().memory_format(at::MemoryFormat::Contiguous));
+        memory = is_read ? in_one_piece(to).clone() : at::empty(to.sizes(), to.options().memory_format(at::MemoryFormat::Contiguous));
     }
     void deliver() const {
         if (is_copied) copy_to(tensor, memory);
