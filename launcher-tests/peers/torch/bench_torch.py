@@ -32,14 +32,17 @@ def perf(o, ranks):
     """The time of the same calls from Rust, by cell."""
     times = {}
     for collective in ["all_reduce"] + (["all_gather", "broadcast"] if ranks > 1 else []):
-        most = "64M" if collective == "all_reduce" else "16M"
+        # convoke-perf counts the result of an all_gather, and torch's worker what each rank passes.
+        blocks = ranks if collective == "all_gather" else 1
+        most = (64 if collective == "all_reduce" else 16) << 20
         command = [f"{o.bin}/convoke", "--standalone", f"--nproc-per-node={ranks}", f"{o.bin}/convoke-perf", collective, "--json"]
-        done = subprocess.run([*command, "--no-pairs", "-b", "4", "-e", most, "-f", "4"], capture_output=True, text=True, timeout=600)
+        sizes = ["-b", str(4 * blocks), "-e", str(most * blocks), "-f", "4"]
+        done = subprocess.run([*command, "--no-pairs", *sizes], capture_output=True, text=True, timeout=600)
         for line in done.stdout.splitlines():
             if line.startswith("{"):
                 cell = json.loads(line)
                 if "p50_us" in cell:
-                    times[f"{cell['collective']} {cell['bytes']}"] = cell["p50_us"]
+                    times[f"{cell['collective']} {cell['bytes'] // blocks}"] = cell["p50_us"]
     return times
 
 
