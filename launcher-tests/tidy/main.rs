@@ -51,6 +51,8 @@ const UNSAFE_FILES: &[&str] = &[
     "src/capi/work.rs",
     // Python code passes addresses of arrays.
     "src/python/group.rs",
+    // The file asks the interpreter whether a signal came.
+    "src/python/interrupt.rs",
     // The file makes an ioctl.
     "src/comm/transport/links/tcp.rs",
     // The file registers a handler of `exit`, which stops threads that use CUDA.
@@ -84,6 +86,8 @@ const UNSAFE_FILES: &[&str] = &[
     "src/tools/gpu_check/order.rs",
     // The file accesses a mapped file as atomics.
     "src/comm/flight/map.rs",
+    // The file reads the processor's time stamp counter.
+    "src/comm/flight/clock.rs",
     // The file calls functions of NVML.
     "src/launcher/gpus/nvml.rs",
     // The file forks a child that calls NVML.

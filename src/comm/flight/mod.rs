@@ -8,7 +8,7 @@
 //!
 //! Each process has one recorder for all its sessions and groups. The recorder holds the last 1024 calls of
 //! all threads in the order in which they were made, and is always on. Recording a call costs one or two
-//! readings of the clock and some memory writes, no lock and no system call. If two threads write to one slot
+//! readings of the time ([`clock`]) and some memory writes, no lock and no system call. If two threads write to one slot
 //! at the same time, one of the two calls is not recorded, and no thread waits.
 //!
 //! The format of the file is defined in [`convoke_recorder`], since the launcher reads the file.
@@ -18,6 +18,7 @@
 //! waits. No other code depends on the recorder being global.
 
 mod call_ring;
+mod clock;
 #[cfg(feature = "bench")]
 pub(crate) mod cost;
 mod file;
@@ -36,13 +37,13 @@ use convoke_recorder::layout::{
     Operation, State,
 };
 use convoke_recorder::{names, process};
-use nix::time::{ClockId, clock_gettime};
 
 use crate::collectives::call::{Call, CallKind};
 use crate::collectives::dtype::{Dtype, ReduceOp};
 use crate::collectives::plan::Algorithm;
 use crate::error::cause::{Cause, Report};
 use call_ring::CallRing;
+pub(crate) use clock::now_ns;
 use file::RecordingFile;
 
 /// Records the groups and communication calls of this process.
@@ -409,11 +410,4 @@ fn header(env: Option<&WorkerEnv>) -> Header {
 /// Converts a rank to 32 bits, which suffice: groups have at most 2^24 ranks.
 fn number(rank: usize) -> u32 {
     u32::try_from(rank).unwrap_or(u32::MAX)
-}
-
-/// Returns the nanoseconds of CLOCK_MONOTONIC, which all processes of a host share.
-#[inline]
-pub(crate) fn now_ns() -> u64 {
-    clock_gettime(ClockId::CLOCK_MONOTONIC)
-        .map_or(0, |time| time.tv_sec() as u64 * 1_000_000_000 + time.tv_nsec() as u64)
 }
