@@ -26,8 +26,8 @@ use crate::probe::{cvk_probe, cvk_try_probe};
 use crate::status::{Status, cvk_error_ends_group, cvk_error_json, cvk_error_message};
 use crate::store::{Store, cvk_store_free, cvk_store_port, cvk_store_serve};
 use crate::work::{
-    Message, Work, cvk_run, cvk_start, cvk_work_descriptor, cvk_work_free, cvk_work_is_done,
-    cvk_work_on_complete, cvk_work_wait,
+    InterruptCheck, Message, Work, cvk_run, cvk_set_interrupt_check, cvk_start, cvk_work_descriptor,
+    cvk_work_free, cvk_work_is_done, cvk_work_on_complete, cvk_work_wait,
 };
 
 /// The version of the table. It changes only if a field changes; new fields are added at the end.
@@ -204,6 +204,7 @@ pub struct Api {
     pub is_shared_memory:
         unsafe extern "C" fn(group: *const Group, address: *const c_void, bytes: usize) -> bool,
     pub memory_limit_use: unsafe extern "C" fn(memory: *mut Memory, bytes: usize) -> Status,
+    pub set_interrupt_check: unsafe extern "C" fn(check: InterruptCheck),
 }
 
 static API: Api = Api {
@@ -262,6 +263,7 @@ static API: Api = Api {
     adopt: cvk_adopt,
     is_shared_memory: cvk_is_shared_memory,
     memory_limit_use: cvk_memory_limit_use,
+    set_interrupt_check: cvk_set_interrupt_check,
 };
 
 /// Returns the table of functions.

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use convoke_comm::raw::{Buffers, Operation};
+use convoke_comm::raw::{self, Buffers, Operation};
 use convoke_comm::{CommError, Work as CommWork};
 
 use crate::call::{Call, Callback, Context, callback};
@@ -216,14 +216,16 @@ impl Shared {
         *operation = None;
     }
 
-    /// Waits for the result until `until`, or for as long as it takes. `None` if it is not there by then.
+    /// Waits for the result until `until`, or for as long as it takes. `None` if it is not there by then, or if
+    /// the program was interrupted.
     fn wait(&self, until: Option<Instant>) -> Option<&Result<Option<Message>, Arc<Failure>>> {
         const LONG: Duration = Duration::from_secs(3600);
         loop {
             if let Some(result) = self.result.get() {
                 return Some(result);
             }
-            let left = until.map_or(LONG, |until| until.saturating_duration_since(Instant::now()));
+            let all = until.map_or(LONG, |until| until.saturating_duration_since(Instant::now()));
+            let left = all.min(raw::interrupt_interval());
             match self.operation.try_lock() {
                 Ok(operation) => {
                     self.wait_with(operation, left);
@@ -234,7 +236,7 @@ impl Shared {
                 // Another thread waits. It sets the result, or stops and notifies this thread.
                 Err(TryLockError::WouldBlock) => self.wait_for_change(left),
             }
-            if self.result.get().is_none() && left.is_zero() {
+            if self.result.get().is_none() && (all.is_zero() || left < all && raw::is_interrupted()) {
                 return None;
             }
         }
@@ -321,7 +323,7 @@ pub unsafe extern "C" fn cvk_start(group: *const Group, call: *const Call, work:
 }
 
 /// Waits until the operation is done, at most `timeout_ms` milliseconds, or `CVK_FOREVER`. Returns
-/// `CVK_STATUS_PENDING` if it is not done by then, and otherwise its result, also if it is asked again.
+/// `CVK_STATUS_PENDING` if it is not done by then, or if the check of `cvk_set_interrupt_check` says so, and otherwise its result, also if it is asked again.
 /// `message` is `NULL`, or gets the status of a received message.
 ///
 /// # Safety
@@ -412,4 +414,26 @@ pub unsafe extern "C" fn cvk_work_on_complete(
 pub unsafe extern "C" fn cvk_work_free(work: *mut Work) {
     // SAFETY: the caller promises it.
     run_or((), || unsafe { free(work) });
+}
+
+/// A function that returns whether the calling thread must stop waiting.
+pub type InterruptCheck = Option<unsafe extern "C" fn() -> bool>;
+
+/// Sets the function that says whether a thread that waits must stop, because the program was interrupted, as by
+/// Ctrl-C. The library calls it about ten times a second while a thread waits. If it returns true, the group ends
+/// with `CVK_STATUS_ABORTED`, and the error says for which rank this rank waited; only `cvk_work_wait` returns
+/// `CVK_STATUS_PENDING` instead, and the operation goes on. It stays for the life of the process; a second call
+/// changes nothing.
+///
+/// # Safety
+/// `check` is valid for ever, from any thread. It may use no function of this library.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn cvk_set_interrupt_check(check: InterruptCheck) {
+    static CHECK: OnceLock<unsafe extern "C" fn() -> bool> = OnceLock::new();
+    // SAFETY: the caller of `cvk_set_interrupt_check` promises it.
+    let call = || CHECK.get().is_some_and(|check| unsafe { check() });
+    if let Some(check) = check {
+        CHECK.get_or_init(|| check);
+        raw::set_interrupt_check(call);
+    }
 }

@@ -10,11 +10,20 @@ pub(crate) fn exception(error: &CommError) -> PyErr {
     exception_of_json(error_json(error))
 }
 
+/// If a signal came meanwhile, its handlers run, and the exception that they raise has this one as its cause.
 pub(crate) fn exception_of_json(json: String) -> PyErr {
     Python::attach(|py| {
+        let raised = py.check_signals().err();
         let made =
             py.import("convoke_dist.errors").and_then(|errors| errors.call_method1("from_json", (json,)));
-        made.map_or_else(|error| error, PyErr::from_value)
+        let exception = made.map_or_else(|error| error, PyErr::from_value);
+        match raised {
+            None => exception,
+            Some(raised) => {
+                raised.set_cause(py, Some(exception));
+                raised
+            }
+        }
     })
 }
 

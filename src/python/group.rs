@@ -349,10 +349,14 @@ impl Work {
     #[pyo3(signature = (timeout))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<(bool, Option<MessageTuple>)> {
         let timeout = timeout.map(seconds).transpose()?;
-        match py.detach(|| self.work.wait(timeout)) {
-            None => Ok((false, None)),
-            Some(Ok(message)) => Ok((true, message.map(tuple))),
-            Some(Err(json)) => Err(exception_of_json(json)),
+        loop {
+            match py.detach(|| self.work.wait(timeout)) {
+                // Only a signal ends a wait without a time limit. Its handler may let the program go on.
+                None if timeout.is_none() => py.check_signals()?,
+                None => return py.check_signals().map(|()| (false, None)),
+                Some(Ok(message)) => return Ok((true, message.map(tuple))),
+                Some(Err(json)) => return Err(exception_of_json(json)),
+            }
         }
     }
 

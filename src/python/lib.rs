@@ -5,6 +5,7 @@
 
 mod error;
 mod group;
+mod interrupt;
 mod memory;
 mod store;
 
@@ -41,6 +42,7 @@ fn local_world(size: usize, port: u16) -> PyResult<Vec<HashMap<&'static str, Opt
 
 #[pymodule]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    convoke_comm::raw::set_interrupt_check(interrupt::is_interrupted);
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add_function(wrap_pyfunction!(api_table, module)?)?;
     module.add_function(wrap_pyfunction!(host_address, module)?)?;

@@ -270,6 +270,9 @@ typedef struct cvk_call {
     void *on_complete_context;
 } cvk_call;
 
+// A function that returns whether the calling thread must stop waiting.
+typedef bool (*InterruptCheck)(void);
+
 // All functions of this header.
 //
 // Later libraries add fields at the end. A program that was compiled with a newer header checks `size`
@@ -416,6 +419,7 @@ typedef struct cvk_api_table {
                              struct cvk_memory **memory);
     bool (*is_shared_memory)(const struct cvk_group *group, const void *address, size_t bytes);
     enum cvk_status (*memory_limit_use)(struct cvk_memory *memory, size_t bytes);
+    void (*set_interrupt_check)(InterruptCheck check);
 } cvk_api_table;
 
 #ifdef __cplusplus
@@ -853,12 +857,14 @@ enum cvk_status cvk_run(const struct cvk_group *group,
 enum cvk_status cvk_start(const struct cvk_group *group, const struct cvk_call *call, struct cvk_work **work);
 
 // Waits until the operation is done, at most `timeout_ms` milliseconds, or `CVK_FOREVER`. Returns
-// `CVK_STATUS_PENDING` if it is not done by then, and otherwise its result, also if it is asked again.
+// `CVK_STATUS_PENDING` if it is not done by then, or if the check of `cvk_set_interrupt_check` says so, and otherwise its result, also if it is asked again.
 // `message` is `NULL`, or gets the status of a received message.
 //
 // Requirements:
 // `work` is valid or `NULL`; `message` is `NULL` or writable.
-enum cvk_status cvk_work_wait(const struct cvk_work *work, uint64_t timeout_ms, struct cvk_message *message);
+enum cvk_status cvk_work_wait(const struct cvk_work *work,
+                              uint64_t timeout_ms,
+                              struct cvk_message *message);
 
 // Returns whether the operation is done, successfully or not. Then `cvk_work_wait` returns at once.
 //
@@ -887,6 +893,16 @@ enum cvk_status cvk_work_on_complete(const struct cvk_work *work, cvk_callback f
 // Requirements:
 // `work` is `NULL` or valid, and not used from now on.
 void cvk_work_free(struct cvk_work *work);
+
+// Sets the function that says whether a thread that waits must stop, because the program was interrupted, as by
+// Ctrl-C. The library calls it about ten times a second while a thread waits. If it returns true, the group ends
+// with `CVK_STATUS_ABORTED`, and the error says for which rank this rank waited; only `cvk_work_wait` returns
+// `CVK_STATUS_PENDING` instead, and the operation goes on. It stays for the life of the process; a second call
+// changes nothing.
+//
+// Requirements:
+// `check` is valid for ever, from any thread. It may use no function of this library.
+void cvk_set_interrupt_check(InterruptCheck check);
 
 #ifdef __cplusplus
 }  // extern "C"

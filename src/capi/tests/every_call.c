@@ -323,6 +323,33 @@ static void adopted_memory(void) {
     CHECK(munmap(values, bytes) == 0 && close(file) == 0);
 }
 
+static volatile bool is_interrupted;
+
+static bool check_interrupt(void) { return is_interrupted; }
+
+/* A wait ends when the program is interrupted, and the operation goes on. */
+static void interrupt(void) {
+    cvk_set_interrupt_check(check_interrupt);
+    int64_t value = 0, sent = 5;
+    if (size == 1) return;
+    if (rank == 0) {
+        cvk_call call = call_of(CVK_KIND_RECV);
+        call.dtype = CVK_TYPE_I64, call.peer = 1, call.tag = 77, call.recv = &value, call.recv_count = 1;
+        cvk_work *work;
+        OK(cvk_start(world, &call, &work));
+        is_interrupted = true;
+        CHECK(cvk_work_wait(work, CVK_FOREVER, NULL) == CVK_STATUS_PENDING);
+        is_interrupted = false;
+        OK(cvk_barrier(world));
+        OK(cvk_work_wait(work, CVK_FOREVER, NULL));
+        CHECK(value == sent);
+        cvk_work_free(work);
+        return;
+    }
+    OK(cvk_barrier(world));
+    if (rank == 1) OK(cvk_send(world, &sent, 1, CVK_TYPE_I64, 0, 77));
+}
+
 /* Wrong arguments are errors that name what is wrong, and nothing else happens. */
 static void wrong_arguments(void) {
     int64_t value = 0;
@@ -433,6 +460,7 @@ int main(void) {
     groups();
     memory_of_the_group();
     adopted_memory();
+    interrupt();
     wrong_arguments();
     group_at_a_store();
     abort_and_shrink();

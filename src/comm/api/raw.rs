@@ -10,6 +10,8 @@
 //! Memory of [`Group::alloc`] is recognised by its address, so an all-reduce of it copies nothing here
 //! either. [`Group::adopt`] lets the group access memory that the program has already.
 //!
+//! [`set_interrupt_check`] ends waits of a program that was interrupted.
+//!
 //! ```
 //! use convoke_comm::raw::{Buffer, Call, Operation};
 //! use convoke_comm::{Dtype, ReduceOp};
@@ -40,6 +42,7 @@ pub use crate::api::reduction::UntypedReduction as Reduction;
 use crate::buffer::{Slice, SliceMut, ValueType};
 use crate::collectives::call::Status;
 use crate::collectives::dtype::Dtype;
+pub use crate::engine::interrupt::{interrupt_interval, is_interrupted, set_interrupt_check};
 use crate::error::{CommError, require};
 
 /// Elements of one type at an address.

@@ -17,6 +17,7 @@ mod execution;
 mod failure;
 mod fast_path;
 pub(crate) mod handshake;
+pub(crate) mod interrupt;
 mod lifecycle;
 mod liveness;
 mod lost_peers;

@@ -9,6 +9,7 @@ use super::mux;
 use super::operation::Task;
 use super::progress_lock::{Drive, Goal};
 use super::state::Engine;
+use super::submission::AbortReason;
 use super::wait_policy::WaitAction;
 use crate::error::cause::Cause;
 use crate::fault::fault_point;
@@ -151,7 +152,11 @@ impl Drive for Engine {
         for task in tasks {
             self.start(task);
         }
-        if let Some(reason) = abort {
+        let reason = abort.map(|abort| match abort {
+            AbortReason::Given(reason) => reason,
+            AbortReason::Interrupted => self.interruption(),
+        });
+        if let Some(reason) = reason {
             self.fail_for(Cause::Aborted { reason });
         }
         // Starting a task may fail the group before the task is queued. Then the failure has not ended it.

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use super::callbacks::CallbackQueue;
 use super::completion::Completion;
 use super::mux::Doorbell;
-use super::submission::SubmissionQueue;
+use super::submission::{AbortReason, SubmissionQueue};
 use super::sync::{
     AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, ProgressLock, ProgressLockGuard,
     TryLockError, park, park_timeout,
@@ -216,6 +216,15 @@ impl<E: Drive> Inner<E> {
 
     /// Ends the group for `reason`; any thread may call it.
     pub(crate) fn abort(&self, reason: String) {
+        self.end_for(AbortReason::Given(reason));
+    }
+
+    /// Ends the group because the program of the calling thread was interrupted.
+    pub(super) fn interrupt(&self) {
+        self.end_for(AbortReason::Interrupted);
+    }
+
+    fn end_for(&self, reason: AbortReason) {
         self.submissions.post(|entries| entries.abort = Some(reason));
         if let Some(mut driver) = self.try_drive() {
             driver.run(E::collect);
@@ -307,7 +316,7 @@ impl<E: Drive> Inner<E> {
 
     fn run_callbacks(&self) {
         if !self.callback_queue.run() {
-            self.submissions.post(|entries| entries.abort = Some(PANICKED.to_owned()));
+            self.submissions.post(|entries| entries.abort = Some(AbortReason::Given(PANICKED.to_owned())));
             if let Some(mut driver) = self.try_drive() {
                 driver.run(E::collect);
             }

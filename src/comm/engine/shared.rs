@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::completion::{Completion, Outcome, TimeLimit};
 use super::fast_path::FastPath;
+use super::interrupt;
 use super::operation::{Answer, LiveRanks, Operation, Request, Task};
 use super::progress_lock;
 use super::settings::ParentLinks;
@@ -114,9 +115,12 @@ impl Shared {
     /// Waits until `completion` is done, and takes its outcome, which no other thread may take.
     fn outcome(&self, completion: &Arc<Completion>) -> Outcome {
         loop {
-            self.wait(std::slice::from_ref(completion), None);
+            self.wait(std::slice::from_ref(completion), interrupt::check_at());
             if let Some(outcome) = completion.take() {
                 return outcome;
+            }
+            if interrupt::is_interrupted() {
+                self.interrupt();
             }
         }
     }

@@ -21,10 +21,18 @@ const HAS_SUBMISSIONS: usize = 1;
 const HAS_LOCK_WAITERS: usize = 2;
 const RELEASE: usize = 4;
 
+/// Why a thread asks to end the group.
+#[derive(Debug)]
+pub(super) enum AbortReason {
+    Given(String),
+    /// The program of a thread that waits was [interrupted](super::interrupt).
+    Interrupted,
+}
+
 #[derive(Debug)]
 pub(super) struct Submissions<T> {
     pub(super) tasks: Vec<T>,
-    pub(super) abort: Option<String>,
+    pub(super) abort: Option<AbortReason>,
     /// Threads that wait for the progress lock.
     lock_waiters: Vec<Thread>,
 }
@@ -63,7 +71,7 @@ impl<T, B: Doorbell> SubmissionQueue<T, B> {
     }
 
     /// Takes the queued tasks and the reason of an abort, if there are any.
-    pub(super) fn collect(&self) -> Option<(Vec<T>, Option<String>)> {
+    pub(super) fn collect(&self) -> Option<(Vec<T>, Option<AbortReason>)> {
         if !self.has_submissions()
             || self.flags.fetch_and(!HAS_SUBMISSIONS, Ordering::SeqCst) & HAS_SUBMISSIONS == 0
         {

@@ -169,6 +169,16 @@ impl Engine {
         with.chain(open).chain(probes)
     }
 
+    /// Returns the reason of an abort after an interruption of the program: for which rank this rank waited.
+    pub(super) fn interruption(&self) -> String {
+        let first = self.collectives.queue.front();
+        let in_collective = first.and_then(|first| first.awaited(self.settings.me, &self.peers).next());
+        let in_message = || self.message_waits().find_map(|(_, _, awaited)| awaited.first().copied());
+        let waited = in_collective.or_else(in_message);
+        let waited = waited.map_or_else(String::new, |rank| format!(" while it waited for rank {rank}"));
+        format!("interrupted by a signal, as by Ctrl-C,{waited}")
+    }
+
     /// Follows the waits that ranks have reported, from the ranks `awaited` on, and returns the ranks that do
     /// not answer: they hold up this rank.
     fn missing(&self, awaited: &[usize]) -> Vec<usize> {

@@ -11,6 +11,7 @@ import convoke_dist
 import numpy as np
 import pytest
 from convoke_dist import launch
+from interrupts import interrupt_when_asleep, interruption
 
 
 def run(fn, nproc=3, *args):
@@ -171,6 +172,37 @@ def _wrong():
         with pytest.raises(convoke_dist.Timeout) as caught:
             world.monitored_barrier(0.3)
     assert caught.value.missing == [1] and caught.value.ends_group
+
+
+def _interrupted(kind):
+    world = convoke_dist.init()
+    values = np.zeros(3)
+    world.barrier()
+    if world.rank == 1:
+        try:
+            world.recv(values, 0)
+            world.all_reduce(values)
+        except convoke_dist.Aborted as error:
+            return str(error)
+        return None
+    interrupt_when_asleep()
+    work = world.all_reduce(values, async_op=True) if kind == "work" else None
+    error = interruption(work.wait if work else lambda: world.all_reduce(values))
+    if work:
+        # The operation goes on, so the group does as well.
+        world.send(values, 1)
+        work.wait()
+    return error
+
+
+@pytest.mark.parametrize("kind", ["call", "work"])
+def test_interrupted_wait_says_for_which_rank_it_waited(kind):
+    of_0, of_1 = launch(_interrupted, 2, start_method="fork")(kind)
+    if kind == "call":
+        assert "interrupted by a signal, as by Ctrl-C, while it waited for rank 1" in of_0
+        assert "rank 0" in of_1 and "while it waited for rank 1" in of_1
+    else:
+        assert (of_0, of_1) == ("None", None)
 
 
 def test_wrong_arguments_are_errors_that_name_what_is_wrong():

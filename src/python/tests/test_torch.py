@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 import convoke_dist  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
+from interrupts import interrupt_when_asleep, interruption  # noqa: E402
 from torch_ranks import run  # noqa: E402
 
 
@@ -202,6 +203,36 @@ def test_killed_rank_is_named_to_all_others():
     with pytest.raises(convoke_dist.LaunchError) as caught:
         run(_killed, 3)
     assert caught.value.rank == 1 and "SIGKILL" in str(caught.value)
+
+
+def _interrupted(rank, size, kind):
+    x = torch.ones(3)
+    if rank == 1:
+        try:
+            dist.recv(x, 0)
+            dist.all_reduce(x)
+        except RuntimeError as error:
+            return str(error)
+        return x.tolist()
+    work = dist.all_reduce(x, async_op=True) if kind == "work" else None
+    interrupt_when_asleep()
+    error = interruption(work.wait if work else lambda: dist.all_reduce(x))
+    if work:
+        # The operation goes on, so the group does as well.
+        dist.send(torch.ones(3), 1)
+        work.wait()
+    return error
+
+
+@pytest.mark.parametrize("kind", ["call", "work"])
+@pytest.mark.skipif(os.environ.get("CONVOKE_TORCH_SHIM") == "python", reason="works of groups in Python do not say it")
+def test_interrupted_wait_says_for_which_rank_it_waited(kind):
+    of_0, of_1 = run(_interrupted, 2, kind)
+    if kind == "call":
+        assert "interrupted by a signal, as by Ctrl-C, while it waited for rank 1" in of_0
+        assert "rank 0" in of_1 and "while it waited for rank 1" in of_1
+    else:
+        assert "wait was interrupted by a signal" in of_0 and of_1 == [2, 2, 2]
 
 
 def _short_message(rank, size):

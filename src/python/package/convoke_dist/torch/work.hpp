@@ -220,9 +220,13 @@ class ConvokeWork final : public c10d::Work {
         if (operation_ && !operation_->is_done) {
             const bool is_limited = timeout != kNoTimeout && timeout.count() > 0;
             const uint64_t limit = is_limited ? static_cast<uint64_t>(timeout.count()) : CVK_FOREVER;
+            const auto begin = std::chrono::steady_clock::now();
             if (api->work_wait(operation_->handle, limit, nullptr) == CVK_STATUS_PENDING) {
+                const auto waited = std::chrono::ceil<Milliseconds>(std::chrono::steady_clock::now() - begin);
+                const bool is_over = is_limited && waited >= timeout;
                 std::rethrow_exception(error_of(c10::str(
-                    "wait timed out after ", timeout.count(), " ms; the operation goes on, until its own time limit")));
+                    is_over ? "wait timed out after " : "wait was interrupted by a signal after ",
+                    is_over ? timeout.count() : waited.count(), " ms; the operation goes on, until its own time limit")));
             }
             // The thread that found the operation finished delivers its results.
             operation_->is_done.wait(false);
