@@ -129,7 +129,7 @@ impl UntypedReduction {
 
     /// Returns the kernel that reduces over `world` ranks, or an error if the operation is not defined for
     /// the type.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn kernel(&self, dtype: Dtype, world: usize) -> Result<Kernel, CommError> {
         let Self { op, scale, function, .. } = self;
         let invalid = |needs: &str| Err(CommError::InvalidArgument(format!("{op} needs {needs}")));

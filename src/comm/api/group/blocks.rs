@@ -71,7 +71,7 @@ impl Group {
         self.carry_out(self.prepare_reduce_scatter((send.into(), recv.into()), &untyped::<T>(op))).map(drop)
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn prepare_reduce_scatter<'a>(
         &self,
         (send, recv): SendRecv<'a>,
@@ -80,7 +80,9 @@ impl Group {
         self.check_blocks("send", send.len(), recv.len())?;
         let kernel = op.kernel(recv.value_type().dtype, self.size())?;
         let call = call(recv.value_type(), CallKind::ReduceScatter, Some(op.op()), 0, recv.len());
-        let (needs_copy, own) = (self.inner.needs_scratch_copy(&call), self.own_range(recv.len()));
+        let in_memory = self.inner.runs_in_shared_memory(&call);
+        let needs_copy = !in_memory && self.inner.needs_scratch_copy(&call);
+        let own = self.own_range(recv.len());
         self.planned(call, reduce_scatter_buffers(needs_copy, (send, recv), own), Some(kernel))
     }
 

@@ -40,7 +40,7 @@ impl Group {
         self.carry_out(self.prepare_all_reduce(buf.into(), &untyped::<T>(op))).map(drop)
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn prepare_all_reduce<'a>(&self, buf: SliceMut<'a>, op: &UntypedReduction) -> Prepared<'a> {
         let kernel = op.kernel(buf.value_type().dtype, self.size())?;
         let call = call(buf.value_type(), CallKind::AllReduce, Some(op.op()), 0, buf.len());
@@ -123,7 +123,7 @@ impl Group {
         self.carry_out(self.prepare_reduce(buf.into(), &untyped::<T>(op), root)).map(drop)
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn prepare_reduce<'a>(
         &self,
         buf: SliceMut<'a>,
