@@ -1,5 +1,6 @@
 """The backend "convoke" of torch.distributed."""
 
+import datetime
 import os
 import pickle
 import signal
@@ -203,6 +204,24 @@ def test_killed_rank_is_named_to_all_others():
     with pytest.raises(convoke_dist.LaunchError) as caught:
         run(_killed, 3)
     assert caught.value.rank == 1 and "SIGKILL" in str(caught.value)
+
+
+def _own_groups(rank, size):
+    import convoke_dist.torch
+
+    sums = []
+    for number in range(3):
+        store = dist.PrefixStore(f"try {number}", dist.distributed_c10d._get_default_store())
+        group = convoke_dist.torch.process_group(store, rank, size, datetime.timedelta(seconds=30))
+        x = torch.tensor([float(rank)])
+        group.allreduce([x]).wait()
+        sums.append(x.item())
+        group.abort()
+    return sums
+
+
+def test_framework_makes_groups_of_its_own():
+    assert run(_own_groups, 3) == [[3, 3, 3]] * 3
 
 
 def _interrupted(rank, size, kind):

@@ -9,6 +9,7 @@ torch finds it by itself:
 from __future__ import annotations
 
 import atexit
+import datetime
 import functools
 import json
 import os
@@ -25,7 +26,7 @@ from torch._C._distributed_c10d import ProcessGroup
 from .. import _core
 from ..errors import ConvokeError, from_json
 
-__all__ = ["empty", "failure", "make_default", "mode", "register", "replace_gloo"]
+__all__ = ["empty", "failure", "make_default", "mode", "process_group", "register", "replace_gloo"]
 
 _lock = threading.Lock()
 _mode: str | None = None
@@ -70,18 +71,17 @@ def _underlying(store: Any) -> Any:
     return store
 
 
-def _meet(opts: Any) -> tuple[str, str]:
+def _meet(opts: Any, meeting: int) -> tuple[str, str]:
     """Returns the name of a group, which no other group has, and the address of the store where its ranks meet.
 
-    The address is that of the group's TCPStore. For a store of another kind, rank 0 serves one, and tells its host's
-    address and the boot by which ranks of that host know to use loopback.
+    `meeting` is the number of the group among those of its name. The address is that of the group's TCPStore. For a store of
+    another kind, rank 0 serves one, and tells its host's address and the boot by which ranks of that host know to use
+    loopback.
     """
     if opts.group_size == 1:
         return opts.group_id or "default", ""
-    with _lock:
-        count = _meetings[opts.group_id] = _meetings.get(opts.group_id, 0) + 1
     store = _underlying(opts.store)
-    key = f"convoke/{opts.group_id}/{count}"
+    key = f"convoke/{opts.group_id}/{meeting}"
     if opts.group_rank == 0:
         told = {"name": f"{opts.group_id or 'default'}-{secrets.token_hex(8)}"}
         if not isinstance(store, dist.TCPStore):
@@ -100,15 +100,39 @@ def _meet(opts: Any) -> tuple[str, str]:
 
 def _create(opts: Any, _backend_options: object = None, *, is_gloo: bool = False) -> Any:
     """Makes the backend of a group; torch calls it. `is_gloo`: it takes the place of gloo."""
-    how = mode()
     _choose_recorder()
+    with _lock:
+        meeting = _meetings[opts.group_id] = _meetings.get(opts.group_id, 0) + 1
+    group = _join(opts, meeting, is_gloo)
+    return group if mode() == "python" else group._get_backend(torch.device("cpu"))
+
+
+def _join(opts: Any, meeting: int, is_gloo: bool = False) -> Any:
+    """Makes a process group with this backend alone."""
+    how = mode()
     timeout = max(1, int(opts.timeout.total_seconds() * 1000))
-    name, meeting = _meet(opts)
+    name, address = _meet(opts, meeting)
     if how == "python":
-        return _create_in_python(opts, name, meeting, "gloo" if is_gloo else "convoke")
-    scratch = ProcessGroup(opts.store, opts.group_rank, opts.group_size)
-    torch.ops.convoke.attach(scratch.boxed(), name, meeting, opts.group_rank, opts.group_size, timeout, is_gloo)
-    return scratch._get_backend(torch.device("cpu"))
+        return _create_in_python(opts, name, address, "gloo" if is_gloo else "convoke")
+    group = ProcessGroup(opts.store, opts.group_rank, opts.group_size)
+    torch.ops.convoke.attach(group.boxed(), name, address, opts.group_rank, opts.group_size, timeout, is_gloo)
+    return group
+
+
+def process_group(
+    store: dist.Store, rank: int, size: int, timeout: datetime.timedelta = datetime.timedelta(minutes=30), name: str = ""
+) -> ProcessGroup:
+    """Makes a process group that torch.distributed does not know, for frameworks that make their groups, as torchft.
+
+    All ranks call it with one store, which has served no other group of this name: give each group a PrefixStore. A failed
+    group can be replaced by another one in the same process.
+    """
+    opts = dist.distributed_c10d._DistributedBackendOptions()
+    opts.store, opts.group_rank, opts.group_size, opts.timeout, opts.group_id = store, rank, size, timeout, name
+    group = _join(opts, 0)
+    if mode() != "python":
+        group._set_default_backend(ProcessGroup.BackendType.CUSTOM)
+    return group
 
 
 def _choose_recorder() -> None:
