@@ -322,8 +322,9 @@ pub unsafe extern "C" fn cvk_start(group: *const Group, call: *const Call, work:
     })
 }
 
-/// Waits until the operation is done, at most `timeout_ms` milliseconds, or `CVK_FOREVER`. Returns
-/// `CVK_STATUS_PENDING` if it is not done by then, or if the check of `cvk_set_interrupt_check` says so, and otherwise its result, also if it is asked again.
+/// Waits until the operation is done, at most `timeout_ms` milliseconds, or `CVK_FOREVER`. Then returns its
+/// result, also if it is asked again. Returns `CVK_STATUS_PENDING` if the operation is not done by then, or if the
+/// check of `cvk_set_interrupt_check` says that the program was interrupted.
 /// `message` is `NULL`, or gets the status of a received message.
 ///
 /// # Safety
@@ -420,10 +421,11 @@ pub unsafe extern "C" fn cvk_work_free(work: *mut Work) {
 pub type InterruptCheck = Option<unsafe extern "C" fn() -> bool>;
 
 /// Sets the function that says whether a thread that waits must stop, because the program was interrupted, as by
-/// Ctrl-C. The library calls it about ten times a second while a thread waits. If it returns true, the group ends
-/// with `CVK_STATUS_ABORTED`, and the error says for which rank this rank waited; only `cvk_work_wait` returns
-/// `CVK_STATUS_PENDING` instead, and the operation goes on. It stays for the life of the process; a second call
-/// changes nothing.
+/// Ctrl-C. The library calls it about ten times a second while a thread waits. It stays for the life of the
+/// process; a second call changes nothing.
+///
+/// If it returns true, the group ends with `CVK_STATUS_ABORTED`. The error says for which rank this rank waited.
+/// `cvk_work_wait` ends no group: it returns `CVK_STATUS_PENDING`, and the operation goes on.
 ///
 /// # Safety
 /// `check` is valid for ever, from any thread. It may use no function of this library.

@@ -271,7 +271,7 @@ typedef struct cvk_call {
 } cvk_call;
 
 // A function that returns whether the calling thread must stop waiting.
-typedef bool (*InterruptCheck)(void);
+typedef bool (*cvk_interrupt_check)(void);
 
 // All functions of this header.
 //
@@ -419,7 +419,7 @@ typedef struct cvk_api_table {
                              struct cvk_memory **memory);
     bool (*is_shared_memory)(const struct cvk_group *group, const void *address, size_t bytes);
     enum cvk_status (*memory_limit_use)(struct cvk_memory *memory, size_t bytes);
-    void (*set_interrupt_check)(InterruptCheck check);
+    void (*set_interrupt_check)(cvk_interrupt_check check);
 } cvk_api_table;
 
 #ifdef __cplusplus
@@ -856,8 +856,9 @@ enum cvk_status cvk_run(const struct cvk_group *group,
 // `work` is writable.
 enum cvk_status cvk_start(const struct cvk_group *group, const struct cvk_call *call, struct cvk_work **work);
 
-// Waits until the operation is done, at most `timeout_ms` milliseconds, or `CVK_FOREVER`. Returns
-// `CVK_STATUS_PENDING` if it is not done by then, or if the check of `cvk_set_interrupt_check` says so, and otherwise its result, also if it is asked again.
+// Waits until the operation is done, at most `timeout_ms` milliseconds, or `CVK_FOREVER`. Then returns its
+// result, also if it is asked again. Returns `CVK_STATUS_PENDING` if the operation is not done by then, or if the
+// check of `cvk_set_interrupt_check` says that the program was interrupted.
 // `message` is `NULL`, or gets the status of a received message.
 //
 // Requirements:
@@ -895,14 +896,15 @@ enum cvk_status cvk_work_on_complete(const struct cvk_work *work, cvk_callback f
 void cvk_work_free(struct cvk_work *work);
 
 // Sets the function that says whether a thread that waits must stop, because the program was interrupted, as by
-// Ctrl-C. The library calls it about ten times a second while a thread waits. If it returns true, the group ends
-// with `CVK_STATUS_ABORTED`, and the error says for which rank this rank waited; only `cvk_work_wait` returns
-// `CVK_STATUS_PENDING` instead, and the operation goes on. It stays for the life of the process; a second call
-// changes nothing.
+// Ctrl-C. The library calls it about ten times a second while a thread waits. It stays for the life of the
+// process; a second call changes nothing.
+//
+// If it returns true, the group ends with `CVK_STATUS_ABORTED`. The error says for which rank this rank waited.
+// `cvk_work_wait` ends no group: it returns `CVK_STATUS_PENDING`, and the operation goes on.
 //
 // Requirements:
 // `check` is valid for ever, from any thread. It may use no function of this library.
-void cvk_set_interrupt_check(InterruptCheck check);
+void cvk_set_interrupt_check(cvk_interrupt_check check);
 
 #ifdef __cplusplus
 }  // extern "C"
