@@ -1,22 +1,22 @@
 //! Ends the wait of a program that was interrupted, as by Ctrl-C.
 //!
-//! A signal handler cannot end a wait, and a binding to another language runs its handlers later. So a thread that waits
-//! asks the binding from time to time whether its program was interrupted.
+//! A signal handler cannot end a wait, and a binding to another language runs its handlers later. So a thread
+//! that waits asks the binding from time to time whether its program was interrupted.
 
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 static CHECK: OnceLock<fn() -> bool> = OnceLock::new();
 
-/// Time between two checks.
+/// Time between two checks of a thread that waits.
 const INTERVAL: Duration = Duration::from_millis(100);
 
 /// Sets the function that says whether the calling thread must stop waiting. It stays for the life of the process;
 /// a second call changes nothing.
 ///
-/// A thread that waits for an operation calls it about ten times a second, without a lock of the group. If it returns true,
-/// the group ends with [`CommError::Aborted`](crate::CommError::Aborted), which says that the program was interrupted and
-/// for which rank it waited.
+/// A thread that waits for an operation calls it about ten times a second, without a lock of the group. If it
+/// returns true, the group ends with [`CommError::Aborted`](crate::CommError::Aborted). The error says that the
+/// program was interrupted, and for which rank it waited.
 pub fn set_interrupt_check(check: fn() -> bool) {
     let _ = CHECK.set(check);
 }

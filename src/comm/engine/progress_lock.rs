@@ -225,11 +225,16 @@ impl<E: Drive> Inner<E> {
     }
 
     fn end_for(&self, reason: AbortReason) {
+        self.request_end(reason);
+        self.run_callbacks();
+    }
+
+    /// Queues the request to end the group. Carries it out unless another thread drives the engine.
+    fn request_end(&self, reason: AbortReason) {
         self.submissions.post(|entries| entries.abort = Some(reason));
         if let Some(mut driver) = self.try_drive() {
             driver.run(E::collect);
         }
-        self.run_callbacks();
     }
 
     pub(super) fn close(&self, wake_background: impl FnOnce()) {
@@ -316,10 +321,7 @@ impl<E: Drive> Inner<E> {
 
     fn run_callbacks(&self) {
         if !self.callback_queue.run() {
-            self.submissions.post(|entries| entries.abort = Some(AbortReason::Given(PANICKED.to_owned())));
-            if let Some(mut driver) = self.try_drive() {
-                driver.run(E::collect);
-            }
+            self.request_end(AbortReason::Given(PANICKED.to_owned()));
         }
     }
 }

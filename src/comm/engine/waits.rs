@@ -175,8 +175,8 @@ impl Engine {
         let in_collective = first.and_then(|first| first.awaited(self.settings.me, &self.peers).next());
         let in_message = || self.message_waits().find_map(|(_, _, awaited)| awaited.first().copied());
         let waited = in_collective.or_else(in_message);
-        let waited = waited.map_or_else(String::new, |rank| format!(" while it waited for rank {rank}"));
-        format!("interrupted by a signal, as by Ctrl-C,{waited}")
+        let waited = waited.map_or_else(String::new, |rank| format!(", while it waited for rank {rank}"));
+        format!("interrupted by a signal, as by Ctrl-C{waited}")
     }
 
     /// Follows the waits that ranks have reported, from the ranks `awaited` on, and returns the ranks that do

@@ -1,8 +1,8 @@
 //! The time of a record: nanoseconds of CLOCK_MONOTONIC, which all processes of a host share.
 //!
-//! A reading of that clock takes a tenth of a short call. So a thread reads the processor's time stamp counter instead,
-//! and converts it by a reading of the clock that is at most [`REREAD_NS`] old. Linux computes the clock in the same way if
-//! it trusts the counter; if not, each reading is one of the clock.
+//! A reading of that clock takes a tenth of a short call. So a thread reads the processor's time stamp counter
+//! instead, and converts it by a reading of the clock that is at most [`REREAD_NS`] old. Linux computes the clock
+//! from the counter too, if it trusts the counter. If it does not, a thread always reads the clock.
 
 #![allow(unsafe_code)]
 
@@ -70,11 +70,7 @@ impl Clock {
         *self = Self {
             last: if is_exact || last.ticks == 0 { reading } else { last },
             rate: if is_known { measured } else { 0 },
-            valid: if is_known {
-                (u128::from(REREAD_NS) << 32).div_euclid(u128::from(measured)) as u64
-            } else {
-                0
-            },
+            valid: if is_known { ((u128::from(REREAD_NS) << 32) / u128::from(measured)) as u64 } else { 0 },
         };
         // The computed time may be ahead by the error of the frequency.
         let computed = last.ns + ((u128::from(valid) * u128::from(rate)) >> 32) as u64;
@@ -108,8 +104,8 @@ fn read_clock() -> u64 {
         .map_or(0, |time| time.tv_sec() as u64 * 1_000_000_000 + time.tv_nsec() as u64)
 }
 
-/// Returns whether Linux computes its clock from the counter that [`counter`] reads. It does so only if the counter has a
-/// constant frequency and is equal on all cores.
+/// Returns whether Linux computes its clock from the counter that [`counter`] reads. Linux does so only if the
+/// counter has a constant frequency and is equal on all cores.
 fn is_trusted() -> bool {
     cfg!(target_arch = "x86_64")
         && fs::read_to_string("/sys/devices/system/clocksource/clocksource0/current_clocksource")
@@ -156,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn frequent_readings_give_the_frequency_too() {
+    fn counter_frequency_is_measured_although_readings_are_frequent() {
         let mut clock = Clock::NEW;
         for ns in (1..1_200).map(|step| step * 1_000) {
             clock.reread(Reading { ticks: 3 * ns, ns }, 50);

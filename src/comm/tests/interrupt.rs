@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use common::{CommError, ReduceOp, run_ranks};
 use convoke_comm::raw;
 
-/// How often the check says no; then it says yes once.
+/// The number of checks that still say no. The next check says yes.
 static UNTIL_INTERRUPTED: AtomicU32 = AtomicU32::new(3);
 
 fn check() -> bool {
