@@ -5,6 +5,8 @@ pub mod harness;
 #[path = "testbed/hosts.rs"]
 pub mod hosts;
 pub mod kills;
+#[path = "testbed/slurm.rs"]
+pub mod slurm;
 pub mod worker;
 
 use std::path::PathBuf;

@@ -30,6 +30,7 @@ mod restarts;
 mod root_causes;
 mod screens;
 mod signals;
+mod slurm;
 mod standalone;
 mod terminal;
 mod tutorials;

@@ -1,10 +1,8 @@
 //! Workers that other launchers start: mpirun of Open MPI and of MPICH, and srun.
 
-use std::path::PathBuf;
-use std::process::Command;
-
 use convoke_launcher_tests::harness::{Job, ProcessOutput};
 use convoke_launcher_tests::hosts::missing_requirement;
+use convoke_launcher_tests::slurm::Slurm;
 use convoke_launcher_tests::{path_argument, worker_command};
 use convoke_testkit::programs::user_program;
 use convoke_testkit::skip;
@@ -71,56 +69,15 @@ fn launcher_under_mpirun_sets_the_ranks_of_its_workers() {
     assert_eq!(rank_lines(&ended), expected(&[(0, 2), (1, 2)]), "{}", ended.stderr);
 }
 
-/// Slurm on two simulated hosts; dropping this value stops it.
-struct Slurm {
-    state: tempfile::TempDir,
-}
-
-impl Slurm {
-    fn up() -> Option<Self> {
-        let tools = ["ip", "nsenter", "unshare", "pgrep", "srun", "slurmctld", "slurmd", "munged"];
-        let tools = [&tools[..], &["mpirun.openmpi", "mpirun.mpich"]].concat();
-        let why = if let Some(why) = missing_requirement(&tools) {
-            why
-        } else {
-            let slurm = Self { state: tempfile::Builder::new().prefix("convoke-slurm-").tempdir().unwrap() };
-            let up = slurm.command(["up", "2"]).output().unwrap();
-            if up.status.success() {
-                return Some(slurm);
-            }
-            String::from_utf8_lossy(&up.stderr).trim().to_owned()
-        };
-        skip(format!("workers under srun, and under mpirun inside of Slurm: {why}"));
-        None
-    }
-
-    fn script() -> PathBuf {
-        convoke_testkit::programs::repository_root().join("launcher-tests/testbed/slurm.sh")
-    }
-
-    fn command<'a>(&self, arguments: impl IntoIterator<Item = &'a str>) -> Command {
-        let mut command = Command::new(Self::script());
-        command.args(arguments).env("TESTBED_DIR", self.state.path());
-        command
-    }
-
-    /// Runs a Slurm command and waits for its end.
-    fn run(&self, job: &Job, arguments: &[&str], variables: &[(&str, &str)]) -> ProcessOutput {
-        let mut command = job.command_for_program(Self::script(), [&["exec"], arguments].concat());
-        command.env("TESTBED_DIR", self.state.path()).envs(variables.iter().copied());
-        job.start(command).wait()
-    }
-}
-
-impl Drop for Slurm {
-    fn drop(&mut self) {
-        let _ = self.command(["down"]).output();
-    }
-}
-
 #[test]
 fn workers_start_on_two_hosts_under_srun_and_mpirun() {
-    let Some(slurm) = Slurm::up() else { return };
+    if let Some(why) = missing_requirement(&["mpirun.openmpi", "mpirun.mpich"]) {
+        skip(format!("workers under srun, and under mpirun inside of Slurm: {why}"));
+        return;
+    }
+    let Some(slurm) = Slurm::up_or_skip(2, "workers under srun, and under mpirun inside of Slurm") else {
+        return;
+    };
     let [program, role] = worker_command("group");
     let job = Job::new();
     let check = |arguments: &[&str], variables: &[(&str, &str)], here: &[(usize, usize)]| {

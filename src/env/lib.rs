@@ -6,6 +6,7 @@
 //! - [`Generation`]: the identity of one incarnation of the job.
 //! - [`AgentChannel`]: the inherited socket that carries the job's token and the exits of peers.
 //! - [`error_file`]: the file in which a worker reports its error to the launcher.
+//! - [`slurm`]: the lists in Slurm's variables.
 //! - [`host`]: facts about this host that launcher and runtime both read.
 
 /// Implements `Debug` for an error of this project.
@@ -30,6 +31,7 @@ mod generation;
 pub mod host;
 mod local_world;
 mod placement;
+pub mod slurm;
 
 pub mod vars;
 mod worker_env;
@@ -41,4 +43,5 @@ pub use channel::{
 pub use error::EnvError;
 pub use generation::{Generation, ParseGenerationError};
 pub use local_world::LocalWorld;
+pub use placement::job_ports;
 pub use worker_env::{Role, WorkerEnv};

@@ -4,11 +4,12 @@
 //! from other variables that they set.
 
 use crate::error::{EnvError, check_below, invalid, parse_value};
+use crate::slurm::{first_host, tasks_of_nodes};
 use crate::vars;
 
 /// The range from which a job without MASTER_PORT gets its port. It lies below the ephemeral ports of
 /// Linux.
-const PORTS: std::ops::Range<u64> = 20_000..30_000;
+const PORTS: std::ops::Range<u16> = 20_000..30_000;
 
 /// The program that started this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,7 +96,7 @@ impl Placement {
             let total = if has("SLURM_STEP_NUM_TASKS") { "SLURM_STEP_NUM_TASKS" } else { "SLURM_NTASKS" };
             let node = index("SLURM_NODEID", "SLURM_STEP_NUM_NODES")?;
             let tasks = needed("SLURM_STEP_TASKS_PER_NODE")?;
-            let tasks = tasks_of_node(&tasks, node.0).ok_or_else(|| {
+            let tasks = tasks_of_nodes(&tasks).and_then(|all| all.get(node.0).copied()).ok_or_else(|| {
                 invalid("SLURM_STEP_TASKS_PER_NODE", &tasks, "a list of counts with one for SLURM_NODEID")
             })?;
             let local_rank = ("SLURM_LOCALID", number("SLURM_LOCALID")?);
@@ -146,44 +147,25 @@ impl Placement {
     }
 }
 
-/// Returns a port derived from the identity of a job (FNV-1a), so that all ranks get one port.
-fn port(job: &str) -> u64 {
+/// Returns the port of a job without MASTER_PORT.
+fn port(job: &str) -> u16 {
+    job_ports(job, 1)[0]
+}
+
+/// Returns `count` ports in a row that are derived from the identity of a job (FNV-1a), so that all nodes
+/// of a job try the same ports and two jobs most likely try different ones.
+///
+/// # Panics
+/// If `count` is 0 or above 10,000.
+#[must_use]
+pub fn job_ports(job: &str, count: u16) -> Vec<u16> {
     let hash = job.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
     });
-    PORTS.start + hash % (PORTS.end - PORTS.start)
-}
-
-/// Returns the first host of Slurm's list, as in `rack[1-2]node[07,09-12],login`.
-fn first_host(list: &str) -> Option<String> {
-    let mut host = String::new();
-    let mut rest = list;
-    loop {
-        let end = rest.find(['[', ',']).unwrap_or(rest.len());
-        host.push_str(&rest[..end]);
-        let Some(ranges) = rest[end..].strip_prefix('[') else { break };
-        let (ranges, after) = ranges.split_once(']')?;
-        host.push_str(ranges.split([',', '-']).next()?);
-        rest = after;
-    }
-    (!host.is_empty()).then_some(host)
-}
-
-/// Returns the number of tasks on node `node`, from a list such as Slurm's `2(x3),1` (2 tasks on each
-/// of 3 nodes, 1 on the fourth).
-fn tasks_of_node(list: &str, node: usize) -> Option<usize> {
-    let mut before = 0;
-    for entry in list.split(',') {
-        let (tasks, times) = match entry.split_once("(x") {
-            Some((tasks, times)) => (tasks, times.strip_suffix(')')?.parse().ok()?),
-            None => (entry, 1),
-        };
-        if node - before < times {
-            return tasks.parse().ok();
-        }
-        before += times;
-    }
-    None
+    let all = PORTS.end - PORTS.start;
+    assert!((1..=all).contains(&count), "{count} ports of {all}");
+    let first = u16::try_from(hash % u64::from(all)).expect("the remainder is below 10,000");
+    (first..first + count).map(|port| PORTS.start + port % all).collect()
 }
 
 /// Returns the first address of mpirun's contact URI, as in
@@ -326,7 +308,7 @@ mod tests {
         assert_eq!(place(&srun), (2, 3, 0, 1));
         assert_eq!((srun.group_rank, srun.group_world_size), (1, 2));
         assert_eq!((srun.master_addr.as_str(), srun.run_id.as_str()), ("h1", "slurm-7.0"));
-        assert!(PORTS.contains(&u64::from(srun.master_port)));
+        assert!(PORTS.contains(&srun.master_port));
         assert!(!srun.use_agent_store);
     }
 
@@ -416,24 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn slurm_host_lists_and_task_counts_are_decoded() {
-        let hosts = [
-            ("h1", Some("h1")),
-            ("h[1-2]", Some("h1")),
-            ("node[007-010,020],login", Some("node007")),
-            ("a,b[1-2]", Some("a")),
-            ("rack[1-2]node[07,09-12]-ib", Some("rack1node07-ib")),
-            ("", None),
-            ("h[1-2", None),
-            (",h2", None),
-        ];
-        for (list, first) in hosts {
-            assert_eq!(first_host(list).as_deref(), first, "{list}");
-        }
-        let counts = [("2(x3),1", 2, Some(2)), ("2(x3),1", 3, Some(1)), ("2(x3),1", 4, None), ("x", 0, None)];
-        for (list, node, tasks) in counts {
-            assert_eq!(tasks_of_node(list, node), tasks, "{list} {node}");
-        }
+    fn first_address_of_mpirun_is_decoded() {
         let addresses = [
             ("1.0;tcp6://[fd00::2]:38355", Some("fd00::2")),
             ("1.0;tcp://10.0.0.1:4", Some("10.0.0.1")),

@@ -48,5 +48,8 @@ pub const ETCD_USER: &str = "CONVOKE_ETCD_USER";
 pub const ETCD_PASSWORD: &str = "CONVOKE_ETCD_PASSWORD";
 /// File with the password for [`ETCD_USER`]. Workers do not get this variable.
 pub const ETCD_PASSWORD_FILE: &str = "CONVOKE_ETCD_PASSWORD_FILE";
+/// Id of the scheduler's job whose nodes this launcher's job uses. A launcher that a worker starts finds it
+/// and does not join that job again.
+pub const SCHEDULED_JOB: &str = "CONVOKE_SCHEDULED_JOB";
 /// Folder for the recordings of the flight recorder. If unset or empty, none are written.
 pub const FLIGHT_DIR: &str = "CONVOKE_FLIGHT_DIR";

@@ -25,6 +25,9 @@ pub(crate) fn text(config: &Config, env: Env<'_>) -> String {
         let _ = writeln!(out, "{name:<10} {value}");
     };
     line(&mut out, "job", &job(config));
+    for source in config.scheduled.iter().flat_map(|job| &job.sources) {
+        line(&mut out, "scheduler", source);
+    }
     line(&mut out, "node", &node(config, &assignment));
     line(&mut out, "workers", &workers(config, &assignment));
     line(&mut out, "output", &output(config));

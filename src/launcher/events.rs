@@ -229,6 +229,7 @@ mod tests {
             use_agent_store: true,
             generation: None,
             protocol: crate::rendezvous::FailureProtocol::None,
+            token: None,
         }
     }
 

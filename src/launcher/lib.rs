@@ -28,6 +28,7 @@ mod messages;
 mod os;
 mod rendezvous;
 mod report;
+mod scheduler;
 mod supervise;
 
 use std::io::Write;

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use convoke_env::{Role, WorkerEnv, vars};
 
-use crate::config::{Config, omp_num_threads, substitute, visible_devices};
+use crate::config::{Config, substitute, visible_devices};
 use crate::rendezvous::Assignment;
 
 /// Environment variables to set for a worker, and those of the launcher that it must not inherit.
@@ -56,8 +56,11 @@ pub(crate) fn variables(
     if parent("TORCH_NCCL_ASYNC_ERROR_HANDLING").is_none() {
         set.push(("TORCH_NCCL_ASYNC_ERROR_HANDLING".into(), "1".into()));
     }
-    if let Some(threads) = omp_num_threads(parent("OMP_NUM_THREADS").is_some(), config.nproc_per_node) {
-        set.push(("OMP_NUM_THREADS".into(), threads.into()));
+    if let Some(threads) = config.omp_num_threads {
+        set.push(("OMP_NUM_THREADS".into(), threads.to_string().into()));
+    }
+    if let Some(job) = &config.scheduled {
+        set.push((vars::SCHEDULED_JOB.into(), job.id.clone().into()));
     }
     if config.as_gloo {
         set.push(("CONVOKE_AS_GLOO".into(), "1".into()));

@@ -161,6 +161,9 @@ impl EventLoop {
         match event {
             ClusterEvent::Joined(Ok(assignment)) => {
                 self.cluster.note_joined(&assignment);
+                if let Some(token) = &assignment.token {
+                    self.token = Some(token.clone());
+                }
                 if self.rounds.ended >= Some(assignment.round) {
                     // The message that other nodes have ended this round arrived before the message that it
                     // starts.

@@ -98,6 +98,9 @@ pub(crate) const GROUPS: &[FlagGroup] = &[
             flag("master-addr", Value("HOST"), "Host of node 0 (static)", "127.0.0.1"),
             flag("master-port", Value("PORT"), "Port on node 0 (static)", "29500"),
             flag("standalone", Nothing, "A job of this node alone; endpoint, backend and id are ignored", ""),
+            flag("scheduler", Value("NAME"),
+                "Which scheduler describes the nodes: auto, none, slurm; flags for the nodes or the rendezvous win", "auto")
+                .convoke_only(),
             flag("max-restarts", Value("N"), "Restarts after a failure before the job fails", "0"),
             flag("role", Value("NAME"), "Role of the workers of this node", "default"),
         ],

@@ -23,6 +23,9 @@ pub(crate) use parsed_args::{Env, ParsedArgs, Value};
 pub(crate) use suggest::choice as suggest_choice;
 pub(crate) use values::{float, integer};
 
+/// Name of the launcher that this program replaces.
+const TORCHRUN: &str = "torchrun";
+
 /// What the command line asks for, with the texts to print.
 #[derive(Debug)]
 pub(crate) enum Invocation {
@@ -44,14 +47,14 @@ pub(crate) fn parse(mut args: impl Iterator<Item = OsString>, env: Env<'_>) -> R
         Request::Version => Ok(Invocation::Version(help::version(name))),
         Request::Completion(shell) => completion(name, &shell),
         Request::Man => Ok(Invocation::Printed(help::man(name))),
-        Request::Run(words) => ParsedArgs::new(words, env).map(Invocation::Run),
+        Request::Run(words) => ParsedArgs::new(words, name == TORCHRUN, env).map(Invocation::Run),
     }
 }
 
 /// Returns the program's name in help and completions: `torchrun` if called by that name, else `convoke`.
 fn program_name(word: Option<&OsStr>) -> &'static str {
-    let torchrun = word.map(Path::new).and_then(Path::file_name).is_some_and(|name| name == "torchrun");
-    if torchrun { "torchrun" } else { "convoke" }
+    let torchrun = word.map(Path::new).and_then(Path::file_name).is_some_and(|name| name == TORCHRUN);
+    if torchrun { TORCHRUN } else { "convoke" }
 }
 
 fn completion(name: &'static str, shell: &OsStr) -> Result<Invocation, CliError> {

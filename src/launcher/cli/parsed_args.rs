@@ -18,6 +18,8 @@ pub(crate) struct ParsedArgs {
     values: BTreeMap<&'static str, Value>,
     pub(crate) script: OsString,
     pub(crate) arguments: Vec<OsString>,
+    /// True if this program was called by the name `torchrun`.
+    pub(crate) is_called_torchrun: bool,
 }
 
 /// The value of one flag, and where it was set. Displays as the user would write it: `--nnodes=2`,
@@ -34,7 +36,7 @@ pub(crate) struct Value {
 
 impl ParsedArgs {
     /// Merges the flags of the command line with the `PET_` variables. The command line has priority.
-    pub(crate) fn new(raw: RawArgs, env: Env<'_>) -> Result<Self, CliError> {
+    pub(crate) fn new(raw: RawArgs, is_called_torchrun: bool, env: Env<'_>) -> Result<Self, CliError> {
         let mut values = BTreeMap::new();
         for flag in flags::all() {
             if let Some((name, text)) = flag.variable().and_then(|name| env(&name).map(|text| (name, text))) {
@@ -48,7 +50,7 @@ impl ParsedArgs {
                 values.insert(flag.name, Value { text, name: flag.dashed(), on_command_line: true });
             }
         }
-        Ok(Self { values, script: raw.script, arguments: raw.arguments })
+        Ok(Self { values, script: raw.script, arguments: raw.arguments, is_called_torchrun })
     }
 
     /// Returns the value of a flag, if the user has set it.

@@ -8,9 +8,10 @@ use nix::sys::signal::Signal;
 use super::machine::{Machine, Vendor};
 use super::numeric_flags::{choice, non_negative, seconds, whole_number};
 use super::settings::{Config, NodeRange, Orphans, ReportFormat};
-use super::{binding, devices, numeric_flags, output, program, rendezvous_flags};
+use super::{binding, devices, numeric_flags, output, program, rendezvous_flags, scheduler_flags};
 use crate::cli::{CliError, Env, ParsedArgs, integer, suggest_choice};
 use crate::formatting::count;
+use crate::scheduler::ScheduledJob;
 
 const SHUTDOWN_TIMEOUT_SECONDS: u32 = 30;
 /// Most lines of stderr that a report keeps per worker, by default.
@@ -28,7 +29,13 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
     let monitor_interval = seconds(args, "monitor-interval")?;
     let shutdown_timeout = shutdown_timeout(args, env)?;
     let gpus_per_worker = gpus_per_worker(args)?;
-    let nproc_per_node = nproc_per_node(args, env, machine, gpus_per_worker.unwrap_or(1))?;
+    let scheduled = scheduler_flags::scheduled_job(args, nodes, env)?;
+    warnings.extend(scheduled.iter().flat_map(|job| job.warnings.clone()));
+    let each = gpus_per_worker.unwrap_or(1);
+    let nproc_per_node = match &scheduled {
+        Some(job) if !args.is_on("nproc-per-node") => scheduled_nproc(job, env, machine, each, &mut warnings),
+        Some(_) | None => nproc_per_node(args, env, machine, each)?,
+    };
     let mut logs = output::logs(args, env, nproc_per_node, &mut warnings)?;
     let stderr_lines = stderr_lines(args)?;
     let orphans = if args.text("orphans")? == "keep" { Orphans::Keep } else { Orphans::Stop };
@@ -36,7 +43,7 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
     let events = output::events(args, env)?;
     let program = program::program(args, env, machine)?;
     let (rendezvous, run_id, nodes, rendezvous_conf) =
-        rendezvous_flags::rendezvous_config(args, nodes, &mut warnings)?;
+        rendezvous_flags::rendezvous_config(args, nodes, scheduled.as_ref(), &mut warnings)?;
     let signals_text = args.text_or("signals-to-handle", SIGNALS)?;
     let signals = signals("signals-to-handle", signals_text, &mut warnings);
     let forwarded = args.text_or("forward-signals", FORWARDED)?;
@@ -56,7 +63,6 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
                 "--{name} and --virtual-local-rank exclude each other; the second also sets LOCAL_RANK to 0"
             )));
         }
-        let each = gpus_per_worker.unwrap_or(1);
         machine.gpus_of_workers(env, nproc_per_node, each).map_err(|error| {
             CliError::value(format!("--{name}: {error}; lower --nproc-per-node or leave --{name} out"))
         })?
@@ -70,7 +76,12 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
             "--logs-specs={name}: there are no Python plug-ins here; leave it out, and see --redirects, --tee and --log-dir"
         )));
     }
-    let threads = devices::omp_num_threads(env("OMP_NUM_THREADS").is_some(), nproc_per_node);
+    let omp_num_threads = devices::omp_num_threads(
+        env("OMP_NUM_THREADS").is_some(),
+        nproc_per_node,
+        scheduled.as_ref().and_then(|job| job.cpus),
+        machine.cpu_share(),
+    );
     let note = |threads| {
         format!(
             "convoke sets OMP_NUM_THREADS={threads} for each worker, so that they do not overload the machine; \
@@ -87,6 +98,7 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
         rendezvous_hint: rendezvous_flags::rendezvous_hint(args, nodes, &rendezvous),
         rendezvous,
         run_id,
+        scheduled,
         rendezvous_conf,
         local_addr: args
             .get_nonempty("local-addr")
@@ -107,6 +119,7 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
         signals_text: signals_text.to_owned(),
         shutdown_timeout,
         virtual_local_rank,
+        omp_num_threads,
         as_gloo: args.is_on("as-gloo"),
         gpus,
         cpus,
@@ -117,7 +130,7 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
             Some("full") => ReportFormat::Full,
             Some(_) | None => ReportFormat::Short,
         },
-        notes: threads.map(note).into_iter().collect(),
+        notes: omp_num_threads.map(note).into_iter().collect(),
         report_file: args.get_nonempty("report-file").map(|value| PathBuf::from(&value.text)),
         stderr_lines,
         share_store: env("TORCH_DISABLE_SHARE_RDZV_TCP_STORE").is_none_or(|value| value != "1"),
@@ -174,10 +187,7 @@ fn nproc_per_node(
             Ok(number) => Ok(number),
         };
     }
-    let gpus = || match machine.devices(Vendor::Nvidia, env) {
-        0 => machine.devices(Vendor::Amd, env),
-        count => count,
-    };
+    let gpus = || visible_gpus(env, machine);
     match text {
         "cpu" => Ok(machine.cpu_share()),
         "auto" => Ok(match gpus() {
@@ -203,6 +213,35 @@ fn nproc_per_node(
             "neither a number nor cpu, gpu, xpu or auto",
             suggest_choice(text, &["cpu", "gpu", "xpu", "auto"]).unwrap_or("2"),
         ),
+    }
+}
+
+/// Returns the number of workers on this node of a scheduler's job without `--nproc-per-node`: one for each
+/// `gpus_per_worker` visible GPUs, or one if none is visible.
+fn scheduled_nproc(
+    job: &ScheduledJob,
+    env: Env<'_>,
+    machine: &Machine,
+    gpus_per_worker: usize,
+    warnings: &mut Vec<String>,
+) -> usize {
+    let gpus = visible_gpus(env, machine);
+    if let (0, Some(given)) = (gpus, job.gpus) {
+        warnings.push(format!(
+            "{} has {} on this node, but none is visible here, so one worker starts; is the driver missing? \
+             --nproc-per-node sets the number",
+            job.label,
+            count(given, "GPU")
+        ));
+    }
+    (gpus / gpus_per_worker).max(1)
+}
+
+/// Returns the number of visible GPUs of NVIDIA, or of AMD if there are none.
+fn visible_gpus(env: Env<'_>, machine: &Machine) -> usize {
+    match machine.devices(Vendor::Nvidia, env) {
+        0 => machine.devices(Vendor::Amd, env),
+        count => count,
     }
 }
 

@@ -38,8 +38,20 @@ pub(crate) fn visible_devices(
     Ok(names.iter().map(|&name| (name.to_owned(), device.clone())).collect())
 }
 
-/// Returns the value of OMP_NUM_THREADS to set for the workers: `1` if there are several workers and the
-/// launcher's environment does not set it.
-pub(crate) fn omp_num_threads(parent_has_it: bool, nproc_per_node: usize) -> Option<&'static str> {
-    (!parent_has_it && nproc_per_node > 1).then_some("1")
+/// Returns the value of OMP_NUM_THREADS to set for the workers. `None` if the launcher's environment sets it,
+/// or if there is one worker and no scheduler that counts its CPUs.
+///
+/// `scheduled` is the number of CPUs that the scheduler gives to all workers of this node. `allowed` is the
+/// number of those that this process may use.
+pub(crate) fn omp_num_threads(
+    parent_has_it: bool,
+    workers: usize,
+    scheduled: Option<usize>,
+    allowed: usize,
+) -> Option<usize> {
+    match scheduled {
+        _ if parent_has_it => None,
+        Some(cpus) => Some((cpus.min(allowed) / workers).max(1)),
+        None => (workers > 1).then_some(1),
+    }
 }

@@ -16,6 +16,7 @@ pub(crate) mod package;
 mod program;
 mod rdzv_conf;
 mod rendezvous_flags;
+mod scheduler_flags;
 mod settings;
 #[cfg(test)]
 pub(crate) mod testing;
@@ -23,7 +24,7 @@ pub(crate) mod testing;
 mod tests;
 mod topology;
 
-pub(crate) use devices::{omp_num_threads, visible_devices};
+pub(crate) use devices::visible_devices;
 pub(crate) use endpoint::is_loopback;
 pub(crate) use etcd::EtcdCluster;
 pub(crate) use file::FileKind;

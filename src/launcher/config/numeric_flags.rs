@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use crate::cli::{CliError, ParsedArgs, Value, suggest_choice};
 
+/// Values of `--scheduler`.
+pub(super) const SCHEDULERS: &[&str] = &["auto", "none", "slurm"];
 const MAX_SECONDS: f64 = 86_400.0;
 
 /// Checks the flags that argparse itself converts. As in torchrun, a failed conversion is a usage error that
@@ -27,6 +29,7 @@ pub(super) fn check(args: &ParsedArgs) -> Result<(), CliError> {
     choice(args, "numa-binding", &["node", "socket", "exclusive", "core-complex"])?;
     choice(args, "bind", &["node", "socket", "core-complex", "core", "none"])?;
     choice(args, "orphans", &["stop", "keep"])?;
+    choice(args, "scheduler", SCHEDULERS)?;
     Ok(())
 }
 

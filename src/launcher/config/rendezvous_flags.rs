@@ -11,6 +11,7 @@ use super::settings::{ElasticSettings, Endpoint, NodeRange, Rendezvous};
 use super::{endpoint, rdzv_conf};
 use crate::cli::{CliError, ParsedArgs, Value, integer};
 use crate::formatting::count;
+use crate::scheduler::ScheduledJob;
 
 const BACKENDS: &[&str] = &["static", "c10d", "etcd-v2", "etcd"];
 const C10D_PORT: u16 = 29400;
@@ -41,6 +42,7 @@ pub(super) type RendezvousConfig = (Rendezvous, String, NodeRange, Vec<(String, 
 pub(super) fn rendezvous_config(
     args: &ParsedArgs,
     nodes: NodeRange,
+    scheduled: Option<&ScheduledJob>,
     warnings: &mut Vec<String>,
 ) -> Result<RendezvousConfig, CliError> {
     let backend = args.text_or("rdzv-backend", "static")?;
@@ -55,6 +57,16 @@ pub(super) fn rendezvous_config(
         warnings.extend(rdzv_conf::ignored(&conf, read, reader).map(message));
         Ok::<_, CliError>(())
     };
+    if let Some(job) = scheduled {
+        let (rendezvous, nodes) = of_scheduled_job(job, args.is_on("nnodes").then_some(nodes), &conf);
+        let (known, name) = match rendezvous {
+            Rendezvous::Elastic { .. } => (rdzv_conf::C10D, "c10d"),
+            Rendezvous::Static { .. } | Rendezvous::Standalone => (rdzv_conf::STATIC, "static"),
+        };
+        check_conf(known, known, name, warnings)?;
+        let run_id = args.get_nonempty("rdzv-id").map(Value::as_str).transpose()?.unwrap_or(&job.id);
+        return Ok((rendezvous, run_id.to_owned(), nodes, conf));
+    }
     let is_single_node =
         backend == "static" && endpoint_text.is_empty() && !args.is_on("master-port") && nodes.max == 1;
     if args.is_on("standalone") || is_single_node {
@@ -139,6 +151,29 @@ fn settings(conf: &[(String, String)]) -> ElasticSettings {
     }
 }
 
+/// Returns the rendezvous of a job that the scheduler describes: elastic if `nodes`, the user's `--nnodes`, is
+/// a range.
+fn of_scheduled_job(
+    job: &ScheduledJob,
+    nodes: Option<NodeRange>,
+    conf: &[(String, String)],
+) -> (Rendezvous, NodeRange) {
+    let (host, port) = (job.node_0.name.clone(), job.node_0.ports[0]);
+    match nodes.filter(|nodes| nodes.min < nodes.max) {
+        Some(nodes) => {
+            let endpoint = Endpoint::Host { host, port, is_host: None };
+            (Rendezvous::Elastic { endpoint, settings: settings(conf) }, nodes)
+        }
+        None if job.nodes == 1 => (Rendezvous::Standalone, NodeRange { min: 1, max: 1 }),
+        None => {
+            let search = Some(job.node_0.clone());
+            let timeout = seconds(conf, "timeout").unwrap_or(STATIC_TIMEOUT);
+            let nodes = NodeRange { min: job.nodes, max: job.nodes };
+            (Rendezvous::Static { host, port, node_rank: job.node, search, timeout }, nodes)
+        }
+    }
+}
+
 /// Reads the flags of the `static` backend: an endpoint, or `--master-addr` and `--master-port`.
 fn static_rendezvous(
     args: &ParsedArgs,
@@ -171,7 +206,7 @@ fn static_rendezvous(
         }
     };
     let timeout = seconds(conf, "timeout").unwrap_or(STATIC_TIMEOUT);
-    Ok(Rendezvous::Static { host, port, node_rank, timeout })
+    Ok(Rendezvous::Static { host, port, node_rank, search: None, timeout })
 }
 
 /// Parses a host and rejects a port. `port_flag` is the flag for the port, if there is one, which the error

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::etcd::EtcdCluster;
 use crate::formatting;
+use crate::scheduler::{NodeSearch, ScheduledJob};
 
 /// The configuration of a launch, with all decisions made that do not depend on other nodes.
 #[derive(Debug, Clone, PartialEq)]
@@ -18,6 +19,8 @@ pub(crate) struct Config {
     pub(crate) rendezvous: Rendezvous,
     /// Id of the job: `--rdzv-id`, or a random UUID.
     pub(crate) run_id: String,
+    /// The job as the cluster's scheduler describes it; `None` if the flags describe it.
+    pub(crate) scheduled: Option<ScheduledJob>,
     /// The likely reason why the nodes do not meet, printed if they do not; `None` if none is likely.
     pub(crate) rendezvous_hint: Option<String>,
     /// Settings of `--rdzv-conf`, in order, trimmed. Unknown keys are kept and ignored.
@@ -55,6 +58,8 @@ pub(crate) struct Config {
     pub(crate) shutdown_timeout: Duration,
     /// `--virtual-local-rank`: each worker has LOCAL_RANK 0 and sees one device.
     pub(crate) virtual_local_rank: bool,
+    /// OMP_NUM_THREADS of the workers; `None` if it stays as the user set it, or unset.
+    pub(crate) omp_num_threads: Option<usize>,
     /// `--as-gloo`: the Python package convoke-dist takes gloo's place in the workers.
     pub(crate) as_gloo: bool,
     /// `--gpu-bind`, `--gpus-per-worker`: the environment variable that makes devices visible, and its value
@@ -155,6 +160,9 @@ pub(crate) enum Rendezvous {
         port: u16,
         /// Rank of this node (`--node-rank`).
         node_rank: usize,
+        /// How this node finds node 0 if the user gave no address. `host` and `port` are then the likeliest
+        /// ones.
+        search: Option<NodeSearch>,
         /// Longest wait for the other nodes (setting `timeout`, 900 s by default).
         timeout: Duration,
     },

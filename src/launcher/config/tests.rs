@@ -152,9 +152,18 @@ fn each_worker_sees_one_device() {
 }
 
 #[test]
+fn omp_num_threads_divides_the_cpus_of_the_scheduler() {
+    assert_eq!(devices::omp_num_threads(false, 4, Some(32), 64), Some(8));
+    assert_eq!(devices::omp_num_threads(false, 1, Some(6), 64), Some(6));
+    assert_eq!(devices::omp_num_threads(false, 2, Some(32), 4), Some(2), "this process may use 4 of them");
+    assert_eq!(devices::omp_num_threads(false, 8, Some(4), 64), Some(1));
+}
+
+#[test]
 fn omp_num_threads_is_one_with_several_workers() {
-    assert_eq!(omp_num_threads(false, 2), Some("1"));
-    assert_eq!((omp_num_threads(false, 1), omp_num_threads(true, 8)), (None, None));
+    assert_eq!(devices::omp_num_threads(false, 2, None, 8), Some(1));
+    assert_eq!(devices::omp_num_threads(false, 1, None, 8), None);
+    assert_eq!(devices::omp_num_threads(true, 8, Some(16), 16), None);
     let noted = |words: &[&str], variables| {
         let config = config_with(words, variables);
         assert!(config.warnings.is_empty(), "a job that goes well is quiet: {:?}", config.warnings);
@@ -450,7 +459,9 @@ fn backends_are_selected_like_torchrun() {
     assert!(standalone(&["--rdzv-id=mine", "x"]) && standalone(&["--master-addr=10.0.0.1", "x"]));
     assert!(standalone(&["--standalone", "--nnodes=1:4", "x"]));
     let fixed = |words: &[&str]| match config(words).rendezvous {
-        Rendezvous::Static { host, port, node_rank, timeout } => (host, port, node_rank, timeout.as_secs()),
+        Rendezvous::Static { host, port, node_rank, timeout, .. } => {
+            (host, port, node_rank, timeout.as_secs())
+        }
         other => panic!("{words:?}: {other:?}"),
     };
     let local = "127.0.0.1".to_owned();

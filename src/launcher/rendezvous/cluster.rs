@@ -111,8 +111,9 @@ impl Cluster {
                 let mut node = StandaloneRendezvous::new(config);
                 Box::new(move |command| node.execute(command, &events))
             }
-            Choice::Static { host, port, node_rank, timeout } => {
-                let mut node = StaticRendezvous::new(config, host, *port, *node_rank, *timeout);
+            Choice::Static { host, port, node_rank, search, timeout } => {
+                let place = (host.as_str(), *port, search.as_ref());
+                let mut node = StaticRendezvous::new(config, place, *node_rank, *timeout);
                 if config.nodes.max == 1 {
                     Box::new(move |command| node.execute(command, &events))
                 } else {

@@ -47,6 +47,22 @@ pub(super) fn addresses() -> impl Iterator<Item = (IpAddr, bool)> {
     all.into_iter().flat_map(|one| one.addresses.into_iter().map(move |ip| (ip, one.is_up)))
 }
 
+/// Returns the addresses of this host's interfaces that are up, without link-local ones; loopback last.
+pub(super) fn own_addresses() -> Vec<IpAddr> {
+    let useful = addresses().filter(|(ip, up)| *up && !is_link_local(ip));
+    let mut addresses: Vec<IpAddr> = useful.map(|(ip, _)| ip).collect();
+    addresses.sort_by_key(IpAddr::is_loopback);
+    addresses.dedup();
+    addresses
+}
+
+fn is_link_local(ip: &IpAddr) -> bool {
+    match ip {
+        IpAddr::V4(ip) => ip.is_link_local(),
+        IpAddr::V6(ip) => ip.is_unicast_link_local(),
+    }
+}
+
 fn all() -> Vec<Interface> {
     interfaces().unwrap_or_else(|_| Vec::new())
 }

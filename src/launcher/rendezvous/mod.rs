@@ -3,7 +3,10 @@
 mod cluster;
 mod connect;
 mod elastic;
+mod helper_program;
 mod interfaces;
+mod munge;
+mod node_0_search;
 mod outcome;
 mod port_owner;
 mod ranks;
@@ -14,7 +17,7 @@ mod tests;
 
 use std::net::{IpAddr, SocketAddr};
 
-use convoke_env::Generation;
+use convoke_env::{Generation, Token};
 use convoke_store::{ServeError, StoreError, StoreServer};
 
 use crate::config::Config;
@@ -53,6 +56,8 @@ pub(crate) struct Assignment {
     /// Number of restarts that the job has used up. `None` if each node counts its own restarts.
     pub(crate) restarts: Option<u32>,
     pub(crate) protocol: FailureProtocol,
+    /// The job's token, if the nodes have agreed on one.
+    pub(crate) token: Option<Token>,
 }
 
 impl Assignment {
@@ -74,6 +79,7 @@ impl Assignment {
             generation: None,
             restarts: None,
             protocol: FailureProtocol::None,
+            token: None,
         }
     }
 }
@@ -82,11 +88,18 @@ impl Assignment {
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum RendezvousError {
     #[error(
-        "{} of {expected} nodes did not join within {after_s} s\n  waiting at: {endpoint}\n  try: start convoke \
-         on {} with the same --nnodes, --master-addr, --master-port and --rdzv-id; is the port open between the hosts?",
-        missing.len(), nodes(missing)
+        "{} of {expected} nodes did not join within {after_s} s\n  waiting at: {endpoint}\n  try: {}; is the port open between \
+         the hosts?",
+        missing.len(), missing_nodes_advice(missing, *by_scheduler)
     )]
-    MissingNodes { missing: Vec<usize>, expected: usize, after_s: u64, endpoint: String },
+    MissingNodes {
+        missing: Vec<usize>,
+        expected: usize,
+        after_s: u64,
+        endpoint: String,
+        /// True if the scheduler starts the nodes.
+        by_scheduler: bool,
+    },
     #[error(
         "node rank {node_rank} is out of range: --nnodes={expected} allows 0 to {}",
         expected.saturating_sub(1)
@@ -101,14 +114,18 @@ pub(crate) enum RendezvousError {
     #[error("node {node} published an invalid {key}: {what}")]
     Malformed { node: usize, key: String, what: String },
     #[error(
-        "node rank {node} is taken: {other} joined with it before\n  try: give each node its own --node-rank, 0 to {}",
-        nodes.saturating_sub(1)
+        "node rank {node} is taken: {other} joined with it before\n  try: {}", rank_taken_advice(*nodes, *in_slurm)
     )]
-    RankTaken { node: usize, nodes: usize, other: String },
+    RankTaken { node: usize, nodes: usize, other: String, in_slurm: bool },
     #[error(
         "--nnodes is {mine} here (node {node}) and {theirs} on node 0 ({host})\n  try: the same --nnodes on all nodes"
     )]
     NodeCountMismatch { node: usize, mine: usize, theirs: usize, host: String },
+    #[error(
+        "node 0 ({host}) gives the job's token as a MUNGE credential, which this node cannot decode: {why}\n  try: start munged \
+         here, or set CONVOKE_TOKEN to one secret on all nodes"
+    )]
+    Munge { host: String, why: String },
     #[error("{0}; so this node ends as well")]
     JobEnded(JobOutcome),
     #[error("{NO_LOOPBACK}\n  try: {RAISE_LOOPBACK}")]
@@ -215,6 +232,30 @@ fn serve_advice(error: &ServeError) -> &'static str {
         }
         std::io::ErrorKind::PermissionDenied => "\n  try: a port from 1024 on; those below need root",
         _ => "",
+    }
+}
+
+fn missing_nodes_advice(missing: &[usize], by_scheduler: bool) -> String {
+    let missing = nodes(missing);
+    if by_scheduler {
+        format!("see what the launchers on {missing} print, if the scheduler has started them")
+    } else {
+        format!(
+            "start convoke on {missing} with the same --nnodes, --master-addr, --master-port and --rdzv-id"
+        )
+    }
+}
+
+fn rank_taken_advice(nodes: usize, in_slurm: bool) -> String {
+    let last = nodes.saturating_sub(1);
+    let each = format!("give each node its own --node-rank, 0 to {last}");
+    if in_slurm {
+        format!(
+            "srun convoke ... without flags for the nodes; a batch script replaces $SLURM_NODEID by its own node's rank, 0, \
+             before srun starts; or {each}"
+        )
+    } else {
+        each
     }
 }
 

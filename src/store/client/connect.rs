@@ -64,7 +64,7 @@ impl Address {
     }
 
     /// Tries all addresses of the host once. The error is that of the last address.
-    fn connect_once(&self, deadline: Instant) -> Result<Connection, String> {
+    pub(super) fn connect_once(&self, deadline: Instant) -> Result<Connection, String> {
         let addresses = self.resolve(deadline)?;
         let mut last = format!("{} has no address", self.host);
         for address in addresses {

@@ -53,6 +53,23 @@ impl TcpStore {
         Ok(TcpStore { pool: Pool::new(address, first) })
     }
 
+    /// Connects as [`connect`](TcpStore::connect) does, but tries each address of the host once.
+    ///
+    /// # Errors
+    /// [`StoreError::Unreachable`] with the error of the last address; [`StoreError::Invalid`] if
+    /// `address` does not have the form of [`connect`](TcpStore::connect).
+    pub fn connect_once(address: &str, deadline: Instant) -> Result<TcpStore, StoreError> {
+        let address = Address::parse(address)?;
+        let started = Instant::now();
+        let first = address.connect_once(deadline).map_err(|last| StoreError::Unreachable {
+            store: address.to_string(),
+            after: started.elapsed(),
+            attempts: 1,
+            last,
+        })?;
+        Ok(TcpStore { pool: Pool::new(address, first) })
+    }
+
     /// Adds this process to the store's count of workers and returns the new count.
     ///
     /// A torch client that was given a world size adds itself to the count when it connects.

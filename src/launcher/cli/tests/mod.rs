@@ -372,7 +372,8 @@ fn tutorial_flags_are_accepted_unchanged() {
         "--nproc_per_node=8 --nnodes=2 --node_rank=1 --master_addr 10.0.0.1 --master_port 1234 train.py",
     );
     let timeout = Duration::from_secs(900);
-    let wanted = Rendezvous::Static { host: "10.0.0.1".to_owned(), port: 1234, node_rank: 1, timeout };
+    let wanted =
+        Rendezvous::Static { host: "10.0.0.1".to_owned(), port: 1234, node_rank: 1, search: None, timeout };
     assert_eq!((two.rendezvous, two.run_id.as_str()), (wanted, "none"));
     let legacy = config("--pass-local-rank=both --nproc-per-node 2 train.py --lr 1");
     assert_eq!(argv(&legacy), ["python", "-u", "train.py", "--lr", "1"]);

@@ -14,6 +14,7 @@ use super::server::RendezvousServer;
 use super::{Settings, host_addresses};
 use crate::config::is_named;
 use crate::membership::{AgentId, Coordinator, JobResult, RECONNECT_TIMEOUT, Record, leader_lease};
+use crate::rendezvous::interfaces;
 
 /// Number of refused connections after which a node treats the registered coordinator as dead.
 const MAX_REFUSED: u32 = 3;
@@ -252,8 +253,7 @@ impl RegistryDiscovery {
         let listeners = host_addresses::listen_anywhere().map_err(transient)?;
         let first = listeners.first().expect("`listen_anywhere` returns at least one listener");
         let port = first.local_addr().map_err(transient)?.port();
-        let addresses =
-            host_addresses::own_addresses().into_iter().map(|ip| SocketAddr::new(ip, port)).collect();
+        let addresses = interfaces::own_addresses().into_iter().map(|ip| SocketAddr::new(ip, port)).collect();
         let entropy = super::random().map_err(transient)?;
         // A new job must not continue from the record of the job that has ended, so it starts with an empty
         // record. Nodes that took part in a job know its key even if the registry has been emptied, and the

@@ -25,26 +25,10 @@ const PREFERENCE_DELAY: Duration = Duration::from_millis(100);
 /// Maximum number of addresses of a store that a node announces or tries.
 const MAX_ADDRESSES: usize = 16;
 
-/// Returns the addresses of this host's interfaces that are up, without link-local ones; loopback last.
-pub(super) fn own_addresses() -> Vec<IpAddr> {
-    let useful = interfaces::addresses().filter(|(ip, up)| *up && !is_link_local(ip));
-    let mut addresses: Vec<IpAddr> = useful.map(|(ip, _)| ip).collect();
-    addresses.sort_by_key(IpAddr::is_loopback);
-    addresses.dedup();
-    addresses
-}
-
-fn is_link_local(ip: &IpAddr) -> bool {
-    match ip {
-        IpAddr::V4(ip) => ip.is_link_local(),
-        IpAddr::V6(ip) => ip.is_unicast_link_local(),
-    }
-}
-
 /// Returns the addresses to listen at so that peers that connect to `host` reach this process. Returns `None`
 /// if `host` is another host. `resolved` holds the addresses of the name `host`.
 pub(super) fn listening_addresses(host: &str, port: u16, resolved: &[IpAddr]) -> Option<Vec<SocketAddr>> {
-    let own = own_addresses();
+    let own = interfaces::own_addresses();
     let is_own = |ip: &IpAddr| ip.is_loopback() || own.contains(ip);
     if let Ok(ip) = host.parse::<IpAddr>() {
         return is_own(&ip).then(|| vec![SocketAddr::new(ip, port)]);
@@ -71,7 +55,7 @@ pub(super) fn store_addresses(own: Option<&str>, route_address: Option<IpAddr>, 
         return vec![formatting::address(own, port)];
     }
     let mut all: Vec<IpAddr> = route_address.into_iter().collect();
-    all.extend(own_addresses().into_iter().filter(|ip| Some(*ip) != route_address));
+    all.extend(interfaces::own_addresses().into_iter().filter(|ip| Some(*ip) != route_address));
     all.truncate(MAX_ADDRESSES);
     all.into_iter().map(|ip| SocketAddr::new(ip, port).to_string()).collect()
 }

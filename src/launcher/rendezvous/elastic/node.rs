@@ -352,6 +352,7 @@ impl Node {
             generation: Some(generation),
             restarts: run.restarts,
             protocol: FailureProtocol::Confirmed,
+            token: None,
         })
     }
 

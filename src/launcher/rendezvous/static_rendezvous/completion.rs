@@ -132,6 +132,7 @@ mod tests {
         let node = |node| StaticRendezvous {
             host: "127.0.0.1".to_owned(),
             port,
+            search: None,
             node,
             nodes: 2,
             run_id: "job".to_owned(),

@@ -5,22 +5,25 @@ mod commands;
 mod completion;
 mod generation;
 mod outcome_store;
+mod token;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use convoke_env::Generation;
+use convoke_env::{Generation, Token};
 use convoke_store::{PrefixStore, Store, StoreError, StoreServer, TcpStore};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::connect::connect_to_node_0;
+use super::node_0_search::{find_node_0, own_address, serve_at_free_port};
 use super::ranks::{Ranks, RoleInfo, assign};
 use super::{Assignment, FailureProtocol, OutcomeKind, RendezvousError};
 use crate::config::Config;
-use crate::formatting::python_json;
+use crate::formatting::{self, python_json};
 use crate::messages::{Progress, print_message};
 use crate::report::full_host_name;
+use crate::scheduler::NodeSearch;
 use generation::{generation_key, read_generation};
 use outcome_store::OutcomeStore;
 
@@ -52,6 +55,9 @@ pub(super) struct Registration {
 pub(super) struct StaticRendezvous {
     host: String,
     port: u16,
+    /// How node 0 is found if the user gave no address. `host` and `port` are then known after the first
+    /// join.
+    search: Option<NodeSearch>,
     node: usize,
     nodes: usize,
     run_id: String,
@@ -84,10 +90,18 @@ struct Joined {
 }
 
 impl StaticRendezvous {
-    pub(super) fn new(config: &Config, host: &str, port: u16, node: usize, timeout: Duration) -> Self {
+    /// `place` is host and port of node 0, and how to find it if the user did not give them.
+    pub(super) fn new(
+        config: &Config,
+        place: (&str, u16, Option<&NodeSearch>),
+        node: usize,
+        timeout: Duration,
+    ) -> Self {
+        let (host, port, search) = place;
         Self {
             host: host.to_owned(),
             port,
+            search: search.cloned(),
             node,
             nodes: config.nodes.max,
             run_id: config.run_id.clone(),
@@ -111,15 +125,12 @@ impl StaticRendezvous {
             super::warn_if_own_address_unreachable(&self.host);
         }
         let deadline = Instant::now() + self.timeout;
-        let server = if self.node == 0 { Some(super::serve(&self.host, self.port)?) } else { None };
-        if let Some(server) = &server {
-            self.port = server.port();
-        }
+        let server = if self.node == 0 { Some(self.serve()?) } else { None };
         let (store, tcp): (Arc<dyn Store>, _) = match &server {
             // A job with one node needs no connection: it uses the store within this process.
             Some(server) if self.nodes == 1 => (server.store(), None),
             _ => {
-                let tcp = Arc::new(connect_to_node_0(&self.host, self.port, self.node == 0, deadline)?);
+                let tcp = Arc::new(self.connect(deadline)?);
                 // Agents of torchrun count themselves in the store here, and a node 0 under torchrun waits
                 // until all are counted.
                 tcp.announce_worker(deadline)?;
@@ -138,6 +149,36 @@ impl StaticRendezvous {
         Ok(Joined { _server: server, store, job, outcomes, assignment: assignment?, round: 0 })
     }
 
+    /// On node 0: serves the store.
+    fn serve(&mut self) -> Result<StoreServer, RendezvousError> {
+        let Some(search) = &self.search else {
+            let server = super::serve(&self.host, self.port)?;
+            self.port = server.port();
+            return Ok(server);
+        };
+        let server = serve_at_free_port(search)?;
+        self.port = server.port();
+        self.host = own_address(search);
+        let place = formatting::address(&search.name, self.port);
+        print_message(&format!("{}: {} nodes, node 0 is {place}", search.job, self.nodes));
+        Ok(server)
+    }
+
+    /// Connects to the store of node 0.
+    fn connect(&mut self, deadline: Instant) -> Result<TcpStore, RendezvousError> {
+        match &self.search {
+            Some(search) if self.node != 0 => {
+                let key = format!("{}/{NODE}0", self.run_id);
+                let found = find_node_0(search, key.as_bytes(), deadline)?;
+                (self.host, self.port) = (found.host, found.port);
+                Ok(found.store)
+            }
+            // The store listens at all addresses, and its name may not be known here.
+            Some(_) => Ok(TcpStore::connect(&format!("127.0.0.1:{}", self.port), deadline)?),
+            None => connect_to_node_0(&self.host, self.port, self.node == 0, deadline),
+        }
+    }
+
     /// Exchanges ranks and the generation with the other nodes of the job through the store.
     fn exchange_ranks(&self, join: &FirstJoin) -> Result<Assignment, RendezvousError> {
         let (job, deadline) = (join.job.as_ref(), join.deadline);
@@ -150,10 +191,9 @@ impl StaticRendezvous {
             job.set(generation_key(0).as_bytes(), generation.to_string().as_bytes(), deadline)?;
         }
         job.set(format!("{ROLE_INFO}{}", self.node).as_bytes(), python_json(&info).as_bytes(), deadline)?;
-        if self.node == 0 {
-            self.assign_all(join)?;
-        }
+        let drawn_token = if self.node == 0 { self.assign_all(join)? } else { None };
         let ranks = self.read_ranks(join)?;
+        let token = if self.node == 0 { drawn_token } else { self.read_token(job)? };
         // Node 0 wrote the generation before the ranks. If the generation is missing now, node 0 runs another
         // launcher.
         let generation = match generation {
@@ -174,6 +214,7 @@ impl StaticRendezvous {
             use_agent_store: true,
             generation,
             protocol: join.outcomes.as_ref().map_or(FailureProtocol::None, |_| FailureProtocol::FirstIsFinal),
+            token,
         })
     }
 
@@ -194,7 +235,14 @@ impl StaticRendezvous {
         if there != mine.as_bytes() {
             let other = parse::<Registration>(self.node, &key, &there)?;
             let other = format!("pid {} on {}", other.pid, other.host);
-            return Err(RendezvousError::RankTaken { node: self.node, nodes: self.nodes, other });
+            let in_slurm = std::env::var_os("SLURM_JOB_ID").is_some();
+            let error = RendezvousError::RankTaken { node: self.node, nodes: self.nodes, other, in_slurm };
+            // Slurm starts each node once. So a duplicate there means that a rank is missing, for which the other
+            // nodes would wait in vain.
+            if in_slurm && !job.check(&[format!("{ASSIGNED_RANKS}0").as_bytes()], deadline)? {
+                OutcomeStore::end_forming_job(job.as_ref(), self.node, &me.host, &error.to_string());
+            }
+            return Err(error);
         }
         let (position, hosts) = ((self.node, self.nodes), (me.host, self.host.clone()));
         let outcomes = OutcomeStore::register(tcp, Arc::clone(job), &self.run_id, position, hosts, deadline)?;
@@ -216,8 +264,9 @@ impl StaticRendezvous {
         Ok(Some(outcomes))
     }
 
-    /// On node 0: waits for the role info of every node, then publishes the ranks of all nodes.
-    fn assign_all(&self, join: &FirstJoin) -> Result<(), RendezvousError> {
+    /// On node 0: waits for the role info of every node, then publishes the ranks of all nodes. Returns
+    /// the token that it has drawn for the job.
+    fn assign_all(&self, join: &FirstJoin) -> Result<Option<Token>, RendezvousError> {
         let (job, deadline) = (join.job.as_ref(), join.deadline);
         let keys: Vec<String> = (0..self.nodes).map(|node| format!("{ROLE_INFO}{node}")).collect();
         let keys: Vec<&[u8]> = keys.iter().map(String::as_bytes).collect();
@@ -238,7 +287,10 @@ impl StaticRendezvous {
             .collect();
         let pairs: Vec<(&[u8], &[u8])> =
             pairs.iter().map(|(key, value)| (key.as_bytes(), value.as_bytes())).collect();
-        Ok(job.multi_set(&pairs, deadline)?)
+        // The other nodes read the token when they know their ranks.
+        let token = self.publish_token(job)?;
+        job.multi_set(&pairs, deadline)?;
+        Ok(token)
     }
 
     /// Waits until all `keys` (one per node) exist, and prints which nodes are missing.
@@ -263,7 +315,14 @@ impl StaticRendezvous {
             }
             if Instant::now() >= deadline {
                 let (expected, after_s, endpoint) = (self.nodes, self.timeout.as_secs(), self.endpoint());
-                return Err(RendezvousError::MissingNodes { missing, expected, after_s, endpoint });
+                let by_scheduler = self.search.is_some();
+                return Err(RendezvousError::MissingNodes {
+                    missing,
+                    expected,
+                    after_s,
+                    endpoint,
+                    by_scheduler,
+                });
             }
             let here = self.nodes - missing.len();
             let missing = super::nodes(&missing);

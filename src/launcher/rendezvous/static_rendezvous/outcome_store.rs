@@ -89,6 +89,14 @@ impl OutcomeStore {
         }
     }
 
+    /// Ends a job whose nodes cannot all come, from a node that has no part in it.
+    pub(super) fn end_forming_job(job: &dyn Store, node: usize, host: &str, text: &str) {
+        let outcome = JobOutcome::new(node, host, OutcomeKind::Error { text: text.to_owned() });
+        let deadline = Instant::now() + OPERATION_TIMEOUT;
+        // If the store is gone, so is the job.
+        let _ = job.compare_set(OUTCOME_KEY.as_bytes(), b"", &encode(&outcome), deadline);
+    }
+
     /// Returns the outcome of the job if another node has already declared one that ends this node.
     pub(super) fn current_outcome(&self) -> Option<JobOutcome> {
         let received = lock(&self.received).clone();

@@ -1,0 +1,46 @@
+//! The job of this launcher as the cluster's scheduler describes it: number of nodes, rank of this node, and
+//! where node 0 serves the store.
+
+mod slurm;
+
+pub(crate) use slurm::{SlurmError, SlurmStartContext, slurm_job};
+
+/// What the scheduler tells about the job of this launcher.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ScheduledJob {
+    /// Id of the job, equal on all its nodes. No other job has it, and neither has this job after a requeue.
+    pub(crate) id: String,
+    /// The job as messages name it, such as `slurm job 42.0`.
+    pub(crate) label: String,
+    /// Number of nodes.
+    pub(crate) nodes: usize,
+    /// Rank of this node, below `nodes`.
+    pub(crate) node: usize,
+    /// The scheduler's name for this node, if it gives one.
+    pub(crate) node_name: Option<String>,
+    pub(crate) node_0: NodeSearch,
+    /// CPUs that the scheduler gives to this launcher and its workers, if it says so.
+    pub(crate) cpus: Option<usize>,
+    /// Number of GPUs that the scheduler gives to this node, if it says so.
+    pub(crate) gpus: Option<usize>,
+    /// Where each value comes from, one line each, for `--dry-run`.
+    pub(crate) sources: Vec<String>,
+    /// Warnings about a likely mistake in the way this launcher was started.
+    pub(crate) warnings: Vec<String>,
+}
+
+/// How the nodes of a job find node 0. Only the launcher with rank 0 of the same job counts as node 0, so a
+/// candidate may be wrong, or belong to another program.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct NodeSearch {
+    /// The job as messages name it.
+    pub(crate) job: String,
+    /// The scheduler's name for the host of node 0.
+    pub(crate) name: String,
+    /// Node 0 serves its store at the first of these ports that is free. There is at least one.
+    pub(crate) ports: Vec<u16>,
+    /// Addresses to try if `name` cannot be looked up.
+    pub(crate) addresses: Vec<String>,
+    /// True if `scontrol` may know the address of `name`.
+    pub(crate) asks_scontrol: bool,
+}
