@@ -21,6 +21,7 @@ mod gpus;
 mod host_limits;
 mod hosts;
 mod kill;
+mod kubernetes;
 mod mpi_and_slurm;
 mod nodes;
 mod output;

@@ -178,11 +178,11 @@ fn workers_of_a_slurm_job_share_a_token_that_munge_protects() {
     assert_eq!(hellos(&[("CONVOKE_TOKEN", "own")]), ["hello same_generation=true token=3\n"; 2]);
 }
 
-/// Text of the job scripts in a guide.
-fn scripts_in(guide: &str) -> Vec<String> {
+/// Returns the code blocks of a guide in this language that begin so.
+fn blocks_of(guide: &str, language: &str, begin: &str) -> Vec<String> {
     let text = fs::read_to_string(repository_root().join("docs/guides").join(guide)).unwrap();
-    let blocks = text.split("```").skip(1).step_by(2).filter_map(|block| block.strip_prefix("sh\n"));
-    blocks.filter(|block| block.starts_with("#!")).map(str::to_owned).collect()
+    let blocks = text.split("```").skip(1).step_by(2).filter_map(|block| block.strip_prefix(language));
+    blocks.filter(|block| block.starts_with(begin)).map(str::to_owned).collect()
 }
 
 fn jobs() -> PathBuf {
@@ -190,14 +190,20 @@ fn jobs() -> PathBuf {
 }
 
 #[test]
-fn job_scripts_of_the_guide_are_the_files_of_the_examples() {
-    let mut files: Vec<_> = fs::read_dir(jobs()).unwrap().map(|entry| entry.unwrap().path()).collect();
-    files.retain(|path| path.file_name().unwrap().to_str().unwrap().starts_with("slurm"));
-    let mut files: Vec<_> = files.iter().map(|path| fs::read_to_string(path).unwrap()).collect();
-    let mut blocks = scripts_in("slurm.md");
-    files.sort();
-    blocks.sort();
-    assert_eq!(files, blocks);
+fn job_scripts_of_the_guides_are_the_files_of_the_examples() {
+    let all = || fs::read_dir(jobs()).unwrap().map(|entry| entry.unwrap().path());
+    for (guide, language, begin, prefix) in
+        [("slurm.md", "sh\n", "#!", "slurm"), ("kubernetes.md", "yaml\n", "#", "k8s")]
+    {
+        let is_wanted = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().starts_with(prefix);
+        let mut files: Vec<_> =
+            all().filter(is_wanted).map(|path| fs::read_to_string(path).unwrap()).collect();
+        let mut blocks = blocks_of(guide, language, begin);
+        files.sort();
+        blocks.sort();
+        assert!(!files.is_empty());
+        assert_eq!(files, blocks, "{guide}");
+    }
 }
 
 #[test]

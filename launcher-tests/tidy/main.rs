@@ -105,9 +105,9 @@ const DEFAULTS: &[(&str, &[(&str, usize)])] = &[
         &[
             ("src/launcher/config/topology/mod.rs", 3),
             ("src/launcher/gpus/evidence.rs", 1),
+            ("src/launcher/host_name.rs", 1),
             ("src/launcher/logs/tail.rs", 1),
             ("src/launcher/rendezvous/port_owner.rs", 1),
-            ("src/launcher/report/host.rs", 1),
             ("src/tools/perf/memory.rs", 1),
         ],
     ),

@@ -12,8 +12,8 @@ use crate::agent::{Variables, command_line, variables};
 use crate::cli::VERSION;
 use crate::config::{Config, Endpoint, FlightDir, LogDir, Orphans, Rendezvous, StreamChoice};
 use crate::formatting::{address, count, ranges};
+use crate::host_name::full_host_name;
 use crate::rendezvous::Assignment;
-use crate::report::full_host_name;
 
 type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 

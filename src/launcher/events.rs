@@ -10,8 +10,9 @@ use serde::Serialize;
 
 use crate::config::{Config, Endpoint, EventHandler, Rendezvous};
 use crate::formatting::python_json;
+use crate::host_name::full_host_name;
 use crate::rendezvous::Assignment;
-use crate::report::{describe, full_host_name};
+use crate::report::describe;
 
 /// Writes events to stderr, or drops them.
 #[derive(Debug)]

@@ -65,3 +65,8 @@ impl Formatter for PythonFormatter {
         out.write_all(b": ")
     }
 }
+
+/// Returns the longest beginning of `text` with at most `most` bytes that ends between characters.
+pub(crate) fn cut_text(text: &str, most: usize) -> String {
+    text[..text.floor_char_boundary(most)].to_owned()
+}

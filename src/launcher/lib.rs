@@ -20,6 +20,7 @@ mod flight;
 mod formatting;
 mod gpus;
 mod guard;
+mod host_name;
 mod limits;
 mod logs;
 mod membership;
@@ -55,7 +56,13 @@ pub fn main() -> ExitCode {
     };
     let config = match config::build::config(&args, &env, &Machine::detect()) {
         Ok(config) => config,
-        Err(error) => return refuse(&error),
+        Err(mut error) => {
+            // The scheduler would start the same command line again.
+            if args.get("exit-codes").is_some_and(|value| value.text == "scheduler") {
+                error.code = agent::WOULD_FAIL_AGAIN;
+            }
+            return refuse(&error);
+        }
     };
     warn(&config.warnings);
     if args.is_on("dry-run") {

@@ -74,6 +74,8 @@ pub(super) struct EventLoop {
     pub(super) declared: Option<ProposedOutcome>,
     /// Outcome of the job on all nodes; `None` until this node learns it.
     pub(super) job_outcome: Option<JobOutcome>,
+    /// Outcome of the job that the nodes agreed on when this node left it, also if it is about this node.
+    pub(super) agreed_outcome: Option<JobOutcome>,
     pub(super) run_dir: RunDir,
     pub(super) flight: FlightFolder,
     pub(super) events: Events,
@@ -113,6 +115,7 @@ impl EventLoop {
             rounds: Rounds::default(),
             declared: None,
             job_outcome: None,
+            agreed_outcome: None,
             run_dir,
         })
     }

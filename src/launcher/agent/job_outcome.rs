@@ -112,6 +112,7 @@ impl EventLoop {
             return 0;
         };
         let outcome = self.job_outcome.take().or(agreed);
+        self.agreed_outcome.clone_from(&outcome);
         self.job_outcome = outcome.filter(|outcome| !self.cluster.is_own(outcome));
         other_jobs
     }

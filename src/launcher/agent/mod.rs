@@ -3,8 +3,10 @@
 mod backoff;
 mod environment;
 mod event_loop;
+mod exit_code;
 mod forwarded_signals;
 mod job_outcome;
+mod outcome_files;
 mod reporting;
 mod restart_delay;
 mod rounds;
@@ -17,5 +19,6 @@ mod state_machine;
 
 pub(crate) use environment::{Variables, command_line, variables};
 pub(crate) use event_loop::run;
+pub(crate) use exit_code::WOULD_FAIL_AGAIN;
 pub(crate) use signals::block_signals;
 pub(crate) use start_failure::process_creation_error;

@@ -206,36 +206,6 @@ impl EventLoop {
         (report, all, wrong)
     }
 
-    /// Writes the outcome of the job to `--report-file`. `report` is the failure report if one has been made
-    /// already.
-    pub(super) fn write_report(&self, end: &AgentOutcome, report: Option<Report>) {
-        let Some(path) = &self.config.report_file else { return };
-        let bare = |outcome, message| report::without_failures(&self.job(), outcome, message);
-        let job_outcome = self.job_outcome.as_ref().map(ToString::to_string);
-        let mut report = report.unwrap_or_else(|| match end {
-            AgentOutcome::Success => bare(Outcome::Succeeded, None),
-            AgentOutcome::Failed(failures) => self.report(failures, None).0,
-            AgentOutcome::Error(_)
-                if self.rounds.current.as_ref().is_some_and(|round| round.not_started.is_some()) =>
-            {
-                self.report(&[], None).0
-            }
-            AgentOutcome::Error(error) => bare(Outcome::Error, Some(error.clone())),
-            AgentOutcome::Stopped(signal) => bare(Outcome::Stopped, Some(format!("stopped by {signal}"))),
-            AgentOutcome::Interrupted(signal) => {
-                bare(Outcome::Stopped, Some(format!("{signal} while waiting for other nodes")))
-            }
-            AgentOutcome::Aborted => bare(Outcome::Failed, None),
-        });
-        report.message = report.message.or(job_outcome);
-        if report.flight.is_none() && *end != AgentOutcome::Success {
-            report.flight = self.flight(None);
-        }
-        if let Err(error) = report::write(&report, path) {
-            print_message(&format!("warning: {error}"));
-        }
-    }
-
     /// Prints what the flight recordings show, for cases in which no report contains it.
     pub(super) fn report_flight(&self) {
         if let Some(flight) = self.flight(None) {
@@ -287,14 +257,14 @@ impl EventLoop {
             print_flight(flight);
         }
         report.message = Some(message.clone());
-        self.write_report(&AgentOutcome::Error(message), Some(report));
+        let _ = self.write_outcome(&AgentOutcome::Error(message), Some(report));
     }
 
     pub(super) fn print(&self, report: &Report) {
         print_report(&report::render(report, self.config.report));
     }
 
-    fn job(&self) -> report::Job {
+    pub(super) fn job(&self) -> report::Job {
         let assignment = self.rounds.assignment();
         report::Job {
             title: self.config.program.title.clone(),

@@ -80,7 +80,9 @@ impl EventLoop {
                 exit = LauncherExit::Signal(*signal as i32);
             }
         }
-        self.write_report(&end, report);
+        if let Some(code) = self.write_outcome(&end, report) {
+            exit = LauncherExit::Code(code.into());
+        }
         self.serve_other_jobs(other_jobs).await;
         self.signals.fatal.map_or(exit, LauncherExit::Signal)
     }

@@ -221,7 +221,12 @@ impl Agent {
         if self.restarts_disabled { 0 } else { self.max_restarts - self.restarts }
     }
 
-    /// Makes the next failure final.
+    /// Returns true if the job failed alike as often as the user allows, so that restarts were useless.
+    pub(crate) fn has_no_progress(&self) -> bool {
+        self.restarts_disabled
+    }
+
+    /// Makes the next failure final, because restarts are useless.
     pub(crate) fn disable_restarts(&mut self) {
         self.restarts_disabled = true;
     }

@@ -99,7 +99,7 @@ pub(crate) const GROUPS: &[FlagGroup] = &[
             flag("master-port", Value("PORT"), "Port on node 0 (static)", "29500"),
             flag("standalone", Nothing, "A job of this node alone; endpoint, backend and id are ignored", ""),
             flag("scheduler", Value("NAME"),
-                "Which scheduler describes the nodes: auto, none, slurm; flags for the nodes or the rendezvous win", "auto")
+                "Which scheduler describes the nodes: auto, none, slurm, k8s; flags for the nodes or the rendezvous win", "auto")
                 .convoke_only(),
             flag("max-restarts", Value("N"), "Restarts after a failure before the job fails", "0"),
             flag("role", Value("NAME"), "Role of the workers of this node", "default"),
@@ -172,6 +172,12 @@ pub(crate) const GROUPS: &[FlagGroup] = &[
                 .convoke_only(),
             flag("report-file", Value("FILE"),
                 "How the job ended, as JSON: causes, tracebacks, last lines", "").convoke_only(),
+            flag("termination-log", Value("FILE"),
+                "Where the root cause goes in at most 3 KiB, for kubectl describe", "/dev/termination-log in a pod")
+                .convoke_only(),
+            flag("exit-codes", Value("KIND"),
+                "torchrun: 0, 1, 2; scheduler: also 75, ended from outside, and 78, would fail again", "torchrun")
+                .convoke_only(),
             flag("stderr-tail", Value("LINES"),
                 "Last lines of a failed worker's stderr in the report; 0: stderr does not pass through convoke", "64")
                 .convoke_only(),

@@ -132,6 +132,8 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
         },
         notes: omp_num_threads.map(note).into_iter().collect(),
         report_file: args.get_nonempty("report-file").map(|value| PathBuf::from(&value.text)),
+        termination_log: output::termination_log(args, env),
+        exit_codes: output::exit_codes(args)?,
         stderr_lines,
         share_store: env("TORCH_DISABLE_SHARE_RDZV_TCP_STORE").is_none_or(|value| value != "1"),
         warnings,

@@ -35,6 +35,6 @@ pub(crate) use rendezvous_flags::is_named;
 #[cfg(test)]
 pub(crate) use settings::NodeRange;
 pub(crate) use settings::{
-    Config, ElasticSettings, Endpoint, EventHandler, FlightDir, LogConfig, LogDir, Orphans, Rendezvous,
-    ReportFormat, StreamChoice, Streams,
+    Config, ElasticSettings, Endpoint, EventHandler, ExitCodes, FlightDir, LogConfig, LogDir, Orphans,
+    Rendezvous, ReportFormat, StreamChoice, Streams,
 };

@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::cli::{CliError, ParsedArgs, Value, suggest_choice};
 
 /// Values of `--scheduler`.
-pub(super) const SCHEDULERS: &[&str] = &["auto", "none", "slurm"];
+pub(super) const SCHEDULERS: &[&str] = &["auto", "none", "slurm", "k8s"];
 const MAX_SECONDS: f64 = 86_400.0;
 
 /// Checks the flags that argparse itself converts. As in torchrun, a failed conversion is a usage error that
@@ -30,6 +30,7 @@ pub(super) fn check(args: &ParsedArgs) -> Result<(), CliError> {
     choice(args, "bind", &["node", "socket", "core-complex", "core", "none"])?;
     choice(args, "orphans", &["stop", "keep"])?;
     choice(args, "scheduler", SCHEDULERS)?;
+    choice(args, "exit-codes", &["torchrun", "scheduler"])?;
     Ok(())
 }
 

@@ -6,11 +6,34 @@ use std::path::PathBuf;
 
 use convoke_env::vars;
 
-use super::settings::{EventHandler, FlightDir, LogConfig, LogDir, StreamChoice, Streams};
+use super::numeric_flags::choice;
+use super::settings::{EventHandler, ExitCodes, FlightDir, LogConfig, LogDir, StreamChoice, Streams};
 use crate::cli::{CliError, Env, ParsedArgs, integer};
 use crate::formatting::count;
 
 const PREFIX_TEMPLATE: &str = "[${role_name}${local_rank}]:";
+
+/// The file in which Kubernetes looks for the reason why a container ended.
+const KUBERNETES_TERMINATION_LOG: &str = "/dev/termination-log";
+
+/// Reads `--termination-log`. In a pod the default is the file that Kubernetes reads.
+pub(super) fn termination_log(args: &ParsedArgs, env: Env<'_>) -> Option<PathBuf> {
+    match args.get("termination-log") {
+        Some(value) => Some(PathBuf::from(&value.text)).filter(|path| !path.as_os_str().is_empty()),
+        None => {
+            let in_pod = env("KUBERNETES_SERVICE_HOST").is_some();
+            Some(PathBuf::from(KUBERNETES_TERMINATION_LOG)).filter(|path| in_pod && path.exists())
+        }
+    }
+}
+
+/// Reads `--exit-codes`.
+pub(super) fn exit_codes(args: &ParsedArgs) -> Result<ExitCodes, CliError> {
+    Ok(match choice(args, "exit-codes", &["torchrun", "scheduler"])? {
+        Some("scheduler") => ExitCodes::Scheduler,
+        Some(_) | None => ExitCodes::Torchrun,
+    })
+}
 
 /// Reads all flags about the workers' output.
 pub(super) fn logs(

@@ -9,7 +9,8 @@ use super::numeric_flags::{SCHEDULERS, choice};
 use super::settings::NodeRange;
 use crate::cli::{CliError, Env, ParsedArgs};
 use crate::formatting::count;
-use crate::scheduler::{ScheduledJob, SlurmError, SlurmStartContext, slurm_job};
+use crate::host_name::full_host_name;
+use crate::scheduler::{ScheduledJob, SlurmError, SlurmStartContext, kubernetes_job, slurm_job};
 
 /// Flags by which the user describes the job, so that the scheduler is not asked.
 const OWN_DESCRIPTION: &[&str] =
@@ -23,7 +24,7 @@ pub(super) fn scheduled_job(
     env: Env<'_>,
 ) -> Result<Option<ScheduledJob>, CliError> {
     let asked = choice(args, "scheduler", SCHEDULERS)?.unwrap_or("auto");
-    let is_required = asked == "slurm";
+    let is_required = asked != "auto";
     if asked == "none" || (!is_required && args.is_called_torchrun) {
         return Ok(None);
     }
@@ -38,15 +39,23 @@ pub(super) fn scheduled_job(
         return Ok(None);
     }
     let get = |name: &str| env(name).map(|value| value.to_string_lossy().into_owned());
-    let start_context = SlurmStartContext { is_interactive: !is_required && is_interactive() };
-    let job = slurm_job(&get, start_context).map_err(|error| match error {
-        SlurmError::SeveralTasksReported => CliError { text: String::new(), code: 1 },
-        error => CliError::value(error.to_string()),
-    })?;
-    let Some(job) = job else {
-        return match is_required {
-            true => Err(args.error("scheduler", "this is no job of Slurm: SLURM_JOB_ID is not set", "auto")),
-            false => Ok(None),
+    let found = match asked {
+        "slurm" => from_slurm(&get, false)?,
+        "k8s" => from_kubernetes(&get, nodes)?,
+        _ => match from_slurm(&get, is_interactive())? {
+            Some(job) => Some(job),
+            None => from_kubernetes(&get, nodes)?,
+        },
+    };
+    let Some(job) = found else {
+        return match asked {
+            "slurm" => {
+                Err(args.error("scheduler", "this is no job of Slurm: SLURM_JOB_ID is not set", "auto"))
+            }
+            "k8s" => {
+                Err(args.error("scheduler", "this is no pod of an indexed job with --nnodes above 1", "auto"))
+            }
+            _ => Ok(None),
         };
     };
     // A worker of this job may start a launcher for a job of its own.
@@ -55,6 +64,27 @@ pub(super) fn scheduled_job(
     }
     check_nodes(args, nodes, &job)?;
     Ok(Some(job))
+}
+
+fn from_slurm(
+    get: &dyn Fn(&str) -> Option<String>,
+    is_interactive: bool,
+) -> Result<Option<ScheduledJob>, CliError> {
+    slurm_job(get, SlurmStartContext { is_interactive }).map_err(|error| match error {
+        SlurmError::SeveralTasksReported => CliError { text: String::new(), code: 1 },
+        error => CliError::value(error.to_string()),
+    })
+}
+
+/// Reads an indexed job of Kubernetes. Its pods do not know their number, so `--nnodes` must give it.
+fn from_kubernetes(
+    get: &dyn Fn(&str) -> Option<String>,
+    nodes: NodeRange,
+) -> Result<Option<ScheduledJob>, CliError> {
+    if nodes.max == 1 || nodes.min < nodes.max {
+        return Ok(None);
+    }
+    kubernetes_job(get, &full_host_name, nodes.max).map_err(|error| CliError::value(error.to_string()))
 }
 
 /// Checks `--nnodes`, if the user has set it, against the number of nodes that the scheduler gives.

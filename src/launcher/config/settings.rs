@@ -76,6 +76,10 @@ pub(crate) struct Config {
     pub(crate) orphans: Orphans,
     /// `--report-file`: the path of the JSON report.
     pub(crate) report_file: Option<PathBuf>,
+    /// File for the root cause in a few lines (`--termination-log`).
+    pub(crate) termination_log: Option<PathBuf>,
+    /// The exit codes of the launcher (`--exit-codes`).
+    pub(crate) exit_codes: ExitCodes,
     /// Form of the report on stderr (`--report`).
     pub(crate) report: ReportFormat,
     /// Notes on settings that the launcher made for the workers although the user did not ask for them.
@@ -213,6 +217,15 @@ pub(crate) enum Orphans {
     Stop,
     /// They continue to run, as under torchrun.
     Keep,
+}
+
+/// The exit codes of the launcher (`--exit-codes`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ExitCodes {
+    /// Those of torchrun: every failed job has 1.
+    Torchrun,
+    /// Failed jobs have codes from which a scheduler can decide whether to start the job again.
+    Scheduler,
 }
 
 /// Form of the report on stderr (`--report`).

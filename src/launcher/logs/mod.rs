@@ -29,8 +29,8 @@ use memchr::memmem::Finder;
 use nix::sys::signal::{SigSet, Signal};
 
 use crate::config::{LogConfig, LogDir, StreamChoice, Streams, expand};
+use crate::host_name::host_name;
 use crate::messages::print_message;
-use crate::report::host_name;
 use console::Console;
 pub(crate) use tail::StderrTail;
 use tail::Tail;

@@ -8,8 +8,8 @@ use convoke_store::{StoreError, TcpStore};
 
 use super::{RendezvousError, interfaces};
 use crate::formatting;
+use crate::host_name::full_host_name;
 use crate::messages::{Progress, print_message};
-use crate::report::full_host_name;
 
 /// Connects to the key-value store of node 0, and prints why it has to wait. `is_node_0` is true if this node
 /// serves the store.

@@ -8,9 +8,9 @@
 //! stderr. The report also uses its time of failure, if that can be compared with other times.
 
 mod error_file;
-mod host;
 mod model;
 mod short;
+mod termination;
 #[cfg(test)]
 mod tests;
 mod text;
@@ -29,8 +29,8 @@ use crate::cause::{
 };
 use crate::config::ReportFormat;
 use crate::formatting;
+use crate::host_name::full_host_name;
 use error_file::ErrorFileContent;
-pub(crate) use host::{full_host_name, host_name};
 pub(crate) use model::{Failure, FlightSummary, Outcome, Report};
 use model::{SignalName, VERSION, keep_last_lines, root_cause_of};
 
@@ -154,6 +154,12 @@ pub(crate) fn render(report: &Report, form: ReportFormat) -> String {
         ReportFormat::Short => short::report(report, &TimeZone::system()),
         ReportFormat::Full => text::report(report, &TimeZone::system()),
     }
+}
+
+/// Writes the root cause in a few lines to `path`, which the scheduler has made.
+pub(crate) fn write_termination_log(report: &Report, path: &Path) -> Result<(), String> {
+    let written = fs::write(path, termination::message(report));
+    written.map_err(|error| format!("cannot write the root cause to {}: {error}", path.display()))
 }
 
 /// Writes the report as JSON to `path` in one step.

@@ -259,21 +259,6 @@ fn plain_error_is_copied_unchanged_and_absent_one_not_written() -> Result {
     Ok(())
 }
 
-#[test]
-fn full_host_name_is_read_from_etc_hosts() {
-    let hosts = "127.0.0.1 localhost # loop\n::1 localhost\n10.0.0.7\tnode7.cluster.example node7 # me\n127.0.1.1 lone\n";
-    assert_eq!(host::full_name("node7", hosts), Some("node7.cluster.example".to_owned()));
-    assert_eq!(host::full_name("NODE7", hosts), Some("node7.cluster.example".to_owned()));
-    assert_eq!(host::full_name("lone", hosts), Some("lone".to_owned()));
-    assert_eq!(host::full_name("other", hosts), None);
-    assert_eq!(
-        host::full_name("box", "127.0.0.1 localhost box\n"),
-        Some("localhost".to_owned()),
-        "as Python"
-    );
-    assert!(!full_host_name().is_empty() && !host_name().is_empty());
-}
-
 proptest! {
     /// Any output of a worker gives a report or a line about the file, and never a panic.
     #[test]

@@ -1,8 +1,10 @@
 //! The job of this launcher as the cluster's scheduler describes it: number of nodes, rank of this node, and
 //! where node 0 serves the store.
 
+mod kubernetes;
 mod slurm;
 
+pub(crate) use kubernetes::kubernetes_job;
 pub(crate) use slurm::{SlurmError, SlurmStartContext, slurm_job};
 
 /// What the scheduler tells about the job of this launcher.
@@ -16,8 +18,6 @@ pub(crate) struct ScheduledJob {
     pub(crate) nodes: usize,
     /// Rank of this node, below `nodes`.
     pub(crate) node: usize,
-    /// The scheduler's name for this node, if it gives one.
-    pub(crate) node_name: Option<String>,
     pub(crate) node_0: NodeSearch,
     /// CPUs that the scheduler gives to this launcher and its workers, if it says so.
     pub(crate) cpus: Option<usize>,

@@ -195,7 +195,6 @@ impl Variables<'_> {
             label,
             nodes,
             node,
-            node_name: self.get("SLURMD_NODENAME"),
             cpus: self.optional_number("SLURM_CPUS_PER_TASK"),
             gpus: self.optional_number("SLURM_GPUS_ON_NODE"),
             sources,

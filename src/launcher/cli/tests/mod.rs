@@ -335,12 +335,13 @@ fn defaults_match_the_help_text() {
         checked += 1;
     }
     assert!(checked > 10, "only {checked} flags with a default");
-    // Three are words for a value; one needs a GPU; two only count if they are given (docs/reference/cli.md).
+    // Four are words for a value; one needs a GPU; two only count if they are given (docs/reference/cli.md).
     let known = [
         "--local-addr=full host name",
         "--gpus-per-worker=1",
         "--log-dir=a new one in TMPDIR",
         "--local-ranks-filter=all",
+        "--termination-log=/dev/termination-log in a pod",
         "--monitor-interval=0.1",
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     ];

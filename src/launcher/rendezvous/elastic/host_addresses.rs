@@ -11,8 +11,8 @@ use tokio::task::spawn_blocking;
 use tokio::time::timeout_at;
 
 use crate::formatting;
+use crate::host_name::{full_host_name, host_name};
 use crate::rendezvous::interfaces::{self, ANY, LOOPBACK, local};
-use crate::report::{full_host_name, host_name};
 
 /// Key in the workers' key-value store of a round. Its value, the round's generation, tells a node that it
 /// has reached the store of its round.
