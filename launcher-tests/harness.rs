@@ -184,6 +184,11 @@ impl Launcher {
         children[0]
     }
 
+    /// Returns what the launcher and its workers have written to stdout so far.
+    pub fn stdout(&self) -> String {
+        fs::read_to_string(&self.out).unwrap_or_default()
+    }
+
     /// Returns the stderr output of the launcher so far.
     pub fn stderr(&self) -> String {
         String::from_utf8_lossy(&fs::read(&self.err).unwrap()).into_owned()

@@ -13,6 +13,7 @@
 mod bind;
 mod causes;
 mod container;
+mod drain;
 mod elastic;
 mod etcd;
 mod examples;

@@ -132,6 +132,11 @@ pub enum ToWorker {
         /// Exit code or signal of that worker.
         cause: ExitCause,
     },
+    /// The job is drained: the worker should save its state at the next step and exit.
+    Drain {
+        /// Time in milliseconds after which the launcher stops the worker.
+        left_ms: u64,
+    },
     /// A message of a newer launcher. [`AgentChannel::receive`] skips it.
     #[serde(other)]
     Unknown,

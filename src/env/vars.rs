@@ -48,6 +48,8 @@ pub const ETCD_USER: &str = "CONVOKE_ETCD_USER";
 pub const ETCD_PASSWORD: &str = "CONVOKE_ETCD_PASSWORD";
 /// File with the password for [`ETCD_USER`]. Workers do not get this variable.
 pub const ETCD_PASSWORD_FILE: &str = "CONVOKE_ETCD_PASSWORD_FILE";
+/// File that the launcher creates when the job is drained: workers then stop at their next step.
+pub const DRAIN_FILE: &str = "CONVOKE_DRAIN_FILE";
 /// Id of the scheduler's job whose nodes this launcher's job uses. A launcher that a worker starts finds it
 /// and does not join that job again.
 pub const SCHEDULED_JOB: &str = "CONVOKE_SCHEDULED_JOB";

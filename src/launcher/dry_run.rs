@@ -8,7 +8,7 @@ use convoke_env::vars;
 
 use nix::sys::signal::Signal;
 
-use crate::agent::{Variables, command_line, variables};
+use crate::agent::{Variables, WorkerFiles, command_line, variables};
 use crate::cli::VERSION;
 use crate::config::{Config, Endpoint, FlightDir, LogDir, Orphans, Rendezvous, StreamChoice};
 use crate::formatting::{address, count, ranges};
@@ -42,7 +42,8 @@ pub(crate) fn text(config: &Config, env: Env<'_>) -> String {
             FlightDir::Path(folder) => Some(folder.as_os_str()),
             FlightDir::LogFolder | FlightDir::Disabled => None,
         };
-        match variables(config, &assignment, local_rank, 0, None, flight, env) {
+        let files = WorkerFiles { flight, ..WorkerFiles::default() };
+        match variables(config, &assignment, local_rank, 0, &files, env) {
             Ok(variables) => {
                 each.push((variables_as_text(config, variables, port_is_known), command(config, local_rank)))
             }

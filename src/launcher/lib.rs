@@ -13,6 +13,7 @@ mod cause;
 mod child;
 mod cli;
 mod config;
+mod drain_command;
 mod dry_run;
 mod events;
 mod fault;
@@ -46,6 +47,9 @@ use os::Forked;
 #[must_use]
 pub fn main() -> ExitCode {
     agent::block_signals();
+    if let Some(code) = drain_command::run(std::env::args_os().skip(1)) {
+        return code;
+    }
     let env = |name: &str| std::env::var_os(name);
     let args = match cli::parse(std::env::args_os(), &env) {
         Ok(Invocation::Run(args)) => args,

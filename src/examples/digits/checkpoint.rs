@@ -9,16 +9,20 @@ use crate::network::Network;
 
 const MAGIC: [u8; 8] = *b"digits\r\n";
 /// Version of the checkpoint format. A file of another version is an error.
-const VERSION: u32 = 2;
-/// Length of the header: magic, version, epoch, seed and number of hidden layers. After the header come the
+const VERSION: u32 = 3;
+/// Length of the header: magic, version, epoch, step, loss, seed and number of hidden layers. After the header come the
 /// numbers of units, the parameters and the momentum.
-const HEADER_BYTES: usize = 8 + 4 + 4 + 8 + 4;
+const HEADER_BYTES: usize = 8 + 4 + 4 + 4 + 8 + 8 + 4;
 const HASH_BYTES: usize = 8;
 
-/// The state of training after a whole number of epochs.
+/// The state of training after a number of epochs, and of steps of the next one.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Checkpoint {
+    /// Number of completed epochs.
     pub(crate) epoch: u32,
+    /// Number of completed steps of the next epoch, and the sum of their losses over examples.
+    pub(crate) step: u32,
+    pub(crate) total_loss: f64,
     /// Seed of the run. It decides which images are held out, so another seed must not use the file.
     pub(crate) seed: u64,
     pub(crate) network: Network,
@@ -91,6 +95,8 @@ impl Checkpoint {
         bytes.extend(MAGIC);
         bytes.extend(VERSION.to_le_bytes());
         bytes.extend(self.epoch.to_le_bytes());
+        bytes.extend(self.step.to_le_bytes());
+        bytes.extend(self.total_loss.to_le_bytes());
         bytes.extend(self.seed.to_le_bytes());
         bytes.extend((self.network.hidden().len() as u32).to_le_bytes());
         for &units in self.network.hidden() {
@@ -119,6 +125,8 @@ impl Checkpoint {
             return Err(damaged(format!("the hash does not fit its {} bytes", bytes.len())));
         }
         let epoch = u32::from_le_bytes(read_array(&mut rest).ok_or_else(short)?);
+        let step = u32::from_le_bytes(read_array(&mut rest).ok_or_else(short)?);
+        let total_loss = f64::from_le_bytes(read_array(&mut rest).ok_or_else(short)?);
         let seed = u64::from_le_bytes(read_array(&mut rest).ok_or_else(short)?);
         let layers = u32::from_le_bytes(read_array(&mut rest).ok_or_else(short)?);
         let mut hidden = Vec::new();
@@ -134,7 +142,7 @@ impl Checkpoint {
         for value in network.parameters.iter_mut().chain(&mut network.velocity).flatten() {
             *value = f32::from_le_bytes(read_array(&mut rest).ok_or_else(short)?);
         }
-        Ok(Self { epoch, seed, network })
+        Ok(Self { epoch, step, total_loss, seed, network })
     }
 }
 
@@ -149,7 +157,7 @@ mod tests {
     fn sample() -> Checkpoint {
         let mut network = Network::initial(&[7, 9], 5);
         network.velocity.iter_mut().for_each(|velocity| velocity.fill(0.25));
-        Checkpoint { epoch: 7, seed: 5, network }
+        Checkpoint { epoch: 7, step: 3, total_loss: 0.5, seed: 5, network }
     }
 
     #[test]
@@ -203,7 +211,7 @@ mod tests {
         bytes[8] = 9;
         fs::write(&path, bytes).unwrap();
         let error = Checkpoint::read(&path, 5, &[7, 9]).unwrap_err().to_string();
-        assert!(error.contains("version 9") && error.contains("version 2"), "{error}");
+        assert!(error.contains("version 9") && error.contains("version 3"), "{error}");
     }
 
     #[test]

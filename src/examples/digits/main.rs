@@ -17,8 +17,10 @@ use std::path::Path;
 use std::process::ExitCode;
 
 use arguments::Arguments;
-use train::TrainError;
+use train::{Outcome, TrainError};
 
+/// Exit code after a drain, as the launcher expects it (`--drain-exit-code`).
+const EXIT_DRAINED: u8 = 75;
 /// Exit code for a wrong command line.
 const EXIT_USAGE: u8 = 2;
 
@@ -34,7 +36,8 @@ fn main() -> ExitCode {
     let outcome =
         convoke_comm::init().map_err(TrainError::from).and_then(|world| train::train(&arguments, &world));
     match outcome {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(Outcome::Finished) => ExitCode::SUCCESS,
+        Ok(Outcome::Drained) => ExitCode::from(EXIT_DRAINED),
         Err(error) => {
             report_error(&error.to_string());
             ExitCode::FAILURE

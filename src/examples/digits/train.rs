@@ -45,8 +45,24 @@ pub(crate) enum TrainError {
     Output(#[from] io::Error),
 }
 
+/// How training ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    Finished,
+    /// The job is being drained. The checkpoint has the state, and another run continues there.
+    Drained,
+}
+
+/// A place in the training: completed epochs, completed steps of the next epoch, and their losses.
+#[derive(Debug, Clone, Copy, Default)]
+struct Progress {
+    epochs: u32,
+    steps: u32,
+    total_loss: f64,
+}
+
 /// Trains the network for all epochs. Every rank of the job calls this function.
-pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainError> {
+pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<Outcome, TrainError> {
     let (rank, size) = (world.rank(), world.size());
     if let Some(at) = arguments.die_at.filter(|at| at.rank >= size) {
         return Err(TrainError::NoSuchRank { rank: at.rank, world: size });
@@ -67,8 +83,9 @@ pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainErr
             network.len(),
             arguments.batch
         ))?;
-        if let Some(path) = arguments.checkpoint.as_ref().filter(|_| done > 0) {
-            print_line(format_args!("going on after epoch {done}, from {}", path.display()))?;
+        if let Some(path) = arguments.checkpoint.as_ref().filter(|_| done.epochs + done.steps > 0) {
+            let steps = if done.steps > 0 { format!(" and {} steps", done.steps) } else { String::new() };
+            print_line(format_args!("going on after epoch {}{steps}, from {}", done.epochs, path.display()))?;
         }
     }
     // Each example is used once per epoch. If a rank has one example less, its contribution weighs less.
@@ -84,16 +101,33 @@ pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainErr
     };
     let mut training = Training { backend, trace, network, arguments, world };
     let mut times = Vec::new();
-    for epoch in done + 1..=arguments.epochs {
+    let mut resume = done;
+    for epoch in done.epochs + 1..=arguments.epochs {
         let begin = Instant::now();
-        let (loss, steps) = training.epoch(&sampler, &data.training, epoch)?;
-        times.push(begin.elapsed() / steps.max(1));
+        let (progress, is_drained) =
+            training.epoch(&sampler, &data.training, std::mem::take(&mut resume), epoch)?;
+        if is_drained {
+            if rank == ROOT {
+                let Progress { steps, total_loss, .. } = progress;
+                if let Some(path) = &arguments.checkpoint {
+                    let (network, seed) = (training.network.clone(), arguments.seed);
+                    Checkpoint { epoch: epoch - 1, step: steps, total_loss, seed, network }.write(path)?;
+                }
+                print_line(format_args!("drained after epoch {} and {steps} steps", epoch - 1))?;
+            }
+            // No rank ends before the checkpoint is complete.
+            world.barrier()?;
+            return Ok(Outcome::Drained);
+        }
+        let loss = progress.total_loss / data.training.len() as f64;
+        times.push(begin.elapsed() / progress.steps.max(1));
         let network = &training.network;
         let accuracy = accuracy(world, network, &data.held_out)?;
         if rank == ROOT {
             // The checkpoint is written before the line that reports the epoch.
             if let Some(path) = &arguments.checkpoint {
-                Checkpoint { epoch, seed: arguments.seed, network: network.clone() }.write(path)?;
+                let (network, seed) = (network.clone(), arguments.seed);
+                Checkpoint { epoch, step: 0, total_loss: 0.0, seed, network }.write(path)?;
             }
             if epoch % arguments.print_every == 0 || epoch == arguments.epochs {
                 print_line(format_args!(
@@ -106,28 +140,33 @@ pub(crate) fn train(arguments: &Arguments, world: &World) -> Result<(), TrainErr
     if let Some(path) = &arguments.trace {
         training.trace.write(world, path)?;
     }
-    finish(world, &training.network, &data.held_out, times)
+    finish(world, &training.network, &data.held_out, times)?;
+    Ok(Outcome::Finished)
 }
 
-/// Returns rank 0's initial state and its number of completed epochs on all ranks.
-fn start(arguments: &Arguments, world: &World) -> Result<(Network, u32), TrainError> {
+/// Returns rank 0's initial state and its progress on all ranks.
+fn start(arguments: &Arguments, world: &World) -> Result<(Network, Progress), TrainError> {
     let hidden = &arguments.hidden;
     let mut network = Network::empty(hidden);
-    let mut done = [0_u32];
+    let (mut done, mut total_loss) = ([0_u32; 2], [0.0_f64]);
     if world.rank() == ROOT {
         // If reading the checkpoint fails, rank 0 ends here, and the other ranks end with a `PeerLost` error
         // that names it.
         let path = arguments.checkpoint.as_deref();
         let saved = path.map(|path| Checkpoint::read(path, arguments.seed, hidden)).transpose()?.flatten();
-        (network, done[0]) = match saved {
-            Some(saved) => (saved.network, saved.epoch),
-            None => (Network::initial(hidden, arguments.seed), 0),
+        network = match saved {
+            Some(saved) => {
+                (done, total_loss) = ([saved.epoch, saved.step], [saved.total_loss]);
+                saved.network
+            }
+            None => Network::initial(hidden, arguments.seed),
         };
     }
     world.broadcast(&mut done, ROOT)?;
+    world.broadcast(&mut total_loss, ROOT)?;
     let buffers = network.parameters.iter_mut().chain(&mut network.velocity);
     world.run(buffers.map(|buffer| op::broadcast(buffer, ROOT)).collect::<Vec<_>>())?;
-    Ok((network, done[0]))
+    Ok((network, Progress { epochs: done[0], steps: done[1], total_loss: total_loss[0] }))
 }
 
 struct Training<'a> {
@@ -145,15 +184,18 @@ enum Backend<'a> {
 }
 
 impl Training<'_> {
-    /// Runs one epoch. Returns the mean loss over all training images, and the number of steps.
+    /// Runs one epoch, from the steps of `done` on. Returns the steps with their losses, and true if the job is
+    /// being drained. The epoch is then not complete.
     fn epoch(
         &mut self,
         sampler: &Sampler,
         examples: &[Example],
+        done: Progress,
         epoch: u32,
-    ) -> Result<(f64, u32), TrainError> {
-        let mut order = sampler.epoch(u64::from(epoch));
-        let (mut total_loss, mut steps) = (0.0, 0);
+    ) -> Result<(Progress, bool), TrainError> {
+        let Progress { mut total_loss, mut steps, .. } = done;
+        let mut order = sampler.epoch(u64::from(epoch)).resumed_at(steps as usize * self.arguments.batch);
+        let mut is_drained = false;
         while let Some(batch) = order.next_batch(self.arguments.batch) {
             if order.position() > examples.len() / 2 {
                 self.die_if_requested(epoch);
@@ -173,11 +215,16 @@ impl Training<'_> {
                 }
             }
             steps += 1;
+            // All ranks get one answer, so they stop after one step.
+            is_drained = order.position() < examples.len() && self.world.drain()?;
+            if is_drained {
+                break;
+            }
         }
         if let Backend::Device(device_training) = &mut self.backend {
-            total_loss = device_training.end_epoch(&mut self.network)?;
+            total_loss += device_training.end_epoch(&mut self.network)?;
         }
-        Ok((total_loss / examples.len() as f64, steps))
+        Ok((Progress { epochs: epoch - 1, steps, total_loss }, is_drained))
     }
 
     fn die_if_requested(&self, epoch: u32) {

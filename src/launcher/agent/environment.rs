@@ -15,8 +15,19 @@ pub(crate) struct Variables {
     pub(crate) unset: Vec<OsString>,
 }
 
-/// Returns the environment variables of the worker with this local rank. `flight` is the folder in which the
-/// worker saves its flight recording. `parent` reads the launcher's own environment.
+/// Files and folders that a worker and its launcher share.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct WorkerFiles<'a> {
+    /// The file to which the worker writes its error.
+    pub(crate) error: Option<&'a Path>,
+    /// The folder in which the worker saves its flight recording.
+    pub(crate) flight: Option<&'a OsStr>,
+    /// The file that announces a drain.
+    pub(crate) drain: Option<&'a Path>,
+}
+
+/// Returns the environment variables of the worker with this local rank. `parent` reads the launcher's own
+/// environment.
 ///
 /// # Errors
 /// `--virtual-local-rank` with fewer devices than workers. The error is a line for the user.
@@ -25,8 +36,7 @@ pub(crate) fn variables(
     assignment: &Assignment,
     local_rank: usize,
     restarts: u32,
-    error_file: Option<&Path>,
-    flight: Option<&OsStr>,
+    files: &WorkerFiles<'_>,
     parent: &dyn Fn(&str) -> Option<OsString>,
 ) -> Result<Variables, String> {
     let worker = WorkerEnv {
@@ -47,7 +57,7 @@ pub(crate) fn variables(
         max_restarts: config.max_restarts,
         run_id: config.run_id.clone(),
         use_agent_store: assignment.use_agent_store,
-        error_file: error_file.map(|path| path.to_string_lossy().into_owned()),
+        error_file: files.error.map(|path| path.to_string_lossy().into_owned()),
         generation: assignment.generation,
     };
     let mut set: Vec<(OsString, OsString)> =
@@ -84,7 +94,10 @@ pub(crate) fn variables(
     if assignment.generation.is_none() {
         unset.push(vars::GENERATION.into());
     }
-    match flight {
+    if let Some(file) = files.drain {
+        set.push((vars::DRAIN_FILE.into(), file.into()));
+    }
+    match files.flight {
         Some(folder) => set.push((vars::FLIGHT_DIR.into(), folder.into())),
         None => unset.push(vars::FLIGHT_DIR.into()),
     }

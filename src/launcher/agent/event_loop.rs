@@ -8,6 +8,7 @@ use convoke_env::{ExitCause, Token};
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 
+use super::drain::Drain;
 use super::environment::command_line;
 use super::restart_delay::RestartDelay;
 use super::rounds::Rounds;
@@ -70,6 +71,7 @@ pub(super) struct EventLoop {
     pub(super) agent: Agent,
     pub(super) rounds: Rounds,
     pub(super) restart_delay: RestartDelay,
+    pub(super) drain: Drain,
     /// The failure that this node has declared to the other nodes or is about to declare.
     pub(super) declared: Option<ProposedOutcome>,
     /// Outcome of the job on all nodes; `None` until this node learns it.
@@ -107,6 +109,7 @@ impl EventLoop {
             cluster: Cluster::new(&config),
             flight: FlightFolder::new(&config.flight, run_dir.path()),
             events: Events::new(&config),
+            drain: Drain::new(&config.drain, run_dir.path())?,
             restart_delay: RestartDelay::new(config.restart_delay, config.restart_stop_after_same),
             config,
             guard,
@@ -137,6 +140,7 @@ impl EventLoop {
                 },
                 signal = self.signals.next() => self.handle_signal(signal),
                 event = self.cluster.receive() => self.handle_cluster_event(event),
+                event = self.drain.next() => self.handle_drain_event(event),
                 () = sleep => self.supervise(supervise::Event::Tick),
                 () = pause => {
                     if let Some(restarts) = self.restart_delay.advance() {
@@ -207,6 +211,10 @@ impl EventLoop {
                 }
                 let then =
                     if partitioned { "this node stops its workers" } else { "all nodes start a new round" };
+                if self.drain.state.is_some() {
+                    print_message(&format!("error: {cause}, during the drain; this node stops its workers"));
+                    return self.decide(Event::Signalled { signal: Signal::SIGTERM, at_once: false });
+                }
                 print_message(&format!("{cause}; {then}"));
                 self.decide(Event::NewRound { partitioned })
             }
@@ -248,6 +256,7 @@ impl EventLoop {
                 self.supervise(supervise::Event::StartFailed { local_rank, error })
             }
             FromGuard::Exited { id, cause, evidence, last } => {
+                let cause = self.count_drained(cause);
                 let (round, local_rank) = self.rounds.of_worker(id)?;
                 round.no_process_left = last;
                 round.record_exit(local_rank, cause, evidence);
@@ -307,8 +316,11 @@ impl EventLoop {
             }
             Action::Start => self.start().err().map(AgentOutcome::Error),
             Action::Stop { signal, at_once } => {
-                let grace =
-                    if self.is_partitioned() { PARTITIONED_GRACE } else { self.config.shutdown_timeout };
+                let grace = match &self.drain.state {
+                    _ if self.is_partitioned() => PARTITIONED_GRACE,
+                    Some(state) if state.is_late => state.grace,
+                    Some(_) | None => self.config.shutdown_timeout,
+                };
                 self.supervise(supervise::Event::Stop { signal, grace, at_once })
             }
             Action::Abort => {

@@ -142,7 +142,7 @@ impl EventLoop {
                         return;
                     }
                     SignalAction::Suspend => stop_this_process(),
-                    SignalAction::Forward | SignalAction::Resize | SignalAction::Child => {}
+                    SignalAction::Drain | SignalAction::Forward | SignalAction::Resize | SignalAction::Child => {}
                 },
             }
         }

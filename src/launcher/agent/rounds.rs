@@ -49,7 +49,7 @@ pub(super) struct Round {
 
 pub(super) struct Worker {
     /// The launcher's end of the worker's agent channel. Writes to it never block.
-    channel: UnixStream,
+    pub(super) channel: UnixStream,
     pub(super) pid: Option<i32>,
     pub(super) error_file: Option<PathBuf>,
     /// Time at which the worker's exit was noticed, and how it ended. The worker may run before the guard

@@ -22,6 +22,7 @@ impl EventLoop {
     pub(super) async fn end(&mut self, end: AgentOutcome) -> LauncherExit {
         fault::point("ending");
         self.close_output();
+        self.drain.remove_file();
         if let Err(error) = self.stop_guard(&end).await {
             print_message(&format!(
                 "warning: cannot stop the guard process: {error}; killing the remaining processes"
@@ -82,6 +83,10 @@ impl EventLoop {
         }
         if let Some(code) = self.write_outcome(&end, report) {
             exit = LauncherExit::Code(code.into());
+        }
+        if let Some(code) = self.drained(&end) {
+            exit = LauncherExit::Code(code.into());
+            self.after_drain().await;
         }
         self.serve_other_jobs(other_jobs).await;
         self.signals.fatal.map_or(exit, LauncherExit::Signal)

@@ -23,6 +23,7 @@ impl EventLoop {
                 self.declare_stop(signal);
                 return self.decide(Event::Signalled { signal, at_once });
             }
+            (SignalAction::Drain, Ok(signal)) => return self.handle_drain_signal(signal),
             (SignalAction::Forward, Ok(signal)) => self.forward(signal),
             (SignalAction::Suspend, _) => self.suspend(),
             (SignalAction::Resize, _) => {
@@ -32,7 +33,7 @@ impl EventLoop {
                 }
             }
             (SignalAction::Child, _) => self.reap_children(),
-            (SignalAction::Die | SignalAction::Stop | SignalAction::Forward, _) => {
+            (SignalAction::Die | SignalAction::Stop | SignalAction::Forward | SignalAction::Drain, _) => {
                 if self.signals.fatal.is_none() {
                     print_message(&format!(
                         "error: {} ends the launcher; first it stops the workers",
@@ -71,6 +72,14 @@ impl EventLoop {
             self.guard.send(&ToGuard::Forward { id, signal: signal as i32 }, &[]);
         }
         self.signals.forwarded.add(signal, waiting);
+    }
+
+    /// Forwards a signal to the workers that have a handler for it, and names no other workers: they learn of
+    /// a drain in other ways.
+    pub(super) fn forward_quietly(&mut self, signal: Signal) {
+        for (id, _) in self.running_workers() {
+            self.guard.send(&ToGuard::Forward { id, signal: signal as i32 }, &[]);
+        }
     }
 
     /// Handles Ctrl-Z: stops the workers, then this process. Continues the workers once this process is

@@ -17,6 +17,8 @@ use crate::os::is_ignored;
 pub(super) enum SignalAction {
     /// The workers get the signal and must end within the shutdown timeout. The job ends.
     Stop,
+    /// The job is drained: the workers get time to stop at one step.
+    Drain,
     /// The workers that have a handler for the signal get it. The job continues.
     Forward,
     /// The workers get SIGTERM and the shutdown timeout. The launcher then kills itself by the signal that it
@@ -36,6 +38,8 @@ pub(super) struct SignalSettings<'a> {
     /// Signals of `--signals-to-handle`. `is_given` is true if the user set this flag.
     pub(super) stop: &'a [Signal],
     pub(super) is_given: bool,
+    /// Signals of `--drain-signal`.
+    pub(super) drain: &'a [Signal],
     /// Signals of `--forward-signals`.
     pub(super) forward: &'a [Signal],
 }
@@ -55,6 +59,7 @@ pub(super) fn signal_actions(
         let action = match Signal::try_from(number) {
             Ok(Signal::SIGCHLD) => SignalAction::Child,
             _ if is_ignored(number) && !(handled && settings.is_given) => continue,
+            _ if is_in(settings.drain, number) => SignalAction::Drain,
             _ if handled => SignalAction::Stop,
             _ if is_in(settings.forward, number) => SignalAction::Forward,
             Ok(Signal::SIGTSTP) => SignalAction::Suspend,
@@ -111,6 +116,7 @@ impl Signals {
         let settings = SignalSettings {
             stop: &config.signals,
             is_given: config.signals_given,
+            drain: &config.drain.signals,
             forward: &config.forward_signals,
         };
         let actions = signal_actions(settings, is_ignored);
@@ -163,7 +169,7 @@ mod tests {
 
     #[test]
     fn every_catchable_signal_has_an_action() {
-        let settings = SignalSettings { stop: &STOP, is_given: false, forward: &FORWARD };
+        let settings = SignalSettings { stop: &STOP, is_given: false, drain: &[], forward: &FORWARD };
         let of = |signal: Signal| action(settings, &[], signal as i32);
         assert_eq!(of(Signal::SIGTERM), Some(SignalAction::Stop));
         assert_eq!(of(Signal::SIGUSR1), Some(SignalAction::Forward));
@@ -179,7 +185,7 @@ mod tests {
     #[test]
     fn inherited_ignored_signal_stays_ignored_unless_the_user_lists_it() {
         let ignored = [Signal::SIGHUP, Signal::SIGUSR2, Signal::SIGALRM, Signal::SIGTSTP];
-        let settings = SignalSettings { stop: &STOP, is_given: false, forward: &FORWARD };
+        let settings = SignalSettings { stop: &STOP, is_given: false, drain: &[], forward: &FORWARD };
         for signal in ignored {
             assert_eq!(action(settings, &ignored, signal as i32), None, "{signal}");
         }
@@ -191,7 +197,8 @@ mod tests {
 
     #[test]
     fn unhandled_signal_ends_the_launcher_in_order() {
-        let settings = SignalSettings { stop: &[Signal::SIGUSR1], is_given: true, forward: &FORWARD };
+        let settings =
+            SignalSettings { stop: &[Signal::SIGUSR1], is_given: true, drain: &[], forward: &FORWARD };
         assert_eq!(action(settings, &[], Signal::SIGTERM as i32), Some(SignalAction::Die));
         assert_eq!(action(settings, &[], Signal::SIGUSR1 as i32), Some(SignalAction::Stop));
     }

@@ -2,7 +2,7 @@
 
 use std::os::fd::AsFd;
 
-use super::environment::{command_line, variables};
+use super::environment::{WorkerFiles, command_line, variables};
 use super::event_loop::EventLoop;
 use crate::fault;
 use crate::guard::{SpawnRequest, ToGuard};
@@ -13,6 +13,7 @@ impl EventLoop {
     /// Prepares a round. Its workers are not started yet.
     pub(super) fn prepare(&mut self, assignment: Assignment) {
         self.events.joined(&assignment, self.rounds.restarts);
+        self.drain.watch(&assignment);
         let simultaneity_window = self.config.monitor_interval.unwrap_or_default();
         let supervisor = Supervisor::new(self.config.nproc_per_node, simultaneity_window);
         self.rounds.begin(assignment, supervisor);
@@ -30,15 +31,12 @@ impl EventLoop {
             let rank = round.rank(local_rank);
             let stdio = attempt.worker(local_rank, rank).map_err(|error| error.to_string())?;
             let error_file = stdio.error_file.clone();
-            let variables = variables(
-                config,
-                &round.assignment,
-                local_rank,
-                restarts,
-                error_file.as_deref(),
-                self.flight.folder(),
-                &parent,
-            )?;
+            let files = WorkerFiles {
+                error: error_file.as_deref(),
+                flight: self.flight.folder(),
+                drain: Some(self.drain.file()),
+            };
+            let variables = variables(config, &round.assignment, local_rank, restarts, &files, &parent)?;
             let added = round.add_worker(self.token.as_ref(), error_file, stdio.stderr_tail.clone());
             let (id, channel) =
                 added.map_err(|error| format!("cannot create the channel to a worker: {error}"))?;

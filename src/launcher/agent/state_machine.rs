@@ -35,6 +35,8 @@ pub(crate) struct Agent {
     signalled: Option<Signal>,
     /// True if restarts would be useless, so that the next failure is final.
     restarts_disabled: bool,
+    /// True if the job is being drained, so that nothing is restarted.
+    draining: bool,
 }
 
 /// The decision of the rendezvous, for all nodes, on what follows the current round.
@@ -140,6 +142,7 @@ impl Agent {
             awaits_decision: false,
             signalled: None,
             restarts_disabled: false,
+            draining: false,
         }
     }
 
@@ -218,12 +221,17 @@ impl Agent {
 
     /// Returns how many more times this agent can restart its workers.
     pub(crate) fn restarts_left(&self) -> u32 {
-        if self.restarts_disabled { 0 } else { self.max_restarts - self.restarts }
+        if self.restarts_disabled || self.draining { 0 } else { self.max_restarts - self.restarts }
     }
 
     /// Returns true if the job failed alike as often as the user allows, so that restarts were useless.
     pub(crate) fn has_no_progress(&self) -> bool {
         self.restarts_disabled
+    }
+
+    /// Makes the next failure final, because the job is being drained.
+    pub(crate) fn disable_restarts_for_drain(&mut self) {
+        self.draining = true;
     }
 
     /// Makes the next failure final, because restarts are useless.
@@ -237,7 +245,9 @@ impl Agent {
 
     fn after_sweep(&mut self, outcome: Outcome) -> (State, Option<Action>) {
         match (outcome, self.signalled) {
-            (Outcome::Failed(failures), _) if self.restarts_disabled => end(AgentOutcome::Failed(failures)),
+            (Outcome::Failed(failures), _) if self.restarts_disabled || self.draining => {
+                end(AgentOutcome::Failed(failures))
+            }
             // After a signal no round follows.
             (Outcome::Failed(failures), Some(_)) => end(AgentOutcome::Failed(failures)),
             // After a signal the agent does not wait for the other nodes either.

@@ -202,6 +202,17 @@ pub(crate) const GROUPS: &[FlagGroup] = &[
             flag("forward-signals", Value("NAME,..."),
                 "Signals passed on to the workers that catch them; the job continues", "SIGUSR1,SIGUSR2")
                 .convoke_only(),
+            flag("drain-signal", Value("NAME,..."),
+                "Signals that drain the job: workers get time to stop at one step, and are not restarted", "SIGUSR1 in Slurm")
+                .convoke_only(),
+            flag("drain-timeout", Value("SECONDS"),
+                "Time from the begin of a drain to SIGKILL; SIGTERM comes 5 s before", "90").convoke_only(),
+            flag("drain-after", Value("SECONDS"),
+                "Drain the job this long after its start", "").convoke_only(),
+            flag("drain-exit-code", Value("N"),
+                "Exit code of a drained job, and of workers that a drain stopped", "75").convoke_only(),
+            flag("on-drained", Value("WHAT"),
+                "After a drain in Slurm: auto, exit, requeue or hold (until Slurm ends the job)", "auto").convoke_only(),
             flag("shutdown-timeout", Value("SECONDS"),
                 "Time from a signal that ends the job to SIGKILL", "30"),
             flag("orphans", Value("WHAT"),

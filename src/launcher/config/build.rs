@@ -3,12 +3,13 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use nix::sys::signal::Signal;
-
 use super::machine::{Machine, Vendor};
 use super::numeric_flags::{choice, non_negative, seconds, whole_number};
 use super::settings::{Config, NodeRange, Orphans, ReportFormat};
-use super::{binding, devices, numeric_flags, output, program, rendezvous_flags, scheduler_flags};
+use super::{
+    binding, devices, drain_flags, numeric_flags, output, program, rendezvous_flags, scheduler_flags,
+    signal_list,
+};
 use crate::cli::{CliError, Env, ParsedArgs, integer, suggest_choice};
 use crate::formatting::count;
 use crate::scheduler::ScheduledJob;
@@ -45,10 +46,11 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
     let (rendezvous, run_id, nodes, rendezvous_conf) =
         rendezvous_flags::rendezvous_config(args, nodes, scheduled.as_ref(), &mut warnings)?;
     let signals_text = args.text_or("signals-to-handle", SIGNALS)?;
-    let signals = signals("signals-to-handle", signals_text, &mut warnings);
+    let signals = signal_list::signals("signals-to-handle", signals_text, &mut warnings);
     let forwarded = args.text_or("forward-signals", FORWARDED)?;
-    let mut forward_signals = self::signals("forward-signals", forwarded, &mut warnings);
-    forward_signals.retain(|signal| !signals.contains(signal));
+    let mut forward_signals = signal_list::signals("forward-signals", forwarded, &mut warnings);
+    let drain = drain_flags::drain(args, env, scheduled.as_ref(), &mut warnings)?;
+    forward_signals.retain(|signal| !signals.contains(signal) && !drain.signals.contains(signal));
     let virtual_local_rank = args.is_on("virtual-local-rank");
     if virtual_local_rank {
         let parent = |name: &str| env(name).map(|value| value.to_string_lossy().into_owned());
@@ -116,6 +118,7 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
         signals,
         signals_given: args.is_on("signals-to-handle"),
         forward_signals,
+        drain,
         signals_text: signals_text.to_owned(),
         shutdown_timeout,
         virtual_local_rank,
@@ -292,28 +295,4 @@ fn stderr_lines(args: &ParsedArgs) -> Result<usize, CliError> {
         return Err(CliError::value(format!("--stderr-tail={lines}: too large; write --stderr-tail={MAX}")));
     }
     Ok(lines)
-}
-
-/// Parses a list of signal names. Leaves out, with a warning, signals that no process can handle or that the
-/// launcher needs itself.
-fn signals(flag: &str, text: &str, warnings: &mut Vec<String>) -> Vec<Signal> {
-    use Signal::{SIGCHLD, SIGFPE, SIGILL, SIGKILL, SIGSEGV, SIGSTOP};
-    let mut out = Vec::new();
-    for name in text.split(',').map(str::trim).filter(|name| !name.is_empty()) {
-        match name.parse::<Signal>() {
-            Ok(signal @ (SIGCHLD | SIGFPE | SIGILL | SIGKILL | SIGSEGV | SIGSTOP)) => {
-                warnings.push(format!("--{flag}: {signal} cannot be handled; it is left out"));
-            }
-            Ok(signal) if out.contains(&signal) => {}
-            Ok(signal) => out.push(signal),
-            Err(_) => {
-                let full = format!("SIG{}", name.to_uppercase().trim_start_matches("SIG"));
-                let advice = full
-                    .parse::<Signal>()
-                    .map_or(String::new(), |signal| format!("; did you mean {signal}?"));
-                warnings.push(format!("--{flag}: no signal is called {name}; it is left out{advice}"));
-            }
-        }
-    }
-    out
 }

@@ -5,6 +5,7 @@ mod accelerators;
 mod binding;
 pub(crate) mod build;
 mod devices;
+mod drain_flags;
 mod endpoint;
 mod etcd;
 mod file;
@@ -18,6 +19,7 @@ mod rdzv_conf;
 mod rendezvous_flags;
 mod scheduler_flags;
 mod settings;
+mod signal_list;
 #[cfg(test)]
 pub(crate) mod testing;
 #[cfg(test)]
@@ -35,6 +37,6 @@ pub(crate) use rendezvous_flags::is_named;
 #[cfg(test)]
 pub(crate) use settings::NodeRange;
 pub(crate) use settings::{
-    Config, ElasticSettings, Endpoint, EventHandler, ExitCodes, FlightDir, LogConfig, LogDir, Orphans,
-    Rendezvous, ReportFormat, StreamChoice, Streams,
+    Config, DrainConfig, ElasticSettings, Endpoint, EventHandler, ExitCodes, FlightDir, LogConfig, LogDir,
+    OnDrained, Orphans, Rendezvous, ReportFormat, StreamChoice, Streams,
 };

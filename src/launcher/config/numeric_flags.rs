@@ -19,10 +19,16 @@ pub(super) fn check(args: &ParsedArgs) -> Result<(), CliError> {
         ("stderr-tail", "64"),
         ("gpus-per-worker", "1"),
         ("restart-stop-after-same", "3"),
+        ("drain-exit-code", "75"),
     ] {
         whole_number(args, name, example)?;
     }
-    for (name, example) in [("monitor-interval", "0.1"), ("restart-delay", "5")] {
+    for (name, example) in [
+        ("monitor-interval", "0.1"),
+        ("restart-delay", "5"),
+        ("drain-timeout", "90"),
+        ("drain-after", "3600"),
+    ] {
         args.get(name).map(|value| value.float(example)).transpose()?;
     }
     choice(args, "start-method", &["spawn", "fork", "forkserver"])?;
@@ -30,6 +36,7 @@ pub(super) fn check(args: &ParsedArgs) -> Result<(), CliError> {
     choice(args, "bind", &["node", "socket", "core-complex", "core", "none"])?;
     choice(args, "orphans", &["stop", "keep"])?;
     choice(args, "scheduler", SCHEDULERS)?;
+    choice(args, "on-drained", &["auto", "exit", "requeue", "hold"])?;
     choice(args, "exit-codes", &["torchrun", "scheduler"])?;
     Ok(())
 }

@@ -51,6 +51,7 @@ pub(crate) struct Config {
     /// `--forward-signals`: signals that are forwarded to the workers that have a handler for them. The job
     /// continues.
     pub(crate) forward_signals: Vec<nix::sys::signal::Signal>,
+    pub(crate) drain: DrainConfig,
     /// The text of `--signals-to-handle`, passed to workers as TORCHELASTIC_SIGNALS_TO_HANDLE.
     pub(crate) signals_text: String,
     /// Time from a signal that ends the job to SIGKILL: `--shutdown-timeout`, TORCH_ELASTIC_SHUTDOWN_TIMEOUT
@@ -98,6 +99,33 @@ impl Config {
     pub(crate) fn has_job_budget(&self) -> bool {
         matches!(&self.rendezvous, Rendezvous::Elastic { settings, .. } if settings.job_budget)
     }
+}
+
+/// When and how the job is drained.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct DrainConfig {
+    /// `--drain-signal`: signals that begin a drain. Workers with a handler for the first one get it.
+    pub(crate) signals: Vec<nix::sys::signal::Signal>,
+    /// `--drain-timeout`: time of the workers from the begin of a drain to SIGKILL.
+    pub(crate) timeout: Duration,
+    /// `--drain-after`: time from the start of the launcher to a drain.
+    pub(crate) after: Option<Duration>,
+    /// `--drain-exit-code`
+    pub(crate) exit_code: u8,
+    pub(crate) on_drained: OnDrained,
+    /// Id of the Slurm job that is requeued after a drain; `None` outside of Slurm.
+    pub(crate) slurm_job: Option<String>,
+}
+
+/// What happens to a Slurm job after its drain (`--on-drained`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum OnDrained {
+    /// It is requeued if Slurm allows it.
+    Auto,
+    Exit,
+    Requeue,
+    /// Node 0 waits until Slurm ends the job.
+    Hold,
 }
 
 /// Allowed number of nodes (`--nnodes`).

@@ -175,7 +175,7 @@ impl Cluster {
 }
 
 /// Starts a detached thread for blocking calls.
-pub(super) fn start_thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), RendezvousError> {
+pub(crate) fn start_thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), RendezvousError> {
     let name = format!("convoke-{name}");
     let failed = RendezvousError::system(format!("cannot start the thread {name}"));
     std::thread::Builder::new().name(name).spawn(work).map(drop).map_err(failed)

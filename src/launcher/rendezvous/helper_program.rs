@@ -15,7 +15,7 @@ const MAX_OUTPUT: u64 = 1 << 20;
 /// # Errors
 /// The program cannot be started, or has not ended after `timeout` and was killed. The error is a line that
 /// names the program.
-pub(super) fn output(
+pub(crate) fn output(
     program: &str,
     arguments: &[&str],
     input: &[u8],

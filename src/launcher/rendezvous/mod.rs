@@ -23,7 +23,9 @@ use convoke_store::{ServeError, StoreError, StoreServer};
 use crate::config::Config;
 use crate::messages::print_message;
 
+pub(crate) use cluster::start_thread;
 pub(crate) use cluster::{Cluster, ClusterCommand, ClusterEvent, FailureProtocol, ProposedOutcome};
+pub(crate) use helper_program::output as helper_output;
 use interfaces::{ANY, LOOPBACK, local};
 pub(crate) use outcome::{JobOutcome, OutcomeKind};
 use port_owner::port_owner;

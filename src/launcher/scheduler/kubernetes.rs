@@ -63,6 +63,7 @@ pub(crate) fn kubernetes_job(
         label,
         nodes,
         node,
+        is_slurm: false,
         cpus: None,
         gpus: None,
         sources,

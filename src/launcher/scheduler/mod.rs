@@ -19,6 +19,8 @@ pub(crate) struct ScheduledJob {
     /// Rank of this node, below `nodes`.
     pub(crate) node: usize,
     pub(crate) node_0: NodeSearch,
+    /// True for a job of Slurm.
+    pub(crate) is_slurm: bool,
     /// CPUs that the scheduler gives to this launcher and its workers, if it says so.
     pub(crate) cpus: Option<usize>,
     /// Number of GPUs that the scheduler gives to this node, if it says so.

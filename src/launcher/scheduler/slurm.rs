@@ -195,6 +195,7 @@ impl Variables<'_> {
             label,
             nodes,
             node,
+            is_slurm: true,
             cpus: self.optional_number("SLURM_CPUS_PER_TASK"),
             gpus: self.optional_number("SLURM_GPUS_ON_NODE"),
             sources,

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -342,3 +343,45 @@ def test_script_that_destroys_no_group_ends_with_0_on_a_busy_machine(tmp_path):
         for loop in loops:
             loop.kill()
             loop.wait()
+
+
+DRAIN_SCRIPT = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+
+def save(step):
+    with open(f"step.{dist.get_rank()}", "w") as file:
+        file.write(str(step))
+
+dist.init_process_group("convoke")
+for step in range(1_000_000):
+    time.sleep(0.001 * dist.get_rank())
+    if step == 20:
+        open(f"runs.{dist.get_rank()}", "w").close()
+LINES
+"""
+
+
+def test_ranks_stop_at_one_step_after_the_three_lines_of_the_guide(tmp_path):
+    guide = (Path(__file__).parents[3] / "docs/guides/pytorch.md").read_text()
+    lines = guide.split("## Drains")[1].split("```python\n")[1].split("```")[0]
+    assert lines.count("\n") == 3
+    script = tmp_path / "train.py"
+    script.write_text(DRAIN_SCRIPT.replace("LINES", "    " + lines.strip().replace("\n", "\n    ")))
+    launcher = [sys.executable, "-m", "convoke_dist.run"]
+    command = [*launcher, "--nproc-per-node=3", "--log-dir=logs", str(script)]
+    job = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 120
+        while not all((tmp_path / f"runs.{rank}").exists() for rank in range(3)):
+            assert job.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        subprocess.run([*launcher, "drain", "logs"], check=True, timeout=60, cwd=tmp_path)
+        _, errors = job.communicate(timeout=60)
+    finally:
+        job.kill()
+        job.wait()
+    assert job.returncode == 75, errors
+    steps = [(tmp_path / f"step.{rank}").read_text() for rank in range(3)]
+    assert len(set(steps)) == 1 and int(steps[0]) >= 20, steps

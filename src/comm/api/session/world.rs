@@ -1,10 +1,13 @@
 //! The group of all ranks of a job.
 
 use std::ops::Deref;
+use std::path::PathBuf;
 
 use convoke_env::vars;
 
 use crate::api::group::Group;
+use crate::collectives::dtype::ReduceOp;
+use crate::error::CommError;
 
 /// The group of all ranks of a job, in one rendezvous round.
 ///
@@ -15,13 +18,16 @@ pub struct World {
     /// Local rank and local world size.
     local: (usize, usize),
     restart_count: u32,
+    /// The file that the launcher creates when the job is drained (CONVOKE_DRAIN_FILE).
+    drain_file: Option<PathBuf>,
 }
 
 impl World {
     /// `local` holds the local rank and local world size that a launcher passed; `None` without a launcher.
     pub(super) fn new(group: Group, local: Option<(usize, usize)>, restart_count: u32) -> Self {
         let local = local.unwrap_or_else(|| group.local_rank_and_size());
-        Self { group, local, restart_count }
+        let drain_file = std::env::var_os(vars::DRAIN_FILE).map(PathBuf::from);
+        Self { group, local, restart_count, drain_file }
     }
 
     /// Returns the index of this process on its node, from the launcher. Without a launcher, it is the
@@ -41,6 +47,25 @@ impl World {
     #[must_use]
     pub fn restart_count(&self) -> u32 {
         self.restart_count
+    }
+
+    /// Returns true if the job is being drained: its ranks should save their state now, and exit with the
+    /// launcher's `--drain-exit-code` (75).
+    ///
+    /// All ranks call this function at the same point of their program, usually once in each step, and all of
+    /// them get the same answer. The launcher asks for a drain when its scheduler is about to end the job. Some
+    /// ranks may learn of that earlier than others, so they agree by an all-reduce of one byte. A rank looks for
+    /// the file CONVOKE_DRAIN_FILE, which costs a system call.
+    ///
+    /// # Errors
+    /// The errors of [`Group::all_reduce`].
+    pub fn drain(&self) -> Result<bool, CommError> {
+        let is_asked = self.drain_file.as_ref().is_some_and(|file| file.exists());
+        let mut asked = [u8::from(is_asked)];
+        if self.group.size() > 1 {
+            self.group.all_reduce(&mut asked, ReduceOp::Max)?;
+        }
+        Ok(asked[0] > 0)
     }
 
     /// Returns another handle to the group of all ranks.

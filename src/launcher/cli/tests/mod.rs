@@ -129,7 +129,7 @@ fn all_spellings_of_a_flag_are_equal() {
 fn flag_prefixes_prefer_torchrun_flags() {
     // --orphans, --version, --use-env and --pass-local-rank are ours; they make nothing ambiguous.
     assert!(parse_line("--print-c=zsh", &[]).is_ok());
-    assert_eq!(config("--o=keep x.py").orphans, Orphans::Keep);
+    assert_eq!(config("--or=keep x.py").orphans, Orphans::Keep);
     assert!(config("--pass x.py").program.local_rank_argument.is_some());
     let names: Vec<&str> = flags::all().filter(|flag| flag.torchrun).map(|flag| flag.name).collect();
     for (at, flag) in names.iter().enumerate() {
@@ -335,7 +335,7 @@ fn defaults_match_the_help_text() {
         checked += 1;
     }
     assert!(checked > 10, "only {checked} flags with a default");
-    // Four are words for a value; one needs a GPU; two only count if they are given (docs/reference/cli.md).
+    // Five are words for a value; one needs a GPU; two only count if they are given (docs/reference/cli.md).
     let known = [
         "--local-addr=full host name",
         "--gpus-per-worker=1",
@@ -344,6 +344,7 @@ fn defaults_match_the_help_text() {
         "--termination-log=/dev/termination-log in a pod",
         "--monitor-interval=0.1",
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        "--drain-signal=SIGUSR1 in Slurm",
     ];
     assert_eq!(different, known);
 }
