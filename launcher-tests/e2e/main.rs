@@ -33,6 +33,7 @@ mod root_causes;
 mod screens;
 mod signals;
 mod slurm;
+mod ssh;
 mod standalone;
 mod terminal;
 mod tutorials;

@@ -345,10 +345,12 @@ impl<'a> DrainedJob<'a> {
         wait_until("the job to be requeued", || {
             self.slurm(&["scontrol", "show", "job", &self.id]).contains("Restarts=1").then_some(())
         });
-        // Slurm starts a requeued job two minutes later.
+        // Slurm starts a requeued job two minutes later, counted anew when the last run has ended completely.
         let now = ["scontrol", "update", &format!("JobId={}", self.id), "StartTime=now"];
         wait_until("the job to be started again", || {
-            self.slurm.run(self.job, &now, &[("PATH", &self.path)]).status.success().then_some(())
+            let _ = self.slurm.run(self.job, &now, &[("PATH", &self.path)]);
+            let shown = self.slurm(&["scontrol", "show", "job", &self.id]);
+            shown.contains("JobState=RUNNING").then_some(())
         });
         self.wait_for("the job to continue", &format!("going on after {stopped_at}, from"));
         let _ = self.slurm(&["scancel", &self.id]);

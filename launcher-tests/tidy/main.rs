@@ -123,6 +123,7 @@ const DEFAULTS: &[(&str, &[(&str, usize)])] = &[
             ("src/launcher/config/file.rs", 1),
             ("src/launcher/config/rendezvous_flags.rs", 1),
             ("src/launcher/fault.rs", 1),
+            ("src/launcher/hosts/flags.rs", 1),
             ("src/launcher/logs/mod.rs", 1),
             ("src/launcher/scheduler/slurm.rs", 1),
             ("src/tools/perf/error.rs", 1),

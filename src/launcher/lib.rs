@@ -22,6 +22,7 @@ mod formatting;
 mod gpus;
 mod guard;
 mod host_name;
+mod hosts;
 mod limits;
 mod logs;
 mod membership;
@@ -50,6 +51,12 @@ pub fn main() -> ExitCode {
     if let Some(code) = drain_command::run(std::env::args_os().skip(1)) {
         return code;
     }
+    if std::env::args_os().nth(1).is_some_and(|word| word == "--agent") {
+        return hosts::run_agent();
+    }
+    if !hosts::end_with_agent() {
+        return ExitCode::FAILURE;
+    }
     let env = |name: &str| std::env::var_os(name);
     let args = match cli::parse(std::env::args_os(), &env) {
         Ok(Invocation::Run(args)) => args,
@@ -58,6 +65,12 @@ pub fn main() -> ExitCode {
         }
         Err(error) => return refuse(&error),
     };
+    match hosts::hosts_job(&args) {
+        Ok(Some(job)) if args.is_on("dry-run") => return print(&job.describe()),
+        Ok(Some(job)) => return hosts::run(&job),
+        Ok(None) => {}
+        Err(error) => return refuse(&error),
+    }
     let config = match config::build::config(&args, &env, &Machine::detect()) {
         Ok(config) => config,
         Err(mut error) => {

@@ -6,7 +6,9 @@ use std::path::Path;
 use convoke_env::{Role, WorkerEnv, vars};
 
 use crate::config::{Config, substitute, visible_devices};
+use crate::hosts::AGENT_PID;
 use crate::rendezvous::Assignment;
+use crate::scheduler::HOSTS_JOB;
 
 /// Environment variables to set for a worker, and those of the launcher that it must not inherit.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -89,7 +91,9 @@ pub(crate) fn variables(
     }
     // The credentials for etcd belong to the launcher alone.
     let mut unset: Vec<OsString> =
-        [vars::ETCD_USER, vars::ETCD_PASSWORD, vars::ETCD_PASSWORD_FILE].map(Into::into).into();
+        [vars::ETCD_USER, vars::ETCD_PASSWORD, vars::ETCD_PASSWORD_FILE, HOSTS_JOB, AGENT_PID]
+            .map(Into::into)
+            .into();
     // If this launcher is itself a worker, its own generation must not reach its workers.
     if assignment.generation.is_none() {
         unset.push(vars::GENERATION.into());

@@ -101,6 +101,16 @@ pub(crate) const GROUPS: &[FlagGroup] = &[
             flag("scheduler", Value("NAME"),
                 "Which scheduler describes the nodes: auto, none, slurm, k8s; flags for the nodes or the rendezvous win", "auto")
                 .convoke_only(),
+            flag("hosts", Value("HOST,..."),
+                "Start a launcher on each of these hosts by ssh; HOST:N starts N workers there", "").convoke_only(),
+            flag("hostfile", Value("FILE"),
+                "Like --hosts, from a file: HOST, HOST slots=N, HOST:N", "").convoke_only(),
+            flag("rsh", Value("PROGRAM"), "The program that runs a command on a host", "ssh").convoke_only(),
+            flag("start-timeout", Value("SECONDS"), "Time for the connections to all hosts", "60").convoke_only(),
+            flag("copy-binary", Nothing, "Copy convoke to hosts that lack it, into ~/.cache/convoke", "").convoke_only(),
+            flag("env", Value("NAME,..."),
+                "Variables for the workers on all hosts, NAME or NAME=VALUE, besides PATH, PYTHON*, NCCL_* and the like", "")
+                .convoke_only(),
             flag("max-restarts", Value("N"), "Restarts after a failure before the job fails", "0"),
             flag("role", Value("NAME"), "Role of the workers of this node", "default"),
         ],

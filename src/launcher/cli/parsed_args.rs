@@ -53,6 +53,33 @@ impl ParsedArgs {
         Ok(Self { values, script: raw.script, arguments: raw.arguments, is_called_torchrun })
     }
 
+    /// Returns the words of the command line, without the launcher's name and these flags. Variables are not
+    /// among them.
+    pub(crate) fn words_without(&self, left_out: &[&str]) -> Vec<OsString> {
+        let mut words = Vec::new();
+        for flag in flags::all().filter(|flag| !left_out.contains(&flag.name)) {
+            let Some(value) = self.values.get(flag.name).filter(|value| value.on_command_line) else {
+                continue;
+            };
+            let mut word = OsString::from(flag.dashed());
+            let is_switch = match flag.takes {
+                Takes::Nothing => true,
+                Takes::Value(_) => false,
+                Takes::MaybeValue(_) => value.text.is_empty(),
+            };
+            if !is_switch {
+                word.push("=");
+                word.push(&value.text);
+            }
+            words.push(word);
+        }
+        // SCRIPT may look like a flag.
+        words.push("--".into());
+        words.push(self.script.clone());
+        words.extend(self.arguments.iter().cloned());
+        words
+    }
+
     /// Returns the value of a flag, if the user has set it.
     pub(crate) fn get(&self, name: &str) -> Option<&Value> {
         debug_assert!(flags::named(name).is_some(), "no flag --{name}");

@@ -28,6 +28,7 @@ pub(super) fn check(args: &ParsedArgs) -> Result<(), CliError> {
         ("restart-delay", "5"),
         ("drain-timeout", "90"),
         ("drain-after", "3600"),
+        ("start-timeout", "60"),
     ] {
         args.get(name).map(|value| value.float(example)).transpose()?;
     }

@@ -10,7 +10,7 @@ use super::settings::NodeRange;
 use crate::cli::{CliError, Env, ParsedArgs};
 use crate::formatting::count;
 use crate::host_name::full_host_name;
-use crate::scheduler::{ScheduledJob, SlurmError, SlurmStartContext, kubernetes_job, slurm_job};
+use crate::scheduler::{HOSTS_JOB, ScheduledJob, SlurmError, SlurmStartContext, kubernetes_job, slurm_job};
 
 /// Flags by which the user describes the job, so that the scheduler is not asked.
 const OWN_DESCRIPTION: &[&str] =
@@ -24,6 +24,14 @@ pub(super) fn scheduled_job(
     env: Env<'_>,
 ) -> Result<Option<ScheduledJob>, CliError> {
     let asked = choice(args, "scheduler", SCHEDULERS)?.unwrap_or("auto");
+    let get = |name: &str| env(name).map(|value| value.to_string_lossy().into_owned());
+    // The head of a job on hosts has started this launcher.
+    if let Some(json) = get(HOSTS_JOB)
+        && let Ok(job) = serde_json::from_str::<ScheduledJob>(&json)
+        && get(vars::SCHEDULED_JOB).as_ref() != Some(&job.id)
+    {
+        return Ok(Some(job));
+    }
     let is_required = asked != "auto";
     if asked == "none" || (!is_required && args.is_called_torchrun) {
         return Ok(None);
@@ -38,7 +46,6 @@ pub(super) fn scheduled_job(
     if !is_required && args.is_on("nnodes") && nodes.max == 1 {
         return Ok(None);
     }
-    let get = |name: &str| env(name).map(|value| value.to_string_lossy().into_owned());
     let found = match asked {
         "slurm" => from_slurm(&get, false)?,
         "k8s" => from_kubernetes(&get, nodes)?,

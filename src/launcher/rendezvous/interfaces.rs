@@ -48,7 +48,7 @@ pub(super) fn addresses() -> impl Iterator<Item = (IpAddr, bool)> {
 }
 
 /// Returns the addresses of this host's interfaces that are up, without link-local ones; loopback last.
-pub(super) fn own_addresses() -> Vec<IpAddr> {
+pub(crate) fn own_addresses() -> Vec<IpAddr> {
     let useful = addresses().filter(|(ip, up)| *up && !is_link_local(ip));
     let mut addresses: Vec<IpAddr> = useful.map(|(ip, _)| ip).collect();
     addresses.sort_by_key(IpAddr::is_loopback);

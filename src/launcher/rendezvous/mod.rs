@@ -26,6 +26,7 @@ use crate::messages::print_message;
 pub(crate) use cluster::start_thread;
 pub(crate) use cluster::{Cluster, ClusterCommand, ClusterEvent, FailureProtocol, ProposedOutcome};
 pub(crate) use helper_program::output as helper_output;
+pub(crate) use interfaces::own_addresses;
 use interfaces::{ANY, LOOPBACK, local};
 pub(crate) use outcome::{JobOutcome, OutcomeKind};
 use port_owner::port_owner;

@@ -4,11 +4,16 @@
 mod kubernetes;
 mod slurm;
 
+use serde::{Deserialize, Serialize};
+
 pub(crate) use kubernetes::kubernetes_job;
 pub(crate) use slurm::{SlurmError, SlurmStartContext, slurm_job};
 
+/// Variable with the [`ScheduledJob`] of a launcher that `--hosts` has started, as JSON.
+pub(crate) const HOSTS_JOB: &str = "CONVOKE_HOSTS_JOB";
+
 /// What the scheduler tells about the job of this launcher.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ScheduledJob {
     /// Id of the job, equal on all its nodes. No other job has it, and neither has this job after a requeue.
     pub(crate) id: String,
@@ -33,7 +38,7 @@ pub(crate) struct ScheduledJob {
 
 /// How the nodes of a job find node 0. Only the launcher with rank 0 of the same job counts as node 0, so a
 /// candidate may be wrong, or belong to another program.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct NodeSearch {
     /// The job as messages name it.
     pub(crate) job: String,

@@ -21,7 +21,6 @@ const MALFORMED: &[(&str, &str, u8, &str)] = &[
     ("-np 4 x.py", "", 2, "unknown flag -np; convoke calls it --nproc-per-node"),
     ("-N 2 x.py", "", 2, "unknown flag -N; convoke calls it --nnodes"),
     ("-x x.py", "", 2, "unknown flag -x; see --help (flags of the script go behind SCRIPT)"),
-    ("--hostfile hosts x.py", "", 2, "unknown flag --hostfile; see --help (flags of the script go behind SCRIPT)"),
     ("--num_processes=4 x.py", "", 2, "unknown flag --num_processes; convoke calls it --nproc-per-node"),
     ("--main_process_port=1 x.py", "", 2, "unknown flag --main_process_port; convoke calls it --master-port"),
     ("--standalone=1 x.py", "", 2, "--standalone takes no value, but got `1`; write --standalone"),

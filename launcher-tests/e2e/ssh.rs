@@ -1,0 +1,306 @@
+//! Jobs that `--hosts` starts by ssh, on simulated hosts with a real sshd each.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+
+use convoke_launcher_tests::harness::{Job, Launcher};
+use convoke_launcher_tests::hosts::{Hosts, missing_requirement};
+use convoke_launcher_tests::{path_argument, worker_command};
+use convoke_testkit::programs::user_program;
+use convoke_testkit::{skip, wait_until};
+
+/// Time after which no process of a job is left on any host. The documentation promises 5 s.
+const ENDED: Duration = Duration::from_secs(5);
+
+/// Simulated hosts h1 to hN, each with sshd; commands run on h0.
+struct SshHosts {
+    hosts: Hosts,
+    count: usize,
+    job: Job,
+}
+
+impl SshHosts {
+    fn up_or_skip(count: usize, test: &str) -> Option<Self> {
+        let sshd = Path::new("/usr/sbin/sshd").exists();
+        let why =
+            missing_requirement(&["ssh", "ssh-keygen"]).or((!sshd).then(|| "no program sshd".to_owned()));
+        let hosts = why.map_or_else(|| Hosts::up(count), Err);
+        let hosts = hosts.inspect_err(|why| skip(format!("{test}: {why}"))).ok()?;
+        let ssh = Self { hosts, count, job: Job::new() };
+        for key in ["host_key", "user_key"] {
+            let made = Command::new("ssh-keygen")
+                .args(["-q", "-t", "ed25519", "-N", "", "-f"])
+                .arg(ssh.path(key))
+                .status();
+            assert!(made.unwrap().success());
+        }
+        fs::copy(ssh.path("user_key.pub"), ssh.path("authorized_keys")).unwrap();
+        fs::write(ssh.path("noise"), "").unwrap();
+        let public = fs::read_to_string(ssh.path("host_key.pub")).unwrap();
+        let known: String = (1..=count).map(|host| format!("h{host} {public}")).collect();
+        fs::write(ssh.path("known_hosts"), known).unwrap();
+        let folder = ssh.job.dir.path().display();
+        fs::write(
+            ssh.path("ssh_config"),
+            format!(
+                "IdentityFile {folder}/user_key\nIdentitiesOnly yes\nUserKnownHostsFile {folder}/known_hosts\n\
+                 GlobalKnownHostsFile /dev/null\nStrictHostKeyChecking yes\nUser root\nLogLevel ERROR\n"
+            ),
+        )
+        .unwrap();
+        fs::write(
+            ssh.path("sshd_config"),
+            format!(
+                "HostKey {folder}/host_key\nAuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nUsePAM no\n\
+                 PermitRootLogin yes\nPasswordAuthentication no\nPidFile none\nSetEnv BASH_ENV={folder}/noise XDG_CACHE_HOME={folder}/cache\n"
+            ),
+        )
+        .unwrap();
+        (1..=count).for_each(|host| ssh.start_sshd(host, ""));
+        Some(ssh)
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.job.path(name)
+    }
+
+    fn start_sshd(&self, host: usize, more: &str) {
+        let config = self.path("sshd_config");
+        let start = format!("mkdir -p /run/sshd && /usr/sbin/sshd -f {} {more}", config.display());
+        self.on(host, &start);
+    }
+
+    fn on(&self, host: usize, shell: &str) -> String {
+        self.hosts
+            .run_script(["exec", &host.to_string(), "sh", "-c", shell])
+            .unwrap_or_else(|error| panic!("{shell}: {error}"))
+    }
+
+    /// Starts `convoke --hosts=LIST FLAGS... PROGRAM...` on h0.
+    fn start(&self, list: &str, words: &[&str]) -> Launcher {
+        self.start_program(&path_argument(user_program("convoke")), list, words)
+    }
+
+    fn start_program(&self, program: &str, list: &str, words: &[&str]) -> Launcher {
+        let script = Hosts::script();
+        let mut command = self.job.command_for_program(script, ["exec", "0", program]);
+        let shell = format!("--rsh=ssh -F {}", self.path("ssh_config").display());
+        command.arg(format!("--hosts={list}")).arg(shell).args(words);
+        command.env("TESTBED_DIR", self.hosts.state_dir()).env("OMP_NUM_THREADS", "1");
+        self.job.start(command)
+    }
+
+    /// Starts a job of sleeping workers, one on each host, and waits until all run.
+    fn start_sleepers(&self) -> Launcher {
+        let list = format!("h[1-{}]", self.count);
+        let worker = self.job.script("echo > \"$JOB/up.$RANK\"\nexec sleep 1000\n");
+        let job_folder = format!("--env=JOB={}", self.job.dir.path().display());
+        let launcher = self.start(&list, &[&job_folder, worker.to_str().unwrap()]);
+        (0..self.count).for_each(|rank| drop(self.job.wait_for_file(&format!("up.{rank}"))));
+        launcher
+    }
+
+    /// Sends a signal to the head, which runs on h0.
+    fn signal_head(&self, signal: Signal) {
+        self.on(0, &format!("kill -{} $(pgrep -of -- '[-]-hosts=')", signal as i32));
+    }
+
+    /// Checks that no process of a job is left on any host within the promised time.
+    fn assert_nothing_left(&self, since: Instant, hosts: impl Iterator<Item = usize>) {
+        for host in hosts {
+            let left = || self.on(host, "pgrep -f '[s]leep 1000|[c]onvoke --agent|[w]orker.sh' || true");
+            wait_until(&format!("the end of all processes on h{host}"), || left().is_empty().then_some(()));
+        }
+        assert!(since.elapsed() < ENDED, "{:?}", since.elapsed());
+    }
+}
+
+#[test]
+fn job_on_hosts_needs_nothing_but_ssh() {
+    let Some(ssh) = SshHosts::up_or_skip(4, "jobs on hosts by ssh") else { return };
+    // A login script that prints.
+    fs::write(ssh.path("noise"), "echo 'Welcome to this host! You have mail.'\necho careful >&2\n").unwrap();
+    let [program, role] = worker_command("group");
+    let ended = ssh.start("h[1-4]:2", &[&program, &role]).wait().expect_exit_code(0);
+    let mut lines: Vec<_> = ended.stdout.lines().collect();
+    lines.sort_unstable();
+    let wanted: Vec<_> = (0..8)
+        .map(|rank| format!("[h{}] rank {rank} of 8, {} of 2 here, sum 36", rank / 2 + 1, rank % 2))
+        .collect();
+    assert_eq!(lines, wanted, "{}", ended.stderr);
+    // The own host needs no ssh, and slots of a host file count.
+    fs::write(ssh.path("hostfile"), "# two nodes\nh0 slots=1\nh2 slots=3\n").unwrap();
+    let file = format!("--hostfile={}", ssh.path("hostfile").display());
+    let mut command = ssh.job.command_for_program(Hosts::script(), ["exec", "0"]);
+    command
+        .arg(user_program("convoke"))
+        .args([&file, &format!("--rsh=ssh -F {}", ssh.path("ssh_config").display())]);
+    let ended = ssh
+        .job
+        .start({
+            command.args([program, role]).env("TESTBED_DIR", ssh.hosts.state_dir());
+            command
+        })
+        .wait();
+    let ended = ended.expect_exit_code(0);
+    assert_eq!(ended.stdout.matches("of 4, ").count(), 4, "{}{}", ended.stdout, ended.stderr);
+    assert_eq!(ended.stdout.matches("[h2] ").count(), 3, "{}", ended.stdout);
+}
+
+#[test]
+fn words_variables_and_exit_codes_arrive_unchanged() {
+    let Some(ssh) = SshHosts::up_or_skip(2, "words and variables by ssh") else { return };
+    let odd = "a 'b' \"c\" $HOME ; `x` \\ é *";
+    let script = "printf '%s|%s|%s\\n' \"$1\" \"$ODD\" \"$CONVOKE_TOKEN\"";
+    let words = [&format!("--env=ODD={odd}"), "sh", "-c", script, "sh", odd];
+    let ended = ssh.start("h1,h2", &words).wait().expect_exit_code(0);
+    let lines: Vec<_> = ended.stdout.lines().map(|line| line.split_once("] ").unwrap().1).collect();
+    assert_eq!(lines.len(), 2, "{}{}", ended.stdout, ended.stderr);
+    assert_eq!(lines[0], lines[1], "both have one token");
+    assert!(
+        lines[0].starts_with(&format!("{odd}|{odd}|")) && lines[0].len() > 60 + 2 * odd.len(),
+        "{}",
+        lines[0]
+    );
+    // Nothing of it stands in a command line.
+    let launcher = ssh.start_sleepers();
+    for host in 1..3 {
+        let commands = ssh.on(host, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '");
+        assert!(!commands.contains("CONVOKE_TOKEN") && !commands.contains("JOB="), "{commands}");
+    }
+    ssh.signal_head(Signal::SIGTERM);
+    assert_eq!(launcher.wait().status.code(), Some(1));
+
+    let ended =
+        ssh.start("h1,h2", &["sh", "-c", "[ $RANK = 1 ] && exit 3; sleep 1000"]).wait().expect_exit_code(1);
+    assert!(ended.stderr.contains("exitcode  : 3"), "{}", ended.stderr);
+    let imports = "echo \"ModuleNotFoundError: No module named 'x'\" >&2; exit 1";
+    let ended = ssh.start("h1,h2", &["--exit-codes=scheduler", "sh", "-c", imports]).wait();
+    assert_eq!(ended.status.code(), Some(78), "{}", ended.stderr);
+}
+
+#[test]
+fn all_hosts_that_fail_are_named_at_once_by_class() {
+    let Some(ssh) = SshHosts::up_or_skip(5, "hosts that ssh does not reach") else { return };
+    let program = path_argument(user_program("convoke"));
+    // Another host key, no permission, no sshd, no such folder.
+    let stop = |host| ssh.on(host, "pkill -x sshd; while pgrep -x sshd > /dev/null; do sleep 0.01; done");
+    stop(2);
+    let other = Command::new("ssh-keygen")
+        .args(["-q", "-t", "ed25519", "-N", "", "-f"])
+        .arg(ssh.path("other_key"))
+        .status();
+    assert!(other.unwrap().success());
+    ssh.start_sshd(2, &format!("-h {}", ssh.path("other_key").display()));
+    let config = fs::read_to_string(ssh.path("sshd_config")).unwrap();
+    let config: String =
+        config.lines().filter(|line| !line.starts_with("HostKey")).map(|line| format!("{line}\n")).collect();
+    fs::write(ssh.path("sshd_config"), config).unwrap();
+    stop(2);
+    ssh.start_sshd(2, &format!("-h {}", ssh.path("other_key").display()));
+    stop(3);
+    ssh.start_sshd(3, &format!("-h {} -o AuthorizedKeysFile=none", ssh.path("host_key").display()));
+    stop(4);
+    ssh.on(5, &format!("mount -t tmpfs none {}", ssh.path("tmp").display()));
+    let words = [&program[..], "--hosts=h[1-5],nohost", "--start-timeout=30"];
+    let mut command = ssh.job.command_for_program(
+        Hosts::script(),
+        [&["exec", "0", "sh", "-c", "mkdir -p tmp/here; cd tmp/here; exec \"$@\"", "sh"][..], &words]
+            .concat(),
+    );
+    command.arg(format!("--rsh=ssh -F {}", ssh.path("ssh_config").display())).args([
+        "sh",
+        "-c",
+        "echo it ran",
+    ]);
+    let began = Instant::now();
+    let ended = ssh
+        .job
+        .start({
+            command.env("TESTBED_DIR", ssh.hosts.state_dir());
+            command
+        })
+        .wait();
+    assert_eq!(ended.status.code(), Some(1));
+    assert!(!ended.stdout.contains("it ran"), "no job starts before all hosts are there: {}", ended.stdout);
+    for text in [
+        "no launcher could be started on 5 of 6 hosts",
+        "h2 has no known host key, or another one",
+        "h3 does not let you in without a password",
+        "h4 refused the connection",
+        "h5 lacks the current directory",
+        "no address is known for nohost",
+    ] {
+        assert!(ended.stderr.contains(text), "{text}:\n{}", ended.stderr);
+    }
+    assert!(began.elapsed() < Duration::from_secs(20), "{:?}", began.elapsed());
+}
+
+#[test]
+fn nothing_is_left_on_any_host_whatever_ends_first() {
+    let Some(ssh) = SshHosts::up_or_skip(4, "ends of jobs on hosts") else { return };
+    // The head is killed.
+    let launcher = ssh.start_sleepers();
+    ssh.signal_head(Signal::SIGKILL);
+    ssh.assert_nothing_left(Instant::now(), 1..5);
+    drop(launcher);
+
+    // A session of sshd is killed; then an agent.
+    for victim in ["sshd: root", "convoke --agent"] {
+        for rank in 0..4 {
+            fs::remove_file(ssh.path(&format!("up.{rank}"))).unwrap();
+        }
+        let launcher = ssh.start_sleepers();
+        let began = Instant::now();
+        let pattern = format!("[{}]{}", &victim[..1], &victim[1..]);
+        ssh.on(3, &format!("kill -9 $(pgrep -f -- '{pattern}')"));
+        ssh.assert_nothing_left(began, 1..5);
+        let ended = launcher.wait();
+        assert_eq!(ended.status.code(), Some(1), "{victim}: {}", ended.stderr);
+        assert!(
+            ended.stderr.contains("h3 is lost") || ended.stderr.contains("node 2 (h3)"),
+            "{victim}: {}",
+            ended.stderr
+        );
+    }
+
+    // Ctrl-C.
+    (0..4).for_each(|rank| fs::remove_file(ssh.path(&format!("up.{rank}"))).unwrap());
+    let launcher = ssh.start_sleepers();
+    let began = Instant::now();
+    ssh.signal_head(Signal::SIGINT);
+    let ended = launcher.wait();
+    assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
+    ssh.assert_nothing_left(began, 1..5);
+}
+
+#[test]
+fn program_is_copied_to_hosts_that_lack_it() {
+    let Some(ssh) = SshHosts::up_or_skip(2, "copies of the program by ssh") else { return };
+    // The program lies where h0 alone has it.
+    let folder = ssh.path("only-here");
+    fs::create_dir(&folder).unwrap();
+    let program = folder.join("convoke");
+    ssh.on(
+        0,
+        &format!(
+            "mount -t tmpfs none {0} && strip -o {0}/convoke {1}",
+            folder.display(),
+            user_program("convoke").display()
+        ),
+    );
+    let run = |words: &[&str]| ssh.start_program(program.to_str().unwrap(), "h1,h2", words).wait();
+    let missing = run(&["sh", "-c", "echo it ran"]);
+    assert_eq!(missing.status.code(), Some(1));
+    assert!(missing.stderr.contains("h1, h2 has no convoke"), "{}", missing.stderr);
+    for time in ["first", "second"] {
+        let ended = run(&["--copy-binary", "sh", "-c", "echo it ran"]).expect_exit_code(0);
+        assert_eq!(ended.stdout.matches("it ran").count(), 2, "{time}: {}", ended.stderr);
+    }
+    let cached = fs::read_dir(ssh.path("cache/convoke")).unwrap().count();
+    assert_eq!(cached, 1, "one copy for both times, and nothing half copied");
+}
