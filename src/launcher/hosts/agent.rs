@@ -91,8 +91,10 @@ fn start_launcher(start: Start) -> Result<Child, String> {
         .variables
         .into_iter()
         .map(|(name, value)| (OsString::from_vec(name), OsString::from_vec(value)));
-    let mut command = Command::new(program);
+    // The file may have been replaced since: a copy of equal content by another host that shares the cache.
+    let mut command = Command::new("/proc/self/exe");
     command
+        .arg0(program)
         .args(start.arguments.into_iter().map(OsString::from_vec))
         .envs(variables)
         .env(AGENT_PID, std::process::id().to_string())
