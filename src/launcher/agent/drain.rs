@@ -37,7 +37,7 @@ const WATCH_PERIOD: Duration = Duration::from_secs(3600);
 /// The announcement of a drain.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Announcement {
-    /// Who asked for the drain: a signal or a user, and the node.
+    /// The signal, command or flag that asked for the drain, and the node.
     pub(super) by: String,
     /// Time that the workers have from now on.
     pub(super) left_ms: u64,

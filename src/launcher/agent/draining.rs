@@ -117,7 +117,7 @@ impl EventLoop {
             state.began.elapsed().as_secs_f64(),
             state.grace.as_secs_f64()
         ));
-        // What the late ranks wait for, if they use convoke's runtime.
+        // This shows the calls in which the late ranks wait, if they use convoke's runtime.
         self.report_flight();
         self.declare_stop(Signal::SIGTERM);
         self.decide(Event::Signalled { signal: Signal::SIGTERM, at_once: false })

@@ -15,7 +15,7 @@ const BEFORE_END: Duration = Duration::from_secs(10);
 /// The first version that requeues a preempted job which ends within its grace time.
 const REQUEUES_ENDED_JOBS: (u32, u32) = (24, 5);
 
-/// What to do with a job after its drain.
+/// The step that follows the drain of a job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum AfterDrain {
     Exit,

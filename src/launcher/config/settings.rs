@@ -117,7 +117,7 @@ pub(crate) struct DrainConfig {
     pub(crate) slurm_job: Option<String>,
 }
 
-/// What happens to a Slurm job after its drain (`--on-drained`).
+/// The step that follows the drain of a Slurm job (`--on-drained`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum OnDrained {
     /// It is requeued if Slurm allows it.
@@ -192,7 +192,7 @@ pub(crate) enum Rendezvous {
         port: u16,
         /// Rank of this node (`--node-rank`).
         node_rank: usize,
-        /// How this node finds node 0 if the user gave no address. `host` and `port` are then the likeliest
+        /// The search for node 0 if the user gave no address. `host` and `port` are then the likeliest
         /// ones.
         search: Option<NodeSearch>,
         /// Longest wait for the other nodes (setting `timeout`, 900 s by default).

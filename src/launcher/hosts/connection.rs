@@ -17,7 +17,7 @@ const MAX_WORDS: usize = 16 << 10;
 /// The line by which a host asks for the program, if it has not this version yet.
 const NEEDS_PROGRAM: &[u8] = b"\x01convoke-needs-program\n";
 
-/// How launchers are started on hosts.
+/// The way in which launchers are started on hosts.
 #[derive(Debug, Clone)]
 pub(super) struct RemoteShell {
     /// The program and its first arguments.
@@ -26,7 +26,7 @@ pub(super) struct RemoteShell {
     pub(super) copies: Option<Arc<Vec<u8>>>,
 }
 
-/// What happens on a connection. Each event names its host by number.
+/// An event on a connection. Each event names its host by number.
 #[derive(Debug)]
 pub(super) enum Event {
     Message {

@@ -32,7 +32,7 @@ pub(super) enum FromAgent {
     Alive,
 }
 
-/// What an agent says about its host.
+/// The first message of an agent, about its host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Ready {
     /// Version of the agent's program.

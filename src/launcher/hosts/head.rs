@@ -93,7 +93,7 @@ struct Head<'a> {
     attempts: Vec<u32>,
     heard: Vec<Instant>,
     failed: Vec<FailedHost>,
-    /// What the agent of the first host, which becomes node 0, has said.
+    /// The first message of the agent on the first host, which becomes node 0.
     first: Option<Ready>,
     at_once: usize,
     queue: VecDeque<usize>,

@@ -12,7 +12,7 @@ pub(crate) use slurm::{SlurmError, SlurmStartContext, slurm_job};
 /// Variable with the [`ScheduledJob`] of a launcher that `--hosts` has started, as JSON.
 pub(crate) const HOSTS_JOB: &str = "CONVOKE_HOSTS_JOB";
 
-/// What the scheduler tells about the job of this launcher.
+/// The job of this launcher as the scheduler describes it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct ScheduledJob {
     /// Id of the job, equal on all its nodes. No other job has it, and neither has this job after a requeue.
@@ -30,13 +30,13 @@ pub(crate) struct ScheduledJob {
     pub(crate) cpus: Option<usize>,
     /// Number of GPUs that the scheduler gives to this node, if it says so.
     pub(crate) gpus: Option<usize>,
-    /// Where each value comes from, one line each, for `--dry-run`.
+    /// The source of each value, one line each, for `--dry-run`.
     pub(crate) sources: Vec<String>,
     /// Warnings about a likely mistake in the way this launcher was started.
     pub(crate) warnings: Vec<String>,
 }
 
-/// How the nodes of a job find node 0. Only the launcher with rank 0 of the same job counts as node 0, so a
+/// The means by which the nodes of a job find node 0. Only the launcher with rank 0 of the same job counts as node 0, so a
 /// candidate may be wrong, or belong to another program.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct NodeSearch {

@@ -55,7 +55,7 @@ pub(super) struct Registration {
 pub(super) struct StaticRendezvous {
     host: String,
     port: u16,
-    /// How node 0 is found if the user gave no address. `host` and `port` are then known after the first
+    /// The search for node 0 if the user gave no address. `host` and `port` are then known after the first
     /// join.
     search: Option<NodeSearch>,
     node: usize,
