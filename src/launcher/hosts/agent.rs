@@ -5,13 +5,14 @@ use std::ffi::OsString;
 use std::io::{Read, Write};
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
-use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{Id, WaitPidFlag, waitid};
 use nix::unistd::Pid;
 
 use super::frame::{Decoder, FromAgent, MAGIC, Ready, Start, ToAgent, encode};
@@ -34,7 +35,7 @@ enum Event {
     /// The connection to the head is lost, or the head sent nonsense.
     HeadLost,
     /// The launcher has ended, and its output is complete.
-    Ended(std::io::Result<ExitStatus>),
+    Ended,
 }
 
 /// The way of messages to the head. Several threads use it.
@@ -71,7 +72,7 @@ pub(crate) fn run() -> ExitCode {
             }
             Ok(Event::FromHead(ToAgent::Alive)) => {}
             // The head has given up before the job began.
-            Ok(Event::FromHead(ToAgent::Signal(_)) | Event::HeadLost | Event::Ended(_)) | Err(_) => {
+            Ok(Event::FromHead(ToAgent::Signal(_)) | Event::HeadLost | Event::Ended) | Err(_) => {
                 return ExitCode::FAILURE;
             }
         }
@@ -112,7 +113,8 @@ fn supervise(mut child: Child, head: &Head, sender: Sender<Event>, events: &Rece
         child.stderr.take().map(|stream| copy(stream, true, head.clone())),
     ];
     thread::spawn(move || {
-        let ended = child.wait();
+        // The process is reaped later: until then its pid can belong to no other process that gets its signals.
+        let _ = waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT);
         // Processes that outlive the launcher on purpose (--orphans=keep) may hold its output open.
         for copier in copiers.into_iter().flatten() {
             let deadline = Instant::now() + LOST_GRACE;
@@ -120,7 +122,7 @@ fn supervise(mut child: Child, head: &Head, sender: Sender<Event>, events: &Rece
                 thread::sleep(Duration::from_millis(2));
             }
         }
-        let _ = sender.send(Event::Ended(ended));
+        let _ = sender.send(Event::Ended);
     });
     let (mut heard, mut said) = (Instant::now(), Instant::now());
     let mut kill_at: Option<Instant> = None;
@@ -142,8 +144,9 @@ fn supervise(mut child: Child, head: &Head, sender: Sender<Event>, events: &Rece
                 }
             }
             Ok(Event::HeadLost) => stop(&mut kill_at),
-            Ok(Event::Ended(ended)) => {
-                let (code, signal) = ended.map_or((None, None), |status| (status.code(), status.signal()));
+            Ok(Event::Ended) => {
+                let (code, signal) =
+                    child.wait().map_or((None, None), |status| (status.code(), status.signal()));
                 head.send(&FromAgent::Ended { code, signal });
                 return ExitCode::from(code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1));
             }
@@ -164,19 +167,21 @@ fn supervise(mut child: Child, head: &Head, sender: Sender<Event>, events: &Rece
     }
 }
 
-/// Reads the head's messages until the connection ends.
+/// Reads the head's messages until the connection ends or makes no sense.
 fn read_head(events: &Sender<Event>) {
     let mut decoder = Decoder::without_magic();
     let mut stdin = std::io::stdin().lock();
     let mut bytes = [0; 4096];
-    loop {
-        match stdin.read(&mut bytes) {
-            Ok(count) if count > 0 => decoder.push(&bytes[..count]),
-            _ => break,
-        }
-        while let Ok(Some(message)) = decoder.next() {
-            if events.send(Event::FromHead(message)).is_err() {
-                return;
+    while let Ok(count) = stdin.read(&mut bytes)
+        && count > 0
+    {
+        decoder.push(&bytes[..count]);
+        loop {
+            match decoder.next() {
+                // The receiver lives as long as this process.
+                Ok(Some(message)) => drop(events.send(Event::FromHead(message))),
+                Ok(None) => break,
+                Err(_) => return drop(events.send(Event::HeadLost)),
             }
         }
     }
