@@ -210,7 +210,7 @@ fn job_scripts_of_the_guides_are_the_files_of_the_examples() {
 fn job_scripts_run_as_they_stand_in_the_guide() {
     let Some(slurm) = Slurm::up_or_skip(3, "job scripts of Slurm") else { return };
     let job = Job::new();
-    // What the scripts call, as an installation has it.
+    // The scripts call these programs, as an installation has them.
     let bin = job.path("bin");
     fs::create_dir(&bin).unwrap();
     for (name, path) in [("convoke", user_program("convoke")), ("digits", user_program("digits"))] {

@@ -66,6 +66,11 @@ impl Formatter for PythonFormatter {
     }
 }
 
+/// Formats bytes as hexadecimal digits.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// Returns the longest beginning of `text` with at most `most` bytes that ends between characters.
 pub(crate) fn cut_text(text: &str, most: usize) -> String {
     text[..text.floor_char_boundary(most)].to_owned()

@@ -21,6 +21,7 @@ mod flight;
 mod formatting;
 mod gpus;
 mod guard;
+mod helper_program;
 mod host_name;
 mod hosts;
 mod limits;

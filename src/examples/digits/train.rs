@@ -45,7 +45,7 @@ pub(crate) enum TrainError {
     Output(#[from] io::Error),
 }
 
-/// How training ended.
+/// The way in which training ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
     Finished,

@@ -1,6 +1,5 @@
 //! Carries out a drain on this node: tells the workers, counts their exit codes, and stops those that are late.
 
-use std::io::Write;
 use std::time::Duration;
 
 use convoke_env::{ExitCause, ToWorker};
@@ -17,7 +16,10 @@ impl EventLoop {
     pub(super) fn handle_drain_event(&mut self, event: DrainEvent) -> Option<AgentOutcome> {
         match event {
             DrainEvent::Requested { by } => self.request_drain(&by),
-            DrainEvent::Announced(announcement) => self.start_drain(announcement),
+            DrainEvent::Announced(announcement) => {
+                self.start_drain(announcement);
+                None
+            }
             DrainEvent::Late => self.stop_late_workers(),
         }
     }
@@ -27,8 +29,7 @@ impl EventLoop {
         self.drain.signals += 1;
         if self.drain.signals > 1 && self.drain.state.is_some() {
             print_message(&format!("{signal} for the second time: the workers are stopped"));
-            self.declare_stop(Signal::SIGTERM);
-            return self.decide(Event::Signalled { signal: Signal::SIGTERM, at_once: false });
+            return self.stop_job(Signal::SIGTERM, false);
         }
         self.request_drain(signal.as_str())
     }
@@ -50,9 +51,9 @@ impl EventLoop {
         None
     }
 
-    fn start_drain(&mut self, announcement: Announcement) -> Option<AgentOutcome> {
+    fn start_drain(&mut self, announcement: Announcement) {
         if self.drain.state.is_some() {
-            return None;
+            return;
         }
         let Announcement { by, left_ms } = announcement;
         let left = Duration::from_millis(left_ms);
@@ -71,17 +72,12 @@ impl EventLoop {
             ));
         }
         if let Some(round) = &self.rounds.current {
-            let message = ToWorker::Drain { left_ms }.encode();
-            for worker in round.workers.iter().filter(|worker| worker.ended.is_none()) {
-                // The write fails if the worker does not read and its buffer is full.
-                let _ = worker.send(&message);
-            }
+            round.tell_workers(&ToWorker::Drain { left_ms });
         }
         // Only processes with a handler get the signal; others would die of it.
         if let Some(&signal) = self.config.drain.signals.first() {
             self.forward_quietly(signal);
         }
-        None
     }
 
     /// Returns how a worker's end counts. During a drain, the exit code of a drain counts as success.
@@ -93,7 +89,7 @@ impl EventLoop {
         if self.drain.state.is_none()
             && let Some(announcement) = self.drain.read_announcement()
         {
-            let _ = self.start_drain(announcement);
+            self.start_drain(announcement);
         }
         if self.drain.state.is_some() { ExitCause::Code(0) } else { cause }
     }
@@ -104,9 +100,7 @@ impl EventLoop {
     }
 
     fn stop_late_workers(&mut self) -> Option<AgentOutcome> {
-        let round = self.rounds.current.as_ref()?;
-        let running = round.workers.iter().enumerate().filter(|(_, worker)| worker.ended.is_none());
-        let late: Vec<usize> = running.map(|(local_rank, _)| round.rank(local_rank)).collect();
+        let late: Vec<usize> = self.running_workers().into_iter().map(|(_, rank)| rank).collect();
         if late.is_empty() {
             return None;
         }
@@ -119,8 +113,7 @@ impl EventLoop {
         ));
         // This shows the calls in which the late ranks wait, if they use convoke's runtime.
         self.report_flight();
-        self.declare_stop(Signal::SIGTERM);
-        self.decide(Event::Signalled { signal: Signal::SIGTERM, at_once: false })
+        self.stop_job(Signal::SIGTERM, false)
     }
 
     /// Returns the exit code of a drained job after its workers have ended as they were asked; `None` for
@@ -135,11 +128,5 @@ impl EventLoop {
             ));
         }
         Some(self.config.drain.exit_code)
-    }
-}
-
-impl super::rounds::Worker {
-    fn send(&self, message: &[u8]) -> std::io::Result<usize> {
-        (&self.channel).write(message)
     }
 }

@@ -2,9 +2,10 @@
 
 use super::event_loop::EventLoop;
 use super::signals::SignalAction;
-use super::slurm_job::{AfterDrain, ask_after_drain, scontrol};
+use super::slurm_job::{AfterDrain, SCONTROL_TIMEOUT, ask_after_drain};
 use crate::config::OnDrained;
 use crate::messages::print_message;
+use crate::scheduler::scontrol;
 
 impl EventLoop {
     /// Requeues a drained Slurm job, or keeps it until Slurm requeues it, as `--on-drained` says. Only node 0
@@ -30,7 +31,7 @@ impl EventLoop {
             AfterDrain::Exit => {}
             AfterDrain::Requeue => {
                 print_message(&format!("scontrol requeue {job}"));
-                if let Err(error) = scontrol(&["requeue", &job]) {
+                if let Err(error) = scontrol(&["requeue", &job], SCONTROL_TIMEOUT) {
                     print_message(&format!("warning: the job is not requeued: {error}"));
                 }
             }

@@ -49,7 +49,7 @@ pub(super) struct Round {
 
 pub(super) struct Worker {
     /// The launcher's end of the worker's agent channel. Writes to it never block.
-    pub(super) channel: UnixStream,
+    channel: UnixStream,
     pub(super) pid: Option<i32>,
     pub(super) error_file: Option<PathBuf>,
     /// Time at which the worker's exit was noticed, and how it ended. The worker may run before the guard
@@ -157,7 +157,12 @@ impl Round {
         self.workers[local_rank].evidence = evidence;
         self.exit_order.push(local_rank);
         let Some(generation) = self.assignment.generation else { return };
-        let message = ToWorker::PeerExit { generation, rank: self.rank(local_rank), cause }.encode();
+        self.tell_workers(&ToWorker::PeerExit { generation, rank: self.rank(local_rank), cause });
+    }
+
+    /// Sends a message to all workers that have not ended.
+    pub(super) fn tell_workers(&self, message: &ToWorker) {
+        let message = message.encode();
         for worker in self.workers.iter().filter(|worker| worker.ended.is_none()) {
             // The write fails if the worker does not read and its buffer is full, or if it is just ending. It
             // does not need the message in either case.

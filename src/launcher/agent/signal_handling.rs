@@ -20,8 +20,7 @@ impl EventLoop {
                 // request to stop. A user at the terminal who repeats Ctrl-C wants an immediate end.
                 self.signals.interrupts += u32::from(signal == Signal::SIGINT);
                 let at_once = signal == Signal::SIGINT && self.signals.interrupts > 1 && has_terminal();
-                self.declare_stop(signal);
-                return self.decide(Event::Signalled { signal, at_once });
+                return self.stop_job(signal, at_once);
             }
             (SignalAction::Drain, Ok(signal)) => return self.handle_drain_signal(signal),
             (SignalAction::Forward, Ok(signal)) => self.forward(signal),
@@ -41,15 +40,20 @@ impl EventLoop {
                     ));
                     self.signals.fatal = Some(number);
                 }
-                self.declare_stop(Signal::SIGTERM);
-                return self.decide(Event::Signalled { signal: Signal::SIGTERM, at_once: false });
+                return self.stop_job(Signal::SIGTERM, false);
             }
         }
         None
     }
 
+    /// Stops the workers of this node by a signal, and tells the other nodes.
+    pub(super) fn stop_job(&mut self, signal: Signal, at_once: bool) -> Option<AgentOutcome> {
+        self.declare_stop(signal);
+        self.decide(Event::Signalled { signal, at_once })
+    }
+
     /// Returns the id and rank of each worker that may be running.
-    fn running_workers(&self) -> Vec<(WorkerId, usize)> {
+    pub(super) fn running_workers(&self) -> Vec<(WorkerId, usize)> {
         let Some(round) = &self.rounds.current else { return Vec::new() };
         let running = round.workers.iter().enumerate().filter(|(_, worker)| worker.ended.is_none());
         running.map(|(local_rank, _)| (round.id(local_rank), round.rank(local_rank))).collect()
@@ -68,9 +72,7 @@ impl EventLoop {
             print_message(&format!("{signal} was not forwarded: no worker is running"));
             return;
         }
-        for &(id, _) in &waiting {
-            self.guard.send(&ToGuard::Forward { id, signal: signal as i32 }, &[]);
-        }
+        self.forward_quietly(signal);
         self.signals.forwarded.add(signal, waiting);
     }
 

@@ -6,9 +6,9 @@ use jiff::Timestamp;
 use jiff::civil::DateTime;
 use jiff::tz::TimeZone;
 
-use crate::rendezvous::helper_output;
+use crate::scheduler::{scontrol, scontrol_field};
 
-const SCONTROL_TIMEOUT: Duration = Duration::from_secs(10);
+pub(super) const SCONTROL_TIMEOUT: Duration = Duration::from_secs(10);
 /// Longest time before Slurm ends the job at which the workers must have stopped. It is a fifth of what is left
 /// if that is shorter, as with a short grace time.
 const BEFORE_END: Duration = Duration::from_secs(10);
@@ -27,7 +27,7 @@ pub(super) enum AfterDrain {
 pub(super) fn time_left(job: &str) -> Option<Duration> {
     let from_variable = std::env::var("SLURM_JOB_END_TIME").ok().and_then(|text| text.parse::<i64>().ok());
     let end = from_variable.or_else(|| {
-        let text = scontrol(&["show", "job", job]).ok()?;
+        let text = scontrol(&["show", "job", job], SCONTROL_TIMEOUT).ok()?;
         end_time(&text, &TimeZone::system())
     })?;
     let left = u64::try_from(end - Timestamp::now().as_second()).unwrap_or(0);
@@ -37,30 +37,21 @@ pub(super) fn time_left(job: &str) -> Option<Duration> {
 
 /// Returns EndTime in the output of `scontrol show job`, in seconds since 1970.
 fn end_time(text: &str, zone: &TimeZone) -> Option<i64> {
-    let time: DateTime = field(text, "EndTime")?.parse().ok()?;
+    let time: DateTime = scontrol_field(text, "EndTime")?.parse().ok()?;
     Some(time.to_zoned(zone.clone()).ok()?.timestamp().as_second())
-}
-
-fn field<'a>(text: &'a str, name: &str) -> Option<&'a str> {
-    text.split_ascii_whitespace().find_map(|word| word.strip_prefix(name)?.strip_prefix('='))
 }
 
 /// Decides what follows the drain of a job, from the outputs of `scontrol show job` and `scontrol --version`.
 fn after_drain(job: &str, version: &str) -> AfterDrain {
-    let is_preempted = field(job, "PreemptTime").is_some_and(|time| time != "None");
+    let is_preempted = scontrol_field(job, "PreemptTime").is_some_and(|time| time != "None");
     let mut numbers = version.split(|c: char| !c.is_ascii_digit()).filter_map(|number| number.parse().ok());
     let is_old =
         (numbers.next(), numbers.next()) < (Some(REQUEUES_ENDED_JOBS.0), Some(REQUEUES_ENDED_JOBS.1));
-    match field(job, "Requeue") {
+    match scontrol_field(job, "Requeue") {
         Some("1") if is_preempted && is_old => AfterDrain::Hold,
         Some("1") => AfterDrain::Requeue,
         _ => AfterDrain::Exit,
     }
-}
-
-/// Runs `scontrol` and returns its output.
-pub(super) fn scontrol(arguments: &[&str]) -> Result<String, String> {
-    helper_output("scontrol", arguments, b"", SCONTROL_TIMEOUT)
 }
 
 /// Asks Slurm what follows the drain of a job.
@@ -68,7 +59,10 @@ pub(super) fn scontrol(arguments: &[&str]) -> Result<String, String> {
 /// # Errors
 /// `scontrol` does not answer. The error is a line.
 pub(super) fn ask_after_drain(job: &str) -> Result<AfterDrain, String> {
-    Ok(after_drain(&scontrol(&["show", "job", job])?, &scontrol(&["--version"])?))
+    Ok(after_drain(
+        &scontrol(&["show", "job", job], SCONTROL_TIMEOUT)?,
+        &scontrol(&["--version"], SCONTROL_TIMEOUT)?,
+    ))
 }
 
 #[cfg(test)]

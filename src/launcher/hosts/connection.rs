@@ -9,8 +9,11 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
+use sha2::{Digest, Sha256};
+
 use super::frame::{Decoder, FromAgent, ToAgent, encode};
 use super::list::Host;
+use crate::formatting::hex;
 
 /// Most bytes of a remote shell's own words that are kept.
 const MAX_WORDS: usize = 16 << 10;
@@ -208,7 +211,8 @@ fn is_own(host: &str) -> bool {
 fn remote_command(own: &Path, program: Option<&[u8]>) -> OsString {
     let script = match program {
         Some(program) => {
-            let name = format!("convoke-{:016x}", fnv1a(program));
+            // The hash tells versions apart.
+            let name = format!("convoke-{}", hex(&Sha256::digest(program)[..8]));
             let size = program.len();
             format!(
                 "d=${{XDG_CACHE_HOME:-$HOME/.cache}}/convoke; f=$d/{name}; if [ ! -x $f ]; then mkdir -p $d || exit 126; \
@@ -225,11 +229,4 @@ fn remote_command(own: &Path, program: Option<&[u8]>) -> OsString {
     };
     // The user's shell may be csh or fish; both pass a word in single quotes on unchanged.
     format!("exec /bin/sh -c '{script}'").into()
-}
-
-/// Returns the hash (FNV-1a) by which a copied program is told from other versions.
-fn fnv1a(bytes: &[u8]) -> u64 {
-    bytes
-        .iter()
-        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }

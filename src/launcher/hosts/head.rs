@@ -1,7 +1,7 @@
 //! The head of a job on hosts: connects to all hosts, then starts a launcher on each, prints their output, and
 //! ends with the job's exit code.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::process::ExitCode;
@@ -18,16 +18,15 @@ use super::list::Host;
 use super::output::Output;
 use super::ssh_error::{Class, FailedHost, classify, message};
 use crate::cli::VERSION;
+use crate::formatting::hex;
 use crate::messages::print_message;
-use crate::scheduler::{HOSTS_JOB, NodeSearch, ScheduledJob};
+use crate::scheduler::{HOSTS_JOB, JOB_PORTS, NodeSearch, ScheduledJob};
 
 /// Connections that are opened at one time.
 const AT_ONCE: usize = 64;
 /// Connections at one time after sshd has dropped some, and attempts for each host.
 const AT_ONCE_AFTER_DROPS: usize = 8;
 const ATTEMPTS: u32 = 5;
-/// Number of ports at which node 0 may serve its store.
-const PORTS: u16 = 8;
 const TICK: Duration = Duration::from_millis(200);
 /// Time that the other launchers have, after a host was lost, to end by themselves; then SIGTERM, and after the
 /// same time the end of the connections.
@@ -92,7 +91,8 @@ struct Head<'a> {
     connections: Vec<Option<Connection>>,
     attempts: Vec<u32>,
     heard: Vec<Instant>,
-    failed: Vec<FailedHost>,
+    /// The hosts that failed, by number.
+    failed: BTreeMap<usize, FailedHost>,
     /// The first message of the agent on the first host, which becomes node 0.
     first: Option<Ready>,
     at_once: usize,
@@ -132,7 +132,7 @@ impl<'a> Head<'a> {
             connections: (0..count).map(|_| None).collect(),
             attempts: vec![0; count],
             heard: vec![Instant::now(); count],
-            failed: Vec::new(),
+            failed: BTreeMap::new(),
             first: None,
             at_once: AT_ONCE,
             queue: (0..count).collect(),
@@ -196,9 +196,11 @@ impl<'a> Head<'a> {
                 }
             }
         }
-        let place = |failed: &FailedHost| self.job.hosts.iter().position(|host| host.name == failed.host);
-        self.failed.sort_by_key(place);
-        if self.failed.is_empty() { Ok(None) } else { Err(message(&self.failed, self.job.hosts.len())) }
+        if self.failed.is_empty() {
+            return Ok(None);
+        }
+        let failed: Vec<_> = std::mem::take(&mut self.failed).into_values().collect();
+        Err(message(&failed, self.job.hosts.len()))
     }
 
     fn open_connections(&mut self) {
@@ -236,29 +238,28 @@ impl<'a> Head<'a> {
     fn fail(&mut self, host: usize, class: Class, detail: String) {
         self.states[host] = State::Failed;
         self.connections[host] = None;
-        self.failed.push(FailedHost { host: self.job.hosts[host].name.clone(), class, detail });
+        let failed = FailedHost { host: self.job.hosts[host].name.clone(), class, detail };
+        self.failed.insert(host, failed);
     }
 
     /// Starts the launchers.
     fn start(&mut self) -> Result<(), String> {
         let random = |error| format!("cannot get random numbers: {error}");
-        let secret =
-            |token: Token| token.as_bytes().iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-        let id = format!("hosts-{}", &secret(Token::random().map_err(random)?)[..16]);
+        let secret = || Ok::<_, String>(hex(Token::random().map_err(random)?.as_bytes()));
+        let id = format!("hosts-{}", &secret()?[..16]);
         let mut variables = self.job.variables.clone();
         if !variables.iter().any(|(name, _)| name == vars::TOKEN || name == vars::TOKEN_FILE) {
-            variables.push((vars::TOKEN.into(), secret(Token::random().map_err(random)?).into()));
+            variables.push((vars::TOKEN.into(), secret()?.into()));
         }
         let first = self.first.clone().expect("all hosts are ready, the first among them");
         let count = self.job.hosts.len();
         let label = format!("job on {count} hosts");
-        let name = &self.job.hosts[0].name;
-        let name = name.rsplit_once('@').map_or(name.as_str(), |(_, host)| host).to_owned();
+        let name = self.job.hosts[0].address().to_owned();
         let search = NodeSearch {
             job: label.clone(),
             // The first host may be called localhost, as which others would find themselves.
             name: if name == "localhost" { first.host.clone() } else { name },
-            ports: job_ports(&id, PORTS),
+            ports: job_ports(&id, JOB_PORTS),
             addresses: first.addresses.clone(),
             asks_scontrol: false,
         };
@@ -300,8 +301,7 @@ impl<'a> Head<'a> {
 
     /// Prints the output of the launchers until all have ended. Returns the exit code of the job.
     fn supervise(&mut self) -> u8 {
-        let names: Vec<String> = self.job.hosts.iter().map(|host| host.name.clone()).collect();
-        let mut output = Output::new(&names);
+        let mut output = Output::new(&self.job.hosts);
         let (mut said, mut lost_at): (_, Option<Instant>) = (Instant::now(), None);
         let mut is_told = false;
         while self.states.iter().any(|state| matches!(state, State::Running)) {

@@ -14,6 +14,17 @@ pub(crate) struct Host {
     pub(crate) slots: Option<usize>,
 }
 
+impl Host {
+    /// Returns the host without `user@`.
+    pub(crate) fn address(&self) -> &str {
+        without_user(&self.name)
+    }
+}
+
+fn without_user(name: &str) -> &str {
+    name.rsplit_once('@').map_or(name, |(_, host)| host)
+}
+
 /// Reason why a text is no list of hosts. It names the wrong part.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
@@ -74,7 +85,7 @@ fn split(text: &str) -> impl Iterator<Item = &str> {
 
 /// Splits `HOST:SLOTS`, and expands the ranges of the host. An IPv6 address is not expanded.
 fn with_slots(entry: &str) -> Result<(Vec<String>, Option<usize>), ListError> {
-    let host = entry.rsplit('@').next().unwrap_or(entry);
+    let host = without_user(entry);
     let is_of_address = |letter: char| letter.is_ascii_hexdigit() || ":.%".contains(letter);
     if host.matches(':').count() > 1 && host.chars().all(is_of_address) {
         return Ok((vec![entry.to_owned()], None));

@@ -3,6 +3,8 @@
 use std::io::Write;
 use std::time::{Duration, Instant};
 
+use super::list::Host;
+
 /// A line that waits longer for its end is printed in part.
 const LATE: Duration = Duration::from_secs(2);
 /// Longest part of a line that is kept.
@@ -22,10 +24,10 @@ struct Part {
 }
 
 impl Output {
-    pub(super) fn new(hosts: &[String]) -> Self {
-        let prefix = |host: &String| match hosts.len() {
+    pub(super) fn new(hosts: &[Host]) -> Self {
+        let prefix = |host: &Host| match hosts.len() {
             1 => String::new(),
-            _ => format!("[{}] ", host.rsplit('@').next().unwrap_or(host)),
+            _ => format!("[{}] ", host.address()),
         };
         let parts = hosts.iter().map(|_| [Part::default(), Part::default()]).collect();
         Self { prefixes: hosts.iter().map(prefix).collect(), parts }

@@ -3,7 +3,6 @@
 mod cluster;
 mod connect;
 mod elastic;
-mod helper_program;
 mod interfaces;
 mod munge;
 mod node_0_search;
@@ -25,7 +24,6 @@ use crate::messages::print_message;
 
 pub(crate) use cluster::start_thread;
 pub(crate) use cluster::{Cluster, ClusterCommand, ClusterEvent, FailureProtocol, ProposedOutcome};
-pub(crate) use helper_program::output as helper_output;
 pub(crate) use interfaces::own_addresses;
 use interfaces::{ANY, LOOPBACK, local};
 pub(crate) use outcome::{JobOutcome, OutcomeKind};

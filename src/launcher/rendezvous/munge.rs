@@ -6,7 +6,8 @@ use std::time::Duration;
 use convoke_env::Token;
 use nix::unistd::geteuid;
 
-use super::helper_program::output;
+use crate::formatting::hex;
+use crate::helper_program::output;
 
 /// Key in the job's part of the store. Its value is the token as a MUNGE credential, which only processes of
 /// this user can decode.
@@ -19,7 +20,7 @@ const GENUINE: [&str; 4] = ["0", "15", "16", "17"];
 /// Returns the token as a credential. `None` if this host has no MUNGE, or it does not answer.
 pub(super) fn encode(token: &Token) -> Option<String> {
     let user = geteuid().to_string();
-    let hex: String = token.as_bytes().iter().map(|byte| format!("{byte:02x}")).collect();
+    let hex = hex(token.as_bytes());
     let text = output("munge", &["--restrict-uid", &user], hex.as_bytes(), TIMEOUT).ok()?;
     let credential = text.trim();
     credential.starts_with("MUNGE:").then(|| credential.to_owned())

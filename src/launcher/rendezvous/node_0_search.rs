@@ -8,11 +8,10 @@ use std::time::{Duration, Instant};
 
 use convoke_store::{ServeError, Store, StoreServer, TcpStore};
 
-use super::helper_program::output;
 use super::{RendezvousError, interfaces, serve};
 use crate::formatting;
 use crate::messages::{Progress, print_message};
-use crate::scheduler::NodeSearch;
+use crate::scheduler::{NodeSearch, scontrol, scontrol_field};
 
 /// Longest time for one candidate, and for one lookup of a name.
 const ATTEMPT: Duration = Duration::from_secs(1);
@@ -146,17 +145,12 @@ fn try_candidate(address: SocketAddr, key: &[u8], deadline: Instant) -> Result<T
 /// scheduler's variables.
 fn other_addresses(search: &NodeSearch) -> Vec<(String, Vec<IpAddr>)> {
     let asked = search.asks_scontrol.then(|| {
-        let text = output("scontrol", &["show", "node", &search.name], b"", SCONTROL_TIMEOUT).ok()?;
-        node_address(&text).map(str::to_owned)
+        let text = scontrol(&["show", "node", &search.name], SCONTROL_TIMEOUT).ok()?;
+        scontrol_field(&text, "NodeAddr").map(str::to_owned)
     });
     let all = asked.flatten().into_iter().chain(search.addresses.iter().cloned());
     let all = all.filter(|host| *host != search.name);
     all.filter_map(|host| resolve(&host).ok().map(|ips| (host, ips))).collect()
-}
-
-/// Returns the value of NodeAddr in the output of `scontrol show node`.
-fn node_address(text: &str) -> Option<&str> {
-    text.split_ascii_whitespace().find_map(|word| word.strip_prefix("NodeAddr="))
 }
 
 /// Looks a host name up, in a thread of its own: a name server that does not answer must not block the caller
@@ -230,12 +224,5 @@ mod tests {
         let result = find_node_0(&search(ports), KEY, Instant::now() + Duration::from_millis(50));
         let error = result.err().unwrap().to_string();
         assert!(error.contains(&wanted), "{error}");
-    }
-
-    #[test]
-    fn address_of_a_node_is_read_from_scontrol() {
-        let text = "NodeName=h1 Arch=x86_64\n   NodeAddr=10.0.0.7 NodeHostName=h1 Version=22.05\n";
-        assert_eq!(node_address(text), Some("10.0.0.7"));
-        assert_eq!(node_address("Node h9 not found"), None);
     }
 }

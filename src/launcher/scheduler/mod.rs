@@ -2,11 +2,13 @@
 //! where node 0 serves the store.
 
 mod kubernetes;
+mod scontrol;
 mod slurm;
 
 use serde::{Deserialize, Serialize};
 
 pub(crate) use kubernetes::kubernetes_job;
+pub(crate) use scontrol::{scontrol, scontrol_field};
 pub(crate) use slurm::{SlurmError, SlurmStartContext, slurm_job};
 
 /// Variable with the [`ScheduledJob`] of a launcher that `--hosts` has started, as JSON.
@@ -35,6 +37,9 @@ pub(crate) struct ScheduledJob {
     /// Warnings about a likely mistake in the way this launcher was started.
     pub(crate) warnings: Vec<String>,
 }
+
+/// Number of ports, derived from the id of a job, that node 0 may serve at.
+pub(crate) const JOB_PORTS: u16 = 8;
 
 /// The means by which the nodes of a job find node 0. Only the launcher with rank 0 of the same job counts as node 0, so a
 /// candidate may be wrong, or belong to another program.

@@ -4,11 +4,9 @@ use std::collections::BTreeSet;
 
 use convoke_env::{job_ports, slurm};
 
-use super::{NodeSearch, ScheduledJob};
+use super::{JOB_PORTS, NodeSearch, ScheduledJob};
 use crate::formatting::count;
 
-/// Number of ports, derived from the job's id, that node 0 may serve at.
-const PORTS: u16 = 8;
 /// Ids from here on, as unsigned 32-bit numbers, are no steps of srun: batch script, interactive shell, ...
 const FIRST_SPECIAL_STEP: u32 = 0xffff_fff0;
 
@@ -187,7 +185,7 @@ impl Variables<'_> {
             node_0: NodeSearch {
                 job: label.clone(),
                 name: "localhost".to_owned(),
-                ports: job_ports(&id, PORTS),
+                ports: job_ports(&id, JOB_PORTS),
                 addresses: Vec::new(),
                 asks_scontrol: false,
             },
@@ -214,11 +212,12 @@ impl Variables<'_> {
         let reserved = self.get("SLURM_STEP_RESV_PORTS").and_then(|list| slurm::ports(&list));
         if let Some(ports) = reserved {
             // A port that occurs twice would be tried twice.
-            let ports: Vec<u16> = BTreeSet::from_iter(ports).into_iter().take(usize::from(PORTS)).collect();
+            let ports: Vec<u16> =
+                BTreeSet::from_iter(ports).into_iter().take(usize::from(JOB_PORTS)).collect();
             let text = format!("the first free one of {}, from SLURM_STEP_RESV_PORTS", ports_text(&ports));
             return Ok((ports, text));
         }
-        let ports = job_ports(id, PORTS);
+        let ports = job_ports(id, JOB_PORTS);
         let text = format!(
             "the first free one of {}, {} derived from the job's id",
             ports_text(&ports),
