@@ -9,7 +9,7 @@ use convoke_launcher_tests::harness::{Job, ProcessOutput};
 use convoke_launcher_tests::slurm::Slurm;
 use convoke_launcher_tests::{path_argument, worker_command};
 use convoke_testkit::programs::{repository_root, user_program};
-use convoke_testkit::{Random, skip, wait_until};
+use convoke_testkit::{Random, TEST_TIMEOUT, skip, try_wait_until_within, wait_until};
 
 /// Time in which a launcher must refuse a layout, with a margin for a busy machine.
 const AT_ONCE: Duration = Duration::from_secs(20);
@@ -346,12 +346,18 @@ impl<'a> DrainedJob<'a> {
             self.slurm(&["scontrol", "show", "job", &self.id]).contains("Restarts=1").then_some(())
         });
         // Slurm starts a requeued job two minutes later, counted anew when the last run has ended completely.
-        let now = ["scontrol", "update", &format!("JobId={}", self.id), "StartTime=now"];
-        wait_until("the job to be started again", || {
-            let _ = self.slurm.run(self.job, &now, &[("PATH", &self.path)]);
-            let shown = self.slurm(&["scontrol", "show", "job", &self.id]);
+        // Two seconds are enough, but not less: slurmd refuses a job that was killed within the same second.
+        wait_until("the nodes to be idle", || {
+            let states = self.slurm(&["sinfo", "-h", "-N", "-p", "main", "-o", "%T"]);
+            states.lines().all(|state| state == "idle").then_some(())
+        });
+        let _ = self.slurm(&["scontrol", "update", &format!("JobId={}", self.id), "StartTime=now+2seconds"]);
+        let mut shown = String::new();
+        let started = try_wait_until_within(TEST_TIMEOUT, || {
+            shown = self.slurm(&["scontrol", "show", "job", &self.id]);
             shown.contains("JobState=RUNNING").then_some(())
         });
+        assert!(started.is_some(), "the job was not started again: {shown}\n{}", self.output());
         self.wait_for("the job to continue", &format!("going on after {stopped_at}, from"));
         let _ = self.slurm(&["scancel", &self.id]);
     }
