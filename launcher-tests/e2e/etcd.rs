@@ -202,3 +202,25 @@ fn launcher_does_not_change_foreign_etcd_keys() {
     );
     assert!(etcd.run_script(&["ctl", "get", "/convoke/job/coordinator"]).contains("77"));
 }
+
+#[test]
+fn nodes_of_a_check_meet_by_etcd() {
+    let Some(etcd) = Etcd::up(&[]) else { return };
+    let job = Job::new();
+    let start = || {
+        job.start(job.command([
+            "check",
+            "--nnodes=2",
+            "--wait=30",
+            "--rdzv-backend=etcd",
+            "--rdzv-endpoint",
+            &etcd.endpoint,
+            "true",
+        ]))
+    };
+    let (one, other) = (start(), start());
+    for ended in [one.wait(), other.wait()] {
+        let text = format!("{}{}", ended.stdout, ended.stderr);
+        assert!(text.contains("convoke check: 2 nodes checked in "), "{text}");
+    }
+}

@@ -15,8 +15,9 @@ use convoke_testkit::{free_port, is_full_test_run, skip, wait_until};
 /// Most bytes of the root cause that a pod shows.
 const MAX_TERMINATION_LOG: usize = 3 << 10;
 
-/// Starts pod `index` of a job with 2 pods on host `host`, with a name server on h0.
-fn start_pod(hosts: &Hosts, job: &Job, host: usize, index: usize) -> Launcher {
+/// Starts pod `index` of a job with 2 pods on host `host`, with a name server on h0. `words` are the first of its
+/// command.
+fn start_pod(hosts: &Hosts, job: &Job, host: usize, index: usize, words: &[&str]) -> Launcher {
     let files = hosts.state_dir().display();
     let pod = format!(
         "hostname train-{index}; \
@@ -27,7 +28,7 @@ fn start_pod(hosts: &Hosts, job: &Job, host: usize, index: usize) -> Launcher {
     let script = Hosts::script().display().to_string();
     let host = host.to_string();
     let wrapper = [script.as_str(), "exec", &host, "unshare", "--uts", "--mount", "sh", "-c", &pod, "sh"];
-    let mut command = job.wrapped_command(&wrapper, ["--nnodes=2"]);
+    let mut command = job.wrapped_command(&wrapper, [words, &["--nnodes=2"]].concat());
     command.args(worker_command("group")).env("TESTBED_DIR", hosts.state_dir());
     command.env("KUBERNETES_SERVICE_HOST", "10.96.0.1").env("JOB_COMPLETION_INDEX", index.to_string());
     job.start(command)
@@ -53,7 +54,7 @@ fn pods_meet_although_their_names_come_late_flap_and_move() {
         convoke_testkit::process::Process::start(dns.stdout(fs::File::create(job.path("dns")).unwrap()));
     job.wait_for_file("dns");
 
-    let (first, second) = (start_pod(&hosts, &job, 1, 0), start_pod(&hosts, &job, 2, 1));
+    let (first, second) = (start_pod(&hosts, &job, 1, 0, &[]), start_pod(&hosts, &job, 2, 1, &[]));
     wait_until("node 1 to say why it waits", || {
         second.stderr().contains("waiting for node 0 at train-0.train:29500: cannot look up").then_some(())
     });
@@ -73,6 +74,48 @@ fn pods_meet_although_their_names_come_late_flap_and_move() {
         let waits = ended.stderr.lines().filter(|line| line.contains("waiting for node 0")).count();
         assert!(waits < 12, "a line for each change or 10 s:\n{}", ended.stderr);
     }
+    drop(dns);
+}
+
+/// An init container checks the hosts before the job. Its pods come late, and their names later.
+#[test]
+fn check_in_an_init_container_waits_for_late_pods_and_shows_problems() {
+    let up = Hosts::up(2).inspect_err(|why| skip(format!("checks in init containers: {why}")));
+    let Ok(hosts) = up else { return };
+    let job = Job::new();
+    let table = hosts.state_dir().join("table");
+    fs::write(&table, "train-0.train NXDOMAIN\n").unwrap();
+    let server = repository_root().join("launcher-tests/testbed/dns.py");
+    let arguments =
+        ["exec", "0", "python3", server.to_str().unwrap(), "10.77.0.254", table.to_str().unwrap()];
+    let mut dns = hosts.command(arguments);
+    let dns =
+        convoke_testkit::process::Process::start(dns.stdout(fs::File::create(job.path("dns")).unwrap()));
+    job.wait_for_file("dns");
+    let log = format!("--termination-log={}", job.path("term").display());
+    let second = start_pod(&hosts, &job, 2, 1, &["check", &log]);
+    wait_until("pod 1 to wait for the name of pod 0", || {
+        second.stderr().contains("waiting for node 0 at train-0.train:29500").then_some(())
+    });
+    let _ = hosts
+        .run_script(["exec", "1", "mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", "/dev/shm"])
+        .unwrap();
+    let first = start_pod(&hosts, &job, 1, 0, &["check"]);
+    wait_until("pod 0 to wait for pod 1", || {
+        first.stderr().contains("1 of 2 nodes have come to the check").then_some(())
+    });
+    fs::write(&table, "train-0.train 10.77.0.1\n").unwrap();
+    for ended in [first.wait(), second.wait()] {
+        let ended = ended.expect_exit_code(1);
+        assert!(
+            ended.stdout.contains("FAIL train-0: /dev/shm has 20 MiB free"),
+            "{}{}",
+            ended.stdout,
+            ended.stderr
+        );
+    }
+    let shown = fs::read_to_string(job.path("term")).unwrap();
+    assert!(shown.starts_with("FAIL train-0: /dev/shm has 20 MiB free"), "{shown}");
     drop(dns);
 }
 

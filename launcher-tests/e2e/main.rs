@@ -12,6 +12,7 @@
 
 mod bind;
 mod causes;
+mod check;
 mod container;
 mod drain;
 mod elastic;

@@ -244,6 +244,13 @@ fn job_scripts_run_as_they_stand_in_the_guide() {
     submit("slurm.sh", 1).iter().for_each(trained);
     submit("slurm-array.sh", 2).iter().for_each(trained);
     submit("slurm-elastic.sh", 1).iter().for_each(trained);
+    // A node with little shared memory is left out.
+    let _ = slurm.on_node(2, "mount -t tmpfs -o size=20m tmpfs /dev/shm");
+    let checked = submit("slurm-check.sh", 1);
+    assert!(checked[0].contains("FAIL h2: /dev/shm has 20 MiB free of 20 MiB"), "{checked:?}");
+    assert!(checked[0].contains("accuracy"), "{checked:?}");
+    assert_eq!(fs::read_to_string(job.path("failed")).unwrap(), "h2\n");
+    let _ = slurm.on_node(2, "umount /dev/shm");
 
     // The script for PyTorch, with DDP where PyTorch is installed.
     let venv = std::env::var("CONVOKE_TORCH_VENV")

@@ -304,3 +304,31 @@ fn program_is_copied_to_hosts_that_lack_it() {
     let cached = fs::read_dir(ssh.path("cache/convoke")).unwrap().count();
     assert_eq!(cached, 1, "one copy for both times, and nothing half copied");
 }
+
+#[test]
+fn check_on_hosts_reports_once_and_lists_hosts_that_failed() {
+    let Some(ssh) = SshHosts::up_or_skip(3, "checks on hosts by ssh") else { return };
+    let convoke = path_argument(user_program("convoke"));
+    let check = |list: &str, flags: &[&str]| {
+        let mut command = ssh.job.command_for_program(Hosts::script(), ["exec", "0", &convoke, "check"]);
+        let shell = format!("--rsh=ssh -F {}", ssh.path("ssh_config").display());
+        command.arg(format!("--hosts={list}")).arg(shell).args(flags).arg("true");
+        command.env("TESTBED_DIR", ssh.hosts.state_dir());
+        ssh.job.start(command).wait()
+    };
+    let healthy = check("h[1-3]", &[]).expect_exit_code(0);
+    assert!(
+        healthy.stdout.starts_with("convoke check: 3 nodes checked in "),
+        "{}{}",
+        healthy.stdout,
+        healthy.stderr
+    );
+    ssh.on(3, "mount -t tmpfs -o size=20m tmpfs /dev/shm");
+    let failed = check("h[1-3]", &["--json", "--failed-hosts=failed"]).expect_exit_code(1);
+    let report: serde_json::Value = serde_json::from_str(&failed.stdout).unwrap();
+    assert_eq!(report["problems"][0]["hosts"], serde_json::json!(["h3"]), "{report}");
+    assert_eq!(fs::read_to_string(ssh.path("failed")).unwrap(), "h3\n");
+    let unknown = check("h1,nohost", &["--failed-hosts=failed"]).expect_exit_code(1);
+    assert!(unknown.stderr.contains("no address is known for nohost"), "{}", unknown.stderr);
+    assert_eq!(fs::read_to_string(ssh.path("failed")).unwrap(), "nohost\n");
+}

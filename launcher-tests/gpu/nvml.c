@@ -4,6 +4,9 @@
 //   SIMULATED_MIG=3       the first is cut into so many instances
 //   SIMULATED_LOST_GPU=1  the library never answers, as with a GPU that fell off the bus
 //   SIMULATED_ECC=1       so many errors of the first one's memory that could not be corrected (0)
+//   SIMULATED_DRIVER=550  version of the driver (570.00)
+//   SIMULATED_PROCESS=7   this process computes on the first GPU
+//   SIMULATED_THROTTLE=64 bits of the reasons for which the first GPU is slowed down (0)
 // Build: cc -shared -fPIC -o libnvidia-ml.so.1 nvml.c
 #include <pthread.h>
 #include <stdint.h>
@@ -91,5 +94,29 @@ int nvmlDeviceGetMigDeviceHandleByIndex(void *device, unsigned index, void **int
 int nvmlDeviceGetTotalEccErrors(void *device, int kind, int counter, unsigned long long *into) {
   (void)kind, (void)counter;
   *into = (uintptr_t)device == 1 ? number("SIMULATED_ECC", 0) : 0;
+  return SUCCESS;
+}
+
+int nvmlSystemGetDriverVersion(char *into, unsigned length) {
+  const char *given = getenv("SIMULATED_DRIVER");
+  snprintf(into, length, "%s", given ? given : "570.00");
+  return SUCCESS;
+}
+
+typedef struct {
+  unsigned pid;
+  unsigned long long used_memory;
+  unsigned gpu_instance, compute_instance;
+} process_info;
+
+int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, process_info *into) {
+  unsigned pid = (uintptr_t)device == 1 ? number("SIMULATED_PROCESS", 0) : 0;
+  if (pid) memset(into, 0, sizeof *into), into->pid = pid;
+  *count = pid != 0;
+  return SUCCESS;
+}
+
+int nvmlDeviceGetCurrentClocksThrottleReasons(void *device, unsigned long long *into) {
+  *into = (uintptr_t)device == 1 ? number("SIMULATED_THROTTLE", 0) : 0;
   return SUCCESS;
 }

@@ -9,6 +9,7 @@ compile_error!("convoke runs on Linux only: it relies on subreapers, pidfds and 
 
 mod agent;
 mod cause;
+mod check;
 #[allow(unsafe_code)]
 mod child;
 mod cli;
@@ -35,10 +36,12 @@ mod report;
 mod scheduler;
 mod supervise;
 
+use std::ffi::OsString;
 use std::io::Write;
+use std::path::Path;
 use std::process::ExitCode;
 
-use cli::{CliError, Invocation};
+use cli::{CliError, Command, Invocation};
 use config::Machine;
 use limits::Limits;
 use messages::print_message;
@@ -59,20 +62,37 @@ pub fn main() -> ExitCode {
         return ExitCode::FAILURE;
     }
     let env = |name: &str| std::env::var_os(name);
-    let args = match cli::parse(std::env::args_os(), &env) {
+    let (words, command) = command(std::env::args_os().collect());
+    let mut args = match cli::parse(words.into_iter(), command, &env) {
         Ok(Invocation::Run(args)) => args,
         Ok(Invocation::Help(text) | Invocation::Version(text) | Invocation::Printed(text)) => {
             return print(&text);
         }
         Err(error) => return refuse(&error),
     };
-    match hosts::hosts_job(&args) {
+    let check = match (command == Command::Check).then(|| check::Options::new(&args, &env)).transpose() {
+        Ok(check) => check,
+        Err(error) => return refuse(&error),
+    };
+    match hosts::hosts_job(&args, check.is_some()) {
         Ok(Some(job)) if args.is_on("dry-run") => return print(&job.describe()),
-        Ok(Some(job)) => return hosts::run(&job),
+        Ok(Some(job)) => {
+            return match &check {
+                None => hosts::run(&job),
+                Some(options) => {
+                    let hosts::Collected { output, unreachable, code } = hosts::run_and_collect(&job);
+                    check::finish_remote(&output, &unreachable, options, code)
+                }
+            };
+        }
         Ok(None) => {}
         Err(error) => return refuse(&error),
     }
-    let config = match config::build::config(&args, &env, &Machine::detect()) {
+    if args.script.is_empty() {
+        args.script = check::NO_PROGRAM.into();
+    }
+    let machine = Machine::detect();
+    let config = match config::build::config(&args, &env, &machine) {
         Ok(config) => config,
         Err(mut error) => {
             // The scheduler would start the same command line again.
@@ -92,6 +112,9 @@ pub fn main() -> ExitCode {
         return refuse(&error);
     }
     let limits = Limits::raise();
+    if let Some(options) = &check {
+        return check::run(&config, options, &limits, &machine);
+    }
     match limits.check(&config) {
         Ok(warnings) if config::is_quiet(&env) => drop(warnings),
         Ok(warnings) => warn(&warnings),
@@ -114,6 +137,16 @@ pub fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// Returns the command line without the word `check`, and what it starts. A file called `check` is a program to
+/// launch.
+fn command(mut words: Vec<OsString>) -> (Vec<OsString>, Command) {
+    if words.get(1).is_some_and(|word| word == "check") && !Path::new("check").exists() {
+        words.remove(1);
+        return (words, Command::Check);
+    }
+    (words, Command::Job)
 }
 
 /// Prints an error of the command line or configuration. Returns its exit code.

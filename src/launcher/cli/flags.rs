@@ -54,6 +54,14 @@ impl Flag {
     }
 }
 
+/// Heading of the flags that only `convoke check` has.
+const CHECK: &str = "convoke check";
+
+/// Returns the flags that only `convoke check` has.
+pub(crate) fn of_check() -> impl Iterator<Item = &'static Flag> {
+    GROUPS.iter().filter(|group| group.heading == CHECK).flat_map(|group| group.flags)
+}
+
 /// Returns all flags, in the order of the help text.
 pub(crate) fn all() -> impl Iterator<Item = &'static Flag> {
     GROUPS.iter().flat_map(|group| group.flags)
@@ -227,6 +235,19 @@ pub(crate) const GROUPS: &[FlagGroup] = &[
                 "Time from a signal that ends the job to SIGKILL", "30"),
             flag("orphans", Value("WHAT"),
                 "Processes that outlive a successful worker: stop or keep", "stop").convoke_only(),
+        ],
+    },
+    FlagGroup {
+        heading: CHECK,
+        flags: &[
+            flag("net", Nothing,
+                "Also measure the throughput of every pair of hosts, at most 20 s", "").no_variable().convoke_only(),
+            flag("wait", Value("SECONDS"),
+                "Longest wait for the other nodes", "60, 3 in Slurm and with --hosts, 300 in a pod").no_variable().convoke_only(),
+            flag("json", Nothing, "Print the report as JSON", "").no_variable().convoke_only(),
+            flag("failed-hosts", Value("FILE"),
+                "Write the names of failed hosts, one a line, as srun --exclude=./FILE reads them", "")
+                .no_variable().convoke_only(),
         ],
     },
     FlagGroup {

@@ -13,7 +13,7 @@ use super::suggest;
 pub(crate) struct RawArgs {
     /// Last value of each flag, by name. `None` for a switch, or if an optional value was left out.
     pub(crate) flags: BTreeMap<&'static str, Option<OsString>>,
-    /// The word SCRIPT: what to run.
+    /// The word SCRIPT: what to run. Empty if `convoke check` is called without one.
     pub(crate) script: OsString,
     /// The arguments after SCRIPT, unchanged.
     pub(crate) arguments: Vec<OsString>,
@@ -51,8 +51,17 @@ enum AttachedValue {
     Letters(OsString),
 }
 
-/// Parses the command line after the program's name. The error is a text without `error: `.
-pub(crate) fn read(words: impl Iterator<Item = OsString>) -> Result<Request, String> {
+/// What the command line of the launcher starts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Command {
+    Job,
+    /// `convoke check`, which needs no SCRIPT and has flags of its own.
+    Check,
+}
+
+/// Parses the command line after the program's name, and after `check`. The error is a text without
+/// `error: `.
+pub(crate) fn read(words: impl Iterator<Item = OsString>, command: Command) -> Result<Request, String> {
     let mut words = words.peekable();
     let mut out = RawArgs::default();
     let mut unknown: Vec<OsString> = Vec::new();
@@ -109,7 +118,19 @@ pub(crate) fn read(words: impl Iterator<Item = OsString>) -> Result<Request, Str
     if let Some(first) = unknown.first() {
         return Err(unrecognized(first));
     }
-    let Some(script) = script else { return Err(no_script(taken)) };
+    if let Some(flag) =
+        flags::of_check().find(|flag| command == Command::Job && out.flags.contains_key(flag.name))
+    {
+        let name = flag.dashed();
+        return Err(format!("{name} is a flag of convoke check; write convoke check {name} ..."));
+    }
+    let script = match (script, command) {
+        (Some(script), _) => script,
+        (None, Command::Check) if taken.as_ref().is_none_or(|(_, value)| !looks_like_program(value)) => {
+            return Ok(Request::Run(out));
+        }
+        (None, _) => return Err(no_script(taken)),
+    };
     if script.as_bytes().trim_ascii().is_empty() {
         let what = "SCRIPT is an empty word; is a variable of the shell not set, as in convoke \"$SCRIPT\"?";
         return Err(what.to_owned());

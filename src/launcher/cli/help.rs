@@ -8,7 +8,9 @@ use super::flags::{Flag, GROUPS, Takes};
 pub(crate) fn command(name: &'static str) -> Command {
     let mut command = Command::new(name)
         .about("Starts the processes of a distributed program, watches them and restarts them; torchrun's command line")
-        .override_usage(format!("{name} [FLAGS] SCRIPT [ARGUMENTS]..."))
+        .override_usage(format!(
+            "{name} [FLAGS] SCRIPT [ARGUMENTS]...\n       {name} check [FLAGS] [SCRIPT [ARGUMENTS]...]\n       {name} drain DIR"
+        ))
         .disable_help_flag(true)
         .disable_version_flag(true)
         .term_width(0)
@@ -16,7 +18,9 @@ pub(crate) fn command(name: &'static str) -> Command {
         .after_help(
             "Words may be joined by underscores as well (--nproc_per_node), and flags cut to a unique prefix.\n\
              PET_ variables are defaults of the flags; the command line wins. All words after SCRIPT go to it,\n\
-             with ${local_rank} replaced.",
+             with ${local_rank} replaced.\n\
+             convoke check with the flags of a job looks for what would fail it, on all its hosts, and starts nothing.\n\
+             convoke drain asks the launchers with this log folder to drain their jobs.",
         )
         .arg(
             Arg::new("script")

@@ -17,6 +17,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::Path;
 
 pub(crate) use error::CliError;
+pub(crate) use grammar::Command;
 use grammar::Request;
 pub(crate) use help::VERSION;
 pub(crate) use parsed_args::{Env, ParsedArgs, Value};
@@ -39,10 +40,15 @@ pub(crate) enum Invocation {
     Run(ParsedArgs),
 }
 
-/// Parses a command line, whose first word is the program's own name, and the environment.
-pub(crate) fn parse(mut args: impl Iterator<Item = OsString>, env: Env<'_>) -> Result<Invocation, CliError> {
+/// Parses a command line, whose first word is the program's own name, and the environment. The word `check` is
+/// not among `args`.
+pub(crate) fn parse(
+    mut args: impl Iterator<Item = OsString>,
+    command: Command,
+    env: Env<'_>,
+) -> Result<Invocation, CliError> {
     let name = program_name(args.next().as_deref());
-    match grammar::read(args).map_err(CliError::usage)? {
+    match grammar::read(args, command).map_err(CliError::usage)? {
         Request::Help => Ok(Invocation::Help(help::text(name))),
         Request::Version => Ok(Invocation::Version(help::version(name))),
         Request::Completion(shell) => completion(name, &shell),

@@ -16,6 +16,7 @@ pub(crate) type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 #[derive(Debug)]
 pub(crate) struct ParsedArgs {
     values: BTreeMap<&'static str, Value>,
+    /// Empty if `convoke check` is called without a script.
     pub(crate) script: OsString,
     pub(crate) arguments: Vec<OsString>,
     /// True if this program was called by the name `torchrun`.
@@ -73,10 +74,12 @@ impl ParsedArgs {
             }
             words.push(word);
         }
-        // SCRIPT may look like a flag.
-        words.push("--".into());
-        words.push(self.script.clone());
-        words.extend(self.arguments.iter().cloned());
+        if !self.script.is_empty() {
+            // SCRIPT may look like a flag.
+            words.push("--".into());
+            words.push(self.script.clone());
+            words.extend(self.arguments.iter().cloned());
+        }
         words
     }
 

@@ -30,7 +30,7 @@ pub(crate) use devices::visible_devices;
 pub(crate) use endpoint::is_loopback;
 pub(crate) use etcd::EtcdCluster;
 pub(crate) use file::FileKind;
-pub(crate) use machine::{Machine, is_executable};
+pub(crate) use machine::{Machine, Vendor, in_path, is_executable};
 pub(crate) use macros::{expand, substitute};
 pub(crate) use output::is_quiet;
 pub(crate) use rendezvous_flags::is_named;

@@ -95,6 +95,23 @@ pub(crate) struct Config {
 }
 
 impl Config {
+    /// Returns the rank of this node if it has one before the rendezvous, else 0.
+    pub(crate) fn node_rank(&self) -> usize {
+        match &self.rendezvous {
+            Rendezvous::Static { node_rank, .. } => *node_rank,
+            Rendezvous::Standalone | Rendezvous::Elastic { .. } => 0,
+        }
+    }
+
+    /// Returns true if this node is known to be the first before the rendezvous.
+    pub(crate) fn is_first_node(&self) -> bool {
+        match &self.rendezvous {
+            Rendezvous::Static { node_rank, .. } => *node_rank == 0,
+            Rendezvous::Standalone => true,
+            Rendezvous::Elastic { .. } => false,
+        }
+    }
+
     /// Returns whether `--max-restarts` counts the restarts of all nodes together.
     pub(crate) fn has_job_budget(&self) -> bool {
         matches!(&self.rendezvous, Rendezvous::Elastic { settings, .. } if settings.job_budget)

@@ -11,7 +11,7 @@ pub(crate) fn config_of(
     env: Env<'_>,
     machine: &Machine,
 ) -> Result<Config, CliError> {
-    match cli::parse(words, env)? {
+    match cli::parse(words, cli::Command::Job, env)? {
         Invocation::Run(args) => build::config(&args, env, machine),
         other => panic!("no program to run: {other:?}"),
     }

@@ -46,7 +46,7 @@ pub(crate) fn gather(failed: Vec<FailedWorker>, began: SystemTime) -> Vec<Vec<St
             return;
         }
         let gpus = nvml.as_ref().and_then(Nvml::gpus).unwrap_or_default();
-        let xids = xids(began);
+        let xids = driver_messages(began);
         let errors =
             |gpu: &Gpu| nvml.as_ref().and_then(|nvml| nvml.uncorrected_errors(&gpu.uuid)).unwrap_or(0);
         let lines: Vec<_> = failed.iter().map(|worker| lines(worker, &gpus, &xids, errors)).collect();
@@ -88,7 +88,7 @@ fn find_gpu<'a>(gpus: &'a [Gpu], device: &str) -> Option<&'a Gpu> {
 }
 
 /// Returns the driver's messages in the kernel's log since `began`, as far as this user may read them.
-fn xids(began: SystemTime) -> Vec<Xid> {
+pub(crate) fn driver_messages(began: SystemTime) -> Vec<Xid> {
     let path = std::env::var_os(KERNEL_LOG_VARIABLE).unwrap_or_else(|| KERNEL_LOG.into());
     let opened = std::fs::OpenOptions::new().read(true).custom_flags(O_NONBLOCK).open(path);
     let Ok(mut log) = opened else { return Vec::new() };

@@ -14,6 +14,9 @@ const SUCCESS: c_int = 0;
 /// Sizes of the buffers for a UUID and for an address on the PCI bus.
 const UUID_BYTES: usize = 96;
 const BUS_ID_BYTES: usize = 32;
+/// Size of the buffer for the driver's version, and most processes that are listed for a GPU.
+const VERSION_BYTES: usize = 80;
+const MAX_PROCESSES: usize = 64;
 /// `NVML_MEMORY_ERROR_TYPE_UNCORRECTED` and `NVML_VOLATILE_ECC`, which counts since the driver was loaded.
 const UNCORRECTED: c_int = 1;
 const VOLATILE: c_int = 0;
@@ -33,6 +36,24 @@ struct PciInfo {
     pci_sub_system_id: c_uint,
     bus_id: [c_char; BUS_ID_BYTES],
 }
+
+/// NVML's `nvmlProcessInfo_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+struct ProcessInfo {
+    pid: c_uint,
+    used_memory: c_ulonglong,
+    gpu_instance: c_uint,
+    compute_instance: c_uint,
+}
+
+/// Bits of `nvmlClocksThrottleReasons` that tell of a problem, worst first.
+const THROTTLE_REASONS: [(c_ulonglong, &str); 4] = [
+    (0x40, "it is too hot (HW thermal slowdown)"),
+    (0x80, "its power supply is insufficient (HW power brake)"),
+    (0x8, "the hardware halves its clock or worse (HW slowdown)"),
+    (0x20, "it is hot (SW thermal slowdown)"),
+];
 
 type Device = *mut c_void;
 
@@ -74,20 +95,66 @@ impl Nvml {
     /// that the GPU does not count them.
     pub(crate) fn uncorrected_errors(&self, uuid: &str) -> Option<u64> {
         type Total = unsafe extern "C" fn(Device, c_int, c_int, *mut c_ulonglong) -> c_int;
-        type ByUuid = unsafe extern "C" fn(*const c_char, *mut Device) -> c_int;
-        // SAFETY: the function type is that of `nvml.h`.
-        let by_uuid: ByUuid = unsafe { self.function(c"nvmlDeviceGetHandleByUUID") }?;
         // SAFETY: the function type is that of `nvml.h`.
         let total: Total = unsafe { self.function(c"nvmlDeviceGetTotalEccErrors") }?;
-        let uuid = std::ffi::CString::new(uuid).ok()?;
-        let (mut device, mut errors) = (std::ptr::null_mut(), 0);
-        // SAFETY: the function reads a NUL-terminated text and writes one pointer.
-        if unsafe { by_uuid(uuid.as_ptr(), &raw mut device) } != SUCCESS {
-            return None;
-        }
+        let (device, mut errors) = (self.device_by_uuid(uuid)?, 0);
         // SAFETY: the function writes one number.
         let result = unsafe { total(device, UNCORRECTED, VOLATILE, &raw mut errors) };
         (result == SUCCESS).then_some(errors)
+    }
+
+    /// Returns the version of the driver; `None` if NVML does not tell.
+    pub(crate) fn driver_version(&self) -> Option<String> {
+        type Version = unsafe extern "C" fn(*mut c_char, c_uint) -> c_int;
+        // SAFETY: the function type is that of `nvml.h`.
+        let version: Version = unsafe { self.function(c"nvmlSystemGetDriverVersion") }?;
+        let mut bytes = [0; VERSION_BYTES];
+        // SAFETY: the function writes at most `VERSION_BYTES` bytes.
+        let result = unsafe { version(bytes.as_mut_ptr(), VERSION_BYTES as c_uint) };
+        if result == SUCCESS { text(&bytes) } else { None }
+    }
+
+    /// Returns the processes that compute on a GPU, at most [`MAX_PROCESSES`]. Empty if NVML does not tell.
+    pub(crate) fn processes(&self, uuid: &str) -> Vec<u32> {
+        type Processes = unsafe extern "C" fn(Device, *mut c_uint, *mut ProcessInfo) -> c_int;
+        // SAFETY: the function type is that of `nvml.h`.
+        let processes: Option<Processes> =
+            unsafe { self.function(c"nvmlDeviceGetComputeRunningProcesses_v3") };
+        let (Some(processes), Some(device)) = (processes, self.device_by_uuid(uuid)) else {
+            return Vec::new();
+        };
+        let mut infos = [ProcessInfo::default(); MAX_PROCESSES];
+        let mut count = MAX_PROCESSES as c_uint;
+        // SAFETY: the function writes at most `count` entries of this layout, and their number.
+        let result = unsafe { processes(device, &raw mut count, infos.as_mut_ptr()) };
+        if result != SUCCESS {
+            return Vec::new();
+        }
+        infos.iter().take(count as usize).map(|info| info.pid).collect()
+    }
+
+    /// Returns why the hardware slows a GPU down; `None` if it does not, or NVML does not tell.
+    pub(crate) fn throttle_reason(&self, uuid: &str) -> Option<&'static str> {
+        type Reasons = unsafe extern "C" fn(Device, *mut c_ulonglong) -> c_int;
+        // SAFETY: the function type is that of `nvml.h`.
+        let reasons: Reasons = unsafe { self.function(c"nvmlDeviceGetCurrentClocksThrottleReasons") }?;
+        let (device, mut bits) = (self.device_by_uuid(uuid)?, 0);
+        // SAFETY: the function writes one number.
+        if unsafe { reasons(device, &raw mut bits) } != SUCCESS {
+            return None;
+        }
+        THROTTLE_REASONS.iter().find(|(bit, _)| bits & bit != 0).map(|(_, reason)| *reason)
+    }
+
+    fn device_by_uuid(&self, uuid: &str) -> Option<Device> {
+        type ByUuid = unsafe extern "C" fn(*const c_char, *mut Device) -> c_int;
+        // SAFETY: the function type is that of `nvml.h`.
+        let by_uuid: ByUuid = unsafe { self.function(c"nvmlDeviceGetHandleByUUID") }?;
+        let uuid = std::ffi::CString::new(uuid).ok()?;
+        let mut device = std::ptr::null_mut();
+        // SAFETY: the function reads a NUL-terminated text and writes one pointer.
+        let result = unsafe { by_uuid(uuid.as_ptr(), &raw mut device) };
+        (result == SUCCESS).then_some(device)
     }
 
     fn device(&self, index: c_uint) -> Option<Device> {
@@ -201,6 +268,6 @@ mod tests {
     fn pci_addresses_match_sysfs() {
         assert_eq!(to_sysfs_address("00000000:3B:00.0"), "0000:3b:00.0");
         assert_eq!(to_sysfs_address("0001:3b:00.0"), "0001:3b:00.0");
-        assert_eq!(size_of::<PciInfo>(), 68);
+        assert_eq!((size_of::<PciInfo>(), size_of::<ProcessInfo>()), (68, 24));
     }
 }

@@ -32,6 +32,11 @@ impl Xid {
         Some(Self { pci: pci.to_lowercase(), number: number.parse().ok()?, pid, text })
     }
 
+    /// Returns true if the message tells of broken hardware, not of a wrong program.
+    pub(crate) fn is_hardware(&self) -> bool {
+        matches!(self.number, 48 | 61 | 62 | 63 | 64 | 74 | 79 | 92 | 94 | 95 | 119 | 120 | 140)
+    }
+
     /// Returns the meaning of the Xid number and the remedy, from NVIDIA's catalogue.
     pub(crate) fn meaning(&self) -> &'static str {
         match self.number {

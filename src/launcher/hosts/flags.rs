@@ -5,13 +5,15 @@ use std::fs;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::time::Duration;
 
-use super::head::HostsJob;
+use super::job::HostsJob;
 use super::list::{Host, ListError, of_file, of_flag};
 use crate::cli::{CliError, ParsedArgs};
 
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// Flags that only the head reads.
 const OF_HEAD: &[&str] = &["hosts", "hostfile", "rsh", "start-timeout", "copy-binary", "env"];
+/// Flags of `convoke check` that only the head reads. The launchers print JSON for it.
+const OF_HEAD_OF_CHECK: &[&str] = &["json", "failed-hosts"];
 /// Flags that describe nodes in another way.
 const OTHER_NODES: &[&str] = &[
     "nnodes",
@@ -39,8 +41,8 @@ const EXPORTED: &[&str] = &[
     "CUDA_VISIBLE_DEVICES",
 ];
 
-/// Returns the job on hosts that the flags ask for; `None` without such flags.
-pub(crate) fn hosts_job(args: &ParsedArgs) -> Result<Option<HostsJob>, CliError> {
+/// Returns the job, or the check, on hosts that the flags ask for; `None` without such flags.
+pub(crate) fn hosts_job(args: &ParsedArgs, is_check: bool) -> Result<Option<HostsJob>, CliError> {
     let hosts = match (args.get_nonempty("hosts"), args.get_nonempty("hostfile")) {
         (None, None) => {
             let useless =
@@ -74,7 +76,8 @@ pub(crate) fn hosts_job(args: &ParsedArgs) -> Result<Option<HostsJob>, CliError>
         shell,
         start_timeout: start_timeout(args)?,
         copies_program: args.is_on("copy-binary"),
-        arguments: args.words_without(&[OF_HEAD, &["dry-run"]].concat()),
+        command: if is_check { vec!["check".into(), "--json".into()] } else { Vec::new() },
+        arguments: args.words_without(&[OF_HEAD, OF_HEAD_OF_CHECK, &["dry-run"]].concat()),
         slots_count: !args.is_on("nproc-per-node"),
         variables: variables(args)?,
     }))

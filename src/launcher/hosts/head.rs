@@ -9,13 +9,14 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
 
 use convoke_env::{Token, job_ports, vars};
-use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signal::Signal;
 
 use super::agent::{ALIVE_INTERVAL, ALIVE_TIMEOUT};
 use super::connection::{Connection, Event, RemoteShell};
 use super::frame::{FromAgent, Ready, Start, ToAgent};
-use super::list::Host;
+use super::job::HostsJob;
 use super::output::Output;
+use super::signals::watch_signals;
 use super::ssh_error::{Class, FailedHost, classify, message};
 use crate::cli::VERSION;
 use crate::formatting::hex;
@@ -31,42 +32,6 @@ const TICK: Duration = Duration::from_millis(200);
 /// Time that the other launchers have, after a host was lost, to end by themselves; then SIGTERM, and after the
 /// same time the end of the connections.
 const LOSS_GRACE: Duration = Duration::from_secs(10);
-
-/// A job on hosts.
-#[derive(Debug, Clone)]
-pub(crate) struct HostsJob {
-    pub(crate) hosts: Vec<Host>,
-    /// The remote shell and its first arguments (`--rsh`).
-    pub(crate) shell: Vec<String>,
-    /// `--start-timeout`
-    pub(crate) start_timeout: Duration,
-    /// `--copy-binary`
-    pub(crate) copies_program: bool,
-    /// Flags of the launchers, and the program with its arguments.
-    pub(crate) arguments: Vec<OsString>,
-    /// True if the flags do not give the number of workers, so that slots of hosts do.
-    pub(crate) slots_count: bool,
-    /// Variables for all hosts.
-    pub(crate) variables: Vec<(OsString, OsString)>,
-}
-
-impl HostsJob {
-    /// Returns the output of `--dry-run`.
-    pub(crate) fn describe(&self) -> String {
-        let mut text = format!("convoke {VERSION}, dry run: nothing is started\n\n");
-        for (node, host) in self.hosts.iter().enumerate() {
-            let slots = host
-                .slots
-                .filter(|_| self.slots_count)
-                .map_or_else(String::new, |slots| format!(" --nproc-per-node={slots}"));
-            let words: Vec<_> = self.arguments.iter().map(|word| word.to_string_lossy()).collect();
-            text += &format!("node {node} on {}: convoke{slots} {}\n", host.name, words.join(" "));
-        }
-        let names: Vec<_> = self.variables.iter().map(|(name, _)| name.to_string_lossy()).collect();
-        text += &format!("\nAll hosts get these variables of this shell: {}\n", names.join(" "));
-        text
-    }
-}
 
 /// The state of one host.
 #[derive(Debug)]
@@ -102,17 +67,48 @@ struct Head<'a> {
     /// Exit code of the first launcher that failed.
     code: u8,
     interrupts: u32,
+    /// Standard output of the first host, if it is collected.
+    collected: Option<Vec<u8>>,
+    /// Names of the hosts on which no launcher could be started.
+    unreachable: Vec<String>,
 }
 
 /// Runs the job, and returns its exit code.
 pub(crate) fn run(job: &HostsJob) -> ExitCode {
-    match Head::new(job).and_then(Head::run) {
+    match Head::new(job).and_then(|mut head| head.run()) {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             print_message(&format!("error: {error}"));
             ExitCode::FAILURE
         }
     }
+}
+
+/// The end of launchers whose output was collected.
+#[derive(Debug)]
+pub(crate) struct Collected {
+    /// Standard output of the first host.
+    pub(crate) output: Vec<u8>,
+    /// Hosts on which no launcher could be started.
+    pub(crate) unreachable: Vec<String>,
+    pub(crate) code: u8,
+}
+
+/// Runs the job like [`run`], but collects the standard output of the first host instead of printing it.
+pub(crate) fn run_and_collect(job: &HostsJob) -> Collected {
+    let mut collected = Collected { output: Vec::new(), unreachable: Vec::new(), code: 1 };
+    let ended = Head::new(job).and_then(|mut head| {
+        head.collected = Some(Vec::new());
+        let ended = head.run();
+        collected.output = head.collected.take().unwrap_or_else(|| unreachable!("the head keeps it"));
+        collected.unreachable = head.unreachable;
+        ended
+    });
+    match ended {
+        Ok(code) => collected.code = code,
+        Err(error) => print_message(&format!("error: {error}")),
+    }
+    collected
 }
 
 impl<'a> Head<'a> {
@@ -140,10 +136,12 @@ impl<'a> Head<'a> {
             events,
             code: 0,
             interrupts: 0,
+            collected: None,
+            unreachable: Vec::new(),
         })
     }
 
-    fn run(mut self) -> Result<u8, String> {
+    fn run(&mut self) -> Result<u8, String> {
         if let Some(code) = self.connect()? {
             return Ok(code);
         }
@@ -200,6 +198,7 @@ impl<'a> Head<'a> {
             return Ok(None);
         }
         let failed: Vec<_> = std::mem::take(&mut self.failed).into_values().collect();
+        self.unreachable = failed.iter().map(|failed| failed.host.clone()).collect();
         Err(message(&failed, self.job.hosts.len()))
     }
 
@@ -270,6 +269,7 @@ impl<'a> Head<'a> {
                 nodes: count,
                 node,
                 node_0: search.clone(),
+                hosts: self.job.hosts.iter().map(|host| host.name.clone()).collect(),
                 is_slurm: false,
                 cpus: None,
                 gpus: None,
@@ -279,7 +279,7 @@ impl<'a> Head<'a> {
             let mut variables = variables.clone();
             variables
                 .push((HOSTS_JOB.into(), serde_json::to_string(&job).expect("a job is plain data").into()));
-            let mut arguments = Vec::new();
+            let mut arguments = self.job.command.clone();
             if let Some(slots) = host.slots.filter(|_| self.job.slots_count) {
                 arguments.push(format!("--nproc-per-node={slots}").into());
             }
@@ -350,7 +350,10 @@ impl<'a> Head<'a> {
 
     fn handle_message(&mut self, host: usize, message: FromAgent, output: &mut Output) {
         match message {
-            FromAgent::Output { is_stderr, bytes } => output.write(host, is_stderr, &bytes),
+            FromAgent::Output { is_stderr, bytes } => match &mut self.collected {
+                Some(collected) if host == 0 && !is_stderr => collected.extend_from_slice(&bytes),
+                Some(_) | None => output.write(host, is_stderr, &bytes),
+            },
             FromAgent::Ended { code, signal } => {
                 let code = code.and_then(|code| u8::try_from(code).ok()).unwrap_or(1);
                 if let Some(signal) = signal {
@@ -402,22 +405,4 @@ impl<'a> Head<'a> {
             }
         }
     }
-}
-
-/// Starts a thread that reports the signals to pass on.
-fn watch_signals(events: &Sender<Event>) -> Result<(), String> {
-    use Signal::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
-    let set = SigSet::from_iter([SIGTERM, SIGINT, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2]);
-    // Threads that start later inherit the mask.
-    set.thread_block().map_err(|error| format!("cannot handle signals: {error}"))?;
-    let events = events.clone();
-    let watch = move || {
-        while let Ok(signal) = set.wait() {
-            if events.send(Event::Signal(signal as i32)).is_err() {
-                return;
-            }
-        }
-    };
-    let started = std::thread::Builder::new().name("convoke-signals".into()).spawn(watch);
-    started.map(drop).map_err(|error| format!("cannot start a thread: {error}"))
 }

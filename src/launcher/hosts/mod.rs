@@ -10,10 +10,12 @@ mod connection;
 mod flags;
 mod frame;
 mod head;
+mod job;
 mod list;
 mod output;
+mod signals;
 mod ssh_error;
 
 pub(crate) use agent::{AGENT_PID, end_with_agent, run as run_agent};
 pub(crate) use flags::hosts_job;
-pub(crate) use head::run;
+pub(crate) use head::{Collected, run, run_and_collect};

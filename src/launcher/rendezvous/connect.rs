@@ -101,6 +101,12 @@ fn diagnose_address(host: &str) -> Option<AddressDiagnosis> {
     })
 }
 
+/// Returns what is wrong, and what to try, if node 0 is told to serve at `host`, which is no usable address of
+/// this host.
+pub(super) fn address_problem(host: &str) -> Option<String> {
+    diagnose_address(host).map(|AddressDiagnosis { what, advice }| format!("{what}\n  try: {advice}"))
+}
+
 /// Checks that this host has a route to `host`, if `host` is one of this host's own addresses. This queries
 /// the routing table and sends nothing.
 pub(super) fn route_to_self(host: &str) -> io::Result<()> {
@@ -119,7 +125,7 @@ fn has_no_route(last: &str) -> bool {
 }
 
 /// Returns advice for the user on the connection error `last`.
-fn advice(last: &str, host: &str, port: u16) -> String {
+pub(super) fn advice(last: &str, host: &str, port: u16) -> String {
     if last.contains("look up") {
         format!("is {host} spelt right? an address does as well")
     } else if last.contains("refused") {

@@ -1,5 +1,6 @@
 //! Rendezvous: the nodes of a job find each other and agree on ranks.
 
+mod check_store;
 mod cluster;
 mod connect;
 mod elastic;
@@ -22,6 +23,7 @@ use convoke_store::{ServeError, StoreError, StoreServer};
 use crate::config::Config;
 use crate::messages::print_message;
 
+pub(crate) use check_store::{CheckStore, open_check_store};
 pub(crate) use cluster::start_thread;
 pub(crate) use cluster::{Cluster, ClusterCommand, ClusterEvent, FailureProtocol, ProposedOutcome};
 pub(crate) use interfaces::own_addresses;

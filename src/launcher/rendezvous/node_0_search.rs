@@ -155,7 +155,7 @@ fn other_addresses(search: &NodeSearch) -> Vec<(String, Vec<IpAddr>)> {
 
 /// Looks a host name up, in a thread of its own: a name server that does not answer must not block the caller
 /// for longer than [`ATTEMPT`].
-fn resolve(host: &str) -> Result<Vec<IpAddr>, String> {
+pub(super) fn resolve(host: &str) -> Result<Vec<IpAddr>, String> {
     if let Ok(ip) = host.parse() {
         return Ok(vec![ip]);
     }

@@ -60,6 +60,7 @@ pub(crate) fn kubernetes_job(
             addresses: get("MASTER_ADDR").into_iter().collect(),
             asks_scontrol: false,
         },
+        hosts: Vec::new(),
         label,
         nodes,
         node,

@@ -26,6 +26,8 @@ pub(crate) struct ScheduledJob {
     /// Rank of this node, below `nodes`.
     pub(crate) node: usize,
     pub(crate) node_0: NodeSearch,
+    /// Names of the hosts by rank of their nodes, as the scheduler's commands take them; empty if unknown.
+    pub(crate) hosts: Vec<String>,
     /// True for a job of Slurm.
     pub(crate) is_slurm: bool,
     /// CPUs that the scheduler gives to this launcher and its workers, if it says so.

@@ -153,6 +153,7 @@ impl Variables<'_> {
                 addresses: addresses.into_iter().flatten().collect(),
                 asks_scontrol: true,
             },
+            hosts: slurm::hosts(&list).unwrap_or_else(|_| Vec::new()),
             sources,
             warnings: Vec::new(),
             ..self.job_of_one_node(id, label, nodes, node)
@@ -189,6 +190,7 @@ impl Variables<'_> {
                 addresses: Vec::new(),
                 asks_scontrol: false,
             },
+            hosts: Vec::new(),
             id,
             label,
             nodes,

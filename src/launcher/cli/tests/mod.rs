@@ -46,7 +46,7 @@ fn with_program<'a>(words: impl IntoIterator<Item = &'a OsStr>) -> impl Iterator
 }
 
 fn parse_line(line: &str, variables: &[(&str, &str)]) -> Result<Invocation, CliError> {
-    parse(with_program(line.split_whitespace().map(OsStr::new)), &environment(variables))
+    parse(with_program(line.split_whitespace().map(OsStr::new)), Command::Job, &environment(variables))
 }
 
 fn config_of_words(
@@ -145,7 +145,7 @@ fn flag_prefixes_prefer_torchrun_flags() {
                     (true, false) => spellings(name),
                 })
                 .sum();
-            let read = grammar::read([OsString::from(format!("--{prefix}"))].into_iter());
+            let read = grammar::read([OsString::from(format!("--{prefix}"))].into_iter(), Command::Job);
             let ambiguous = matches!(&read, Err(message) if message.contains("is ambiguous"));
             assert_eq!(ambiguous, hits > 1, "--{prefix} of {}", names[at]);
         }
@@ -345,6 +345,7 @@ fn defaults_match_the_help_text() {
         "--monitor-interval=0.1",
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         "--drain-signal=SIGUSR1 in Slurm",
+        "--wait=60, 3 in Slurm and with --hosts, 300 in a pod",
     ];
     assert_eq!(different, known);
 }
@@ -352,7 +353,7 @@ fn defaults_match_the_help_text() {
 #[test]
 fn launcher_called_torchrun_prints_torchrun_help() {
     let words = ["/opt/bin/torchrun", "--help"].map(OsString::from);
-    let Ok(Invocation::Help(text)) = parse(words.into_iter(), &|_| None) else { panic!() };
+    let Ok(Invocation::Help(text)) = parse(words.into_iter(), Command::Job, &|_| None) else { panic!() };
     assert!(text.contains("Usage: torchrun [FLAGS] SCRIPT"), "{text}");
 }
 
@@ -395,7 +396,7 @@ proptest! {
     fn any_command_line_is_accepted_or_refused(words in proptest::collection::vec(any_word(), 0..6)) {
         let words: Vec<&OsStr> = words.iter().map(OsString::as_os_str).collect();
         let env = environment(&[]);
-        let refusal = match parse(with_program(words.iter().copied()), &env) {
+        let refusal = match parse(with_program(words.iter().copied()), Command::Job, &env) {
             Ok(Invocation::Run(args)) => build::config(&args, &env, &here()).err(),
             Ok(_) => None,
             Err(error) => Some(error),
@@ -427,6 +428,27 @@ fn any_word() -> impl Strategy<Value = OsString> {
         "-{0,2}[a-z0-9_=-]{0,8}".prop_map(OsString::from),
         proptest::collection::vec(1u8..=255, 0..8).prop_map(OsString::from_vec),
     ]
+}
+
+#[test]
+fn check_needs_no_script_and_jobs_have_none_of_its_flags() {
+    let words = |words: &[&str]| with_program(words.iter().map(OsStr::new)).collect::<Vec<_>>();
+    let parsed = |line: &[&str], command| parse(words(line).into_iter(), command, &|_| None);
+    let Ok(Invocation::Run(args)) = parsed(&["--nnodes=2", "--json"], Command::Check) else { panic!() };
+    assert!(args.script.is_empty() && args.is_on("json"));
+    assert_eq!(args.words_without(&["json"]), ["--nnodes=2"]);
+    let Ok(Invocation::Run(args)) = parsed(&["--net", "train.py", "--json"], Command::Check) else {
+        panic!()
+    };
+    assert_eq!((args.script.to_str(), args.is_on("json")), (Some("train.py"), false));
+    let error = parsed(&["--net", "train.py"], Command::Job).unwrap_err();
+    assert!(
+        error.text.contains("--net is a flag of convoke check; write convoke check --net ..."),
+        "{}",
+        error.text
+    );
+    let error = parsed(&["--wait", "train.py"], Command::Check).unwrap_err();
+    assert!(error.text.contains("`train.py` was taken as the value of --wait"), "{}", error.text);
 }
 
 #[test]

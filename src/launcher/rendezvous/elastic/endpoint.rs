@@ -23,7 +23,7 @@ const OTHER_JOBS_POLL: Duration = Duration::from_millis(50);
 
 /// Returns listeners at the endpoint if this process is to serve it. The list is empty if another host or
 /// another process of this host serves the endpoint, or if the endpoint is a registry.
-pub(super) fn listen(endpoint: &Endpoint) -> Result<Vec<TcpListener>, RendezvousError> {
+pub(in super::super) fn listen(endpoint: &Endpoint) -> Result<Vec<TcpListener>, RendezvousError> {
     let Endpoint::Host { host, port, is_host } = endpoint else { return Ok(Vec::new()) };
     if *is_host == Some(false) {
         return Ok(Vec::new());

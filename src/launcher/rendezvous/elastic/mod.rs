@@ -17,6 +17,7 @@ mod node;
 mod registry;
 mod server;
 mod session;
+mod shared_store;
 mod view;
 mod wire;
 
@@ -37,11 +38,13 @@ use crate::host_name::full_host_name;
 use crate::membership::{JoinStatus, Profile, Rules};
 use connector::Connector;
 use discovery::Discovery;
+pub(super) use endpoint::listen;
 use endpoint::{linger, shut_down};
 use node::Node;
 use registry::{FileRegistry, Registry};
 use server::RendezvousServer;
 use session::Session;
+pub(super) use shared_store::{SharedStore, share_store};
 
 /// Longest time that giving up the leader lease in the registry may take.
 const RELEASE_TIMEOUT: Duration = Duration::from_millis(500);
@@ -133,7 +136,7 @@ async fn take_part(
     node.warn_if_open();
     let phase = node.ready(restarts)?;
     let agent = connector::fresh_id().map_err(RendezvousError::system("cannot make an id"))?;
-    let listeners = endpoint::listen(&settings.endpoint)?;
+    let listeners = listen(&settings.endpoint)?;
     let Settings { endpoint, rules, run_id, token, .. } = &*settings;
     let by_registry = |registry| Discovery::with_registry(registry, Rc::clone(&settings), agent);
     let mut discovery = match endpoint {

@@ -1,0 +1,114 @@
+//! Tries the connections of this node to the others.
+
+use std::net::SocketAddr;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::peer::{Link, LinkOutcome, Peer, PeerAddress};
+use super::probe::{ProbeError, loses_large_packets, probe};
+
+/// Most other nodes that one node tries: those that follow it in rank.
+const MAX_PEERS: usize = 64;
+/// Longest time to connect: one lost packet is sent again after a second.
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
+/// Bytes that go to the next node and back, and the longest time for them.
+const NEXT_BYTES: u32 = 1 << 20;
+const NEXT_TIMEOUT: Duration = Duration::from_millis(1500);
+/// Longest time of [`try_all`] without throughput.
+pub(super) const LINKS_TIMEOUT: Duration = Duration::from_secs(3);
+/// Bytes of a measurement of throughput, and the longest time of all of them.
+const THROUGHPUT_BYTES: u32 = 8 << 20;
+const THROUGHPUT_EACH: Duration = Duration::from_secs(3);
+pub(super) const THROUGHPUT_TIMEOUT: Duration = Duration::from_secs(12);
+
+/// Tries the connections to the other nodes, and with `net` their throughput.
+pub(super) fn try_all(me: &Peer, peers: &[Peer], net: bool) -> Vec<Link> {
+    let place = peers.iter().position(|peer| peer.node == me.node).unwrap_or(0);
+    let in_order: Vec<&Peer> = (1..peers.len()).map(|step| &peers[(place + step) % peers.len()]).collect();
+    let mut links = thread::scope(|scope| {
+        let mut running = Vec::new();
+        for (step, peer) in in_order.iter().copied().take(MAX_PEERS).enumerate() {
+            for address in &peer.addresses {
+                let ports = if address.is_main { peer.ports.len() } else { 1 };
+                for (index, &port) in peer.ports.iter().take(ports).enumerate() {
+                    let is_next = step == 0 && index == 0 && address.is_main;
+                    let work = move || try_one(me, peer, address, port, is_next);
+                    // Without a thread, this connection stays untried.
+                    running.extend(thread::Builder::new().spawn_scoped(scope, work));
+                }
+            }
+        }
+        if let Some(&next) = in_order.first() {
+            running.extend(thread::Builder::new().spawn_scoped(scope, move || try_large_packets(me, next)));
+        }
+        running.into_iter().flat_map(|thread| join(thread)).collect::<Vec<Link>>()
+    });
+    if net {
+        let deadline = Instant::now() + THROUGHPUT_TIMEOUT;
+        links.extend(in_order.iter().filter_map(|peer| measure(me, peer, deadline)));
+    }
+    links
+}
+
+/// Returns the result of a thread, or panics as the thread did.
+fn join<T>(thread: thread::ScopedJoinHandle<'_, T>) -> T {
+    thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+}
+
+fn link(me: &Peer, peer: &Peer, address: &PeerAddress, port: u16, outcome: LinkOutcome) -> Link {
+    Link {
+        from: me.node,
+        to: peer.node,
+        address: SocketAddr::new(address.ip, port),
+        interface: address.interface.clone(),
+        is_main: address.is_main,
+        outcome,
+    }
+}
+
+/// Connects once. If the node is the next one, also sends bytes there and back.
+fn try_one(me: &Peer, peer: &Peer, address: &PeerAddress, port: u16, is_next: bool) -> Vec<Link> {
+    let at = SocketAddr::new(address.ip, port);
+    let link = |outcome| link(me, peer, address, port, outcome);
+    let outcome = match probe(at, &peer.id, 0, Instant::now() + CONNECT_TIMEOUT) {
+        Ok(answer) => LinkOutcome::Reached { ahead_ms: answer.ahead_ms },
+        Err(ProbeError::NotReached(why)) => LinkOutcome::NotReached(why),
+        Err(ProbeError::OtherAnswered | ProbeError::Stalled { .. }) => LinkOutcome::OtherAnswered,
+    };
+    let is_reached = matches!(outcome, LinkOutcome::Reached { .. });
+    let mut links = vec![link(outcome)];
+    if is_next
+        && is_reached
+        && let Err(ProbeError::Stalled { arrived }) =
+            probe(at, &peer.id, NEXT_BYTES, Instant::now() + NEXT_TIMEOUT)
+    {
+        links.push(link(LinkOutcome::Stalled { bytes: 2 * NEXT_BYTES as usize, arrived }));
+    }
+    links
+}
+
+/// Sends packets as large as this node's interface allows to the next node.
+fn try_large_packets(me: &Peer, next: &Peer) -> Vec<Link> {
+    let (Some(from), Some(to)) = (me.main_address(), next.main_address()) else { return Vec::new() };
+    let at = SocketAddr::new(to.ip, next.datagram_port);
+    let is_lost = loses_large_packets(at, &next.id, from.mtu);
+    let lost = || link(me, next, to, next.datagram_port, LinkOutcome::LargePacketsLost { bytes: from.mtu });
+    is_lost.then(lost).into_iter().collect()
+}
+
+fn measure(me: &Peer, peer: &Peer, deadline: Instant) -> Option<Link> {
+    if Instant::now() >= deadline {
+        return None;
+    }
+    let (address, &port) = (peer.main_address()?, peer.ports.first()?);
+    let until = deadline.min(Instant::now() + THROUGHPUT_EACH);
+    let answer = probe(SocketAddr::new(address.ip, port), &peer.id, THROUGHPUT_BYTES, until);
+    let megabytes = 2.0 * f64::from(THROUGHPUT_BYTES) / 1e6;
+    let megabytes_per_s = match answer {
+        Ok(answer) => megabytes / answer.took.as_secs_f64().max(1e-6),
+        #[allow(clippy::cast_precision_loss)] // a few million
+        Err(ProbeError::Stalled { arrived }) => arrived as f64 / 1e6 / THROUGHPUT_EACH.as_secs_f64(),
+        Err(ProbeError::NotReached(_) | ProbeError::OtherAnswered) => return None,
+    };
+    Some(link(me, peer, address, port, LinkOutcome::Throughput { megabytes_per_s }))
+}

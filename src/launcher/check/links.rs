@@ -1,0 +1,226 @@
+//! Judges which host is to blame for connections that do not work. Pure.
+
+use std::collections::BTreeMap;
+
+use super::peer::{Link, LinkOutcome, Peer};
+use super::problem::Problem;
+
+const CHECK: &str = "network";
+/// Difference of clocks that is reported.
+const CLOCK_TOLERANCE_MS: i64 = 30_000;
+/// A host is slow if the throughput of its median pair is below this part of the usual one.
+const SLOW: f64 = 0.25;
+
+/// Returns problems about connections between `peers`.
+pub(super) fn judge(peers: &[Peer], links: &[Link]) -> Vec<Problem> {
+    let mut problems = unreachable(peers, links);
+    problems.extend(packets(peers, links));
+    problems.extend(clocks(peers, links));
+    problems.extend(throughput(peers, links));
+    problems
+}
+
+fn host_of(peers: &[Peer], node: usize) -> &str {
+    peers.iter().find(|peer| peer.node == node).map_or("?", |peer| &peer.host)
+}
+
+/// Returns problems about nodes that others do not reach.
+fn unreachable(peers: &[Peer], links: &[Link]) -> Vec<Problem> {
+    let is_failed =
+        |link: &&Link| matches!(link.outcome, LinkOutcome::NotReached(_) | LinkOutcome::OtherAnswered);
+    let is_reached = |link: &&Link| matches!(link.outcome, LinkOutcome::Reached { .. });
+    let main: Vec<&Link> =
+        links.iter().filter(|link| link.is_main && (is_failed(link) || is_reached(link))).collect();
+    let mut problems = Vec::new();
+    for peer in peers {
+        let failed: Vec<&&Link> =
+            main.iter().filter(|link| link.to == peer.node && is_failed(link)).collect();
+        let Some(first) = failed.first() else { continue };
+        let reached = |from: usize, to: usize| {
+            main.iter().any(|link| (link.from, link.to) == (from, to) && is_reached(link))
+        };
+        // A node that reaches nobody is named itself.
+        let is_deaf = |node: usize| {
+            let mut own = main.iter().filter(|link| link.from == node).peekable();
+            own.peek().is_some() && !own.any(is_reached) && peers.len() > 2
+        };
+        let mut from: Vec<usize> =
+            failed.iter().map(|link| link.from).filter(|&from| !is_deaf(from)).collect();
+        from.sort_unstable();
+        from.dedup();
+        let Some(&one) = from.first() else { continue };
+        let (host, address) = (&peer.host, first.address);
+        let why = match &first.outcome {
+            LinkOutcome::OtherAnswered => "another host or program answers there",
+            LinkOutcome::NotReached(why) => why,
+            _ => unreachable!("the link has failed"),
+        };
+        let others = peers.len() - 1;
+        let some_port_works = from.iter().any(|&from| reached(from, peer.node));
+        let who = if from.len() == others && others > 1 {
+            "no other host reaches".to_owned()
+        } else {
+            let names: Vec<_> = from.iter().take(8).map(|&from| host_of(peers, from)).collect();
+            format!("{} cannot reach", names.join(", "))
+        };
+        let back = if reached(peer.node, one) {
+            format!("; {host} reaches {}", host_of(peers, one))
+        } else {
+            String::new()
+        };
+        let more = if some_port_works { "; other ports of it are open" } else { "" };
+        let remedy = if first.outcome == LinkOutcome::OtherAnswered {
+            format!("give {host} an address of its own, or name the right interface in --local-addr")
+        } else {
+            format!(
+                "open the TCP ports between the hosts in the firewall of {host}; is {address} its right address?"
+            )
+        };
+        problems.push(Problem::fail(CHECK, host, format!("{who} {address} ({why}{back}{more})"), remedy));
+    }
+    for peer in peers {
+        let mut own = main.iter().filter(|link| link.from == peer.node).peekable();
+        if own.peek().is_some() && peers.len() > 2 && !own.any(is_reached) {
+            let text = "reaches no other host";
+            let remedy = "look at its outgoing firewall rules, routes and cable: ip route, nft list ruleset";
+            problems.push(Problem::fail(CHECK, &peer.host, text, remedy));
+        }
+    }
+    problems.extend(other_interfaces(peers, links));
+    problems
+}
+
+/// Returns warnings about interfaces that NCCL uses by default and that do not connect the hosts.
+fn other_interfaces(peers: &[Peer], links: &[Link]) -> Vec<Problem> {
+    let mut by_interface: BTreeMap<(usize, &str), Vec<&Link>> = BTreeMap::new();
+    for link in links.iter().filter(|link| !link.is_main) {
+        by_interface.entry((link.to, &link.interface)).or_default().push(link);
+    }
+    let mut problems = Vec::new();
+    for ((node, interface), links) in by_interface {
+        let works = |link: &&&Link| matches!(link.outcome, LinkOutcome::Reached { .. });
+        if let Some(link) = links.iter().find(|link| !works(link)) {
+            let main = peers.iter().find(|peer| peer.node == node).and_then(Peer::main_address);
+            let main = main.map_or("DEVICE", |address| &address.interface);
+            let text = format!(
+                "{} does not reach its interface {interface} ({}), which NCCL uses too",
+                host_of(peers, link.from),
+                link.address.ip()
+            );
+            let remedy = format!("export NCCL_SOCKET_IFNAME={main} on all nodes");
+            problems.push(Problem::warning(CHECK, host_of(peers, node), text, remedy));
+        }
+    }
+    problems
+}
+
+/// Returns problems about large packets that are lost.
+fn packets(peers: &[Peer], links: &[Link]) -> Vec<Problem> {
+    let mut problems = Vec::new();
+    for link in links {
+        let (from, to) = (host_of(peers, link.from), host_of(peers, link.to));
+        let mtu = |node: usize| {
+            let address = peers.iter().find(|peer| peer.node == node).and_then(Peer::main_address);
+            address.map_or_else(String::new, |address| {
+                format!("{} of {} has MTU {}", address.interface, host_of(peers, node), address.mtu)
+            })
+        };
+        let remedy =
+            "set one MTU on all hosts, and at least that on the switches between: ip link set DEVICE mtu N";
+        match link.outcome {
+            LinkOutcome::LargePacketsLost { bytes } => {
+                let text = format!(
+                    "packets of {bytes} bytes from {from} do not arrive, small ones do ({}, {})",
+                    mtu(link.from),
+                    mtu(link.to)
+                );
+                problems.push(Problem::fail("MTU", to, text, remedy));
+            }
+            LinkOutcome::Stalled { bytes, arrived } => {
+                let text = format!(
+                    "{from} connects, but {} KiB did not get through in time ({} KiB did; {}, {})",
+                    bytes / 1024,
+                    arrived / 1024,
+                    mtu(link.from),
+                    mtu(link.to)
+                );
+                let remedy = format!("{remedy}; or the network is very slow or loses packets");
+                problems.push(Problem::fail("MTU", to, text, remedy));
+            }
+            _ => {}
+        }
+    }
+    problems
+}
+
+/// Returns a warning for each host whose clock differs from the others'.
+fn clocks(peers: &[Peer], links: &[Link]) -> Vec<Problem> {
+    let Some(first) = peers.iter().map(|peer| peer.node).min() else { return Vec::new() };
+    // The milliseconds by which each clock is ahead of that of the first node.
+    let mut ahead: BTreeMap<usize, i64> = BTreeMap::from([(first, 0)]);
+    for link in links {
+        match (&link.outcome, link.to == first, link.from == first) {
+            (LinkOutcome::Reached { ahead_ms }, true, _) => drop(ahead.insert(link.from, -ahead_ms)),
+            (LinkOutcome::Reached { ahead_ms }, _, true) => drop(ahead.entry(link.to).or_insert(*ahead_ms)),
+            _ => {}
+        }
+    }
+    let mut sorted: Vec<i64> = ahead.values().copied().collect();
+    sorted.sort_unstable();
+    let median = sorted[sorted.len() / 2];
+    let text = |off: i64| {
+        let way = if off > 0 { "ahead of" } else { "behind" };
+        format!("its clock is {} s {way} that of the others", off.abs() / 1000)
+    };
+    let off = ahead
+        .iter()
+        .map(|(node, ahead)| (node, ahead - median))
+        .filter(|(_, off)| off.abs() > CLOCK_TOLERANCE_MS);
+    off.map(|(node, off)| {
+        let remedy = "run a time service on all hosts (chrony, systemd-timesyncd); certificates, logs and caches rely on it";
+        Problem::warning("clock", host_of(peers, *node), text(off), remedy)
+    })
+    .collect()
+}
+
+/// Returns a warning for each host that is much slower than the others.
+fn throughput(peers: &[Peer], links: &[Link]) -> Vec<Problem> {
+    let mut of_node: BTreeMap<usize, Vec<f64>> = BTreeMap::new();
+    for link in links {
+        if let LinkOutcome::Throughput { megabytes_per_s } = link.outcome {
+            of_node.entry(link.from).or_default().push(megabytes_per_s);
+            of_node.entry(link.to).or_default().push(megabytes_per_s);
+        }
+    }
+    let median = |values: &[f64]| {
+        let mut values = values.to_vec();
+        values.sort_by(f64::total_cmp);
+        values[values.len() / 2]
+    };
+    let medians: Vec<(usize, f64)> = of_node.iter().map(|(node, values)| (*node, median(values))).collect();
+    if medians.len() < 3 {
+        return Vec::new();
+    }
+    let usual = median(&medians.iter().map(|(_, value)| *value).collect::<Vec<_>>());
+    let slow = medians.iter().filter(|(_, value)| *value < SLOW * usual);
+    slow.map(|(node, value)| {
+        let text = format!("its connections carry {value:.0} MB/s, those of the other hosts {usual:.0} MB/s");
+        let remedy = "compare link speed and errors with another host: ethtool DEVICE, ip -s link";
+        Problem::warning("throughput", host_of(peers, *node), text, remedy)
+    })
+    .collect()
+}
+
+/// Returns the median and the least throughput of a pair, in MB/s, and the number of pairs.
+pub(super) fn throughput_summary(links: &[Link]) -> Option<(usize, f64, f64)> {
+    let mut values: Vec<f64> = links
+        .iter()
+        .filter_map(|link| match link.outcome {
+            LinkOutcome::Throughput { megabytes_per_s } => Some(megabytes_per_s),
+            _ => None,
+        })
+        .collect();
+    values.sort_by(f64::total_cmp);
+    let least = *values.first()?;
+    Some((values.len(), values[values.len() / 2], least))
+}
