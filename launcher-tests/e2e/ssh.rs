@@ -279,6 +279,32 @@ fn nothing_is_left_on_any_host_whatever_ends_first() {
 }
 
 #[test]
+fn partition_of_a_host_ends_the_job_everywhere() {
+    let Some(ssh) = SshHosts::up_or_skip(4, "partitions of hosts") else { return };
+    for host in [3, 1] {
+        (0..4).for_each(|rank| drop(fs::remove_file(ssh.path(&format!("up.{rank}")))));
+        let launcher = ssh.start_sleepers();
+        let began = Instant::now();
+        ssh.hosts.run_script(["partition", &host.to_string()]).unwrap();
+        ssh.assert_nothing_left(began, 1..5);
+        let ended = launcher.wait();
+        assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
+        assert!(
+            ended.stderr.contains(&format!("(h{host}) is lost: its launcher was killed, or its host")),
+            "{}",
+            ended.stderr
+        );
+        assert!(
+            ended.stderr.contains(&format!("error: h{host} is lost: no sign of life")),
+            "{}",
+            ended.stderr
+        );
+        assert!(began.elapsed() < Duration::from_secs(12), "{:?}", began.elapsed());
+        ssh.hosts.run_script(["heal", &host.to_string()]).unwrap();
+    }
+}
+
+#[test]
 fn program_is_copied_to_hosts_that_lack_it() {
     let Some(ssh) = SshHosts::up_or_skip(2, "copies of the program by ssh") else { return };
     // The program lies where h0 alone has it.

@@ -21,7 +21,7 @@ use crate::host_name::host_name;
 use crate::rendezvous::own_addresses;
 
 /// Interval of signs of life in both directions.
-pub(super) const ALIVE_INTERVAL: Duration = Duration::from_secs(5);
+pub(super) const ALIVE_INTERVAL: Duration = Duration::from_secs(1);
 /// Time without a sign of life after which the other side counts as lost.
 pub(super) const ALIVE_TIMEOUT: Duration = Duration::from_secs(20);
 /// Time from SIGTERM to SIGKILL for the launcher of a head that is lost.

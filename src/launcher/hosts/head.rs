@@ -29,6 +29,9 @@ const AT_ONCE: usize = 64;
 const AT_ONCE_AFTER_DROPS: usize = 8;
 const ATTEMPTS: u32 = 5;
 const TICK: Duration = Duration::from_millis(200);
+/// Time without a sign of life after which a host counts as lost if another launcher has failed. The job is over
+/// then, and the likely reason is this host.
+const ALIVE_TIMEOUT_AFTER_FAILURE: Duration = Duration::from_secs(4);
 /// Time that the other launchers have, after a host was lost, to end by themselves; then SIGTERM, and after the
 /// same time the end of the connections.
 const LOSS_GRACE: Duration = Duration::from_secs(10);
@@ -323,10 +326,9 @@ impl<'a> Head<'a> {
             if said.elapsed() >= ALIVE_INTERVAL {
                 said = Instant::now();
                 self.tell_all(&ToAgent::Alive);
+                let timeout = if self.code == 0 { ALIVE_TIMEOUT } else { ALIVE_TIMEOUT_AFTER_FAILURE };
                 for host in 0..self.states.len() {
-                    if matches!(self.states[host], State::Running)
-                        && self.heard[host].elapsed() > ALIVE_TIMEOUT
-                    {
+                    if matches!(self.states[host], State::Running) && self.heard[host].elapsed() > timeout {
                         self.lose(host, "no sign of life");
                     }
                 }
