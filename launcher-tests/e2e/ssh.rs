@@ -358,3 +358,50 @@ fn check_on_hosts_reports_once_and_lists_hosts_that_failed() {
     assert!(unknown.stderr.contains("no address is known for nohost"), "{}", unknown.stderr);
     assert_eq!(fs::read_to_string(ssh.path("failed")).unwrap(), "nohost\n");
 }
+
+/// The batch systems themselves cannot be installed here. Their remote shells are replaced by scripts that take the
+/// same words.
+#[test]
+fn host_files_and_remote_shells_of_batch_systems_are_understood() {
+    let Some(ssh) = SshHosts::up_or_skip(3, "hosts of batch systems") else { return };
+    let [program, role] = worker_command("group");
+    let executable = |name: &str, text: String| {
+        fs::write(ssh.path(name), text).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        fs::set_permissions(ssh.path(name), mode).unwrap();
+        ssh.path(name).display().to_string()
+    };
+    // LSF's takes no flags, starts the words without a shell, and works inside of a job alone. OAR's is ssh.
+    let blaunch = executable(
+        "blaunch",
+        format!(
+            "#!/bin/sh\n[ -n \"$LSB_JOBID\" ] || exit 255\nhost=$1; shift\nexec ssh -F {} $host \"$(printf \"'%s' \" \"$@\")\"\n",
+            ssh.path("ssh_config").display()
+        ),
+    );
+    let oarsh = executable(
+        "oarsh",
+        format!(
+            "#!/bin/sh\n[ -n \"$OAR_JOB_ID\" ] || exit 255\nexec ssh -F {} \"$@\"\n",
+            ssh.path("ssh_config").display()
+        ),
+    );
+    let by_ssh = format!("ssh -F {}", ssh.path("ssh_config").display());
+    fs::write(ssh.path("nodes"), "h1\nh1\nh2\nh2\nh3\n").unwrap();
+    let file = format!("--hostfile={}", ssh.path("nodes").display());
+    for (system, hosts, shell, ranks) in [
+        ("PBS", &file[..], &by_ssh, 5),
+        ("LSF", &file, &blaunch, 5),
+        ("OAR", &file, &oarsh, 5),
+        ("Flux", "--hosts=h[1-3]", &by_ssh, 3),
+    ] {
+        let mut command = ssh.job.command_for_program(Hosts::script(), ["exec", "0"]);
+        command.arg(user_program("convoke")).args([hosts, &format!("--rsh={shell}"), &program, &role]);
+        command.env("TESTBED_DIR", ssh.hosts.state_dir()).env("LSB_JOBID", "7").env("OAR_JOB_ID", "7");
+        let ended = ssh.job.start(command).wait().expect_exit_code(0);
+        let count = ended.stdout.matches(&format!(" of {ranks}, ")).count();
+        assert_eq!(count, ranks, "{system}: {}{}", ended.stdout, ended.stderr);
+    }
+    let refused = ssh.start("h1", &["--rsh=pbs_tmrsh", "true"]).wait().expect_exit_code(1);
+    assert!(refused.stderr.contains("it passes on neither input nor output"), "{}", refused.stderr);
+}

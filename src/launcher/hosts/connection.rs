@@ -20,6 +20,9 @@ const MAX_WORDS: usize = 16 << 10;
 /// The line by which a host asks for the program, if it has not this version yet.
 const NEEDS_PROGRAM: &[u8] = b"\x01convoke-needs-program\n";
 
+/// Remote shells that give their words to a shell on the host. Others may start them as a program.
+const SHELL_STARTERS: [&str; 3] = ["ssh", "rsh", "oarsh"];
+
 /// The way in which launchers are started on hosts.
 #[derive(Debug, Clone)]
 pub(super) struct RemoteShell {
@@ -68,7 +71,8 @@ impl Connection {
         } else {
             let mut command = Command::new(&shell.words[0]);
             command.args(&shell.words[1..]);
-            if Path::new(&shell.words[0]).file_name().is_some_and(|name| name == "ssh") {
+            let name = program_name(&shell.words[0]);
+            if name == "ssh" {
                 command.args([
                     "-o",
                     "BatchMode=yes",
@@ -79,9 +83,13 @@ impl Connection {
                     "-T",
                 ]);
             }
-            command
-                .arg(&host.name)
-                .arg(remote_command(&own, shell.copies.as_ref().map(|program| &***program)));
+            command.arg(&host.name);
+            if shell.copies.is_some() || SHELL_STARTERS.contains(&name) {
+                command.arg(remote_command(&own, shell.copies.as_ref().map(|program| &***program)));
+            } else {
+                // Both a program that starts the words and one that gives them to a shell take these two.
+                command.arg(&own).arg("--agent");
+            }
             command
         };
         // A Ctrl-C at the terminal must reach the launchers in order, and not end the connections.
@@ -183,6 +191,11 @@ fn read_agent(
             }
         }
     }
+}
+
+/// Returns the last part of the path of a program.
+fn program_name(word: &str) -> &str {
+    word.rsplit('/').next().unwrap_or(word)
 }
 
 /// Keeps the last words of a remote shell.

@@ -71,6 +71,10 @@ pub(crate) fn hosts_job(args: &ParsedArgs, is_check: bool) -> Result<Option<Host
     if shell.is_empty() {
         return Err(args.error("rsh", "a program that runs a command on a host", "ssh"));
     }
+    if shell[0].rsplit('/').next() == Some("pbs_tmrsh") {
+        let what = "it passes on neither input nor output, so it cannot connect launchers; leave --rsh out: PBS lets ssh reach the hosts of a job";
+        return Err(args.error("rsh", what, "ssh"));
+    }
     Ok(Some(HostsJob {
         hosts,
         shell,

@@ -51,7 +51,7 @@ impl Class {
                 "closed the connection at once",
                 "too many connections at a time (MaxStartups of sshd), or a login script that ends the session?",
             ),
-            Self::Other => ("failed", "try by hand: ssh -o BatchMode=yes HOST true"),
+            Self::Other => ("failed", "test by hand: ssh -o BatchMode=yes HOST true"),
         }
     }
 }
