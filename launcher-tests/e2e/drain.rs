@@ -11,6 +11,9 @@ use convoke_launcher_tests::path_argument;
 use convoke_testkit::programs::user_program;
 use convoke_testkit::{Random, free_port, is_full_test_run, wait_until};
 
+/// Longest time of an undisturbed training.
+const LONG_TRAINING: Duration = Duration::from_secs(600);
+
 /// Starts two nodes with two workers each that run this program.
 fn start_two(job: &Job, flags: &[&str], program: &[&str]) -> [Launcher; 2] {
     let port = free_port().to_string();
@@ -63,8 +66,11 @@ fn digits_resumes_at_the_step_where_a_drain_stopped_it() {
         let words: Vec<&str> = words.iter().map(String::as_str).collect();
         start_two(&job, &[], &words)
     };
-    let undisturbed =
-        run(&job.path("undisturbed")).map(|node| node.wait().expect_exit_code(0).stdout).concat();
+    // The training of the long form takes a minute and a half.
+    let complete = |checkpoint: &Path| {
+        run(checkpoint).map(|node| node.wait_within(LONG_TRAINING).expect_exit_code(0).stdout).concat()
+    };
+    let undisturbed = complete(&job.path("undisturbed"));
     let checkpoint = job.path("state");
     for drain in 0..drains {
         let nodes = run(&checkpoint);
@@ -79,7 +85,7 @@ fn digits_resumes_at_the_step_where_a_drain_stopped_it() {
         let said = [first.stderr, second.stderr].concat();
         assert_eq!(said.matches("drained: all workers have stopped").count(), 1, "one node says it: {said}");
     }
-    let resumed = run(&checkpoint).map(|node| node.wait().expect_exit_code(0).stdout).concat();
+    let resumed = complete(&checkpoint);
     assert!(resumed.contains("going on after epoch "), "{resumed}");
     assert_eq!(hash(&resumed), hash(&undisturbed), "an example was lost or used twice");
 }

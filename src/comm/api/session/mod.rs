@@ -1,6 +1,8 @@
 //! Entry points: they create the world from the environment, a URL or a store.
 
 mod agent;
+#[cfg(all(test, not(loom)))]
+mod drain_tests;
 mod live_worlds;
 mod rendezvous;
 mod url;

@@ -30,6 +30,12 @@ impl World {
         Self { group, local, restart_count, drain_file }
     }
 
+    /// Returns the world of a group whose launcher creates this file when the job is drained.
+    #[cfg(all(test, not(loom)))]
+    pub(super) fn with_drain_file(group: Group, file: PathBuf) -> Self {
+        Self { drain_file: Some(file), ..Self::new(group, None, 0) }
+    }
+
     /// Returns the index of this process on its node, from the launcher. Without a launcher, it is the
     /// index among the ranks that share this host.
     #[must_use]
