@@ -163,19 +163,69 @@ fn workers_of_a_slurm_job_share_a_token_that_munge_protects() {
     let (convoke, job) = (launcher(), Job::new());
     let [program, role] = worker_command("channel");
     let file = job.path("hello");
-    let words =
-        ["srun", "-N2", "--ntasks-per-node=1", &convoke, &program, &role, file.to_str().unwrap(), "1"];
-    let hellos = |variables: &[(&str, &str)]| {
-        let _ = slurm.run(&job, &words, variables).expect_exit_code(0);
-        [0, 1].map(|rank| fs::read_to_string(job.path(&format!("hello.{rank}"))).unwrap())
+    let hellos = |flags: &str, variables: &[(&str, &str)]| {
+        let words = [
+            "srun",
+            "-N2",
+            "--ntasks-per-node=1",
+            &convoke,
+            flags,
+            &program,
+            &role,
+            file.to_str().unwrap(),
+            "1",
+        ];
+        let ended = slurm.run(&job, &words, variables).expect_exit_code(0);
+        assert!(!ended.stderr.contains("whoever can reach"), "{}", ended.stderr);
+        [0, 1].map(|rank| {
+            let hello = job.path(&format!("hello.{rank}"));
+            let text = fs::read_to_string(&hello).unwrap();
+            fs::remove_file(hello).unwrap();
+            text
+        })
     };
-    assert_eq!(hellos(&[]), ["hello same_generation=true token=32\n"; 2]);
+    // A static job, and an elastic one.
+    assert_eq!(hellos("--nproc-per-node=1", &[]), ["hello same_generation=true token=32\n"; 2]);
+    assert_eq!(hellos("--nnodes=1:2", &[]), ["hello same_generation=true token=32\n"; 2]);
     // Ranks with different tokens form no group.
     let [program, role] = worker_command("group");
     let words = ["srun", "-N2", "--ntasks-per-node=1", &convoke, &program, &role];
     let ended = slurm.run(&job, &words, &[]).expect_exit_code(0);
     assert_eq!(rank_lines(&ended), expected(2, 1), "{}", ended.stderr);
-    assert_eq!(hellos(&[("CONVOKE_TOKEN", "own")]), ["hello same_generation=true token=3\n"; 2]);
+    for flags in ["--nproc-per-node=1", "--nnodes=1:2"] {
+        assert_eq!(hellos(flags, &[("CONVOKE_TOKEN", "own")]), ["hello same_generation=true token=3\n"; 2]);
+    }
+    // The second node cannot decode the token.
+    let _ = slurm.on_node(2, "mount --bind /bin/false /usr/bin/unmunge");
+    for flags in [&["--nproc-per-node=1"][..], &["--nnodes=2:3", "--rdzv-conf=join_timeout=5"]] {
+        let words = [&["srun", "-N2", "--ntasks-per-node=1", &convoke], flags, &["true"]].concat();
+        let ended = slurm.run(&job, &words, &[]);
+        assert!(!ended.status.success(), "{}", ended.stderr);
+        assert!(ended.stderr.contains("which this node cannot decode: MUNGE refuses it"), "{}", ended.stderr);
+        assert!(ended.stderr.contains("start munged here, or set CONVOKE_TOKEN"), "{}", ended.stderr);
+    }
+}
+
+#[test]
+fn spare_node_of_the_allocation_replaces_a_host_that_has_failed_twice() {
+    let Some(slurm) = Slurm::up_or_skip(3, "spare nodes of a Slurm job") else { return };
+    let (convoke, job) = (launcher(), Job::new());
+    // The host that rank 1 has at first fails whenever it is used.
+    let worker = job.script(
+        "if [ $RANK = 1 ] && ! [ -e bad ]; then hostname > bad; fi\n\
+         if [ $RANK = 1 ] && [ \"$(hostname)\" = \"$(cat bad)\" ]; then echo >> failures; exit 1; fi\n\
+         until [ -e done ]; do sleep 0.02; done\n",
+    );
+    let flags = ["--nnodes=1:2", "--max-restarts=5", worker.to_str().unwrap()];
+    let words = [&["srun", "-N3", "--ntasks-per-node=1", "--no-kill", &convoke][..], &flags].concat();
+    let launcher = slurm.start(&job, &words, &[]);
+    wait_until("the host to be replaced", || {
+        let replaced = "a spare node has replaced this one, because this host has ended two rounds";
+        launcher.stderr().contains(replaced).then_some(())
+    });
+    fs::write(job.path("done"), "").unwrap();
+    let ended = launcher.wait().expect_exit_code(0);
+    assert_eq!(fs::read_to_string(job.path("failures")).unwrap(), "\n\n", "{}", ended.stderr);
 }
 
 /// Returns the code blocks of a guide in this language that begin so.

@@ -229,6 +229,8 @@ pub(crate) struct JoinStatus {
     pub(crate) stopping: Vec<String>,
     /// True if a round is running without this node. The node waits as a standby, to replace a lost node.
     pub(crate) standby: bool,
+    /// True if a spare node has replaced this one, because its host has ended several rounds.
+    pub(crate) is_replaced: bool,
     /// Reason for the end of the previous round, if there was one.
     pub(crate) cause: Option<RestartCause>,
     /// Time until the round starts with the nodes that have joined, in milliseconds from now. `None` while

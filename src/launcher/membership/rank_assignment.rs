@@ -36,6 +36,8 @@ pub(super) struct Candidate<'a> {
     pub(super) pid: u32,
     /// Group rank of the node in the previous round, if it took part in that round.
     pub(super) previous_rank: Option<usize>,
+    /// The host of the node has ended several rounds. Other nodes are selected before this one.
+    pub(super) fails_often: bool,
 }
 
 /// Selects at most `max` of the `candidates` for the next round. Returns them in the order of their new group
@@ -43,12 +45,14 @@ pub(super) struct Candidate<'a> {
 ///
 /// A node of the previous round keeps its rank if the new round is large enough, and otherwise gets the
 /// lowest free rank. New nodes get the remaining ranks by host name, with numbers in it compared as numbers,
-/// then by pid. Nodes of the previous round are selected before new ones. O(n log n).
+/// then by pid. Nodes of the previous round are selected before new ones, and nodes whose hosts fail often last.
+/// O(n log n).
 pub(super) fn assign_node_ranks(mut candidates: Vec<Candidate<'_>>, max: usize) -> Vec<AgentId> {
     candidates.sort_by(|a, b| {
         let old = |candidate: &Candidate<'_>| candidate.previous_rank.unwrap_or(usize::MAX);
-        old(a)
-            .cmp(&old(b))
+        a.fails_often
+            .cmp(&b.fails_often)
+            .then(old(a).cmp(&old(b)))
             .then_with(|| natural_order(a.host, b.host))
             .then(a.pid.cmp(&b.pid))
             .then(a.agent.cmp(&b.agent))
@@ -106,6 +110,7 @@ mod tests {
 
     fn host_order(candidates: &[(&str, Option<usize>)], max: usize) -> Vec<String> {
         let list = candidates.iter().enumerate().map(|(index, &(host, previous_rank))| Candidate {
+            fails_often: false,
             agent: AgentId(index as u128),
             host,
             pid: 1,
@@ -144,6 +149,7 @@ mod tests {
             let mut used = std::collections::BTreeSet::new();
             let previous_rank: Vec<_> = previous_rank.into_iter().map(|rank| rank.filter(|&rank| used.insert(rank))).collect();
             let list: Vec<_> = previous_rank.iter().enumerate().map(|(index, &previous_rank)| Candidate {
+                fails_often: false,
                 agent: AgentId(index as u128), host: "h", pid: 1, previous_rank,
             }).collect();
             let assigned = assign_node_ranks(list, max);

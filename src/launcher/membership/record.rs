@@ -1,7 +1,7 @@
 //! The record of a job. A coordinator with a registry (etcd or a shared file) writes it before it sends the
 //! orders that depend on it, so that another coordinator can continue the job. Pure.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 
 use serde::{Deserialize, Serialize};
 
@@ -25,6 +25,9 @@ pub(crate) struct Record {
     /// Number of restarts that failures have caused. It matters only if all nodes share one restart limit
     /// (`restart_budget=job`).
     pub(crate) failures: u32,
+    /// Number of rounds that each host has ended by a failure or its loss.
+    #[serde(default)]
+    pub(crate) failed_hosts: BTreeMap<String, u32>,
     /// Outcome of the job, if it has ended.
     #[serde(rename = "ending")]
     pub(crate) result: Option<JobResult>,

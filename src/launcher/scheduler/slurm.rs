@@ -140,7 +140,7 @@ impl Variables<'_> {
         let (ports, port_source) = self.ports(&id)?;
         let addresses = [self.get("MASTER_ADDR"), self.get("SLURM_LAUNCH_NODE_IPADDR")];
         let sources = vec![
-            format!("{label}, by --scheduler=auto; its id is {id}"),
+            format!("{label}; its id is {id}"),
             format!("nodes: {nodes}, from {NODES}; this is node {node}, from {NODE}"),
             format!("node 0: {name}, the first host of {LIST}={list}"),
             format!("port of node 0: {port_source}"),

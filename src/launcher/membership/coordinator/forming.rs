@@ -50,7 +50,14 @@ impl Coordinator {
         let candidates = self.members.candidates.keys().filter_map(|agent| {
             let profile = &self.members.get(*agent)?.profile;
             let previous_rank = self.members.rank(*agent);
-            Some(Candidate { agent: *agent, host: &profile.host, pid: profile.pid, previous_rank })
+            let fails_often = self.fails_often(&profile.host);
+            Some(Candidate {
+                agent: *agent,
+                host: &profile.host,
+                pid: profile.pid,
+                previous_rank,
+                fails_often,
+            })
         });
         let agents = assign_node_ranks(candidates.collect(), max);
         self.start(agents);

@@ -6,6 +6,7 @@
 //! [`Rules::heartbeat_timeout`]. A member whose connection breaks has [`RECONNECT_TIMEOUT`] to
 //! reconnect.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use super::injected_bug::{Bug, InjectedBug};
@@ -37,6 +38,8 @@ const TIMEOUT_PER_NODE_ON_HOST: Duration = Duration::from_millis(20);
 const MAX_UNACKED_STATUSES: usize = 8;
 /// Time that a member has to reconnect after its connection broke. After that it is lost.
 pub(crate) const RECONNECT_TIMEOUT: Duration = Duration::from_millis(200);
+/// Number of rounds that a host may end before spare nodes are preferred to it.
+const MAX_HOST_FAILURES: u32 = 2;
 /// Longest time that a member may take to stop its workers before the coordinator evicts it.
 const STOP_TIMEOUT: Duration = Duration::from_secs(90);
 /// Time within which a scheduler that cancels the whole job signals all its nodes. After a signal has stopped
@@ -116,6 +119,8 @@ pub(crate) struct Coordinator {
     members: Members,
     round: u64,
     failures: u32,
+    /// Number of rounds that each host has ended by a failure or its loss.
+    failed_hosts: BTreeMap<String, u32>,
     last_probe_sent: u64,
     stage: Stage,
     /// Time of the event that is being processed, and what the caller must do because of it.
@@ -135,6 +140,7 @@ impl Coordinator {
             members: Members::default(),
             round: 0,
             failures: 0,
+            failed_hosts: BTreeMap::new(),
             // Every probe of this term has a higher number than those of earlier terms.
             last_probe_sent: term << 32,
             stage: Stage::Forming(Forming { join_status_at: JOIN_STATUS_PERIOD, ..Forming::default() }),
@@ -157,6 +163,7 @@ impl Coordinator {
         let mut resumed = Self::new(rules, term, entropy);
         resumed.round = record.round;
         resumed.failures = record.failures;
+        resumed.failed_hosts.clone_from(&record.failed_hosts);
         resumed.members.max_on_host = record.max_nodes_on_host();
         if let Some(result) = record.result {
             resumed.stage = Stage::Finished(result);
@@ -353,7 +360,15 @@ impl Coordinator {
 
     /// Orders a member to wait for the next round.
     fn order_to_wait(&mut self, agent: AgentId) {
-        self.order(agent, Order::Wait(self.join_status()));
+        let mut join_status = self.join_status();
+        let host = self.members.get(agent).map(|known| &known.profile.host);
+        join_status.is_replaced = join_status.standby && host.is_some_and(|host| self.fails_often(host));
+        self.order(agent, Order::Wait(join_status));
+    }
+
+    /// Returns true if a spare node is to replace a node on this host.
+    fn fails_often(&self, host: &str) -> bool {
+        self.failed_hosts.get(host).is_some_and(|rounds| *rounds >= MAX_HOST_FAILURES)
     }
 
     /// Sends a new order to a member, unless the member's latest order is the same.

@@ -226,6 +226,10 @@ impl Coordinator {
     /// so.
     fn end_round(&mut self, cause: RestartCause) {
         let Stage::Live(round) = &self.stage else { return };
+        if let RestartCause::Failed { host, .. } | RestartCause::Lost { host, .. } = &cause {
+            let rounds = self.failed_hosts.entry(host.clone()).or_default();
+            *rounds = rounds.saturating_add(1);
+        }
         let (number, last) = (round.record.round, round.record.clone());
         let members = round.record.nodes.iter().map(|node| node.agent);
         let here: Vec<AgentId> = members.filter(|agent| self.members.contains(*agent)).collect();
@@ -254,6 +258,7 @@ impl Coordinator {
             // No node of the previous rounds takes part, so the user has started the job again: the count of
             // restarts begins at 0.
             self.failures = 0;
+            self.failed_hosts.clear();
         }
         for &agent in &agents {
             self.members.set_due(agent, self.now + self.heartbeat_timeout());
@@ -281,7 +286,8 @@ impl Coordinator {
     /// Returns the record of the current round, without nodes and store addresses.
     fn record(&self) -> Record {
         let generation = self.entropy.wrapping_add(self.round.into()).to_le_bytes();
-        Record { round: self.round, generation, failures: self.failures, ..Record::empty() }
+        let (failures, failed_hosts) = (self.failures, self.failed_hosts.clone());
+        Record { round: self.round, generation, failures, failed_hosts, ..Record::empty() }
     }
 
     /// Returns the number of restarts that the job has used up; `None` if each node counts its own.

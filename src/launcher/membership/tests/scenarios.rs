@@ -145,6 +145,41 @@ fn full_round_starts_at_once_and_smaller_after_last_call() {
 }
 
 #[test]
+fn spare_node_replaces_a_host_that_has_failed_twice() {
+    let mut job = running(2, (1, 2), None);
+    job.join(3, (1, 2));
+    for round in 1..=2 {
+        assert_eq!(job.run_order(2), Some((round, 1, 2)), "one failure is no reason");
+        [1, 2].into_iter().for_each(|agent| job.send_running(agent, round));
+        job.send_failure(2, round, true);
+        [1, 2].into_iter().for_each(|agent| job.send_ready(agent, round));
+    }
+    // Node 1 keeps its rank, and the spare node gets that of node 2.
+    assert_eq!((job.run_order(1), job.run_order(3)), (Some((3, 0, 2)), Some((3, 1, 2))));
+    assert!(
+        matches!(&job.orders[&2], Order::Wait(join_status) if join_status.is_replaced),
+        "{:?}",
+        job.orders[&2]
+    );
+    // Without another node, the host is used again.
+    [1, 3].into_iter().for_each(|agent| job.send_running(agent, 3));
+    job.send_status(3, Phase::Left(Departure::Error("gone".to_owned())));
+    job.send_ready(1, 3);
+    assert_eq!(job.run_order(2), Some((4, 1, 2)));
+}
+
+#[test]
+fn successor_of_the_coordinator_knows_which_hosts_fail() {
+    let mut record = Record::empty();
+    record.failed_hosts.insert("h2".to_owned(), 2);
+    let text = serde_json::to_string(&record).unwrap();
+    assert_eq!(serde_json::from_str::<Record>(&text).unwrap(), record);
+    // A record of an earlier version has no such hosts.
+    let without = text.replace(",\"failed_hosts\":{\"h2\":2}", "");
+    assert_eq!(serde_json::from_str::<Record>(&without).unwrap(), Record::empty());
+}
+
+#[test]
 fn excess_node_is_standby_and_replaces_a_lost_node() {
     let mut job = running(2, (2, 2), None);
     job.join(3, (2, 2));

@@ -7,6 +7,7 @@ use convoke_env::Token;
 use futures_util::StreamExt;
 use futures_util::stream::FuturesUnordered;
 use tokio::net::TcpStream;
+use tokio::task::spawn_blocking;
 use tokio::time::timeout;
 
 use super::Settings;
@@ -14,6 +15,7 @@ use super::discovery::{ConnectFailure, CoordinatorAddresses, LastAttempt};
 use super::framing::{self, FramingError};
 use super::wire::{self, Hello, MAGIC, Nonce, Seal, ToCoordinator, UNAUTHENTICATED_FRAME_LIMIT, Welcome};
 use crate::membership::AgentId;
+use crate::rendezvous::munge;
 
 /// Identity of the connecting node.
 pub(super) struct Connector {
@@ -94,16 +96,35 @@ impl Connector {
             }
             other => other,
         })?;
-        let nonce = match wire::decode(&body).map_err(|_| FramingError::NotRendezvous)? {
-            Welcome::Welcome { nonce, .. } => nonce,
+        let (nonce, credential) = match wire::decode(&body).map_err(|_| FramingError::NotRendezvous)? {
+            Welcome::Welcome { nonce, credential, .. } => (nonce, credential),
             Welcome::Refused(why) => return Err(FramingError::Refused(why)),
         };
-        let (mut ours, mut theirs) = wire::seals(token, &hello, &nonce);
+        let given = match credential.filter(|_| token.is_none() && self.settings.accepts_credential) {
+            Some(credential) => Some(decode(credential).await?),
+            None => None,
+        };
+        let (mut ours, mut theirs) = wire::seals(token.or(given.as_ref()), &hello, &nonce);
         framing::read::<()>(&mut stream, &mut theirs, UNAUTHENTICATED_FRAME_LIMIT).await?;
+        if given.is_some() {
+            self.settings.given_token.replace(given);
+        }
         let profile = self.settings.profile.clone();
         framing::write(&mut stream, &mut ours, &ToCoordinator::Profile(profile)).await?;
         Ok(Connection { stream, ours, theirs })
     }
+}
+
+/// Decodes the token that the coordinator has given as a MUNGE credential.
+async fn decode(credential: String) -> Result<Token, FramingError> {
+    let decoded = spawn_blocking(move || munge::decode(&credential)).await;
+    let decoded = decoded.unwrap_or_else(|error| Err(error.to_string()));
+    decoded.map_err(|why| {
+        FramingError::Refused(format!(
+            "it gives the job's token as a MUNGE credential, which this node cannot decode: {why}; start munged here, or set \
+             CONVOKE_TOKEN to one secret on all nodes"
+        ))
+    })
 }
 
 fn is_refused(error: &FramingError) -> bool {

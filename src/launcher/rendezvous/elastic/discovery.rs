@@ -285,7 +285,7 @@ impl RegistryDiscovery {
         let coordinator = Coordinator::resume(*rules, term, u128::from_le_bytes(entropy), record, suspect);
         let job = Job::start(coordinator, Some(leadership));
         let (settings, token) = (Rc::clone(&self.settings), Some(self.token(&key)));
-        RendezvousServer::open(listeners, settings, token, None, Some(Rc::clone(&job)));
+        RendezvousServer::open(listeners, settings, token, None, None, Some(Rc::clone(&job)));
         self.job = Some(job);
         Ok(now)
     }

@@ -21,6 +21,7 @@ mod shared_store;
 mod view;
 mod wire;
 
+use std::cell::RefCell;
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::rc::Rc;
@@ -32,7 +33,7 @@ use tokio::sync::mpsc;
 use tokio::task::LocalSet;
 
 use super::cluster::EventSender;
-use super::{ClusterCommand, ClusterEvent, RendezvousError};
+use super::{ClusterCommand, ClusterEvent, RendezvousError, munge};
 use crate::config::{Config, ElasticSettings, Endpoint};
 use crate::host_name::full_host_name;
 use crate::membership::{JoinStatus, Profile, Rules};
@@ -56,7 +57,13 @@ pub(super) struct Settings {
     rules: Rules,
     profile: Profile,
     run_id: String,
+    /// The token that the user has set.
     token: Option<Token>,
+    /// True if the coordinator may give this node a token as a MUNGE credential: a scheduler describes the job, and
+    /// the user has set no token.
+    accepts_credential: bool,
+    /// The token that the coordinator of this node has drawn, or that another has given to this node.
+    given_token: RefCell<Option<Token>>,
     /// Longest time that writing the outcome of the job may take.
     close_timeout: Duration,
     local_addr: Option<String>,
@@ -89,7 +96,9 @@ impl Settings {
             rules,
             profile,
             run_id: config.run_id.clone(),
+            accepts_credential: config.scheduled.is_some() && token.is_none(),
             token,
+            given_token: RefCell::default(),
             close_timeout: settings.close_timeout,
             local_addr: config.local_addr.clone(),
             share_store: config.share_store,
@@ -133,17 +142,22 @@ async fn take_part(
     let settings = Rc::new(settings);
     let (requests, request_receiver) = mpsc::unbounded_channel();
     let mut node = Node::new(Rc::clone(&settings), requests, events.clone());
-    node.warn_if_open();
     let phase = node.ready(restarts)?;
     let agent = connector::fresh_id().map_err(RendezvousError::system("cannot make an id"))?;
     let listeners = listen(&settings.endpoint)?;
-    let Settings { endpoint, rules, run_id, token, .. } = &*settings;
+    let is_host = !listeners.is_empty();
+    let drawn = if is_host && settings.accepts_credential { draw_token()? } else { None };
+    let (drawn, credential) = drawn.unzip();
+    node.warn_if_open(is_host && drawn.is_none());
+    settings.given_token.replace(drawn.clone());
+    let Settings { endpoint, rules, run_id, .. } = &*settings;
+    let token = drawn.as_ref().or(settings.token.as_ref());
     let by_registry = |registry| Discovery::with_registry(registry, Rc::clone(&settings), agent);
     let mut discovery = match endpoint {
         Endpoint::Host { host, port, .. } => {
             let picked = listeners.first().and_then(|listener| listener.local_addr().ok());
             let port = picked.map_or(*port, |picked| picked.port());
-            Discovery::Endpoint { host: host.clone(), port, token: token.clone() }
+            Discovery::Endpoint { host: host.clone(), port, token: token.cloned() }
         }
         Endpoint::File(path) => {
             by_registry(Registry::File(FileRegistry::new(path, run_id, rules.heartbeat_timeout)))
@@ -158,14 +172,15 @@ async fn take_part(
             return Err(RendezvousError::Refused(crate::config::EtcdCluster::MISSING.to_owned()));
         }
     };
-    let is_host = !listeners.is_empty();
     node.is_host = is_host;
     let node = Rc::new(node);
     // A peer that expects torch's TCPStore at the endpoint finds one, but only if the job has no token.
     let loopback = SocketAddr::from(([127, 0, 0, 1], 0));
     let store = (is_host && token.is_none()).then(|| StoreServer::bind(&[loopback]).ok()).flatten();
     let store_at = store.as_ref().and_then(|store| store.addresses().first().copied());
-    let open = || RendezvousServer::open(listeners, Rc::clone(&settings), token.clone(), store_at, None);
+    let open = || {
+        RendezvousServer::open(listeners, Rc::clone(&settings), token.cloned(), credential, store_at, None)
+    };
     let server = is_host.then(open);
     let connector = Connector { settings: Rc::clone(&settings), agent };
     let session = Session::new(connector, phase, &mut discovery, request_receiver, &node);
@@ -195,6 +210,13 @@ async fn take_part(
     }
 }
 
+/// Draws the token of a job. Returns it with its MUNGE credential; `None` if this host has no MUNGE.
+fn draw_token() -> Result<Option<(Token, String)>, RendezvousError> {
+    let token = Token::random().map_err(RendezvousError::system("cannot get random numbers"))?;
+    let credential = munge::encode(&token);
+    Ok(credential.map(|credential| (token, credential)))
+}
+
 fn random<const N: usize>() -> std::io::Result<[u8; N]> {
     let mut bytes = [0; N];
     let filled = getrandom::fill(&mut bytes);
@@ -204,7 +226,13 @@ fn random<const N: usize>() -> std::io::Result<[u8; N]> {
 
 /// Describes, for a line of progress, which nodes have joined and which are missing.
 fn describe_join_status(join_status: &JoinStatus) -> String {
-    let JoinStatus { joined, min, max, names, stopping, standby, cause, starts_in_ms } = join_status;
+    let JoinStatus { joined, min, max, names, stopping, standby, is_replaced, cause, starts_in_ms } =
+        join_status;
+    if *is_replaced {
+        return format!(
+            "a round of {max} nodes is running; a spare node has replaced this one, because this host has ended two rounds"
+        );
+    }
     if *standby {
         return format!("a round of {max} nodes is running; this one waits as a standby node");
     }

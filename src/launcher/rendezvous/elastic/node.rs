@@ -352,13 +352,14 @@ impl Node {
             generation: Some(generation),
             restarts: run.restarts,
             protocol: FailureProtocol::Confirmed,
-            token: None,
+            token: self.settings.given_token.borrow().clone(),
         })
     }
 
     /// Prints a warning if no token or registry protects the job, so that any process that can reach the
-    /// endpoint can take part.
-    pub(super) fn warn_if_open(&self) {
+    /// endpoint can take part. `lacks_munge` is true if this node serves the endpoint and cannot draw a token: other
+    /// nodes of a scheduler's job do not know.
+    pub(super) fn warn_if_open(&self, lacks_munge: bool) {
         let is_open = match &self.settings.endpoint {
             Endpoint::Host { host, .. } => !is_loopback(host),
             // The file or etcd holds a key, and only nodes that can read the key can take part.
@@ -367,7 +368,8 @@ impl Node {
                 cluster.is_open() && !cluster.endpoints.iter().all(|(host, _)| is_loopback(host))
             }
         };
-        if is_open && self.settings.token.is_none() {
+        let is_protected = self.settings.accepts_credential && !lacks_munge;
+        if is_open && self.settings.token.is_none() && !is_protected {
             let endpoint = &self.settings.endpoint;
             print_message(&format!(
                 "warning: whoever can reach {endpoint} can join or stop this job; set CONVOKE_TOKEN, the same on all nodes"

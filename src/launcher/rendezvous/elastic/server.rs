@@ -42,6 +42,8 @@ pub(super) struct RendezvousServer {
     /// Settings of the launcher's own job.
     settings: Rc<Settings>,
     token: Option<Token>,
+    /// The token as a MUNGE credential, for agents whose user has not set it.
+    credential: Option<String>,
     /// Address of the TCPStore to which the server forwards connections that use the TCPStore protocol.
     store: Option<SocketAddr>,
     /// The jobs by run id.
@@ -62,6 +64,7 @@ impl RendezvousServer {
         listeners: Vec<std::net::TcpListener>,
         settings: Rc<Settings>,
         token: Option<Token>,
+        credential: Option<String>,
         store: Option<SocketAddr>,
         own_job: Option<Rc<Job>>,
     ) -> Rc<Self> {
@@ -70,6 +73,7 @@ impl RendezvousServer {
         let server = Rc::new(Self {
             settings,
             token,
+            credential,
             store,
             jobs: RefCell::new(jobs),
             unauthenticated: RefCell::default(),
@@ -193,7 +197,11 @@ impl RendezvousServer {
         }
         let nonce: Nonce = super::random()?;
         let (mut theirs, mut ours) = wire::seals(self.token.as_ref(), &hello, &nonce);
-        let mut welcome = wire::frame(&wire::encode(&Welcome::Welcome { suite: SUITE, nonce }));
+        let mut welcome = wire::frame(&wire::encode(&Welcome::Welcome {
+            suite: SUITE,
+            nonce,
+            credential: self.credential.clone(),
+        }));
         // The key depends on `nonce`, which the agent learns only from this frame. The frame that proves
         // knowledge of the token therefore follows it.
         welcome.extend_from_slice(&ours.seal(&()));

@@ -24,7 +24,7 @@ use sha2::Sha256;
 use crate::membership::{AgentId, OrderMessage, Profile, Status};
 
 /// First bytes of a connection; the last one is the version. (The first byte of a TCPStore client is 0.)
-pub(super) const MAGIC: [u8; 8] = *b"convoke\x03";
+pub(super) const MAGIC: [u8; 8] = *b"convoke\x04";
 /// HMAC-SHA256 without encryption.
 pub(super) const SUITE: u8 = 0;
 /// Maximum body length, in bytes, before the sender has authenticated itself.
@@ -48,8 +48,10 @@ pub(super) struct Hello {
 /// Answer of the coordinator to [`Hello`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Welcome {
-    /// The MAC of this frame proves that the coordinator knows the token.
-    Welcome { suite: u8, nonce: Nonce },
+    /// The MAC of the next frame proves that the coordinator knows the token. `credential` holds the token as a
+    /// MUNGE credential, which only processes of the coordinator's user can decode. It is `None` if the user has set
+    /// a token, or if the job has none.
+    Welcome { suite: u8, nonce: Nonce, credential: Option<String> },
     /// The coordinator refuses the connection. The text is the reason.
     Refused(String),
 }
