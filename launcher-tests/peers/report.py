@@ -33,9 +33,12 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "col
 import table  # noqa: E402
 
 MARKED = re.compile(r"(<!-- bench:([^\n]*?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
-NAMES = {"openmpi:tcp": "Open MPI", "torch-gloo:tcp": "gloo", "the better MPI:shm": "The better of Open MPI and MPICH in each cell"}
+NAMES = {"openmpi:tcp": "Open MPI", "torch-gloo:tcp": "gloo", "the better MPI:shm": "The better of Open MPI and MPICH in each cell",
+         "the newest MPIs:shm": "The best of Open MPI 5, MPICH 5 and Intel MPI in each cell",
+         "the newest MPIs:tcp": "The best of Open MPI 5, MPICH 5 and Intel MPI in each cell"}
 # What is measured and compared, and not shown on its own.
 UNUSED = {"collectives the better MPI:tcp", "memory openmpi:shm", "memory mpich:shm", "memory convoke-alloc:shm"}
+UNUSED |= {f"{area} {mpi}:{way}" for mpi in ("openmpi5", "mpich5", "intel") for area, way in (("collectives", "tcp"), ("memory", "shm"))}
 # Title, test, metric.
 LAUNCH = [
     ("from exec to the first worker's first instruction, ms", "start", "first worker"),

@@ -3,7 +3,7 @@
 
   table.py OUT [CANDIDATE]      OUT: the folder with raw.csv; CANDIDATE: convoke:tcp if not given
 
-One table for each peer, and for the better of several MPIs with one transport: its p50 over the candidate's of the same round, median over the rounds (above 1 the candidate
+One table for each peer, and for the best of several MPIs with one transport: its p50 over the candidate's of the same round, median over the rounds (above 1 the candidate
 is faster), by collective, ranks and bytes; and one with the candidate's own times. Below each: geometric means, and
 the cells below 0.95.
 """
@@ -12,6 +12,10 @@ import csv
 import math
 import statistics
 import sys
+
+
+# Peers that stand for the best of a group: the MPIs of Debian, and the newest ones.
+BEST_OF = {"the better MPI": ("openmpi", "mpich"), "the newest MPIs": ("openmpi5", "mpich5", "intel")}
 
 
 def read(path):
@@ -59,13 +63,14 @@ class Results:
                       if system != candidate]
 
     def better_mpi(self):
-        """Adds the better of two MPIs in each cell and round, by transport, as a peer of its own."""
+        """Adds the best MPI of each group in each cell and round, by transport, as a peer of its own."""
         for systems in self.results.values():
-            for transport in ("shm", "tcp"):
-                both = [systems[f"{mpi}:{transport}"] for mpi in ("openmpi", "mpich") if f"{mpi}:{transport}" in systems]
-                if len(both) == 2:
-                    turns = set(both[0]) & set(both[1])
-                    systems[f"the better MPI:{transport}"] = {turn: min(mpi[turn] for mpi in both) for turn in turns}
+            for name, group in BEST_OF.items():
+                for transport in ("shm", "tcp"):
+                    there = [systems[f"{mpi}:{transport}"] for mpi in group if f"{mpi}:{transport}" in systems]
+                    if len(there) == len(group):
+                        turns = set.intersection(*map(set, there))
+                        systems[f"{name}:{transport}"] = {turn: min(mpi[turn] for mpi in there) for turn in turns}
 
     def column(self, bytes_):
         return bytes_ or self.sizes[0]
@@ -105,7 +110,8 @@ class Results:
         low = sorted((ratio, *key) for key, ratio in ratios.items() if ratio < 0.95)
         low = ", ".join(f"{collective} {size(bytes_)} at {ranks} ({ratio:.2f})" for ratio, collective, ranks, bytes_ in low)
         count = sum(ratio < 0.95 for ratio in ratios.values())
-        name = peer.replace("the better MPI:", "the better MPI, ")
+        name, _, transport = peer.partition(":")
+        name = f"{name}, {transport}" if name in BEST_OF else peer
         return [*table(f"{name} / {self.candidate.split(':')[0]}", cells, self.sizes), "", f"Geometric means: {means}.", "",
                 f"Of {len(ratios)} cells {count} are below 0.95: {low or 'none'}."]
 
