@@ -26,7 +26,7 @@ struct CheckResult {
     took: Duration,
 }
 
-/// What one node does differently.
+/// The mistake of one node.
 #[derive(Default, Clone)]
 struct Mistake<'a> {
     host: usize,

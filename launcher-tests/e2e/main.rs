@@ -34,6 +34,7 @@ mod root_causes;
 mod screens;
 mod signals;
 mod slurm;
+mod slurm_drains;
 mod ssh;
 mod standalone;
 mod terminal;

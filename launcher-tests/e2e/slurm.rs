@@ -9,7 +9,7 @@ use convoke_launcher_tests::harness::{Job, ProcessOutput};
 use convoke_launcher_tests::slurm::Slurm;
 use convoke_launcher_tests::{path_argument, worker_command};
 use convoke_testkit::programs::{repository_root, user_program};
-use convoke_testkit::{Random, TEST_TIMEOUT, skip, try_wait_until_within, wait_until};
+use convoke_testkit::{Random, skip, wait_until};
 
 /// Time in which a launcher must refuse a layout, with a margin for a busy machine.
 const AT_ONCE: Duration = Duration::from_secs(20);
@@ -235,25 +235,21 @@ fn blocks_of(guide: &str, language: &str, begin: &str) -> Vec<String> {
     blocks.filter(|block| block.starts_with(begin)).map(str::to_owned).collect()
 }
 
-fn jobs() -> PathBuf {
+pub fn jobs() -> PathBuf {
     repository_root().join("src/examples/jobs")
 }
 
 #[test]
 fn job_scripts_of_the_guides_are_the_files_of_the_examples() {
-    let all = || fs::read_dir(jobs()).unwrap().map(|entry| entry.unwrap().path());
-    for (guide, language, begin, prefix) in
-        [("slurm.md", "sh\n", "#!", "slurm"), ("kubernetes.md", "yaml\n", "#", "k8s")]
-    {
-        let is_wanted = |path: &PathBuf| path.file_name().unwrap().to_str().unwrap().starts_with(prefix);
-        let mut files: Vec<_> =
-            all().filter(is_wanted).map(|path| fs::read_to_string(path).unwrap()).collect();
-        let mut blocks = blocks_of(guide, language, begin);
-        files.sort();
-        blocks.sort();
-        assert!(!files.is_empty());
-        assert_eq!(files, blocks, "{guide}");
-    }
+    let mut blocks =
+        [("slurm.md", "sh\n", "#!"), ("hosts.md", "sh\n", "#!"), ("kubernetes.md", "yaml\n", "#")]
+            .map(|(guide, language, begin)| blocks_of(guide, language, begin))
+            .concat();
+    let files = fs::read_dir(jobs()).unwrap().map(|entry| fs::read_to_string(entry.unwrap().path()).unwrap());
+    let mut files: Vec<String> = files.collect();
+    files.sort();
+    blocks.sort();
+    assert_eq!(files, blocks);
 }
 
 #[test]
@@ -352,124 +348,6 @@ fn random_list(random: &mut Random) -> String {
     };
     let entries: Vec<_> = (0..=random.below(4)).map(|_| entry(random)).collect();
     entries.join([",", ", ", ",,"][random.below(3)])
-}
-
-/// A job of `digits` on two nodes that a drain stops, on the whole nodes.
-struct DrainedJob<'a> {
-    slurm: &'a Slurm,
-    job: &'a Job,
-    id: String,
-    path: String,
-}
-
-impl<'a> DrainedJob<'a> {
-    /// Submits a batch script, and waits until its workers train.
-    fn submit(slurm: &'a Slurm, job: &'a Job, script: &str) -> Self {
-        let (file, bin) = (job.path("job.sh"), job.path("bin"));
-        fs::write(&file, script).unwrap();
-        fs::create_dir_all(&bin).unwrap();
-        for (name, path) in [("convoke", user_program("convoke")), ("digits", user_program("digits"))] {
-            let _ = std::os::unix::fs::symlink(path, bin.join(name));
-        }
-        let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap());
-        let mut started = Self { slurm, job, id: String::new(), path };
-        let output = job.path("out");
-        let words =
-            ["sbatch", "--parsable", "--exclusive", "-o", output.to_str().unwrap(), file.to_str().unwrap()];
-        started.id = started.slurm(&words).trim().to_owned();
-        started.wait_for("training to begin", "2 workers, ");
-        started
-    }
-
-    /// Runs one of Slurm's commands and returns its output.
-    fn slurm(&self, words: &[&str]) -> String {
-        self.slurm.run(self.job, words, &[("PATH", &self.path)]).expect_exit_code(0).stdout
-    }
-
-    fn output(&self) -> String {
-        fs::read_to_string(self.job.path("out")).unwrap_or_default()
-    }
-
-    fn wait_for(&self, what: &str, text: &str) {
-        wait_until(what, || self.output().contains(text).then_some(()));
-    }
-
-    /// Waits until the job is requeued, starts it at once, and waits until it continues where it stopped.
-    fn check_resumed(&self) {
-        self.wait_for("the drain", "digits: drained after epoch ");
-        let stopped_at =
-            self.output().split("drained after ").nth(1).unwrap().lines().next().unwrap().to_owned();
-        wait_until("the job to be requeued", || {
-            self.slurm(&["scontrol", "show", "job", &self.id]).contains("Restarts=1").then_some(())
-        });
-        // Slurm starts a requeued job two minutes later, counted anew when the last run has ended completely.
-        // Two seconds are enough, but not less: slurmd refuses a job that was killed within the same second.
-        wait_until("the nodes to be idle", || {
-            let states = self.slurm(&["sinfo", "-h", "-N", "-p", "main", "-o", "%T"]);
-            states.lines().all(|state| state == "idle").then_some(())
-        });
-        let _ = self.slurm(&["scontrol", "update", &format!("JobId={}", self.id), "StartTime=now+2seconds"]);
-        let mut shown = String::new();
-        let started = try_wait_until_within(TEST_TIMEOUT, || {
-            shown = self.slurm(&["scontrol", "show", "job", &self.id]);
-            shown.contains("JobState=RUNNING").then_some(())
-        });
-        assert!(started.is_some(), "the job was not started again: {shown}\n{}", self.output());
-        self.wait_for("the job to continue", &format!("going on after {stopped_at}, from"));
-        let _ = self.slurm(&["scancel", &self.id]);
-    }
-}
-
-/// Makes digits survive a signal that Slurm sends to all processes, as it does without cgroups.
-fn deaf_digits(signal: &str, flags: &str) -> String {
-    format!(
-        "#!/bin/bash\n#SBATCH -N2 --ntasks-per-node=1 --requeue --open-mode=append\n\
-         srun convoke --log-dir=logs {flags} sh -c 'trap \"\" {signal}; exec digits --epochs 9000 --print-every 9000 --checkpoint state'\n"
-    )
-}
-
-#[test]
-fn signalled_slurm_job_is_drained_requeued_and_continues_at_its_step() {
-    let Some(slurm) = Slurm::up_or_skip(2, "drains of Slurm jobs by signals") else { return };
-    let job = Job::new();
-    let drained = DrainedJob::submit(&slurm, &job, &deaf_digits("USR1", ""));
-    let _ = drained.slurm(&["scancel", "-s", "USR1", &drained.id]);
-    drained.check_resumed();
-    assert!(drained.output().contains("drain, asked for by SIGUSR1 on node "), "{}", drained.output());
-    let drains = drained.output().matches("drain, asked for by").count();
-    assert_eq!(drains, 1, "one node says it: {}", drained.output());
-}
-
-#[test]
-fn job_script_with_a_warning_signal_drains_as_it_stands_in_the_guide() {
-    let Some(slurm) = Slurm::up_or_skip(2, "drains of Slurm jobs by job scripts") else { return };
-    let job = Job::new();
-    let script = fs::read_to_string(jobs().join("slurm-drain.sh")).unwrap();
-    let drained = DrainedJob::submit(&slurm, &job, &script);
-    // As Slurm does 120 s before the end with --signal=B:USR1@120.
-    let _ = drained.slurm(&["scancel", "-b", "-s", "USR1", &drained.id]);
-    drained.check_resumed();
-    assert!(drained.output().contains("drain, asked for by convoke drain on node "), "{}", drained.output());
-}
-
-#[test]
-fn preempted_slurm_job_is_drained_within_its_grace_time() {
-    let Some(slurm) = Slurm::up_or_skip(2, "drains of preempted Slurm jobs") else { return };
-    let job = Job::new();
-    let drained = DrainedJob::submit(&slurm, &job, &deaf_digits("TERM", "--drain-signal=TERM"));
-    let urgent = drained.slurm(&[
-        "sbatch",
-        "--parsable",
-        "-p",
-        "urgent",
-        "-N2",
-        "-o",
-        "/dev/null",
-        "--wrap",
-        "sleep 2",
-    ]);
-    drained.check_resumed();
-    assert!(drained.output().contains("DUE TO PREEMPTION"), "job {urgent}: {}", drained.output());
 }
 
 #[test]

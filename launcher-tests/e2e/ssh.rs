@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 use convoke_launcher_tests::harness::{Job, Launcher};
 use convoke_launcher_tests::hosts::{Hosts, missing_requirement};
 use convoke_launcher_tests::{path_argument, worker_command};
-use convoke_testkit::programs::user_program;
+use convoke_testkit::programs::{repository_root, user_program};
 use convoke_testkit::{skip, wait_until};
 
 /// Time after which no process of a job is left on any host. The documentation promises 5 s.
@@ -359,48 +359,46 @@ fn check_on_hosts_reports_once_and_lists_hosts_that_failed() {
     assert_eq!(fs::read_to_string(ssh.path("failed")).unwrap(), "nohost\n");
 }
 
-/// The batch systems themselves cannot be installed here. Their remote shells are replaced by scripts that take the
-/// same words.
+/// The batch systems themselves cannot be installed here. Scripts replace their commands, and take the same words.
 #[test]
-fn host_files_and_remote_shells_of_batch_systems_are_understood() {
-    let Some(ssh) = SshHosts::up_or_skip(3, "hosts of batch systems") else { return };
-    let [program, role] = worker_command("group");
-    let executable = |name: &str, text: String| {
-        fs::write(ssh.path(name), text).unwrap();
-        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-        fs::set_permissions(ssh.path(name), mode).unwrap();
-        ssh.path(name).display().to_string()
-    };
-    // LSF's takes no flags, starts the words without a shell, and works inside of a job alone. OAR's is ssh.
-    let blaunch = executable(
-        "blaunch",
-        format!(
-            "#!/bin/sh\n[ -n \"$LSB_JOBID\" ] || exit 255\nhost=$1; shift\nexec ssh -F {} $host \"$(printf \"'%s' \" \"$@\")\"\n",
-            ssh.path("ssh_config").display()
+fn job_scripts_of_other_batch_systems_run_as_they_stand_in_the_guide() {
+    let Some(ssh) = SshHosts::up_or_skip(2, "job scripts of other batch systems") else { return };
+    let bin = ssh.path("bin");
+    fs::create_dir(&bin).unwrap();
+    for (name, path) in [("convoke", user_program("convoke")), ("digits", user_program("digits"))] {
+        std::os::unix::fs::symlink(path, bin.join(name)).unwrap();
+    }
+    let config = format!("-F {}", ssh.path("ssh_config").display());
+    let by_ssh = format!("exec /usr/bin/ssh {config}");
+    for (name, text) in [
+        ("ssh", format!("{by_ssh} \"$@\"")),
+        ("oarsh", format!("[ -n \"$OAR_JOB_ID\" ] || exit 255\n{by_ssh} \"$@\"")),
+        // It takes no flags, starts the words without a shell, and works inside of a job alone.
+        (
+            "blaunch",
+            format!(
+                "[ -n \"$LSB_JOBID\" ] || exit 255\nhost=$1; shift\n{by_ssh} $host \"$(printf \"'%s' \" \"$@\")\""
+            ),
         ),
-    );
-    let oarsh = executable(
-        "oarsh",
-        format!(
-            "#!/bin/sh\n[ -n \"$OAR_JOB_ID\" ] || exit 255\nexec ssh -F {} \"$@\"\n",
-            ssh.path("ssh_config").display()
-        ),
-    );
-    let by_ssh = format!("ssh -F {}", ssh.path("ssh_config").display());
-    fs::write(ssh.path("nodes"), "h1\nh1\nh2\nh2\nh3\n").unwrap();
-    let file = format!("--hostfile={}", ssh.path("nodes").display());
-    for (system, hosts, shell, ranks) in [
-        ("PBS", &file[..], &by_ssh, 5),
-        ("LSF", &file, &blaunch, 5),
-        ("OAR", &file, &oarsh, 5),
-        ("Flux", "--hosts=h[1-3]", &by_ssh, 3),
+        ("flux", "[ \"$1\" = hostlist ] && echo 'h[1-2]'".to_owned()),
     ] {
-        let mut command = ssh.job.command_for_program(Hosts::script(), ["exec", "0"]);
-        command.arg(user_program("convoke")).args([hosts, &format!("--rsh={shell}"), &program, &role]);
-        command.env("TESTBED_DIR", ssh.hosts.state_dir()).env("LSB_JOBID", "7").env("OAR_JOB_ID", "7");
+        fs::write(bin.join(name), format!("#!/bin/sh\n{text}\n")).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+        fs::set_permissions(bin.join(name), mode).unwrap();
+    }
+    fs::write(ssh.path("nodes"), "h1\nh1\nh2\nh2\n").unwrap();
+    let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap());
+    for script in ["pbs.sh", "lsf.sh", "oar.sh", "flux.sh"] {
+        let file = repository_root().join("src/examples/jobs").join(script);
+        let mut command = ssh.job.command_for_program(Hosts::script(), ["exec", "0", file.to_str().unwrap()]);
+        command.env("TESTBED_DIR", ssh.hosts.state_dir()).env("PATH", &path).env("OMP_NUM_THREADS", "1");
+        for variable in ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "OAR_NODEFILE"] {
+            command.env(variable, ssh.path("nodes"));
+        }
+        command.env("PBS_O_WORKDIR", ssh.job.dir.path()).env("LSB_JOBID", "7").env("OAR_JOB_ID", "7");
         let ended = ssh.job.start(command).wait().expect_exit_code(0);
-        let count = ended.stdout.matches(&format!(" of {ranks}, ")).count();
-        assert_eq!(count, ranks, "{system}: {}{}", ended.stdout, ended.stderr);
+        assert!(ended.stdout.contains("digits: 4 workers, "), "{script}: {}{}", ended.stdout, ended.stderr);
+        assert!(ended.stdout.contains("accuracy"), "{script}: {}", ended.stdout);
     }
     let refused = ssh.start("h1", &["--rsh=pbs_tmrsh", "true"]).wait().expect_exit_code(1);
     assert!(refused.stderr.contains("it passes on neither input nor output"), "{}", refused.stderr);

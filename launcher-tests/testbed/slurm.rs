@@ -21,13 +21,35 @@ impl Slurm {
     /// If this machine has no folder for temporary files.
     #[must_use]
     pub fn up_or_skip(nodes: usize, test: &str) -> Option<Self> {
+        Self::up(nodes, test, false)
+    }
+
+    /// Brings up `nodes` nodes whose processes are tracked by cgroups, as most clusters do. Reports `test` as skipped
+    /// and returns `None` if that is impossible here.
+    ///
+    /// # Panics
+    /// If this machine has no folder for temporary files.
+    #[must_use]
+    pub fn up_with_cgroups_or_skip(nodes: usize, test: &str) -> Option<Self> {
+        if !Path::new("/sys/fs/cgroup/freezer/tasks").exists() {
+            skip(format!("{test}: no hierarchy of cgroups version 1 with the controller freezer"));
+            return None;
+        }
+        Self::up(nodes, test, true)
+    }
+
+    fn up(nodes: usize, test: &str, with_cgroups: bool) -> Option<Self> {
         let tools = ["ip", "nsenter", "unshare", "pgrep", "srun", "slurmctld", "slurmd", "munged"];
         let why = if let Some(why) = missing_requirement(&tools) {
             why
         } else {
             let state = tempfile::Builder::new().prefix("convoke-slurm-").tempdir();
             let slurm = Self { state: state.expect("a temporary folder") };
-            let up = slurm.script(&["up", &nodes.to_string()]).output().expect("slurm.sh can be started");
+            let mut up = slurm.script(&["up", &nodes.to_string()]);
+            if with_cgroups {
+                up.env("TB_SLURM_PROCTRACK", "cgroup");
+            }
+            let up = up.output().expect("slurm.sh can be started");
             if up.status.success() {
                 return Some(slurm);
             }

@@ -63,16 +63,17 @@ pub fn main() -> ExitCode {
     }
     let env = |name: &str| std::env::var_os(name);
     let (words, command) = command(std::env::args_os().collect());
+    let refuse = |error: CliError| refuse(error, command);
     let mut args = match cli::parse(words.into_iter(), command, &env) {
         Ok(Invocation::Run(args)) => args,
         Ok(Invocation::Help(text) | Invocation::Version(text) | Invocation::Printed(text)) => {
             return print(&text);
         }
-        Err(error) => return refuse(&error),
+        Err(error) => return refuse(error),
     };
     let check = match (command == Command::Check).then(|| check::Options::new(&args, &env)).transpose() {
         Ok(check) => check,
-        Err(error) => return refuse(&error),
+        Err(error) => return refuse(error),
     };
     match hosts::hosts_job(&args, check.is_some()) {
         Ok(Some(job)) if args.is_on("dry-run") => return print(&job.describe()),
@@ -86,7 +87,7 @@ pub fn main() -> ExitCode {
             };
         }
         Ok(None) => {}
-        Err(error) => return refuse(&error),
+        Err(error) => return refuse(error),
     }
     if args.script.is_empty() {
         args.script = check::NO_PROGRAM.into();
@@ -99,7 +100,7 @@ pub fn main() -> ExitCode {
             if args.get("exit-codes").is_some_and(|value| value.text == "scheduler") {
                 error.code = agent::WOULD_FAIL_AGAIN;
             }
-            return refuse(&error);
+            return refuse(error);
         }
     };
     warn(&config.warnings);
@@ -109,7 +110,7 @@ pub fn main() -> ExitCode {
     if config.as_gloo
         && let Err(error) = config::package::check(&config.program)
     {
-        return refuse(&error);
+        return refuse(error);
     }
     let limits = Limits::raise();
     if let Some(options) = &check {
@@ -149,10 +150,12 @@ fn command(mut words: Vec<OsString>) -> (Vec<OsString>, Command) {
     (words, Command::Job)
 }
 
-/// Prints an error of the command line or configuration. Returns its exit code.
-fn refuse(error: &CliError) -> ExitCode {
+/// Prints an error of the command line or configuration. Returns its exit code. A check has 2 for each of them,
+/// because 1 says that it has found a failure.
+fn refuse(error: CliError, command: Command) -> ExitCode {
+    let code = if command == Command::Check { check::NOT_DONE } else { error.code };
     let _ = std::io::stderr().write_all(error.text.as_bytes());
-    ExitCode::from(error.code)
+    ExitCode::from(code)
 }
 
 fn print(text: &str) -> ExitCode {

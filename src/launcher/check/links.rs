@@ -1,9 +1,9 @@
 //! Judges which host is to blame for connections that do not work. Pure.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::peer::{Link, LinkOutcome, Peer};
-use super::problem::Problem;
+use super::problem::{Problem, host_list};
 
 const CHECK: &str = "network";
 /// Difference of clocks that is reported.
@@ -24,70 +24,84 @@ fn host_of(peers: &[Peer], node: usize) -> &str {
     peers.iter().find(|peer| peer.node == node).map_or("?", |peer| &peer.host)
 }
 
-/// Returns problems about nodes that others do not reach.
+/// Which nodes reach which others at the addresses that the job uses.
+struct Reachability<'a> {
+    /// Pairs of nodes of which the first reaches the second, at one port at least.
+    reached: BTreeSet<(usize, usize)>,
+    /// The failed attempts, by the node that was to be reached.
+    failed: BTreeMap<usize, Vec<&'a Link>>,
+    /// Nodes that have tried others, and reach none of several.
+    isolated: BTreeSet<usize>,
+}
+
+impl<'a> Reachability<'a> {
+    fn new(peers: &[Peer], links: &'a [Link]) -> Self {
+        let (mut reached, mut failed) = (BTreeSet::new(), BTreeMap::<usize, Vec<&Link>>::new());
+        for link in links.iter().filter(|link| link.is_main) {
+            match link.outcome {
+                LinkOutcome::Reached { .. } => drop(reached.insert((link.from, link.to))),
+                LinkOutcome::NotReached(_) | LinkOutcome::OtherAnswered => {
+                    failed.entry(link.to).or_default().push(link);
+                }
+                _ => {}
+            }
+        }
+        let reaching: BTreeSet<usize> = reached.iter().map(|(from, _)| *from).collect();
+        let tried = failed.values().flatten().map(|link| link.from);
+        let isolated = tried.filter(|from| peers.len() > 2 && !reaching.contains(from)).collect();
+        Self { reached, failed, isolated }
+    }
+}
+
+/// Returns problems about nodes that others do not reach. O(links + peers), with a logarithm.
 fn unreachable(peers: &[Peer], links: &[Link]) -> Vec<Problem> {
-    let is_failed =
-        |link: &&Link| matches!(link.outcome, LinkOutcome::NotReached(_) | LinkOutcome::OtherAnswered);
-    let is_reached = |link: &&Link| matches!(link.outcome, LinkOutcome::Reached { .. });
-    let main: Vec<&Link> =
-        links.iter().filter(|link| link.is_main && (is_failed(link) || is_reached(link))).collect();
+    let reachability = Reachability::new(peers, links);
     let mut problems = Vec::new();
     for peer in peers {
-        let failed: Vec<&&Link> =
-            main.iter().filter(|link| link.to == peer.node && is_failed(link)).collect();
-        let Some(first) = failed.first() else { continue };
-        let reached = |from: usize, to: usize| {
-            main.iter().any(|link| (link.from, link.to) == (from, to) && is_reached(link))
-        };
-        // A node that reaches nobody is named itself.
-        let is_deaf = |node: usize| {
-            let mut own = main.iter().filter(|link| link.from == node).peekable();
-            own.peek().is_some() && !own.any(is_reached) && peers.len() > 2
-        };
-        let mut from: Vec<usize> =
-            failed.iter().map(|link| link.from).filter(|&from| !is_deaf(from)).collect();
-        from.sort_unstable();
-        from.dedup();
-        let Some(&one) = from.first() else { continue };
-        let (host, address) = (&peer.host, first.address);
-        let why = match &first.outcome {
-            LinkOutcome::OtherAnswered => "another host or program answers there",
-            LinkOutcome::NotReached(why) => why,
-            _ => unreachable!("the link has failed"),
-        };
-        let others = peers.len() - 1;
-        let some_port_works = from.iter().any(|&from| reached(from, peer.node));
-        let who = if from.len() == others && others > 1 {
-            "no other host reaches".to_owned()
-        } else {
-            let names: Vec<_> = from.iter().take(8).map(|&from| host_of(peers, from)).collect();
-            format!("{} cannot reach", names.join(", "))
-        };
-        let back = if reached(peer.node, one) {
-            format!("; {host} reaches {}", host_of(peers, one))
-        } else {
-            String::new()
-        };
-        let more = if some_port_works { "; other ports of it are open" } else { "" };
-        let remedy = if first.outcome == LinkOutcome::OtherAnswered {
-            format!("give {host} an address of its own, or name the right interface in --local-addr")
-        } else {
-            format!(
-                "open the TCP ports between the hosts in the firewall of {host}; is {address} its right address?"
-            )
-        };
-        problems.push(Problem::fail(CHECK, host, format!("{who} {address} ({why}{back}{more})"), remedy));
+        let Some(failed) = reachability.failed.get(&peer.node) else { continue };
+        problems.extend(not_reached(peers, peer, failed, &reachability));
     }
-    for peer in peers {
-        let mut own = main.iter().filter(|link| link.from == peer.node).peekable();
-        if own.peek().is_some() && peers.len() > 2 && !own.any(is_reached) {
-            let text = "reaches no other host";
-            let remedy = "look at its outgoing firewall rules, routes and cable: ip route, nft list ruleset";
-            problems.push(Problem::fail(CHECK, &peer.host, text, remedy));
-        }
+    for peer in peers.iter().filter(|peer| reachability.isolated.contains(&peer.node)) {
+        let text = "reaches no other host";
+        let remedy = "look at its outgoing firewall rules, routes and cable: ip route, nft list ruleset";
+        problems.push(Problem::fail(CHECK, &peer.host, text, remedy));
     }
     problems.extend(other_interfaces(peers, links));
     problems
+}
+
+/// Returns the problem that others do not reach `peer`. `None` if only nodes that reach nobody do not: these are
+/// named themselves.
+fn not_reached(peers: &[Peer], peer: &Peer, failed: &[&Link], all: &Reachability<'_>) -> Option<Problem> {
+    let from: BTreeSet<usize> =
+        failed.iter().map(|link| link.from).filter(|from| !all.isolated.contains(from)).collect();
+    let one = *from.first()?;
+    let first = failed.iter().find(|link| link.from == one)?;
+    let (host, address) = (&peer.host, first.address);
+    let is_other = first.outcome == LinkOutcome::OtherAnswered;
+    let why = match &first.outcome {
+        LinkOutcome::NotReached(why) => why,
+        _ => "another host or program answers there",
+    };
+    let others = peers.len() - 1;
+    let who = if from.len() == others && others > 1 {
+        "no other host reaches".to_owned()
+    } else {
+        let names: Vec<String> = from.iter().map(|&from| host_of(peers, from).to_owned()).collect();
+        format!("{} cannot reach", host_list(&names))
+    };
+    let is_mutual = all.reached.contains(&(peer.node, one));
+    let back = if is_mutual { format!("; {host} reaches {}", host_of(peers, one)) } else { String::new() };
+    let is_partial = from.iter().any(|&from| all.reached.contains(&(from, peer.node)));
+    let more = if is_partial { "; other ports of it are open" } else { "" };
+    let remedy = if is_other {
+        format!("give {host} an address of its own, or name the right interface in --local-addr")
+    } else {
+        format!(
+            "open the TCP ports between the hosts in the firewall of {host}; is {address} its right address?"
+        )
+    };
+    Some(Problem::fail(CHECK, host, format!("{who} {address} ({why}{back}{more})"), remedy))
 }
 
 /// Returns warnings about interfaces that NCCL uses by default and that do not connect the hosts.

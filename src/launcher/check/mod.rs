@@ -41,6 +41,8 @@ pub(crate) const NO_PROGRAM: &str = "/proc/self/exe";
 const MAX_TERMINATION_LOG: usize = 3 << 10;
 /// Exit code of a check that has found a failure.
 const UNHEALTHY: u8 = 1;
+/// Exit code of a check that could not begin.
+pub(crate) const NOT_DONE: u8 = 2;
 
 /// Runs the check of this node. Returns 0 if there is no failure, 1 if there is one.
 pub(crate) fn run(config: &Config, options: &Options, limits: &Limits, machine: &Machine) -> ExitCode {

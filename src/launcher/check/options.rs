@@ -6,10 +6,11 @@ use std::time::Duration;
 use crate::cli::{CliError, Env, ParsedArgs};
 use crate::config::Config;
 
-/// Longest wait for the other nodes: if a scheduler or `--hosts` starts all nodes at once, in Kubernetes, and if
-/// somebody starts them by hand.
+/// Longest wait for the other nodes if a scheduler or `--hosts` starts all nodes at once.
 const WAIT_STARTED_AT_ONCE: Duration = Duration::from_secs(3);
+/// Longest wait for the other nodes in Kubernetes, where pods may start minutes apart.
 const WAIT_POD: Duration = Duration::from_secs(300);
+/// Longest wait for the other nodes if somebody starts them by hand.
 const WAIT_BY_HAND: Duration = Duration::from_secs(60);
 
 /// The flags of `convoke check` itself.

@@ -7,6 +7,8 @@ use serde::{Deserialize, Serialize};
 use super::problem::{Level, Problem, merge};
 use crate::formatting::count;
 
+/// Most messages of a report for people.
+const MAX_SHOWN: usize = 40;
 /// Version of the report's form.
 const FORM: u32 = 1;
 
@@ -59,7 +61,11 @@ impl Report {
 
     /// Formats the report for people.
     pub(crate) fn text(&self) -> String {
-        let mut out: String = self.problems.iter().map(Problem::lines).collect();
+        let mut out: String = self.problems.iter().take(MAX_SHOWN).map(Problem::lines).collect();
+        if let Some(more) = self.problems.len().checked_sub(MAX_SHOWN).filter(|more| *more > 0) {
+            let _ =
+                writeln!(out, "convoke check: {} are not shown; --json has all", count(more, "more message"));
+        }
         let number = |level: Level| self.problems.iter().filter(|problem| problem.level == level).count();
         let warnings = match number(Level::Warning) {
             0 => String::new(),

@@ -21,10 +21,12 @@ const MAY_DIFFER: &[&str] = &[
     "CUDA_VISIBLE_DEVICES",
     "NCCL_SOCKET_IFNAME",
     "GLOO_SOCKET_IFNAME",
+    "CONVOKE_SOCKET_IFNAME",
     "NCCL_IB_HCA",
     "CONVOKE_HOSTS_",
-    "CONVOKE_TOKEN",
 ];
+/// Parts of the names of variables whose values must not leave the host.
+const SECRET: &[&str] = &["TOKEN", "PASSWORD", "SECRET", "KEY", "CREDENTIAL"];
 /// Most bytes of a program that are read.
 const MAX_PROGRAM: u64 = 64 << 20;
 
@@ -41,8 +43,7 @@ pub(super) fn check(config: &Config, machine: &Machine, host: &str) -> NodeResul
     fact("CPUs", machine.cpu_share().to_string());
     for (name, value) in std::env::vars_os() {
         let (name, value) = (name.to_string_lossy(), value.to_string_lossy());
-        let is_of = |list: &[&str]| list.iter().any(|begin| name.starts_with(begin));
-        if is_of(COMPARED) && !is_of(MAY_DIFFER) {
+        if is_compared(&name) {
             fact(&format!("${name}"), value.into_owned());
         }
     }
@@ -74,6 +75,12 @@ pub(super) fn check(config: &Config, machine: &Machine, host: &str) -> NodeResul
     result
 }
 
+/// Returns true if all nodes should have the variable with one value, and other nodes may see the value.
+fn is_compared(name: &str) -> bool {
+    let begins_with = |list: &[&str]| list.iter().any(|begin| name.starts_with(begin));
+    begins_with(COMPARED) && !begins_with(MAY_DIFFER) && !SECRET.iter().any(|part| name.contains(part))
+}
+
 /// Returns the name and the path of the file that the user named: the script or the program. `None` for a module,
 /// and if none was named.
 fn program_file(config: &Config) -> Option<(String, std::path::PathBuf)> {
@@ -100,6 +107,29 @@ fn hash(path: &Path) -> std::io::Result<String> {
         match file.read(&mut chunk)? {
             0 => return Ok(hex(&digest.finalize()[..6])),
             count => digest.update(&chunk[..count]),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_and_names_of_devices_are_not_compared() {
+        for name in ["NCCL_DEBUG", "CONVOKE_SHM", "PYTHONPATH", "OMP_NUM_THREADS"] {
+            assert!(is_compared(name), "{name}");
+        }
+        for name in [
+            "CONVOKE_TOKEN",
+            "CONVOKE_TOKEN_FILE",
+            "CONVOKE_ETCD_PASSWORD",
+            "HF_HOME_TOKEN",
+            "NCCL_SOCKET_IFNAME",
+            "CUDA_VISIBLE_DEVICES",
+            "HOME",
+        ] {
+            assert!(!is_compared(name), "{name}");
         }
     }
 }

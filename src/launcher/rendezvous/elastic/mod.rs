@@ -59,8 +59,8 @@ pub(super) struct Settings {
     run_id: String,
     /// The token that the user has set.
     token: Option<Token>,
-    /// True if the coordinator may give this node a token as a MUNGE credential: a scheduler describes the job, and
-    /// the user has set no token.
+    /// True if the coordinator may give this node a token as a MUNGE credential. This needs a scheduler that
+    /// describes the job, and a user who has set no token.
     accepts_credential: bool,
     /// The token that the coordinator of this node has drawn, or that another has given to this node.
     given_token: RefCell<Option<Token>>,

@@ -48,9 +48,9 @@ pub(super) struct Hello {
 /// Answer of the coordinator to [`Hello`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Welcome {
-    /// The MAC of the next frame proves that the coordinator knows the token. `credential` holds the token as a
-    /// MUNGE credential, which only processes of the coordinator's user can decode. It is `None` if the user has set
-    /// a token, or if the job has none.
+    /// The MAC of the next frame proves that the coordinator knows the token. `credential` is the token as a MUNGE
+    /// credential. Only processes of the coordinator's user can decode it. It is `None` if the user has set a token,
+    /// or if the job has none.
     Welcome { suite: u8, nonce: Nonce, credential: Option<String> },
     /// The coordinator refuses the connection. The text is the reason.
     Refused(String),
