@@ -55,9 +55,12 @@ impl<'a> DrainedJob<'a> {
         self.wait_for("the drain", "digits: drained after epoch ");
         let stopped_at =
             self.output().split("drained after ").nth(1).unwrap().lines().next().unwrap().to_owned();
-        wait_until("the job to be requeued", || {
-            self.slurm(&["scontrol", "show", "job", &self.id]).contains("Restarts=1").then_some(())
+        let mut shown = String::new();
+        let requeued = try_wait_until_within(TEST_TIMEOUT, || {
+            shown = self.slurm(&["scontrol", "show", "job", &self.id]);
+            shown.contains("Restarts=1").then_some(())
         });
+        assert!(requeued.is_some(), "the job was not requeued: {shown}\n{}", self.output());
         // Slurm starts a requeued job two minutes later, counted anew when the last run has ended completely.
         // Two seconds are enough, but not less: slurmd refuses a job that was killed within the same second.
         wait_until("the nodes to be idle", || {
@@ -145,7 +148,7 @@ fn signalled_job_is_drained_where_slurm_tracks_processes_by_cgroups() {
     drained.check_resumed();
     assert!(drained.output().contains("drain, asked for by SIGUSR1 on node "), "{}", drained.output());
     // A preempted job gets SIGTERM, and SIGKILL after its grace time.
-    fs::remove_file(job.path("state")).unwrap();
+    let job = Job::new();
     let drained = DrainedJob::submit(&slurm, &job, &plain("--drain-signal=TERM"));
     let _ = drained.slurm(&["sbatch", "-p", "urgent", "-N2", "-o", "/dev/null", "--wrap", "sleep 2"]);
     drained.check_resumed();
