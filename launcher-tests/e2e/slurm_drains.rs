@@ -168,6 +168,9 @@ fn signal_before_the_time_limit_drains_with_and_without_the_batch_shell() {
         (fs::read_to_string(jobs().join("slurm-drain.sh")).unwrap(), "B:USR1@60"),
     ] {
         let job = Job::new();
+        // The training must be longer than Slurm's time limit.
+        let script =
+            script.replace("--epochs 3000", "--epochs 90000").replace("--epochs 9000 ", "--epochs 90000 ");
         let lines = script.lines().filter(|line| !line.contains("--signal"));
         let mut lines: Vec<String> = lines.map(str::to_owned).collect();
         lines.insert(1, format!("{limit}{signal}"));

@@ -9,13 +9,15 @@ use super::peer::{Link, LinkOutcome, Peer, PeerAddress};
 use super::probe::{ProbeError, loses_large_packets, probe};
 
 /// Most other nodes that one node tries: those that follow it in rank.
-const MAX_PEERS: usize = 64;
+pub(super) const MAX_PEERS: usize = 16;
 /// Longest time to connect: one lost packet is sent again after a second.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
+/// Most failed attempts that are repeated. A busy host answers the second time.
+const MAX_REPEATED: usize = 16;
 /// Bytes that go to the next node and back, and the longest time for them.
 const NEXT_BYTES: u32 = 1 << 20;
 const NEXT_TIMEOUT: Duration = Duration::from_millis(1500);
-/// Longest time of [`try_all`] without throughput.
+/// Longest time of [`try_all`] without throughput: two attempts to connect.
 pub(super) const LINKS_TIMEOUT: Duration = Duration::from_secs(3);
 /// Bytes of a measurement of throughput, and the longest time of all of them.
 const THROUGHPUT_BYTES: u32 = 8 << 20;
@@ -26,24 +28,31 @@ pub(super) const THROUGHPUT_TIMEOUT: Duration = Duration::from_secs(12);
 pub(super) fn try_all(me: &Peer, peers: &[Peer], net: bool) -> Vec<Link> {
     let place = peers.iter().position(|peer| peer.node == me.node).unwrap_or(0);
     let in_order: Vec<&Peer> = (1..peers.len()).map(|step| &peers[(place + step) % peers.len()]).collect();
-    let mut links = thread::scope(|scope| {
-        let mut running = Vec::new();
-        for (step, peer) in in_order.iter().copied().take(MAX_PEERS).enumerate() {
-            for address in &peer.addresses {
-                let ports = if address.is_main { peer.ports.len() } else { 1 };
-                for (index, &port) in peer.ports.iter().take(ports).enumerate() {
-                    let is_next = step == 0 && index == 0 && address.is_main;
-                    let work = move || try_one(me, peer, address, port, is_next);
-                    // Without a thread, this connection stays untried.
-                    running.extend(thread::Builder::new().spawn_scoped(scope, work));
-                }
+    let mut attempts = Vec::new();
+    for (step, peer) in in_order.iter().copied().take(MAX_PEERS).enumerate() {
+        for address in &peer.addresses {
+            let ports = if address.is_main { peer.ports.len() } else { 1 };
+            for (index, &port) in peer.ports.iter().take(ports).enumerate() {
+                let is_next = step == 0 && index == 0 && address.is_main;
+                attempts.push(Attempt { peer, address, port, is_next });
             }
         }
-        if let Some(&next) = in_order.first() {
-            running.extend(thread::Builder::new().spawn_scoped(scope, move || try_large_packets(me, next)));
-        }
-        running.into_iter().flat_map(|thread| join(thread)).collect::<Vec<Link>>()
+    }
+    let mut links = make_attempts(me, &attempts, in_order.first().copied());
+    let has_failed = |attempt: &&Attempt<'_>| {
+        let at = SocketAddr::new(attempt.address.ip, attempt.port);
+        links.iter().any(|link| {
+            link.address == at
+                && matches!(link.outcome, LinkOutcome::NotReached(_) | LinkOutcome::OtherAnswered)
+        })
+    };
+    let failed: Vec<Attempt<'_>> = attempts.iter().filter(has_failed).copied().collect();
+    // If very many fail, a repetition would only repeat the load.
+    let repeated = make_attempts(me, &failed[..failed.len().min(MAX_REPEATED)], None);
+    links.retain(|link| {
+        !repeated.iter().any(|again| again.address == link.address && is_attempt(&link.outcome))
     });
+    links.extend(repeated);
     // One success for each address says enough, so results stay small in large jobs.
     let mut reached = BTreeSet::new();
     links.retain(|link| match link.outcome {
@@ -62,6 +71,36 @@ fn join<T>(thread: thread::ScopedJoinHandle<'_, T>) -> T {
     thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }
 
+/// An attempt to reach another node.
+#[derive(Clone, Copy)]
+struct Attempt<'a> {
+    peer: &'a Peer,
+    address: &'a PeerAddress,
+    port: u16,
+    /// True if bytes are sent there and back as well.
+    is_next: bool,
+}
+
+/// Returns true for the outcome of an attempt to connect.
+fn is_attempt(outcome: &LinkOutcome) -> bool {
+    matches!(outcome, LinkOutcome::Reached { .. } | LinkOutcome::NotReached(_) | LinkOutcome::OtherAnswered)
+}
+
+/// Makes all attempts at one time. With `next`, also sends large packets to that node.
+fn make_attempts(me: &Peer, attempts: &[Attempt<'_>], next: Option<&Peer>) -> Vec<Link> {
+    thread::scope(|scope| {
+        let mut running = Vec::new();
+        for attempt in attempts {
+            // Without a thread, this connection stays untried.
+            running.extend(thread::Builder::new().spawn_scoped(scope, move || try_one(me, attempt)));
+        }
+        if let Some(next) = next {
+            running.extend(thread::Builder::new().spawn_scoped(scope, move || try_large_packets(me, next)));
+        }
+        running.into_iter().flat_map(join).collect()
+    })
+}
+
 fn link(me: &Peer, peer: &Peer, address: &PeerAddress, port: u16, outcome: LinkOutcome) -> Link {
     Link {
         from: me.node,
@@ -74,7 +113,8 @@ fn link(me: &Peer, peer: &Peer, address: &PeerAddress, port: u16, outcome: LinkO
 }
 
 /// Connects once. If the node is the next one, also sends bytes there and back.
-fn try_one(me: &Peer, peer: &Peer, address: &PeerAddress, port: u16, is_next: bool) -> Vec<Link> {
+fn try_one(me: &Peer, attempt: &Attempt<'_>) -> Vec<Link> {
+    let &Attempt { peer, address, port, is_next } = attempt;
     let at = SocketAddr::new(address.ip, port);
     let link = |outcome| link(me, peer, address, port, outcome);
     let outcome = match probe(at, &peer.id, 0, Instant::now() + CONNECT_TIMEOUT) {

@@ -24,18 +24,21 @@ use crate::rendezvous::{CheckStore, RendezvousError, open_check_store};
 const OPERATION: Duration = Duration::from_secs(5);
 /// Time after the last node has come for more nodes of an elastic job.
 const LAST_CALL: Duration = Duration::from_secs(2);
-/// Time from the start of the connections to all results beyond that of the connections, and from then on to the
-/// report.
-const RESULT_MARGIN: Duration = Duration::from_millis(500);
-const REPORT_MARGIN: Duration = Duration::from_millis(700);
+/// Time beyond that of the connections that nodes have on a busy machine.
+const BUSY_MARGIN: Duration = Duration::from_secs(10);
+/// Time for a result or report after its mark has arrived. It is longer than a packet, and may be lost where the
+/// mark is not.
+const TRANSFER: Duration = Duration::from_millis(700);
 /// Longest time for which node 0 keeps the report for the others.
-const LINGER: Duration = Duration::from_millis(700);
+const LINGER: Duration = Duration::from_millis(1000);
 const POLL: Duration = Duration::from_millis(5);
 /// Most addresses that a node publishes.
 const MAX_ADDRESSES: usize = 4;
 
 const MEMBERS: &[u8] = b"members";
 const REPORT: &[u8] = b"report";
+/// Mark that the report is there.
+const REPORTED: &[u8] = b"reported";
 const READ: &[u8] = b"read";
 /// Problems of nodes that cannot take part, as JSON arrays, one a line.
 const REFUSED: &[u8] = b"refused";
@@ -112,7 +115,7 @@ impl Session<'_> {
         let members: Vec<usize> = parse(
             0,
             "members",
-            &store.store().get(MEMBERS, deadline + REPORT_MARGIN).map_err(|error| late(error, store))?,
+            &store.store().get(MEMBERS, deadline + BUSY_MARGIN).map_err(|error| late(error, store))?,
         )?;
         if !members.contains(&me.node) {
             return Err(RendezvousError::Refused(format!(
@@ -219,12 +222,12 @@ impl Session<'_> {
         result.links = links;
         let net = if self.options.net { connections::THROUGHPUT_TIMEOUT } else { Duration::ZERO };
         // On a single node, the checks of the host take as long as they are allowed to.
-        let deadline = begun + HOST_TIMEOUT.max(connections::LINKS_TIMEOUT) + net + RESULT_MARGIN;
+        let deadline = begun + HOST_TIMEOUT.max(connections::LINKS_TIMEOUT) + net + BUSY_MARGIN;
         let is_node_0 = store.is_server();
         let given = if is_node_0 {
             self.combine(store, &peers, result.clone(), missing, deadline)
         } else {
-            self.hand_in(store, &result, deadline + REPORT_MARGIN)
+            self.hand_in(store, &result, deadline + TRANSFER)
         };
         match given {
             Ok(report) => Outcome { report, is_complete: true, is_node_0 },
@@ -245,8 +248,10 @@ impl Session<'_> {
     ) -> Result<Report, RendezvousError> {
         let text = serde_json::to_vec(result).expect("a result is plain data");
         let exchange = || {
-            store.store().set(key("result", store.node).as_bytes(), &text, soon())?;
-            let report = store.store().get(REPORT, deadline)?;
+            store.store().set(key("finished", store.node).as_bytes(), b"1", soon())?;
+            store.store().set(key("result", store.node).as_bytes(), &text, Instant::now() + 2 * TRANSFER)?;
+            store.store().wait(&[REPORTED], deadline)?;
+            let report = store.store().get(REPORT, Instant::now() + TRANSFER)?;
             store.store().add(READ, 1, soon())?;
             Ok::<_, StoreError>(report)
         };
@@ -271,7 +276,9 @@ impl Session<'_> {
         };
         take(&mut all, own);
         for peer in peers.iter().filter(|peer| peer.node != store.node) {
-            match store.store().get(key("result", peer.node).as_bytes(), deadline) {
+            let finished = store.store().wait(&[key("finished", peer.node).as_bytes()], deadline);
+            let result = key("result", peer.node);
+            match finished.and_then(|()| store.store().get(result.as_bytes(), Instant::now() + TRANSFER)) {
                 Ok(text) => {
                     let result: NodeResult = parse(peer.node, "result", &text)?;
                     facts.push((peer.host.clone(), result.facts.clone()));
@@ -302,6 +309,7 @@ impl Session<'_> {
         let throughput = links::throughput_summary(&all.links);
         let report = self.report(nodes, all, throughput);
         store.store().set(REPORT, report.json().as_bytes(), soon())?;
+        store.store().set(REPORTED, b"1", soon())?;
         let until = Instant::now() + LINGER;
         let others = peers.len().saturating_sub(1);
         let has_read =
