@@ -442,3 +442,20 @@ fn nodes_of_an_elastic_job_meet_by_their_endpoint_or_file() {
         }
     }
 }
+
+#[test]
+fn wrong_flags_and_a_list_that_cannot_be_written_have_their_own_exit_code() {
+    let job = Job::new();
+    let wrong = job.run(["check", "--wait=soon"]).expect_exit_code(2);
+    assert!(wrong.stderr.contains("--wait=soon: not a number; write --wait=60"), "{}", wrong.stderr);
+    let layout = job.run(["check", "--nnodes=2:1"]).expect_exit_code(2);
+    assert!(layout.stderr.contains("the minimum is above the maximum"), "{}", layout.stderr);
+    let list = job.run(["check", "--failed-hosts=/proc/no/list"]).expect_exit_code(2);
+    assert!(list.stderr.contains("cannot write --failed-hosts=/proc/no/list"), "{}", list.stderr);
+    // A program of this name is launched.
+    fs::write(job.path("check"), "#!/bin/sh\necho it ran\n").unwrap();
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    fs::set_permissions(job.path("check"), mode).unwrap();
+    let ran = job.run(["check"]).expect_exit_code(0);
+    assert!(ran.stdout.contains("it ran"), "{}{}", ran.stdout, ran.stderr);
+}

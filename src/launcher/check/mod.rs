@@ -62,11 +62,9 @@ pub(crate) fn run(config: &Config, options: &Options, limits: &Limits, machine: 
         // Standard output has the report of node 0 alone.
         crate::messages::print_raw(&report.text());
     }
-    if is_node_0 {
-        write_failed_hosts(&report, options);
-    }
+    let is_written = !is_node_0 || write_failed_hosts(&report, options);
     write_termination_log(&report, config);
-    exit_code(&report)
+    exit_code(&report, is_written)
 }
 
 /// Writes the problems of an unhealthy check to where Kubernetes looks for the reason of a pod's end.
@@ -84,17 +82,23 @@ pub(crate) fn finish_remote(output: &[u8], unreachable: &[String], options: &Opt
     let Ok(report) = serde_json::from_slice::<Report>(output) else {
         let _ = std::io::stdout().write_all(output);
         if let Some(file) = &options.failed_hosts {
-            write_lines(file, unreachable.iter().map(String::as_str));
+            // The exit code tells of a failure in any case.
+            let _ = write_lines(file, unreachable.iter().map(String::as_str));
         }
         return ExitCode::from(code.max(UNHEALTHY));
     };
     print(&report, options);
-    write_failed_hosts(&report, options);
-    exit_code(&report)
+    let is_written = write_failed_hosts(&report, options);
+    exit_code(&report, is_written)
 }
 
-fn exit_code(report: &Report) -> ExitCode {
-    if report.healthy { ExitCode::SUCCESS } else { ExitCode::from(UNHEALTHY) }
+/// Returns the exit code. A job script would read a list of failed hosts that is not written.
+fn exit_code(report: &Report, is_written: bool) -> ExitCode {
+    match (report.healthy, is_written) {
+        (false, _) => ExitCode::from(UNHEALTHY),
+        (true, false) => ExitCode::from(NOT_DONE),
+        (true, true) => ExitCode::SUCCESS,
+    }
 }
 
 fn print(report: &Report, options: &Options) {
@@ -103,15 +107,18 @@ fn print(report: &Report, options: &Options) {
     let _ = std::io::stdout().write_all(text.as_bytes());
 }
 
-fn write_failed_hosts(report: &Report, options: &Options) {
-    if let Some(file) = &options.failed_hosts {
-        write_lines(file, report.failed_hosts().into_iter());
-    }
+/// Returns false if the file cannot be written.
+fn write_failed_hosts(report: &Report, options: &Options) -> bool {
+    let failed = || report.failed_hosts().into_iter();
+    options.failed_hosts.as_ref().is_none_or(|file| write_lines(file, failed()))
 }
 
-fn write_lines<'a>(file: &Path, lines: impl Iterator<Item = &'a str>) {
+/// Returns false, and prints why, if the file cannot be written.
+fn write_lines<'a>(file: &Path, lines: impl Iterator<Item = &'a str>) -> bool {
     let text: String = lines.map(|line| format!("{line}\n")).collect();
-    if let Err(error) = std::fs::write(file, text) {
+    let written = std::fs::write(file, text);
+    if let Err(error) = &written {
         print_message(&format!("error: cannot write --failed-hosts={}: {error}", file.display()));
     }
+    written.is_ok()
 }

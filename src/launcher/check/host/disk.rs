@@ -27,12 +27,19 @@ pub(super) fn check(config: &Config, host: &str) -> NodeResult {
     }
     let models = std::env::var_os("HF_HOME").filter(|folder| !folder.is_empty());
     folders.extend(models.map(|folder| ("Hugging Face's cache (HF_HOME)", PathBuf::from(folder))));
-    let problems = folders.iter().flat_map(|(what, folder)| check_folder(what, folder, host)).collect();
+    // Programs create the other folders, and expect this one.
+    let is_expected = |what: &str| what.ends_with("(TMPDIR)");
+    let problems = folders
+        .iter()
+        .flat_map(|(what, folder)| check_folder(what, folder, is_expected(what), host))
+        .collect();
     NodeResult { problems, ..NodeResult::default() }
 }
 
-fn check_folder(what: &str, folder: &Path, host: &str) -> Vec<Problem> {
-    let existing = folder.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("/"));
+/// Checks a folder, or the nearest folder above it that exists unless `must_exist`.
+fn check_folder(what: &str, folder: &Path, must_exist: bool, host: &str) -> Vec<Problem> {
+    let above = || folder.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("/"));
+    let existing = if must_exist { folder } else { above() };
     let shown = folder.display();
     if let Err(error) = write(existing) {
         let text = format!("cannot write {what} to {shown}: {}", describe(&error));
@@ -88,7 +95,7 @@ mod tests {
 
     #[test]
     fn folder_that_takes_no_file_is_named() {
-        let found = check_folder("log files", Path::new("/proc/self/logs"), "h1");
+        let found = check_folder("log files", Path::new("/proc/self/logs"), false, "h1");
         let line = found[0].lines();
         assert!(line.starts_with("FAIL h1: cannot write log files to /proc/self/logs: "), "{line}");
     }
@@ -96,8 +103,10 @@ mod tests {
     #[test]
     fn folder_that_does_not_exist_yet_is_no_problem() {
         let folder = tempfile::tempdir().unwrap();
-        let found = check_folder("log files", &folder.path().join("a/b"), "h1");
-        assert_eq!(found, []);
+        let missing = folder.path().join("a/b");
+        assert_eq!(check_folder("log files", &missing, false, "h1"), []);
+        let expected = check_folder("temporary files", &missing, true, "h1");
+        assert!(expected[0].text.starts_with("cannot write temporary files to "), "{expected:?}");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is left");
     }
 }
