@@ -2,6 +2,7 @@
 //! podFailurePolicy, and containers without the usual comforts.
 
 use std::fs;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
@@ -9,6 +10,7 @@ use nix::sys::signal::Signal;
 use convoke_launcher_tests::harness::{Job, Launcher, ProcessOutput};
 use convoke_launcher_tests::hosts::{Hosts, missing_requirement};
 use convoke_launcher_tests::{path_argument, worker_command};
+use convoke_testkit::process::Process;
 use convoke_testkit::programs::{repository_root, user_program};
 use convoke_testkit::{free_port, is_full_test_run, skip, wait_until};
 
@@ -34,6 +36,17 @@ fn start_pod(hosts: &Hosts, job: &Job, host: usize, index: usize, words: &[&str]
     job.start(command)
 }
 
+/// Starts the name server of the pods on h0. It answers from `table`, and ends when the value is dropped.
+fn start_name_server(hosts: &Hosts, job: &Job, table: &Path) -> Process {
+    let server = repository_root().join("launcher-tests/testbed/dns.py");
+    let arguments =
+        ["exec", "0", "python3", server.to_str().unwrap(), "10.77.0.254", table.to_str().unwrap()];
+    let mut command = hosts.command(arguments);
+    let server = Process::start(command.stdout(fs::File::create(job.path("dns")).unwrap()));
+    job.wait_for_file("dns");
+    server
+}
+
 #[test]
 fn pods_meet_although_their_names_come_late_flap_and_move() {
     let up = Hosts::up(3).inspect_err(|why| skip(format!("pods of an indexed job: {why}")));
@@ -46,13 +59,7 @@ fn pods_meet_although_their_names_come_late_flap_and_move() {
         fs::rename(new, &table).unwrap();
     };
     table_is("NXDOMAIN");
-    let server = repository_root().join("launcher-tests/testbed/dns.py");
-    let arguments =
-        ["exec", "0", "python3", server.to_str().unwrap(), "10.77.0.254", table.to_str().unwrap()];
-    let mut dns = hosts.command(arguments);
-    let dns =
-        convoke_testkit::process::Process::start(dns.stdout(fs::File::create(job.path("dns")).unwrap()));
-    job.wait_for_file("dns");
+    let dns = start_name_server(&hosts, &job, &table);
 
     let (first, second) = (start_pod(&hosts, &job, 1, 0, &[]), start_pod(&hosts, &job, 2, 1, &[]));
     wait_until("node 1 to say why it waits", || {
@@ -85,13 +92,7 @@ fn check_in_an_init_container_waits_for_late_pods_and_shows_problems() {
     let job = Job::new();
     let table = hosts.state_dir().join("table");
     fs::write(&table, "train-0.train NXDOMAIN\n").unwrap();
-    let server = repository_root().join("launcher-tests/testbed/dns.py");
-    let arguments =
-        ["exec", "0", "python3", server.to_str().unwrap(), "10.77.0.254", table.to_str().unwrap()];
-    let mut dns = hosts.command(arguments);
-    let dns =
-        convoke_testkit::process::Process::start(dns.stdout(fs::File::create(job.path("dns")).unwrap()));
-    job.wait_for_file("dns");
+    let dns = start_name_server(&hosts, &job, &table);
     let log = format!("--termination-log={}", job.path("term").display());
     let second = start_pod(&hosts, &job, 2, 1, &["check", &log]);
     wait_until("pod 1 to wait for the name of pod 0", || {

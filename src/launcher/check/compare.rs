@@ -83,9 +83,6 @@ fn judgement(name: &str) -> (Level, &'static str) {
             (Level::Warning, "nvidia-smi shows whether a GPU is lost; CUDA_VISIBLE_DEVICES may hide some")
         }
         "GPU driver" => (Level::Warning, "install one driver on all hosts"),
-        _ if name.starts_with("MTU ") => {
-            (Level::Warning, "set one MTU on all hosts and switches: ip link set DEVICE mtu N")
-        }
         _ if name.starts_with("InfiniBand firmware ") => {
             (Level::Warning, "update the firmware of the network cards")
         }

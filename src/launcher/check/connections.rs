@@ -9,7 +9,7 @@ use super::peer::{Link, LinkOutcome, Peer, PeerAddress};
 use super::probe::{ProbeError, loses_large_packets, probe};
 
 /// Most other nodes that one node tries: those that follow it in rank.
-pub(super) const MAX_PEERS: usize = 16;
+const MAX_PEERS: usize = 16;
 /// Longest time to connect: one lost packet is sent again after a second.
 const CONNECT_TIMEOUT: Duration = Duration::from_millis(1500);
 /// Most failed attempts that are repeated. A busy host answers the second time.
@@ -39,18 +39,15 @@ pub(super) fn try_all(me: &Peer, peers: &[Peer], net: bool) -> Vec<Link> {
         }
     }
     let mut links = make_attempts(me, &attempts, in_order.first().copied());
-    let has_failed = |attempt: &&Attempt<'_>| {
+    let is_failed = |attempt: &&Attempt<'_>| {
         let at = SocketAddr::new(attempt.address.ip, attempt.port);
-        links.iter().any(|link| {
-            link.address == at
-                && matches!(link.outcome, LinkOutcome::NotReached(_) | LinkOutcome::OtherAnswered)
-        })
+        links.iter().any(|link| link.address == at && is_failure(&link.outcome))
     };
-    let failed: Vec<Attempt<'_>> = attempts.iter().filter(has_failed).copied().collect();
     // If very many fail, a repetition would only repeat the load.
-    let repeated = make_attempts(me, &failed[..failed.len().min(MAX_REPEATED)], None);
+    let failed: Vec<Attempt<'_>> = attempts.iter().filter(is_failed).take(MAX_REPEATED).copied().collect();
+    let repeated = make_attempts(me, &failed, None);
     links.retain(|link| {
-        !repeated.iter().any(|again| again.address == link.address && is_attempt(&link.outcome))
+        !(is_failure(&link.outcome) && repeated.iter().any(|again| again.address == link.address))
     });
     links.extend(repeated);
     // One success for each address says enough, so results stay small in large jobs.
@@ -81,9 +78,9 @@ struct Attempt<'a> {
     is_next: bool,
 }
 
-/// Returns true for the outcome of an attempt to connect.
-fn is_attempt(outcome: &LinkOutcome) -> bool {
-    matches!(outcome, LinkOutcome::Reached { .. } | LinkOutcome::NotReached(_) | LinkOutcome::OtherAnswered)
+/// Returns true if an attempt to connect has failed.
+fn is_failure(outcome: &LinkOutcome) -> bool {
+    matches!(outcome, LinkOutcome::NotReached(_) | LinkOutcome::OtherAnswered)
 }
 
 /// Makes all attempts at one time. With `next`, also sends large packets to that node.

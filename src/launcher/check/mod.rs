@@ -26,10 +26,10 @@ use std::time::Instant;
 use nix::sys::signal::SigSet;
 
 use crate::config::{Config, Machine};
-use crate::formatting::cut_text;
 use crate::host_name::host_name;
 use crate::limits::Limits;
 use crate::messages::print_message;
+use crate::report::write_termination_text;
 use host::HostChecks;
 pub(crate) use options::Options;
 use report::Report;
@@ -37,8 +37,6 @@ use session::{Outcome, Session};
 
 /// SCRIPT of a check that has none.
 pub(crate) const NO_PROGRAM: &str = "/proc/self/exe";
-/// Most bytes of the termination log. Kubernetes keeps 4 KiB of a container.
-const MAX_TERMINATION_LOG: usize = 3 << 10;
 /// Exit code of a check that has found a failure.
 const UNHEALTHY: u8 = 1;
 /// Exit code of a check that could not begin.
@@ -70,9 +68,8 @@ pub(crate) fn run(config: &Config, options: &Options, limits: &Limits, machine: 
 /// Writes the problems of an unhealthy check to where Kubernetes looks for the reason of a pod's end.
 fn write_termination_log(report: &Report, config: &Config) {
     let Some(file) = config.termination_log.as_ref().filter(|_| !report.healthy) else { return };
-    let text = cut_text(&report.text(), MAX_TERMINATION_LOG);
-    if let Err(error) = std::fs::write(file, text) {
-        print_message(&format!("warning: cannot write --termination-log={}: {error}", file.display()));
+    if let Err(error) = write_termination_text(&report.text(), file) {
+        print_message(&format!("warning: {error}"));
     }
 }
 

@@ -51,7 +51,7 @@ enum AttachedValue {
     Letters(OsString),
 }
 
-/// What the command line of the launcher starts.
+/// The kind of run that a command line asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Command {
     Job,

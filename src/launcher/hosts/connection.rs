@@ -194,7 +194,7 @@ fn read_agent(
 }
 
 /// Returns the last part of the path of a program.
-fn program_name(word: &str) -> &str {
+pub(super) fn program_name(word: &str) -> &str {
     word.rsplit('/').next().unwrap_or(word)
 }
 

@@ -5,6 +5,7 @@ use std::fs;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::time::Duration;
 
+use super::connection::program_name;
 use super::job::HostsJob;
 use super::list::{Host, ListError, of_file, of_flag};
 use crate::cli::{CliError, ParsedArgs};
@@ -71,7 +72,7 @@ pub(crate) fn hosts_job(args: &ParsedArgs, is_check: bool) -> Result<Option<Host
     if shell.is_empty() {
         return Err(args.error("rsh", "a program that runs a command on a host", "ssh"));
     }
-    if shell[0].rsplit('/').next() == Some("pbs_tmrsh") {
+    if program_name(&shell[0]) == "pbs_tmrsh" {
         let what = "it passes on neither input nor output, so it cannot connect launchers; leave --rsh out: PBS lets ssh reach the hosts of a job";
         return Err(args.error("rsh", what, "ssh"));
     }

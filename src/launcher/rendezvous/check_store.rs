@@ -1,7 +1,7 @@
 //! The key-value store through which the nodes of `convoke check` exchange what they find. Node 0 serves it
 //! where the job's rendezvous would be.
 
-use std::net::{IpAddr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -66,7 +66,7 @@ pub(crate) fn open_check_store(
     match &config.rendezvous {
         Rendezvous::Standalone => {
             let server = serve("localhost", 0)?;
-            served(server, &prefix, 0, "localhost", None)
+            served(server, &prefix, "localhost")
         }
         Rendezvous::Static { node_rank, .. } if *node_rank >= config.nodes.max => {
             Err(RendezvousError::NodeRankOutOfRange { node_rank: *node_rank, expected: config.nodes.max })
@@ -74,7 +74,7 @@ pub(crate) fn open_check_store(
         Rendezvous::Static { node_rank: 0, search: Some(search), .. } => {
             let server = serve_at_free_port(search)?;
             let address = own_address(search);
-            served(server, &prefix, 0, &address, None)
+            served(server, &prefix, &address)
         }
         Rendezvous::Static { node_rank, search: Some(search), .. } => {
             let key = format!("{prefix}/{MARK}");
@@ -85,7 +85,10 @@ pub(crate) fn open_check_store(
             let problem =
                 (config.nodes.max > 1 && resolve(host).is_ok()).then(|| address_problem(host)).flatten();
             let server = serve(host, *port)?;
-            served(server, &prefix, 0, host, problem)
+            match problem {
+                Some(problem) => Err(RendezvousError::Refused(problem)),
+                None => served(server, &prefix, host),
+            }
         }
         Rendezvous::Static { node_rank, host, port, .. } => {
             let store = connect(host, *port, &prefix, deadline, waits_for_names)?;
@@ -98,50 +101,32 @@ pub(crate) fn open_check_store(
                 return joined(store, &prefix, None, host, *port);
             }
             let server = StoreServer::serve(listeners)?;
-            served(server, &prefix, 0, host, None)
+            served(server, &prefix, host)
         }
         Rendezvous::Elastic { endpoint, settings } => {
             let id = format!("check of {}", config.run_id);
             match elastic::share_store(endpoint, &id, settings.heartbeat_timeout, deadline)? {
-                elastic::SharedStore::Served(server) => {
-                    let host = full_host_name();
-                    served(server, &prefix, 0, &host, None)
-                }
+                elastic::SharedStore::Served(server) => served(server, &prefix, &full_host_name()),
                 elastic::SharedStore::At(addresses) => {
-                    let store = connect_to_any(&addresses, &prefix, deadline)?;
-                    let first = addresses.first().copied();
-                    let (host, port) = first.map_or_else(
-                        || ("node 0".to_owned(), 0),
-                        |address| (address.ip().to_string(), address.port()),
-                    );
-                    joined(store, &prefix, None, &host, port)
+                    let (store, address) = connect_to_any(&addresses, &prefix, deadline)?;
+                    joined(store, &prefix, None, &address.ip().to_string(), address.port())
                 }
             }
         }
     }
 }
 
-/// Returns the store of node 0. `problem` is a text on the address that the user gave to the others.
-fn served(
-    server: StoreServer,
-    prefix: &str,
-    node: usize,
-    host: &str,
-    problem: Option<String>,
-) -> Result<CheckStore, RendezvousError> {
-    if let Some(problem) = problem {
-        return Err(RendezvousError::Refused(problem));
-    }
+/// Returns the store of node 0, which this node serves.
+fn served(server: StoreServer, prefix: &str, host: &str) -> Result<CheckStore, RendezvousError> {
     let store: Arc<dyn Store> = Arc::new(PrefixStore::new(prefix, server.store()));
     store.add(COUNT, 1, Instant::now() + OPERATION)?;
     store.set(MARK.as_bytes(), b"1", Instant::now() + OPERATION)?;
     let own = interfaces::own_addresses();
-    let named = addresses_of(host, server.port()).into_iter().map(|address| address.ip());
-    let address = named.filter(|ip| !ip.is_loopback()).find(|ip| own.contains(ip));
+    let address = addresses_of(host).into_iter().find(|ip| !ip.is_loopback() && own.contains(ip));
     let address =
         address.or_else(|| own.iter().copied().find(|ip| !ip.is_loopback())).or_else(|| own.first().copied());
     let place = formatting::address(host, server.port());
-    Ok(CheckStore { server: Some(server), store, node, address, place })
+    Ok(CheckStore { server: Some(server), store, node: 0, address, place })
 }
 
 /// Returns the store of node 0 as another node uses it.
@@ -158,7 +143,7 @@ fn joined(
         // The server has counted itself before it set the mark.
         None => usize::try_from(store.add(COUNT, 1, Instant::now() + OPERATION)? - 1).unwrap_or(usize::MAX),
     };
-    let address = addresses_of(host, port).into_iter().find_map(route_address);
+    let address = addresses_of(host).into_iter().find_map(|ip| interfaces::route_address(ip).ok());
     Ok(CheckStore { server: None, store, node, address, place: formatting::address(host, port) })
 }
 
@@ -229,18 +214,18 @@ fn attempt(address: &str, prefix: &str) -> Result<TcpStore, String> {
     }
 }
 
-/// Connects to the first of several addresses of node 0 that answers.
+/// Connects to the first of several addresses of node 0 that answers, and returns it too.
 fn connect_to_any(
     addresses: &[SocketAddr],
     prefix: &str,
     deadline: Instant,
-) -> Result<TcpStore, RendezvousError> {
+) -> Result<(TcpStore, SocketAddr), RendezvousError> {
     let start = Instant::now();
     loop {
         let mut last = "it has no address".to_owned();
         for address in addresses {
             match attempt(&address.to_string(), prefix) {
-                Ok(store) => return Ok(store),
+                Ok(store) => return Ok((store, *address)),
                 Err(why) => last = format!("{address}: {why}"),
             }
         }
@@ -256,15 +241,6 @@ fn connect_to_any(
     }
 }
 
-fn addresses_of(host: &str, port: u16) -> Vec<SocketAddr> {
-    let found = resolve(host.trim_matches(['[', ']'])).unwrap_or_else(|_| Vec::new());
-    found.into_iter().map(|ip| SocketAddr::new(ip, port)).collect()
-}
-
-/// Returns the address of this host on its way to `to`. Sends nothing.
-fn route_address(to: SocketAddr) -> Option<IpAddr> {
-    let any: SocketAddr = if to.is_ipv4() { ([0, 0, 0, 0], 0).into() } else { ([0u16; 8], 0).into() };
-    let socket = UdpSocket::bind(any).ok()?;
-    socket.connect(to).ok()?;
-    socket.local_addr().ok().map(|own| own.ip())
+fn addresses_of(host: &str) -> Vec<IpAddr> {
+    resolve(host.trim_matches(['[', ']'])).unwrap_or_else(|_| Vec::new())
 }

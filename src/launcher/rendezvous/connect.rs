@@ -1,7 +1,7 @@
 //! Connects a node to the key-value store of node 0, and diagnoses why a connection fails.
 
 use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 use convoke_store::{StoreError, TcpStore};
@@ -112,9 +112,7 @@ pub(super) fn address_problem(host: &str) -> Option<String> {
 pub(super) fn route_to_self(host: &str) -> io::Result<()> {
     let ip = host.trim_matches(['[', ']']).parse::<IpAddr>().ok();
     let Some(ip) = ip.filter(|ip| interfaces::addresses().any(|(own, _)| own == *ip)) else { return Ok(()) };
-    let any: IpAddr = if ip.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-    // Connecting a UDP socket only looks up the route, so any port number is suitable.
-    UdpSocket::bind((any, 0))?.connect((ip, 9))
+    interfaces::route_address(ip).map(drop)
 }
 
 /// Returns true if the connection error `last` says that the kernel had no route to the address.

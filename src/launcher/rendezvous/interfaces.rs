@@ -1,5 +1,6 @@
 //! Addresses of this host's network interfaces, and the state of its loopback interface.
 
+use std::io;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 
 use convoke_env::host::{Interface, interfaces};
@@ -32,11 +33,17 @@ pub(super) fn loopback_is_down() -> bool {
 /// packet.
 fn loopback_has_route() -> bool {
     let loopback = IpAddr::from(Ipv4Addr::LOCALHOST);
-    let routed = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|socket| {
-        socket.connect((loopback, 9))?;
-        socket.local_addr()
-    });
-    routed.is_ok_and(|own| own.ip() == loopback)
+    route_address(loopback).is_ok_and(|own| own == loopback)
+}
+
+/// Returns the address of this host on its way to `to`. Connecting a UDP socket only looks up the route, and sends
+/// nothing.
+pub(super) fn route_address(to: IpAddr) -> io::Result<IpAddr> {
+    let any: IpAddr = if to.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
+    let socket = UdpSocket::bind((any, 0))?;
+    // Any port is suitable.
+    socket.connect((to, 9))?;
+    Ok(socket.local_addr()?.ip())
 }
 
 /// Returns the addresses of this host's interfaces, those that other hosts most likely reach first, and

@@ -158,7 +158,12 @@ pub(crate) fn render(report: &Report, form: ReportFormat) -> String {
 
 /// Writes the root cause in a few lines to `path`, which the scheduler has made.
 pub(crate) fn write_termination_log(report: &Report, path: &Path) -> Result<(), String> {
-    let written = fs::write(path, termination::message(report));
+    write_termination_text(&termination::message(report), path)
+}
+
+/// Writes a text to `path`, cut to what schedulers show of an ended container.
+pub(crate) fn write_termination_text(text: &str, path: &Path) -> Result<(), String> {
+    let written = fs::write(path, formatting::cut_text(text, termination::MAX_BYTES));
     written.map_err(|error| format!("cannot write the root cause to {}: {error}", path.display()))
 }
 

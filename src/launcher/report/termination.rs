@@ -1,7 +1,6 @@
 //! The root cause in a few lines, for schedulers that show a short text of an ended container. Pure.
 
 use super::model::{Failure, Report};
-use crate::formatting::cut_text;
 
 /// Most bytes of the text. Kubernetes keeps 4 KiB of a container, and 12 KiB of all containers of a pod.
 pub(super) const MAX_BYTES: usize = 3 << 10;
@@ -17,7 +16,7 @@ pub(super) fn message(report: &Report) -> String {
         (None, Some(message)) => message.clone(),
         (None, None) => "the job failed".to_owned(),
     };
-    cut_text(&format!("{}\n", text.trim_end()), MAX_BYTES)
+    format!("{}\n", text.trim_end())
 }
 
 fn of_failure(root: &Failure) -> String {

@@ -17,21 +17,20 @@ const SPACE_WANTED: u64 = 256 * MIB;
 const INODES_WANTED: u64 = 1000;
 
 pub(super) fn check(config: &Config, host: &str) -> NodeResult {
-    let mut folders = vec![("temporary files (TMPDIR)", std::env::temp_dir())];
+    // Programs create the other folders, and expect the first.
+    let mut folders = vec![("temporary files (TMPDIR)", std::env::temp_dir(), true)];
     match &config.logs.dir {
-        LogDir::Path(path) => folders.push(("log files (--log-dir)", path.clone())),
+        LogDir::Path(path) => folders.push(("log files (--log-dir)", path.clone(), false)),
         LogDir::Temporary | LogDir::Disabled => {}
     }
     if let FlightDir::Path(path) = &config.flight {
-        folders.push(("recordings (CONVOKE_FLIGHT_DIR)", path.clone()));
+        folders.push(("recordings (CONVOKE_FLIGHT_DIR)", path.clone(), false));
     }
     let models = std::env::var_os("HF_HOME").filter(|folder| !folder.is_empty());
-    folders.extend(models.map(|folder| ("Hugging Face's cache (HF_HOME)", PathBuf::from(folder))));
-    // Programs create the other folders, and expect this one.
-    let is_expected = |what: &str| what.ends_with("(TMPDIR)");
+    folders.extend(models.map(|folder| ("Hugging Face's cache (HF_HOME)", PathBuf::from(folder), false)));
     let problems = folders
         .iter()
-        .flat_map(|(what, folder)| check_folder(what, folder, is_expected(what), host))
+        .flat_map(|(what, folder, must_exist)| check_folder(what, folder, *must_exist, host))
         .collect();
     NodeResult { problems, ..NodeResult::default() }
 }

@@ -18,7 +18,7 @@ use crate::config::{Config, Machine};
 use crate::limits::Limits;
 
 /// Longest time for the checks of a host. What takes longer is reported as a problem.
-pub(super) const HOST_TIMEOUT: Duration = Duration::from_millis(2500);
+const HOST_TIMEOUT: Duration = Duration::from_millis(2500);
 
 /// The checks of this host, which run in threads of their own.
 pub(super) struct HostChecks {
