@@ -37,6 +37,8 @@ pub(crate) enum PeerMisbehaved {
     NotAskedFor { seq: u64 },
     #[error("it sent message {seq} with a wrong length of {len} bytes")]
     MessageLength { seq: u64, len: u64 },
+    #[error("it sent message {seq} where message {next} was due")]
+    MessageOrder { seq: u64, next: u64 },
     /// The length of a message frame is not that of its call, or is too long for a message that is sent
     /// eagerly.
     #[error("it sent {len} bytes for {call}")]

@@ -1,9 +1,10 @@
 //! The layout of the memory that the ranks of a host share. Pure arithmetic.
 //!
 //! ```text
-//! dense:  page: sleep bits, flags │ of rank 0: control │ ring counters │ slots │ rounds │ rings │ of rank 1:
-//! ... sparse: page: sleep bits, flags │ control of all ranks │ ring counters │ slots of call 1, of call 2,
-//! ... │ rounds │ rings
+//! dense:  page: sleep bits, flags │ of rank 0: control │ ring counters │ slots │ rounds │ rings, cells │
+//! of rank 1: ...
+//! sparse: page: sleep bits, flags │ control of all ranks │ ring counters │ slots of call 1, of call 2, ... │
+//! rounds │ rings, cells
 //! ```
 //!
 //! The first group of a host has the dense layout, whose pages are all allocated when the group forms. Other
@@ -14,6 +15,8 @@
 //! the bootstrap, and the read counter of a ring, which the rank that reads the ring writes.
 
 use std::ops::Range;
+
+use crate::transport::links::CELL_BYTES;
 
 /// The alignment of words that one rank writes and other ranks poll. It is two cache lines, since processors
 /// fetch lines in pairs.
@@ -28,9 +31,11 @@ pub(crate) const HUGE_PAGE_BYTES: usize = 2 << 20;
 pub(crate) const SLOTS: u32 = 128;
 /// Maximum number of bytes of data that a rank publishes in a slot.
 pub(crate) const SLOT_BYTES: usize = 8 << 10;
-/// The size of a slot's header, which precedes the data. It has the stamp, which tells other ranks that the
-/// slot is complete, and the description of the call.
-pub(crate) const SLOT_HEADER: usize = 64;
+/// The size of a slot's header. It has the stamp, which tells other ranks that the slot is complete, and the
+/// description of the call.
+const SLOT_HEADER: usize = 64;
+/// The offset of the data in a slot. A processor that polls the stamp fetches the other line of its pair too.
+pub(crate) const SLOT_DATA: usize = SLOT_HEADER;
 /// Offsets in a slot: of the description of the rank's call, and of a digest of all its earlier calls.
 pub(crate) const CALL_OFFSET: usize = 8;
 pub(crate) const HISTORY_OFFSET: usize = 24;
@@ -53,6 +58,17 @@ pub(crate) const ROUNDS_BYTES: usize = (ROUNDS_IN_MEMORY as usize + 2) * ROUND_B
 pub(crate) const MAX_RANKS: usize = 125;
 /// The least size of a ring's data in bytes.
 const MIN_RING_BYTES: usize = 8 << 10;
+
+/// The offset of the data of a message that does not fit in the first line of a cell.
+pub(crate) const CELL_DATA: usize = LINE;
+/// The size of a cell.
+pub(crate) const CELL_STEP: usize = (CELL_DATA + CELL_BYTES).next_multiple_of(LINE);
+/// Most cells of one queue. So few stay in the caches of both cores. On two cores of a Xeon (Sapphire Rapids),
+/// a message of 4 KiB takes 0.70 µs with 8 cells, and 0.85 with 64.
+const MOST_CELLS: usize = 8;
+const MIN_CELLS: usize = 2;
+/// The approximate size of all cells of one rank.
+const ALL_CELLS_BYTES: usize = 512 << 10;
 
 /// The counters that a rank publishes for the other ranks of its host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,6 +104,30 @@ pub(crate) struct RingOffsets {
     pub(crate) data: usize,
     /// The size of the data in bytes, a power of two.
     pub(crate) bytes: usize,
+}
+
+/// The position of the cells for the messages from one rank to another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct CellOffsets {
+    /// The offset of the flag that the writer sets when the pages of the cells are allocated.
+    pub(crate) allocated: usize,
+    /// The offset of the reader's count of emptied cells.
+    pub(crate) emptied: usize,
+    start: usize,
+    /// The number of cells, a power of two.
+    pub(crate) count: u64,
+}
+
+impl CellOffsets {
+    /// The offset of the cell for message number `index`, counted from 0 and over all cells.
+    #[inline(always)]
+    pub(crate) fn cell(self, index: u64) -> usize {
+        self.start + (index & (self.count - 1)) as usize * CELL_STEP
+    }
+
+    pub(crate) fn range(self) -> Range<usize> {
+        self.start..self.start + self.count as usize * CELL_STEP
+    }
 }
 
 /// The data that a ring carries.
@@ -142,6 +182,8 @@ pub(crate) struct Layout {
     rounds: Parts,
     ring_counters: Parts,
     ring_data: Parts,
+    cells: Parts,
+    cells_in_queue: usize,
     /// The total size of the shared memory in bytes.
     pub(crate) bytes: usize,
     /// Set if only [`Layout::first_pages`] are allocated when the group forms.
@@ -153,7 +195,7 @@ const CORES: usize = PAGE / 4;
 const CONTROL: usize = PAGE;
 /// The size of the control part of a rank in the sparse layout.
 const SPARSE_CONTROL: usize = 8 * LINE;
-const SLOT: usize = (SLOT_HEADER + SLOT_BYTES).next_multiple_of(LINE);
+const SLOT: usize = (SLOT_DATA + SLOT_BYTES).next_multiple_of(LINE);
 const ALL_SLOTS: usize = (SLOTS as usize * SLOT).next_multiple_of(PAGE);
 // A round may begin just before the wrap-around, so its data ends behind it. Two rounds that share bytes are
 // nearly `ROUNDS_BYTES` apart, so they are never in memory at the same time.
@@ -170,11 +212,13 @@ impl Layout {
     /// Returns the layout in which the memory of each rank is contiguous.
     pub(crate) fn dense(ranks: usize) -> Self {
         let (counters, data) = Self::ring_sizes(ranks);
+        let (cells_in_queue, cells_bytes) = Self::cell_sizes(ranks);
         let slots = PAGE + CONTROL;
         let rounds = slots + ALL_SLOTS;
         let ring_counters = rounds + ALL_ROUNDS;
         let ring_data = ring_counters + counters;
-        let step = (ring_data + data - PAGE).next_multiple_of(PAGE);
+        let cells = ring_data + data;
+        let step = (cells + cells_bytes - PAGE).next_multiple_of(PAGE);
         let parts = |start| Parts { start, step };
         Self {
             ranks,
@@ -184,6 +228,8 @@ impl Layout {
             rounds: parts(rounds),
             ring_counters: parts(ring_counters),
             ring_data: parts(ring_data),
+            cells: parts(cells),
+            cells_in_queue,
             bytes: PAGE + ranks * step,
             is_sparse: false,
         }
@@ -199,14 +245,35 @@ impl Layout {
         let rounds = (slots.start + SLOTS as usize * slot_step).next_multiple_of(HUGE_PAGE_BYTES);
         let rounds = Parts { start: rounds, step: ALL_ROUNDS.next_multiple_of(HUGE_PAGE_BYTES) };
         let ring_data = Parts { start: rounds.of(ranks), step: data.next_multiple_of(PAGE) };
-        let bytes = ring_data.of(ranks).next_multiple_of(HUGE_PAGE_BYTES);
-        Self { ranks, control, slots, slot_step, rounds, ring_counters, ring_data, bytes, is_sparse: true }
+        let (cells_in_queue, cells_bytes) = Self::cell_sizes(ranks);
+        let cells = Parts { start: ring_data.of(ranks), step: cells_bytes.next_multiple_of(PAGE) };
+        let bytes = cells.of(ranks).next_multiple_of(HUGE_PAGE_BYTES);
+        Self {
+            ranks,
+            control,
+            slots,
+            slot_step,
+            rounds,
+            ring_counters,
+            ring_data,
+            cells,
+            cells_in_queue,
+            bytes,
+            is_sparse: true,
+        }
     }
 
     /// Returns the sizes of the counters and of the data of all rings that one rank writes.
     fn ring_sizes(ranks: usize) -> (usize, usize) {
         let data: usize = RingChannel::ALL.iter().map(|channel| ranks * channel.ring_bytes(ranks)).sum();
         (RingChannel::ALL.len() * ranks * RING_COUNTERS, data)
+    }
+
+    /// Returns the number of cells of one queue, and the bytes of all cells that one rank writes.
+    fn cell_sizes(ranks: usize) -> (usize, usize) {
+        let fit = ALL_CELLS_BYTES / CELL_STEP / ranks.next_power_of_two();
+        let cells = (fit.max(1).next_power_of_two()).clamp(MIN_CELLS, MOST_CELLS);
+        (cells, ranks * cells * CELL_STEP)
     }
 
     /// The byte range of the part of `rank` in the dense layout.
@@ -300,6 +367,18 @@ impl Layout {
             bytes,
         }
     }
+
+    /// The position of the cells for messages from rank `from` to rank `to`. Their counters are beside those
+    /// of the ring for messages.
+    pub(crate) fn cells(self, from: usize, to: usize) -> CellOffsets {
+        let ring = self.ring(RingChannel::Messages, from, to);
+        CellOffsets {
+            allocated: ring.closed + size_of::<u64>(),
+            emptied: ring.read + size_of::<u64>(),
+            start: self.cells.of(from) + to * self.cells_in_queue * CELL_STEP,
+            count: self.cells_in_queue as u64,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -325,7 +404,7 @@ mod tests {
             }
             ranges.extend((0..SLOTS).map(|number| {
                 let at = layout.slot(rank, number);
-                at..at + SLOT_HEADER + SLOT_BYTES
+                at..at + SLOT_DATA + SLOT_BYTES
             }));
             ranges.push(layout.round(rank, 0)..layout.round(rank, ROUNDS_BYTES as u64 - 1) + ROUND_BYTES);
             for (channel, to) in RingChannel::ALL
@@ -333,6 +412,15 @@ mod tests {
                 .flat_map(|channel| (0..layout.ranks).map(move |to| (channel, to)))
             {
                 let ring = layout.ring(channel, rank, to);
+                if channel == RingChannel::Messages {
+                    let cells = layout.cells(rank, to);
+                    assert!((ring.closed + 8..ring.written + LINE).contains(&cells.allocated));
+                    assert!((ring.read + 8..ring.read + LINE).contains(&cells.emptied));
+                    assert!(cells.cell(0) == cells.range().start && cells.count.is_power_of_two());
+                    assert!(cells.cell(2 * cells.count - 1) + CELL_STEP == cells.range().end);
+                    ranges.push(cells.range());
+                    assert!(layout.is_sparse || layout.rank_range(rank).end >= cells.range().end);
+                }
                 ranges.push(ring.written..ring.written + LINE);
                 ranges.push(ring.read..ring.read + LINE);
                 ranges.push(ring.data..ring.data + ring.bytes);

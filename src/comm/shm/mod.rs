@@ -6,6 +6,7 @@
 //!              └─► copy_reduce          copies and sums
 //! numbering ─► announcements            the calls that ranks tell each other, and compare
 //!              ring ─► segment          a byte stream in the place of a connection
+//!               └─► cells               short messages, past the byte stream
 //!              doorbells                wake-up of sleeping ranks
 //! fd_passing ─► allocations ─► region   memory of programs that all of them reach
 //! unix_socket                           passes descriptors, for bootstrap and fd_passing
@@ -23,6 +24,7 @@ pub(crate) mod allocations;
 mod announcements;
 pub(crate) mod arena;
 pub(crate) mod bootstrap;
+mod cells;
 pub(crate) mod collective;
 mod copy_reduce;
 pub(crate) mod doorbells;
@@ -32,7 +34,7 @@ mod layout;
 mod models;
 mod numbering;
 pub(crate) mod region;
-mod ring;
+pub(crate) mod ring;
 mod schedule;
 pub(crate) mod segment;
 pub(crate) mod small_call;
@@ -56,6 +58,7 @@ use allocations::Allocations;
 use announcements::PeerProgress;
 use arena::Arena;
 use bootstrap::SharedResources;
+use cells::Cells;
 use doorbells::{Doorbells, HostProcesses};
 pub(crate) use layout::{Layout, RingChannel};
 use layout::{ROUND_BYTES, ROUNDS_BYTES, SLOT_BYTES};
@@ -181,8 +184,15 @@ impl HostMemory {
     pub(crate) fn ring_to(&self, channel: RingChannel, local_rank: usize) -> Ring {
         let (out, into) =
             (self.layout.ring(channel, self.me, local_rank), self.layout.ring(channel, local_rank, self.me));
-        let allocated = if self.allocated.is_some() { 0 } else { out.bytes };
-        Ring::new(Arc::clone(&self.segment), Arc::clone(&self.doorbells), local_rank, (out, allocated), into)
+        let is_sparse = self.allocated.is_some();
+        let allocated = if is_sparse { 0 } else { out.bytes };
+        let cells = (channel == RingChannel::Messages).then(|| {
+            let (out, into) =
+                (self.layout.cells(self.me, local_rank), self.layout.cells(local_rank, self.me));
+            Cells::new(out, into, !is_sparse)
+        });
+        let (segment, doorbells) = (Arc::clone(&self.segment), Arc::clone(&self.doorbells));
+        Ring::new(segment, doorbells, local_rank, (out, allocated), into, cells)
     }
 
     /// Sets the failure flag, which all ranks of the host read. Control connections report the reason of the

@@ -8,17 +8,22 @@ use std::io::{self, IoSlice};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use super::cells::Cells;
 use super::doorbells::Doorbells;
 use super::layout::RingOffsets;
 use super::segment::Segment;
 use super::store_policy::StorePolicy;
-use crate::transport::links::Link;
+use crate::transport::links::{CellHeader, Link};
 
 /// Maximum number of bytes that the writer copies before it publishes its count.
 const CHUNK_BYTES: usize = 16 << 10;
 /// The reader publishes its count of bytes read this many times per size of the ring, and when no more bytes
 /// are readable. Publishing costs as much as reading a short message.
 const READ_REPORTS_PER_RING: usize = 4;
+
+/// The least number of bytes in a write after which the lines for the next write are fetched.
+const PREFETCH_FROM: usize = 512;
+const PREFETCH_MOST: usize = 20 << 10;
 
 /// The size of the part of a ring that is allocated when the first bytes are written, in a group that
 /// allocates its memory before its first use.
@@ -44,17 +49,20 @@ pub(crate) struct Ring {
     /// The count of bytes read that this end last published to the peer.
     reported_read: u64,
     policy: StorePolicy,
+    /// The queues of short messages, if the rings carry messages.
+    cells: Option<Cells>,
 }
 
 impl Ring {
     /// Makes the end that writes to `outgoing` and reads from `incoming`. Of the outgoing data, the pages of
     /// the first `allocated` bytes are allocated.
-    pub(crate) fn new(
+    pub(super) fn new(
         segment: Arc<Segment>,
         doorbells: Arc<Doorbells>,
         peer: usize,
         (outgoing, allocated): (RingOffsets, usize),
         incoming: RingOffsets,
+        cells: Option<Cells>,
     ) -> Self {
         Self {
             segment,
@@ -69,6 +77,7 @@ impl Ring {
             peer_written: 0,
             reported_read: 0,
             policy: StorePolicy::default(),
+            cells,
         }
     }
 
@@ -112,6 +121,15 @@ impl Ring {
         Ok(((self.peer_written - self.read) as usize).min(bytes - at)).map(|readable| (readable, data + at))
     }
 
+    /// Fetches the lines for the next message while the peer reads this one, which has `bytes` bytes.
+    fn prefetch_next(&mut self, bytes: usize) {
+        if (PREFETCH_FROM..=PREFETCH_MOST).contains(&bytes)
+            && let Ok((writable, at)) = self.writable()
+        {
+            self.segment.view(at, writable.min(bytes)).prefetch_for_write();
+        }
+    }
+
     fn publish(&self, at: usize, value: u64) {
         self.segment.word(at).store(value, Ordering::Release);
         self.doorbells.wake(self.peer);
@@ -124,7 +142,7 @@ impl Ring {
 }
 
 /// Returns `count`, which the peer's process wrote, if it is between `least` and `most`.
-fn validated(count: u64, least: u64, most: u64) -> io::Result<u64> {
+pub(super) fn validated(count: u64, least: u64, most: u64) -> io::Result<u64> {
     if (least..=most).contains(&count) {
         return Ok(count);
     }
@@ -158,6 +176,7 @@ impl Link for Ring {
         if sent > reported {
             self.publish(self.outgoing.written, self.written);
         }
+        self.prefetch_next(sent);
         let empty = parts.iter().all(|part| part.is_empty());
         if sent > 0 || empty { Ok(sent) } else { Err(io::ErrorKind::WouldBlock.into()) }
     }
@@ -197,6 +216,25 @@ impl Link for Ring {
         self.publish(self.outgoing.closed, 1);
     }
 
+    fn try_send_cell(&mut self, stamp: u64, header: CellHeader, data: &[u8]) -> io::Result<bool> {
+        let Some(cells) = &mut self.cells else { return Ok(false) };
+        let sent = cells.send(&self.segment, stamp, header, data)?;
+        if sent {
+            // First, because the wake-up waits until the message is visible to the peer.
+            cells.prepare_next(&self.segment, data.len());
+            self.doorbells.wake(self.peer);
+        }
+        Ok(sent)
+    }
+
+    fn cell(&mut self, stamp: u64) -> Option<CellHeader> {
+        self.cells.as_mut()?.header(&self.segment, stamp)
+    }
+
+    fn take_cell(&mut self, into: &mut [u8]) -> io::Result<()> {
+        self.cells.as_mut().map_or(Ok(()), |cells| cells.take(&self.segment, into))
+    }
+
     /// Always true: bytes in shared memory stay readable as long as the reader has mapped the memory.
     fn is_flushed(&self) -> bool {
         true
@@ -206,5 +244,31 @@ impl Link for Ring {
 impl Drop for Ring {
     fn drop(&mut self) {
         self.close_write();
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use nix::sys::eventfd::EventFd;
+
+    use super::super::doorbells::HostProcesses;
+    use super::super::layout::{Layout, RingChannel};
+    use super::super::segment::create;
+    use super::*;
+
+    /// Returns both ends of the rings and cells for messages between two ranks.
+    pub(crate) fn pair() -> [Ring; 2] {
+        let layout = Layout::dense(2);
+        let segment = Arc::new(Segment::map(create(layout.bytes).unwrap(), layout.bytes).unwrap());
+        let doorbells = (0..2).map(|_| EventFd::new().unwrap().into()).collect();
+        let host = HostProcesses { doorbells, of_rank: Arc::new([0, 1]) };
+        [(0, 1), (1, 0)].map(|(me, peer)| {
+            let (segment, host) = (Arc::clone(&segment), host.clone());
+            let doorbells = Arc::new(Doorbells { segment: Arc::clone(&segment), layout, me, host });
+            let rings = |from, to| layout.ring(RingChannel::Messages, from, to);
+            let cells = Cells::new(layout.cells(me, peer), layout.cells(peer, me), true);
+            let out = rings(me, peer);
+            Ring::new(segment, doorbells, peer, (out, out.bytes), rings(peer, me), Some(cells))
+        })
     }
 }

@@ -32,6 +32,14 @@ impl View<'_> {
         }
     }
 
+    /// Asks the processor to fetch the lines of this view for a later write, if it gains by that.
+    #[inline(always)]
+    pub(super) fn prefetch_for_write(self) {
+        if *PREFETCH {
+            prefetch_for_write(self.start, self.bytes);
+        }
+    }
+
     /// Copies `bytes`, one of several parts of the data, into the view. Returns whether it used non-temporal
     /// stores. If so, the caller must call [`store_fence`] after the last part, before it announces the data.
     /// One fence for all parts is enough; one after each 4 KiB would add a third to the time.

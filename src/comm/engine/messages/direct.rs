@@ -1,6 +1,7 @@
 //! Fast path for messages: the calling thread sends and receives them if no earlier message is queued.
 //!
-//! The frames are the same as those of queued messages. All but the most common cases use the queues.
+//! A short message inside a host goes through a cell. The frames of all others are those of queued messages.
+//! All but the most common cases use the queues.
 
 use std::io::IoSlice;
 
@@ -12,6 +13,8 @@ use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::Call;
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
+use crate::transport::links::conn::ConnError;
+use crate::transport::links::{CELL_BYTES, CellHeader};
 
 /// The result of a direct send.
 #[derive(Debug)]
@@ -54,6 +57,12 @@ impl PeerMessages {
             return Ok(SendProgress::Nothing);
         }
         let seq = self.next_seq;
+        if len <= CELL_BYTES && conn.send_cell(seq, call.encode(), bytes).map_err(MessageError::Broken)? {
+            self.next_seq += 1;
+            self.credit.left -= cost;
+            fault_point("message sent", seq, len);
+            return Ok(SendProgress::Complete);
+        }
         let frame = Frame::empty(Kind::Eager, self.group, seq);
         let header = Frame { len: len as u64, call: call.encode(), ..frame }.encode();
         let parts = [IoSlice::new(&header), IoSlice::new(bytes)];
@@ -90,15 +99,24 @@ impl PeerMessages {
             return Ok(RecvProgress::UseQueues);
         }
         let Some(conn) = &mut self.conn else { return Ok(RecvProgress::UseQueues) };
+        if let Some(header) = conn.cell(self.next_incoming) {
+            return self.recv_cell(header, call, buffer);
+        }
         if conn.unread().len() < HEADER_BYTES {
-            conn.fill(HEADER_BYTES).map_err(MessageError::Broken)?;
+            match conn.fill(HEADER_BYTES) {
+                Ok(_) => {}
+                // The peer may have filled a cell before it closed the stream.
+                Err(ConnError::Closed) => return Ok(RecvProgress::UseQueues),
+                Err(error) => return Err(MessageError::Broken(error)),
+            }
         }
         let Some(bytes) = conn.unread().first_chunk::<HEADER_BYTES>() else {
             return Ok(RecvProgress::Nothing);
         };
         let frame = Frame::decode(bytes)?;
         let theirs = Call::decode(frame.call).ok().filter(|theirs| theirs.root == call.root);
-        let is_ours = frame.kind == Kind::Eager && frame.group_id() == self.group;
+        let is_next = frame.kind == Kind::Eager && frame.seq == self.next_incoming;
+        let is_ours = is_next && frame.group_id() == self.group;
         let Some(theirs) = theirs.filter(|_| is_ours) else { return Ok(RecvProgress::UseQueues) };
         check_type(theirs, call, frame.seq)?;
         // The queues handle a message whose length differs from that of the buffer.
@@ -106,7 +124,35 @@ impl PeerMessages {
             return Ok(RecvProgress::UseQueues);
         }
         conn.consume(HEADER_BYTES);
+        self.next_incoming += 1;
         self.recv_rest(0, buffer)
+    }
+
+    /// Receives the message in the next cell, whose header is `header`, if `call` asks for it.
+    #[inline]
+    fn recv_cell(
+        &mut self,
+        header: CellHeader,
+        call: Call,
+        buffer: &mut BorrowedBuffer<'_>,
+    ) -> Result<RecvProgress, MessageError> {
+        let theirs = Call::decode(header).ok().filter(|theirs| theirs.root == call.root);
+        let Some(theirs) = theirs else { return Ok(RecvProgress::UseQueues) };
+        check_type(theirs, call, self.next_incoming)?;
+        let len = buffer.len();
+        let mut into = buffer.bytes_mut(0..len);
+        let Some(conn) = self.conn.as_mut().filter(|_| {
+            // The queues handle a message whose length differs from that of the buffer.
+            into.len() == len && theirs.bytes() == len as u64 && len <= CELL_BYTES
+        }) else {
+            return Ok(RecvProgress::UseQueues);
+        };
+        conn.take_cell(&mut into).map_err(MessageError::Broken)?;
+        drop(into);
+        self.next_incoming += 1;
+        fault_point("message received", self.next_id, len);
+        self.return_credit(len);
+        Ok(RecvProgress::Complete)
     }
 
     /// Receives more of a message whose first `done` bytes are in `buffer` already.

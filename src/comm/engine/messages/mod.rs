@@ -7,6 +7,9 @@
 //! and it is sent (Message frame) straight into the buffer of that receive. So messages that no receive
 //! matches never block a message of another tag.
 //!
+//! Inside a host, a short message goes through a cell of shared memory instead of the byte stream, if the caller
+//! sends it directly ([`direct`]). The sequence numbers tell the order of messages in cells and in the stream.
+//!
 //! A message may be shorter than the buffer of its receive. If it is longer, the receive fails, and the rest
 //! of the message is read and discarded, so that the next message is in its place.
 //!
@@ -55,6 +58,8 @@ pub(crate) struct PeerMessages {
     reading: ReadState,
     credit: Credit,
     next_seq: u64,
+    /// The sequence number of the peer's next message.
+    next_incoming: u64,
     next_id: u64,
     /// The connection took no bytes at the last write, so this rank must wait until it is writable.
     pub(crate) write_blocked: bool,
@@ -76,6 +81,7 @@ impl PeerMessages {
             reading: ReadState::Header,
             credit: Credit { left: CREDIT_BYTES, owed: 0 },
             next_seq: 0,
+            next_incoming: 0,
             next_id: 0,
             write_blocked: false,
         }

@@ -1,5 +1,7 @@
 //! Reads message frames from the connection of a peer, and matches them with receives.
 
+use smallvec::{SmallVec, smallvec};
+
 use super::{
     AnySourceQueue, EAGER_BYTES, Match, MessageError, PeerMessages, PendingRecv, ReadState, Stage,
     UnexpectedContent, UnexpectedMessage, check_type, send_index,
@@ -8,7 +10,8 @@ use crate::collectives::call::Call;
 use crate::error::PeerMisbehaved;
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
-use crate::transport::links::conn::{Conn, MAX_READ_AHEAD_BYTES};
+use crate::transport::links::CELL_BYTES;
+use crate::transport::links::conn::{Conn, ConnError, MAX_READ_AHEAD_BYTES};
 
 impl PeerMessages {
     /// Reads available data with at most one system call. Returns whether anything moved.
@@ -37,7 +40,15 @@ impl PeerMessages {
                     fault_point("message received", recv.id, recv.done);
                     got
                 }
-                None => conn.fill(EAGER_BYTES).map_err(MessageError::Broken)?,
+                None => match conn.fill(EAGER_BYTES) {
+                    Ok(got) => got,
+                    // The peer may have filled a cell after the last look and before it closed the stream.
+                    Err(ConnError::Closed) if self.read_cell(any_source, conn)? => {
+                        (any, asked) = (true, false);
+                        continue;
+                    }
+                    Err(error) => return Err(MessageError::Broken(error)),
+                },
             };
             any |= got > 0;
         }
@@ -53,46 +64,83 @@ impl PeerMessages {
         (left >= 4096 && conn.unread().is_empty()).then_some((index, left.min(MAX_READ_AHEAD_BYTES)))
     }
 
-    /// Processes a header or elements among the bytes that were read ahead. Returns whether there were any.
+    /// Processes the message in the next cell, or a header or elements among the bytes that were read ahead.
+    /// Returns whether there were any.
     fn read_step(&mut self, any_source: &mut AnySourceQueue, conn: &mut Conn) -> Result<bool, MessageError> {
+        if !matches!(self.reading, ReadState::Header) {
+            let (took, is_complete) = self.deliver(conn.unread());
+            conn.consume(took);
+            return Ok(took > 0 || is_complete);
+        }
+        if self.read_cell(any_source, conn)? {
+            return Ok(true);
+        }
+        let Some(bytes) = conn.unread().first_chunk::<HEADER_BYTES>() else { return Ok(false) };
+        let frame = Frame::decode(bytes)?;
+        // The peer may have filled a cell after the last look, and then sent this frame.
+        let is_later = matches!(frame.kind, Kind::Eager | Kind::Rts) && frame.seq != self.next_incoming;
+        if is_later && self.read_cell(any_source, conn)? {
+            return Ok(true);
+        }
+        conn.consume(HEADER_BYTES);
+        self.handle_header(any_source, &frame)?;
+        Ok(true)
+    }
+
+    /// Processes the message in the next cell, unless a message of the stream is being read. Returns whether
+    /// there was one.
+    fn read_cell(&mut self, any_source: &mut AnySourceQueue, conn: &mut Conn) -> Result<bool, MessageError> {
+        let seq = self.next_incoming;
+        let Some(call) = conn.cell(seq).filter(|_| matches!(self.reading, ReadState::Header)) else {
+            return Ok(false);
+        };
+        let decoded = Call::decode(call)?;
+        if decoded.bytes() > CELL_BYTES as u64 {
+            return Err(PeerMisbehaved::EagerLength { len: CELL_BYTES as u64, call: decoded }.into());
+        }
+        let mut data: SmallVec<[u8; 256]> = smallvec![0; decoded.bytes() as usize];
+        let frame = Frame { len: data.len() as u64, call, ..self.frame(Kind::Eager, seq) };
+        self.handle_message(any_source, &frame)?;
+        conn.take_cell(&mut data).map_err(MessageError::Broken)?;
+        if !matches!(self.reading, ReadState::Header) {
+            self.deliver(&data);
+        }
+        Ok(true)
+    }
+
+    /// Adds `bytes` to the message that is being read. Returns how many bytes belong to it, and whether it is
+    /// complete.
+    fn deliver(&mut self, bytes: &[u8]) -> (usize, bool) {
         match self.reading {
-            ReadState::Header => {
-                let Some(bytes) = conn.unread().first_chunk::<HEADER_BYTES>() else { return Ok(false) };
-                let frame = Frame::decode(bytes)?;
-                conn.consume(HEADER_BYTES);
-                self.handle_header(any_source, &frame)?;
-                Ok(true)
-            }
+            ReadState::Header => unreachable!("the caller checks that a message is being read"),
             ReadState::Unexpected => {
                 let unexpected = self.unexpected.get_mut(self.unexpected.last_index());
-                let UnexpectedContent::Partial(bytes) = &mut unexpected.content else {
+                let UnexpectedContent::Partial(kept) = &mut unexpected.content else {
                     unreachable!("only small messages are read into the queue, until they are complete");
                 };
                 let total = unexpected.call.bytes() as usize;
-                let take = conn.unread().len().min(total - bytes.len());
-                bytes.extend_from_slice(&conn.unread()[..take]);
-                conn.consume(take);
-                if bytes.len() < total {
-                    return Ok(take > 0);
+                let take = bytes.len().min(total - kept.len());
+                kept.extend_from_slice(&bytes[..take]);
+                if kept.len() < total {
+                    return (take, false);
                 }
-                let bytes = std::mem::take(bytes);
+                let kept = std::mem::take(kept);
                 self.reading = ReadState::Header;
                 match unexpected.claimed_by {
-                    Some(recv) => self.deliver_claimed(&bytes, recv),
-                    None => unexpected.content = UnexpectedContent::Complete(bytes),
+                    Some(recv) => self.deliver_claimed(&kept, recv),
+                    None => unexpected.content = UnexpectedContent::Complete(kept),
                 }
-                Ok(true)
+                (take, true)
             }
             ReadState::Posted { id, eager } => {
                 let index = self.recvs.iter().position(|recv| recv.id == id);
                 let index = index.expect("a receive stays posted while its message is read");
                 let recv = &mut self.recvs[index];
-                let take = conn.unread().len().min(recv.message_bytes() - recv.done);
-                recv.store(&conn.unread()[..take]);
-                conn.consume(take);
+                let take = bytes.len().min(recv.message_bytes() - recv.done);
+                recv.store(&bytes[..take]);
                 fault_point("message received", recv.id, recv.done);
                 if recv.done < recv.message_bytes() {
-                    return Ok(take > 0);
+                    return (take, false);
                 }
                 let recv = self.recvs.remove(index).expect("it was found there");
                 self.reading = ReadState::Header;
@@ -100,7 +148,7 @@ impl PeerMessages {
                     self.return_credit(recv.message_bytes());
                 }
                 recv.complete(self.peer);
-                Ok(true)
+                (take, true)
             }
         }
     }
@@ -162,6 +210,10 @@ impl PeerMessages {
     fn handle_message(&mut self, any_source: &mut AnySourceQueue, frame: &Frame) -> Result<(), MessageError> {
         let call = Call::decode(frame.call)?;
         let (seq, eager) = (frame.seq, frame.kind == Kind::Eager);
+        if seq != self.next_incoming {
+            return Err(PeerMisbehaved::MessageOrder { seq, next: self.next_incoming }.into());
+        }
+        self.next_incoming += 1;
         let expected = if eager { call.bytes() } else { 0 };
         if frame.len != expected || eager && call.bytes() > EAGER_BYTES as u64 {
             return Err(PeerMisbehaved::EagerLength { len: frame.len, call }.into());

@@ -5,11 +5,14 @@ use std::time::Duration;
 
 use convoke_env::Generation;
 
+use super::direct::{RecvProgress, SendProgress};
 use super::unexpected::CREDIT_BYTES;
 use super::*;
 use crate::collectives::call::CallKind;
 use crate::collectives::dtype::Dtype;
 use crate::error::CommError;
+use crate::shm::ring;
+use crate::transport::links::CELL_BYTES;
 use crate::transport::links::fake::{self, FaultScript};
 use convoke_testkit::Random;
 
@@ -36,21 +39,40 @@ struct Message {
 
 #[allow(unsafe_code)]
 impl Message {
-    fn send(&mut self, from: &mut PeerMessages) {
+    /// Sends the message without the queues if `directly` is set and that is possible.
+    fn send(&mut self, from: &mut PeerMessages, directly: bool) {
         // SAFETY: the test keeps all messages, and does not change `sent`, until both queues are gone.
         let buffer = unsafe { BorrowedBuffer::default().with_ref(0, &self.sent[..]).erase_lifetime() };
         let completion = self.sending.insert(completion());
         let (call, completion) = (call(self.sent.len(), self.tag), Arc::clone(completion));
-        from.post_send(PostedCall { call, buffer, completion });
+        let sent = if directly { from.send_direct(call, &buffer).unwrap() } else { SendProgress::Nothing };
+        let posted = PostedCall { call, buffer, completion };
+        match sent {
+            SendProgress::Complete => posted.completion.complete(Ok(None)),
+            SendProgress::Partial { seq, frame } => from.post_partial_send(seq, frame, posted),
+            SendProgress::Nothing => from.post_send(posted),
+        }
     }
 
-    fn recv(&mut self, at: &mut PeerMessages) {
+    /// Receives the message without the queues if `directly` is set and that is possible.
+    fn recv(&mut self, at: &mut PeerMessages, directly: bool) {
         // SAFETY: the test keeps all messages until both queues are gone; it reads `got` only when its
         // completion is done.
-        let buffer = unsafe { BorrowedBuffer::default().with_mut(0, &mut self.got[..]).erase_lifetime() };
+        let mut buffer = unsafe { BorrowedBuffer::default().with_mut(0, &mut self.got[..]).erase_lifetime() };
         let completion = self.receiving.insert(completion());
         let (call, completion) = (call(self.got.len(), self.tag), Arc::clone(completion));
-        at.post_recv(0, PostedCall { call, buffer, completion }).unwrap();
+        let any_source = AnySourceQueue::default();
+        let received = if directly {
+            at.recv_direct(&any_source, call, &mut buffer).unwrap()
+        } else {
+            RecvProgress::UseQueues
+        };
+        let posted = PostedCall { call, buffer, completion };
+        match received {
+            RecvProgress::Complete => posted.completion.complete(Ok(Some(Status { source: 0, call }))),
+            RecvProgress::Partial(done) => at.post_partial_recv(0, posted, done),
+            RecvProgress::Nothing | RecvProgress::UseQueues => at.post_recv(0, posted).unwrap(),
+        }
     }
 }
 
@@ -59,22 +81,28 @@ impl Message {
 #[test]
 fn random_messages_keep_their_order_for_each_tag() {
     let mut random = Random::new("random_messages_keep_their_order_for_each_tag");
-    for round in 0..60 {
-        let script = match round % 3 {
-            0 => FaultScript::default(),
+    for round in 0..80 {
+        let script = match round % 4 {
+            0 | 3 => FaultScript::default(),
             1 => {
                 FaultScript { step: 3000, capacity: 5000, refuse: 4, interrupt: 6, ..FaultScript::default() }
             }
             _ => FaultScript { step: 7, capacity: 16, ..FaultScript::default() },
         };
-        let small = round % 3 == 2;
-        let (a, b) = fake::pair(FaultScript { seed: random.next(), ..script });
+        let small = round % 4 == 2;
         let (mut left, mut right) = (PeerMessages::new(1, group()), PeerMessages::new(0, group()));
-        (left.conn, right.conn) = (Some(Conn::new(Box::new(a))), Some(Conn::new(Box::new(b))));
+        (left.conn, right.conn) = if round % 4 == 3 {
+            let [a, b] = ring::tests::pair();
+            (Some(Conn::new(Box::new(a))), Some(Conn::new(Box::new(b))))
+        } else {
+            let (a, b) = fake::pair(FaultScript { seed: random.next(), ..script });
+            (Some(Conn::new(Box::new(a))), Some(Conn::new(Box::new(b))))
+        };
         let mut messages: Vec<Message> = (0..if small { 12 } else { 80 })
             .map(|index| {
-                let len = match random.below(4) {
+                let len = match random.below(5) {
                     0 => random.below(40),
+                    4 if !small => random.below(2 * CELL_BYTES),
                     1 if !small => EAGER_BYTES + random.below(50_000),
                     _ if small => random.below(300),
                     _ => random.below(EAGER_BYTES + 1),
@@ -103,13 +131,13 @@ fn random_messages_keep_their_order_for_each_tag() {
         {
             match random.below(12) {
                 0 if sends < messages.len() => {
-                    messages[sends].send(&mut left);
+                    messages[sends].send(&mut left, random.below(2) == 0);
                     sends += 1;
                 }
                 1 => {
                     let tag = random.below(4) as u32;
                     if let Some(index) = recvs.get_mut(&tag).and_then(VecDeque::pop_front) {
-                        messages[index].recv(&mut right);
+                        messages[index].recv(&mut right, random.below(2) == 0);
                     }
                 }
                 side => {
@@ -165,7 +193,7 @@ fn messages_beyond_the_announcement_limit_wait_at_the_sender() {
                 | right.progress(&mut AnySourceQueue::default()).unwrap()
             {}
         };
-        messages.iter_mut().for_each(|message| message.send(&mut left));
+        messages.iter_mut().for_each(|message| message.send(&mut left, false));
         exchange(&mut left, &mut right);
         assert_eq!(
             (right.unexpected.len(), right.unexpected.announcements),
@@ -173,7 +201,7 @@ fn messages_beyond_the_announcement_limit_wait_at_the_sender() {
             "{len}"
         );
         for message in &mut messages {
-            message.recv(&mut right);
+            message.recv(&mut right, false);
             exchange(&mut left, &mut right);
         }
         for message in &messages {
@@ -199,7 +227,7 @@ fn random_frames_never_cause_a_panic() {
         receiver.conn = Some(Conn::new(Box::new(ours)));
         let mut message =
             Message { tag: 1, sent: Vec::new(), got: vec![0; 100], sending: None, receiving: None };
-        message.recv(&mut receiver);
+        message.recv(&mut receiver, false);
         let mut bytes = Vec::new();
         for _ in 0..1 + random.below(5) {
             let kinds = [Kind::Eager, Kind::Rts, Kind::Cts, Kind::Message, Kind::Credit, Kind::Data];

@@ -78,6 +78,12 @@ fn violations() -> Vec<(&'static str, ConnectionKind, Vec<u8>, &'static str)> {
             with(frame(Kind::Goodbye, 0), &[]),
             "on the connection for messages",
         ),
+        (
+            "a message out of order",
+            Message,
+            with(Frame { seq: 5, call: p2p(1, 0), ..frame(Kind::Eager, 1) }, &[0]),
+            "message 5 where message 0 was due",
+        ),
         ("a length that is not that of the call", Message, eager(10, 11), "11 bytes for"),
         ("a small message that is large", Message, eager(1 << 20, 1 << 20), "bytes for"),
         ("a message nobody asked for", Message, with(frame(Kind::Message, 8), &[0; 8]), "was not asked for"),

@@ -3,7 +3,7 @@
 use std::io::{self, IoSlice};
 use std::ops::{Deref, DerefMut};
 
-use super::Link;
+use super::{CellHeader, Link};
 use crate::collectives::kernels::SourceBytes;
 
 /// Smallest size of the read-ahead buffer of a connection, in bytes.
@@ -111,6 +111,26 @@ impl Conn {
                 Err(error) => check_interrupted(error)?,
             }
         }
+    }
+
+    /// Sends message number `seq` in a cell of the link. Returns false if it must go through the stream.
+    #[inline]
+    pub(crate) fn send_cell(&mut self, seq: u64, header: CellHeader, data: &[u8]) -> Result<bool, ConnError> {
+        self.link.try_send_cell(seq + 1, header, data).map_err(ConnError::Failed)
+    }
+
+    /// Returns the header of message number `seq`, if it is in the next cell of the link.
+    #[inline]
+    pub(crate) fn cell(&mut self, seq: u64) -> Option<CellHeader> {
+        // A cell that was never used has stamp 0, so no message has it.
+        self.link.cell(seq + 1)
+    }
+
+    /// Copies the data of the message whose header [`Self::cell`] returned, and empties its cell. The length
+    /// of `into` is that of the data, at most [`CELL_BYTES`](super::CELL_BYTES).
+    #[inline]
+    pub(crate) fn take_cell(&mut self, into: &mut [u8]) -> Result<(), ConnError> {
+        self.link.take_cell(into).map_err(ConnError::Failed)
     }
 
     /// Reads and discards available bytes. Returns true if the peer has closed its end or the link failed.

@@ -18,6 +18,12 @@ use std::io::{self, IoSlice};
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
+/// Most bytes of data of a message in a cell.
+pub(crate) const CELL_BYTES: usize = 4 << 10;
+
+/// The header of a message in a cell: the encoded descriptor of its call.
+pub(crate) type CellHeader = [u8; 16];
+
 /// One ordered, reliable, two-way byte stream to a peer.
 ///
 /// The methods do not block and may transfer only a part of the bytes. A method transfers as many as it can
@@ -28,6 +34,24 @@ pub(crate) trait Link: fmt::Debug + Send {
 
     /// Receives bytes into `into` (not empty), and returns their number; 0 if the peer has closed its end.
     fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize>;
+
+    /// Sends a message with the number `stamp` past the byte stream, in a cell. Returns false if the link has
+    /// no cells, the data is too long for one, or none is free. Each message has a larger `stamp` than the
+    /// message before.
+    fn try_send_cell(&mut self, _stamp: u64, _header: CellHeader, _data: &[u8]) -> io::Result<bool> {
+        Ok(false)
+    }
+
+    /// Returns the header of the message with the number `stamp`, if it is in the next cell.
+    fn cell(&mut self, _stamp: u64) -> Option<CellHeader> {
+        None
+    }
+
+    /// Copies the data of the message whose header [`Self::cell`] returned, and empties its cell. The length
+    /// of `into` is that of the data, at most [`CELL_BYTES`].
+    fn take_cell(&mut self, _into: &mut [u8]) -> io::Result<()> {
+        Ok(())
+    }
 
     /// Tells the peer that nothing more will be sent.
     fn close_write(&mut self);

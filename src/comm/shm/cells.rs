@@ -1,0 +1,267 @@
+//! Short messages from one rank to another of a host: queues of cells in shared memory.
+//!
+//! A cell holds one message. Its first cache line has the stamp that announces the message, the message's
+//! header, and up to [`INLINE_BYTES`] of data. So a short message costs the transfer of one cache line. In a
+//! ring it costs three, two of them one after the other: the writer's count, then header and data.
+//!
+//! The caller numbers the messages and stamps each with its number. The receiver asks for the next number, so
+//! it never takes an older message in the same cell for the new one. A message whose queue is full goes
+//! through the ring; its number tells the receiver where it belongs in the order.
+
+use std::io;
+use std::sync::atomic::Ordering;
+
+use super::layout::{CELL_DATA, CellOffsets};
+use super::ring::validated;
+use super::segment::Segment;
+use crate::transport::links::{CELL_BYTES, CellHeader};
+
+/// The offsets of the header, of the sender's count of cells that it has emptied, and of data that fits beside
+/// them.
+const HEADER_OFFSET: usize = 8;
+const EMPTIED_OFFSET: usize = HEADER_OFFSET + size_of::<CellHeader>();
+const INLINE_OFFSET: usize = EMPTIED_OFFSET + size_of::<u64>();
+const LINE_BYTES: usize = 64;
+/// Most bytes of data in the first cache line of a cell.
+const INLINE_BYTES: usize = LINE_BYTES - INLINE_OFFSET;
+
+/// One rank's end of the two queues of cells between two ranks.
+#[derive(Debug)]
+pub(super) struct Cells {
+    outgoing: CellOffsets,
+    /// The pages of the outgoing cells are allocated, and the peer knows.
+    is_allocated: bool,
+    incoming: CellOffsets,
+    /// The peer has allocated the pages of the incoming cells.
+    is_readable: bool,
+    /// The number of cells that this end has filled, and the peer's count of emptied ones when this end last
+    /// read it.
+    filled: u64,
+    peer_emptied: u64,
+    emptied: u64,
+    /// The count of emptied cells that this end last told the peer.
+    reported: u64,
+}
+
+impl Cells {
+    /// Makes the end that sends by `outgoing` and receives by `incoming`. The pages of both are allocated if
+    /// `are_allocated` is set.
+    pub(super) fn new(outgoing: CellOffsets, incoming: CellOffsets, are_allocated: bool) -> Self {
+        Self {
+            outgoing,
+            is_allocated: are_allocated,
+            incoming,
+            is_readable: are_allocated,
+            filled: 0,
+            peer_emptied: 0,
+            emptied: 0,
+            reported: 0,
+        }
+    }
+
+    /// Puts a message into the next cell. Returns whether it is there: the data may be too long for a cell, or
+    /// the queue full. Fails if the pages of the queue cannot be allocated.
+    #[inline]
+    pub(super) fn send(
+        &mut self,
+        segment: &Segment,
+        stamp: u64,
+        header: CellHeader,
+        data: &[u8],
+    ) -> io::Result<bool> {
+        if data.len() > CELL_BYTES || !self.has_room(segment)? {
+            return Ok(false);
+        }
+        if !self.is_allocated {
+            self.allocate(segment)?;
+        }
+        let at = self.outgoing.cell(self.filled);
+        for (index, bytes) in header.as_chunks().0.iter().enumerate() {
+            let word = segment.word(at + HEADER_OFFSET + index * size_of::<u64>());
+            word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
+        }
+        segment.word(at + EMPTIED_OFFSET).store(self.emptied, Ordering::Relaxed);
+        self.reported = self.emptied;
+        segment.view(at + data_offset(data.len()), data.len()).write(data);
+        segment.word(at).store(stamp, Ordering::Release);
+        self.filled += 1;
+        Ok(true)
+    }
+
+    /// Fetches the cache lines that the next send needs if it sends as many bytes as the last one, `bytes`. The
+    /// caller does so after a send, because the receiver reads the message at that time.
+    #[inline]
+    pub(super) fn prepare_next(&self, segment: &Segment, bytes: usize) {
+        if bytes > LINE_BYTES {
+            segment.view(self.outgoing.cell(self.filled) + CELL_DATA, bytes).prefetch_for_write();
+        }
+    }
+
+    #[inline]
+    fn has_room(&mut self, segment: &Segment) -> io::Result<bool> {
+        let most = self.outgoing.count;
+        if self.filled - self.peer_emptied == most {
+            let emptied = segment.word(self.outgoing.emptied).load(Ordering::Acquire);
+            self.update_peer_emptied(emptied)?;
+        }
+        Ok(self.filled - self.peer_emptied < most)
+    }
+
+    /// Stores the peer's count of emptied cells. It tells the count in two ways, so an older one may come later.
+    #[inline]
+    fn update_peer_emptied(&mut self, emptied: u64) -> io::Result<()> {
+        self.peer_emptied = validated(emptied, 0, self.filled)?.max(self.peer_emptied);
+        Ok(())
+    }
+
+    #[cold]
+    fn allocate(&mut self, segment: &Segment) -> io::Result<()> {
+        segment.commit(self.outgoing.range())?;
+        segment.word(self.outgoing.allocated).store(1, Ordering::Release);
+        self.is_allocated = true;
+        Ok(())
+    }
+
+    /// Returns the header of the message with this stamp, if it is in the next cell.
+    #[inline]
+    pub(super) fn header(&mut self, segment: &Segment, stamp: u64) -> Option<CellHeader> {
+        if !self.is_readable {
+            self.is_readable = segment.word(self.incoming.allocated).load(Ordering::Acquire) != 0;
+        }
+        let at = self.incoming.cell(self.emptied);
+        if !self.is_readable || segment.word(at).load(Ordering::Acquire) != stamp {
+            return None;
+        }
+        let mut header = [0; size_of::<CellHeader>()];
+        for (index, bytes) in header.as_chunks_mut().0.iter_mut().enumerate() {
+            let word = segment.word(at + HEADER_OFFSET + index * size_of::<u64>());
+            *bytes = word.load(Ordering::Relaxed).to_ne_bytes();
+        }
+        Some(header)
+    }
+
+    /// Copies the data of the message whose header [`Self::header`] returned, and empties its cell. The length
+    /// of `into` is that of the data, at most [`CELL_BYTES`].
+    #[inline]
+    pub(super) fn take(&mut self, segment: &Segment, into: &mut [u8]) -> io::Result<()> {
+        let at = self.incoming.cell(self.emptied);
+        segment.view(at + data_offset(into.len()), into.len()).read(into);
+        self.update_peer_emptied(segment.word(at + EMPTIED_OFFSET).load(Ordering::Relaxed))?;
+        self.emptied += 1;
+        // If this rank sends no messages, it publishes the count elsewhere, which costs another cache line.
+        if self.emptied - self.reported > self.incoming.count / 2 {
+            self.reported = self.emptied;
+            segment.word(self.incoming.emptied).store(self.emptied, Ordering::Release);
+        }
+        Ok(())
+    }
+}
+
+/// The offset of a message's data in its cell. Processors fetch the second line together with the first one,
+/// as a pair. Longer data begins behind the pair. So a receiver that polls the stamp does not fetch a line that
+/// the sender is about to write.
+#[inline(always)]
+fn data_offset(bytes: usize) -> usize {
+    if bytes <= INLINE_BYTES {
+        INLINE_OFFSET
+    } else if bytes <= LINE_BYTES {
+        LINE_BYTES
+    } else {
+        CELL_DATA
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::super::layout::Layout;
+    use super::super::segment::create;
+    use super::*;
+
+    const HEADER: CellHeader = *b"sixteen bytes ok";
+
+    /// The ends of ranks 0 and 1, and the memory between them.
+    fn pair() -> (Arc<Segment>, Cells, Cells) {
+        let layout = Layout::dense(2);
+        let segment = Arc::new(Segment::map(create(layout.bytes).unwrap(), layout.bytes).unwrap());
+        let (a, b) = (layout.cells(0, 1), layout.cells(1, 0));
+        (segment, Cells::new(a, b, true), Cells::new(b, a, true))
+    }
+
+    fn data(bytes: usize, seed: usize) -> Vec<u8> {
+        (0..bytes).map(|at| (at * 7 + seed * 31 + 1) as u8).collect()
+    }
+
+    fn receive(segment: &Segment, cells: &mut Cells, stamp: u64, bytes: usize) -> Vec<u8> {
+        assert_eq!(cells.header(segment, stamp), Some(HEADER));
+        let mut into = vec![0; bytes];
+        cells.take(segment, &mut into).unwrap();
+        into
+    }
+
+    #[test]
+    fn cells_carry_messages_of_all_lengths_both_ways() {
+        let (segment, mut a, mut b) = pair();
+        for (index, bytes) in [0, 1, 31, 32, 33, 64, 65, 1000, CELL_BYTES].repeat(5).into_iter().enumerate() {
+            let (stamp, sent) = (index as u64 + 1, data(bytes, index));
+            for forward in [true, false] {
+                let (from, to) = if forward { (&mut a, &mut b) } else { (&mut b, &mut a) };
+                assert_eq!(to.header(&segment, stamp), None);
+                assert!(from.send(&segment, stamp, HEADER, &sent).unwrap());
+                from.prepare_next(&segment, bytes);
+                assert_eq!(receive(&segment, to, stamp, bytes), sent);
+            }
+        }
+    }
+
+    #[test]
+    fn full_queue_and_long_message_are_refused_until_cells_are_empty() {
+        let (segment, mut a, mut b) = pair();
+        let count = a.outgoing.count;
+        assert!(!a.send(&segment, 1, HEADER, &data(CELL_BYTES + 1, 0)).unwrap());
+        // Stamps need not be consecutive: other messages went through the ring.
+        let stamp = |index: u64| 3 * index + 1;
+        for index in 0..count {
+            assert!(a.send(&segment, stamp(index), HEADER, &data(9, index as usize)).unwrap());
+        }
+        assert!(!a.send(&segment, stamp(count), HEADER, &[]).unwrap());
+        for index in 0..count {
+            assert_eq!(b.header(&segment, stamp(index) + 1), None, "another message is in the cell");
+            assert_eq!(receive(&segment, &mut b, stamp(index), 9), data(9, index as usize));
+        }
+        assert!(a.send(&segment, stamp(count), HEADER, &[]).unwrap(), "the receiver sends nothing");
+        assert!(receive(&segment, &mut b, stamp(count), 0).is_empty());
+    }
+
+    #[test]
+    fn reply_tells_the_emptied_cells() {
+        let (segment, mut a, mut b) = pair();
+        for stamp in 1..=100 {
+            assert!(a.send(&segment, stamp, HEADER, &[1]).unwrap());
+            receive(&segment, &mut b, stamp, 1);
+            assert!(b.send(&segment, stamp, HEADER, &[2]).unwrap());
+            receive(&segment, &mut a, stamp, 1);
+            assert_eq!(a.peer_emptied, stamp);
+        }
+        assert_eq!(
+            segment.word(a.outgoing.emptied).load(Ordering::Relaxed),
+            0,
+            "no other cache line was written"
+        );
+    }
+
+    #[test]
+    fn impossible_counts_of_emptied_cells_are_errors() {
+        let (segment, mut a, mut b) = pair();
+        let kind = |result: io::Result<bool>| result.unwrap_err().kind();
+        for stamp in 1..=a.outgoing.count {
+            assert!(a.send(&segment, stamp, HEADER, &[]).unwrap());
+        }
+        segment.word(a.outgoing.emptied).store(u64::MAX, Ordering::Relaxed);
+        assert_eq!(kind(a.send(&segment, 99, HEADER, &[])), io::ErrorKind::InvalidData);
+        assert!(b.send(&segment, 1, HEADER, &[]).unwrap());
+        segment.word(b.outgoing.cell(0) + EMPTIED_OFFSET).store(u64::MAX, Ordering::Relaxed);
+        assert_eq!(kind(a.take(&segment, &mut []).map(|()| true)), io::ErrorKind::InvalidData);
+    }
+}
