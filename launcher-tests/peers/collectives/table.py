@@ -4,8 +4,8 @@
   table.py OUT [CANDIDATE]      OUT: the folder with raw.csv; CANDIDATE: convoke:tcp if not given
 
 One table for each peer, and for the best of several MPIs with one transport: its p50 over the candidate's of the same round, median over the rounds (above 1 the candidate
-is faster), by collective, ranks and bytes; and one with the candidate's own times. Below each: geometric means, and
-the cells below 0.95.
+is faster), by collective, ranks and bytes; and one with the candidate's own times, p50 and p99. Below each: geometric means, the
+cells below 0.95, and the cells in which the candidate's p99 is more than twice the peer's.
 """
 import collections
 import csv
@@ -18,13 +18,13 @@ import sys
 BEST_OF = {"the better MPI": ("openmpi", "mpich"), "the newest MPIs": ("openmpi5", "mpich5", "intel")}
 
 
-def read(path):
-    """(collective, ranks, bytes) -> system -> round -> p50 in microseconds"""
+def read(path, quantile):
+    """(collective, ranks, bytes) -> system -> round -> a quantile ("p50", "p99") in microseconds"""
     table = collections.defaultdict(lambda: collections.defaultdict(dict))
     with open(path) as file:
         for row in csv.DictReader(file):
             key = row["collective"], int(row["ranks"]), int(row["bytes"])
-            table[key][f"{row['system']}:{row['transport']}"][int(row["round"])] = float(row["lat_us_p50"])
+            table[key][f"{row['system']}:{row['transport']}"][int(row["round"])] = float(row[f"lat_us_{quantile}"])
     return table
 
 
@@ -51,20 +51,23 @@ class Results:
     """What one folder holds, as tables."""
 
     def __init__(self, out, candidate="convoke:tcp", collectives=None):
-        results = read(f"{out}/raw.csv")
-        self.results = {key: value for key, value in results.items() if not collectives or key[0] in collectives}
+        self.results, self.tails = (
+            {key: value for key, value in read(f"{out}/raw.csv", quantile).items() if not collectives or key[0] in collectives}
+            for quantile in ("p50", "p99"))
         self.candidate = candidate
         order = list(dict.fromkeys(key[0] for key in self.results))
         self.keys = sorted(self.results, key=lambda key: (order.index(key[0]), key[1], key[2]))
         # A barrier has no bytes: it stands in the first column.
         self.sizes = sorted({bytes_ for _, _, bytes_ in self.results if bytes_}) or [0]
-        self.better_mpi()
+        self.better_mpi(self.results)
+        self.better_mpi(self.tails)
         self.peers = [system for system in dict.fromkeys(system for systems in self.results.values() for system in systems)
                       if system != candidate]
 
-    def better_mpi(self):
+    @staticmethod
+    def better_mpi(results):
         """Adds the best MPI of each group in each cell and round, by transport, as a peer of its own."""
-        for systems in self.results.values():
+        for systems in results.values():
             for name, group in BEST_OF.items():
                 for transport in ("shm", "tcp"):
                     there = [systems[f"{mpi}:{transport}"] for mpi in group if f"{mpi}:{transport}" in systems]
@@ -80,17 +83,20 @@ class Results:
         cells = collections.defaultdict(dict)
         for key in self.keys:
             if times := self.results[key].get(self.candidate):
-                cells[key[:2]][self.column(key[2])] = short(statistics.median(times.values()))
-        return table(f"{self.candidate.split(':')[0]}, µs", cells, self.sizes)
+                tails = self.tails[key][self.candidate]
+                both = (short(statistics.median(found.values())) for found in (times, tails))
+                cells[key[:2]][self.column(key[2])] = " / ".join(both)
+        return table(f"{self.candidate.split(':')[0]}, µs: p50 / p99", cells, self.sizes)
 
-    def turns(self, key, peer):
+    def turns(self, key, peer, results=None):
         """Of each round of a cell: the peer's time and the candidate's."""
-        ours, theirs = self.results.get(key, {}).get(self.candidate, {}), self.results.get(key, {}).get(peer, {})
+        systems = (self.results if results is None else results).get(key, {})
+        ours, theirs = systems.get(self.candidate, {}), systems.get(peer, {})
         return [(theirs[turn], ours[turn]) for turn in ours if turn in theirs]
 
-    def ratios(self, peer):
+    def ratios(self, peer, results=None):
         """(collective, ranks, bytes) -> median of the peer's time over the candidate's"""
-        found = {key: [theirs / ours for theirs, ours in self.turns(key, peer)] for key in self.keys}
+        found = {key: [theirs / ours for theirs, ours in self.turns(key, peer, results)] for key in self.keys}
         return {key: statistics.median(ratios) for key, ratios in found.items() if ratios}
 
     @staticmethod
@@ -110,10 +116,13 @@ class Results:
         low = sorted((ratio, *key) for key, ratio in ratios.items() if ratio < 0.95)
         low = ", ".join(f"{collective} {size(bytes_)} at {ranks} ({ratio:.2f})" for ratio, collective, ranks, bytes_ in low)
         count = sum(ratio < 0.95 for ratio in ratios.values())
+        tails = sorted((1 / ratio, *key) for key, ratio in self.ratios(peer, self.tails).items() if ratio < 0.5)
+        tails = ", ".join(f"{collective} {size(bytes_)} at {ranks} ({times:.1f} times)" for times, collective, ranks, bytes_ in tails[::-1])
         name, _, transport = peer.partition(":")
         name = f"{name}, {transport}" if name in BEST_OF else peer
         return [*table(f"{name} / {self.candidate.split(':')[0]}", cells, self.sizes), "", f"Geometric means: {means}.", "",
-                f"Of {len(ratios)} cells {count} are below 0.95: {low or 'none'}."]
+                f"Of {len(ratios)} cells {count} are below 0.95: {low or 'none'}.", "",
+                f"p99 more than twice the peer's: {tails or 'none'}."]
 
     def rounds(self, peer):
         """In how many rounds a peer was measured."""
