@@ -297,6 +297,10 @@ fn job_scripts_run_as_they_stand_in_the_guide() {
     assert!(checked[0].contains("accuracy"), "{checked:?}");
     assert_eq!(fs::read_to_string(job.path("failed")).unwrap(), "h2\n");
     let _ = slurm.on_node(2, "umount /dev/shm");
+    // No node is left out if all are healthy.
+    let healthy = submit("slurm-check.sh", 1);
+    assert!(!healthy[0].contains("FAIL") && healthy[0].contains("accuracy"), "{healthy:?}");
+    assert_eq!(fs::read_to_string(job.path("failed")).unwrap(), "");
 
     // The script for PyTorch, with DDP where PyTorch is installed.
     let venv = std::env::var("CONVOKE_TORCH_VENV")
