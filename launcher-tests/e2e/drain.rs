@@ -191,6 +191,35 @@ fn elastic_job_is_drained_on_all_nodes() {
     assert!(said.contains("drain, asked for by SIGUSR1 on node "), "{said}");
 }
 
+/// A scheduler requeues a drained job under its id. The id of a job that has succeeded stays closed.
+#[test]
+fn drained_job_may_start_again_under_its_id_and_its_report_says_drained() {
+    let job = Job::new();
+    let endpoint = job.path("rendezvous");
+    let report = job.path("report.json");
+    let start = |worker: &str| {
+        let mut command = job.command(["--nnodes=1:1", "--rdzv-backend=c10d", "--rdzv-conf=store_type=file"]);
+        command.args(["--rdzv-id=requeued", "--drain-signal=USR1"]);
+        command.arg(format!("--rdzv-endpoint={}", endpoint.display()));
+        command.arg(format!("--report-file={}", report.display()));
+        command.arg(job.script(&format!("{worker}\n")));
+        job.start(command)
+    };
+    let outcome = || {
+        let report: serde_json::Value = serde_json::from_slice(&fs::read(&report).unwrap()).unwrap();
+        report["outcome"].as_str().unwrap().to_owned()
+    };
+    let first = start(&format!("trap 'exit 75' USR1\n{SLEEP}"));
+    job.wait_for_file("up.0");
+    first.signal(Signal::SIGUSR1);
+    first.wait().expect_exit_code(75);
+    assert_eq!(outcome(), "drained");
+    start("true").wait().expect_exit_code(0);
+    assert_eq!(outcome(), "succeeded");
+    let third = start("true").wait();
+    assert!(third.stderr.contains("has ended successfully"), "{}", third.stderr);
+}
+
 #[test]
 fn drain_command_says_what_is_wrong() {
     let job = Job::new();

@@ -348,7 +348,8 @@ impl EventLoop {
             }
             Action::Barrier => {
                 fault::point("waiting");
-                self.cluster.send(ClusterCommand::Barrier);
+                let drained = self.drain.state.is_some();
+                self.cluster.send(ClusterCommand::Barrier { drained });
                 None
             }
             Action::End(end) => Some(end),

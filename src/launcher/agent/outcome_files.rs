@@ -31,7 +31,8 @@ impl EventLoop {
         }
         let root = common.as_ref().unwrap_or(&report).root().map(|root| root.class);
         let job = self.agreed_outcome.as_ref().map(|outcome| &outcome.kind);
-        wants_code.then(|| for_scheduler(end, job, root, self.agent.has_no_progress()))
+        let draining = self.drain.state.is_some();
+        wants_code.then(|| for_scheduler(end, job, root, draining, self.agent.has_no_progress()))
     }
 
     /// Returns the report of the outcome that the nodes agreed on, which all of them have in equal words.
@@ -48,6 +49,7 @@ impl EventLoop {
         let bare = |outcome, message| report::without_failures(&self.job(), outcome, message);
         let job_outcome = self.job_outcome.as_ref().map(ToString::to_string);
         let mut report = report.unwrap_or_else(|| match end {
+            AgentOutcome::Success if self.drain.state.is_some() => bare(Outcome::Drained, None),
             AgentOutcome::Success => bare(Outcome::Succeeded, None),
             AgentOutcome::Failed(failures) => self.report(failures, None).0,
             AgentOutcome::Error(_)

@@ -25,11 +25,11 @@ pub(super) enum AfterDrain {
 
 /// Returns how long the workers of Slurm's job may still run; `None` if Slurm does not say so.
 pub(super) fn time_left(job: &str) -> Option<Duration> {
-    let from_variable = std::env::var("SLURM_JOB_END_TIME").ok().and_then(|text| text.parse::<i64>().ok());
-    let end = from_variable.or_else(|| {
-        let text = scontrol(&["show", "job", job], SCONTROL_TIMEOUT).ok()?;
-        end_time(&text, &TimeZone::system())
-    })?;
+    let shown = scontrol(&["show", "job", job], SCONTROL_TIMEOUT).ok();
+    // The variable has the end that was planned when the job started. Preemption ends it earlier.
+    let end = shown
+        .and_then(|text| end_time(&text, &TimeZone::system()))
+        .or_else(|| std::env::var("SLURM_JOB_END_TIME").ok()?.parse().ok())?;
     let left = u64::try_from(end - Timestamp::now().as_second()).unwrap_or(0);
     let left = Duration::from_secs(left);
     Some(left - BEFORE_END.min(left / 5))

@@ -177,7 +177,7 @@ impl Member {
                 Order::Stop { round, cause },
                 Phase::Running { round: mine }
                 | Phase::Failed { round: mine, .. }
-                | Phase::Succeeded { round: mine },
+                | Phase::Succeeded { round: mine, .. },
             ) if *mine <= round => {
                 if keeps_old {
                     self.phase =

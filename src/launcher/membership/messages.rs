@@ -53,8 +53,8 @@ pub(crate) enum Phase {
     Running { round: u64 },
     /// One of the member's workers of this round has failed, and the member is stopping its other workers.
     Failed { round: u64, failure: Failure },
-    /// All workers of the member in this round have succeeded.
-    Succeeded { round: u64 },
+    /// All workers of the member in this round have succeeded, or have stopped because the job is `drained`.
+    Succeeded { round: u64, drained: bool },
     /// The member leaves the job and does not come back.
     Left(Departure),
     /// A signal stops the member: it is stopping its workers of this round and then leaves the job.
@@ -182,8 +182,8 @@ fn describe_loss(why: Option<&str>) -> String {
 /// Outcome of the job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum JobResult {
-    /// All workers of the last round have succeeded.
-    Succeeded,
+    /// All workers of the last round have succeeded, or have stopped because the job is `drained`.
+    Succeeded { drained: bool },
     /// A worker of the node with group rank `node` failed, and no restart was left.
     Failed { node: usize, host: String, summary: String, report: String },
     /// The launcher that serves the coordinator exits, and no other coordinator can take over. `node` is the
@@ -193,12 +193,16 @@ pub(crate) enum JobResult {
 }
 
 impl JobResult {
-    /// Returns true if another job may start under the run id of a job with this outcome. After a failure,
-    /// the user may start the job again. After success the id stays closed, so that a late node does not wait
-    /// for nodes that never come. A job without a run id of its own (`is_named` is false) always frees the
-    /// id.
+    /// Returns true if another job may start under the run id of a job with this outcome. After a failure or a
+    /// drain, the user or a scheduler may start the job again. After success the id stays closed, so that a
+    /// late node does not wait for nodes that never come. A job without a run id of its own (`is_named` is
+    /// false) always frees the id.
     pub(crate) fn frees_run_id(&self, is_named: bool) -> bool {
-        *self != Self::Succeeded || !is_named
+        *self != Self::Succeeded { drained: false } || !is_named
+    }
+
+    pub(crate) fn is_success(&self) -> bool {
+        matches!(self, Self::Succeeded { .. })
     }
 }
 

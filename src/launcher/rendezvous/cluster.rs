@@ -17,8 +17,8 @@ pub(crate) enum ClusterCommand {
     /// up. The answer is [`ClusterEvent::Joined`].
     Join { restarts: u32 },
     /// Wait until all nodes have succeeded. The answer is [`ClusterEvent::Barrier`], unless an event of
-    /// another node comes first.
-    Barrier,
+    /// another node comes first. `drained` is true if the workers have stopped because the job is drained.
+    Barrier { drained: bool },
     /// Close the workers' key-value store: they have ended, and none will be started again.
     Close,
     /// Tell the other nodes that a worker of this node has failed. `restarts` is true if this node has a

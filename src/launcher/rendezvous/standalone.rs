@@ -28,7 +28,7 @@ impl StandaloneRendezvous {
     pub(super) fn execute(&mut self, command: ClusterCommand, events: &EventSender) {
         match command {
             ClusterCommand::Join { restarts } => events.send(ClusterEvent::Joined(self.join(restarts))),
-            ClusterCommand::Barrier => events.send(ClusterEvent::Barrier { warning: None }),
+            ClusterCommand::Barrier { .. } => events.send(ClusterEvent::Barrier { warning: None }),
             ClusterCommand::Close => self.server = None,
             ClusterCommand::Leave { .. } => events.send(ClusterEvent::Left { outcome: None, other_jobs: 0 }),
             // There is no other node.

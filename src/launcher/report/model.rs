@@ -61,6 +61,8 @@ pub(crate) struct FlightSummary {
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum Outcome {
     Succeeded,
+    /// All workers have stopped because the job was drained.
+    Drained,
     Failed,
     /// A signal to the launcher ended the job.
     Stopped,

@@ -34,6 +34,8 @@ pub(super) struct Round {
     /// Number of nodes whose workers are still running.
     pub(super) running: usize,
     pub(super) succeeded: usize,
+    /// A node has stopped its workers because the job is drained.
+    pub(super) drained: bool,
     /// Group rank of the first node that was lost or stopped by a signal.
     pub(super) lost: Option<usize>,
     /// Members that have not yet answered the probe that follows a failure without a remaining restart.
@@ -59,6 +61,7 @@ impl Round {
             failed: Vec::new(),
             running: size,
             succeeded: 0,
+            drained: false,
             lost: None,
             unconfirmed: None,
             ranks,

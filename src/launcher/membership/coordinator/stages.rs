@@ -22,7 +22,7 @@ impl Coordinator {
             Phase::Left(departure) => return self.member_left(agent, departure),
             Phase::Ready { after, partitioned, .. } => self.handle_ready(agent, after, partitioned),
             Phase::Leaving { signal, .. } => self.handle_leaving(agent, signal),
-            Phase::Running { round } | Phase::Succeeded { round } | Phase::Failed { round, .. } => {
+            Phase::Running { round } | Phase::Succeeded { round, .. } | Phase::Failed { round, .. } => {
                 self.members.drop_candidate(agent);
                 self.handle_round_phase(agent, round, phase);
             }
@@ -80,7 +80,10 @@ impl Coordinator {
     fn handle_round_phase(&mut self, agent: AgentId, number: u64, phase: Phase) {
         match &mut self.stage {
             Stage::Starting(round) | Stage::Live(round) if round.record.round == number => match phase {
-                Phase::Succeeded { .. } => self.set_state(agent, NodeState::Succeeded),
+                Phase::Succeeded { drained, .. } => {
+                    round.drained |= drained;
+                    self.set_state(agent, NodeState::Succeeded);
+                }
                 Phase::Failed { failure, .. } => self.set_state(agent, NodeState::Failed(failure)),
                 Phase::Running { .. } | Phase::Ready { .. } | Phase::Leaving { .. } | Phase::Left(_) => {}
             },
@@ -172,7 +175,8 @@ impl Coordinator {
             return self.confirm_failure();
         }
         if round.running == 0 && round.succeeded > 0 {
-            return self.end(JobResult::Succeeded);
+            let drained = round.drained;
+            return self.end(JobResult::Succeeded { drained });
         }
         // Once a node has succeeded, the job is about to finish and does not restart for a new node.
         if round.states.len() < self.max() && round.succeeded == 0 {

@@ -206,7 +206,7 @@ fn run_simulation(seed: u64, bug: Option<Bug>) -> Result<Stats, String> {
     };
     for agent in &simulation.agents {
         match &agent.ended {
-            Some(Command::End(JobResult::Succeeded)) => stats.succeeded += 1,
+            Some(Command::End(JobResult::Succeeded { .. })) => stats.succeeded += 1,
             Some(_) => stats.failed += 1,
             None => {}
         }

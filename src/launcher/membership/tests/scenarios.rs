@@ -292,8 +292,8 @@ fn other_nodes_restart_after_workers_of_a_signalled_node_exit() {
     assert_eq!(job.run_order(1), None, "the workers of node 2 still save");
     job.send_status(2, Phase::Left(Departure::Stopped { signal: 15 }));
     assert_eq!(job.run_order(1), Some((2, 0, 1)));
-    job.send_status(1, Phase::Succeeded { round: 2 });
-    assert_eq!(job.orders[&1], Order::End(JobResult::Succeeded));
+    job.send_status(1, Phase::Succeeded { round: 2, drained: false });
+    assert_eq!(job.orders[&1], Order::End(JobResult::Succeeded { drained: false }));
 }
 
 #[test]
@@ -374,7 +374,7 @@ fn member_refused_by_one_job_follows_the_next_coordinator() {
         3 * SECOND,
     );
     let order = |seq, order| OrderMessage { term: 1, seq, order: Some(order), last_status: 0, probe: 0 };
-    let refused = Order::Refuse(Refusal::Closed(JobResult::Succeeded));
+    let refused = Order::Refuse(Refusal::Closed(JobResult::Succeeded { drained: false }));
     assert!(matches!(member.receive(order(u64::MAX, refused)), (Some(Command::Refuse(_)), true)));
     member.forget_coordinator();
     assert!(matches!(
@@ -423,8 +423,8 @@ fn new_coordinator_continues_despite_newcomer_with_another_nnodes() {
     job.send_running(1, 1);
     job.join(2, (2, 2));
     assert!(matches!(&job.orders[&2], Order::Refuse(Refusal::NodeCountMismatch { theirs: (1, 1), .. })));
-    job.send_status(1, Phase::Succeeded { round: 1 });
-    assert_eq!(job.orders[&1], Order::End(JobResult::Succeeded));
+    job.send_status(1, Phase::Succeeded { round: 1, drained: false });
+    assert_eq!(job.orders[&1], Order::End(JobResult::Succeeded { drained: false }));
 }
 
 #[test]
@@ -446,13 +446,15 @@ fn newcomer_learns_the_outcome_before_it_is_recorded() {
 }
 
 #[test]
-fn run_id_is_reusable_after_failure_or_unnamed_success() {
+fn run_id_is_reusable_after_failure_drain_or_unnamed_success() {
     let failed =
         JobResult::Failed { node: 0, host: String::new(), summary: String::new(), report: String::new() };
     let deserted = JobResult::CoordinatorExited { node: None, host: String::new(), why: String::new() };
-    let free =
-        |is_named| [&failed, &deserted, &JobResult::Succeeded].map(|result| result.frees_run_id(is_named));
-    assert_eq!((free(true), free(false)), ([true, true, false], [true, true, true]));
+    let success = |drained| JobResult::Succeeded { drained };
+    let free = |is_named| {
+        [&failed, &deserted, &success(true), &success(false)].map(|result| result.frees_run_id(is_named))
+    };
+    assert_eq!((free(true), free(false)), ([true, true, true, false], [true; 4]));
 }
 
 #[test]

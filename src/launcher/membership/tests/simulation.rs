@@ -518,7 +518,7 @@ impl Simulation {
         }
         if is_success {
             agent.workers = None;
-            agent.member.enter(Phase::Succeeded { round });
+            agent.member.enter(Phase::Succeeded { round, drained: false });
         } else {
             let restarts = agent.restarts < agent.max_restarts;
             let failure =

@@ -87,9 +87,9 @@ impl Node {
             let Some(command) = commands.recv().await else { return std::future::pending().await };
             match command {
                 ClusterCommand::Join { restarts } => self.start_join(restarts, false),
-                ClusterCommand::Barrier => {
+                ClusterCommand::Barrier { drained } => {
                     let node = Rc::clone(self);
-                    spawn_local(async move { node.barrier().await });
+                    spawn_local(async move { node.barrier(drained).await });
                 }
                 ClusterCommand::Close => drop(self.server.take()),
                 ClusterCommand::ReportFailure { summary, report, restarts, defer_until } => {
@@ -128,7 +128,7 @@ impl Node {
         }
         if let Some(reason) = &view.end_reason {
             self.reported.set((self.reported.get().0, true));
-            if *reason != EndReason::JobEnded(JobResult::Succeeded) {
+            if !is_success(reason) {
                 self.events.send(ClusterEvent::JobEnded(self.outcome(reason)));
             }
         }
@@ -178,11 +178,11 @@ impl Node {
         self.events.send(ClusterEvent::Left { outcome: None, other_jobs });
     }
 
-    async fn barrier(&self) {
+    async fn barrier(&self, drained: bool) {
         let (_, round) = self.position.get();
-        self.enter(Phase::Succeeded { round });
+        self.enter(Phase::Succeeded { round, drained });
         let passed = self.wait(|view| match &view.end_reason {
-            Some(reason) => Some(*reason == EndReason::JobEnded(JobResult::Succeeded)),
+            Some(reason) => Some(is_success(reason)),
             None => view.is_stopped(round).then_some(false),
         });
         if passed.await {
@@ -276,7 +276,7 @@ impl Node {
             });
             match timeout(Progress::INTERVAL, update).await {
                 Ok(Ok(assignment)) => return Ok(assignment),
-                Ok(Err(EndReason::JobEnded(JobResult::Succeeded))) => {
+                Ok(Err(reason)) if is_success(&reason) => {
                     return Err(RendezvousError::AlreadySucceeded);
                 }
                 Ok(Err(reason)) => {
@@ -394,6 +394,10 @@ fn listen_for_workers(own: Option<&str>) -> Result<Vec<TcpListener>, ServeError>
         // Other hosts may still reach this host by an address that does not belong to it.
         Some(Err(_)) | None => host_addresses::listen_anywhere(),
     }
+}
+
+fn is_success(reason: &EndReason) -> bool {
+    matches!(reason, EndReason::JobEnded(result) if result.is_success())
 }
 
 /// Returns the reason for which a node leaves the job if it proposes this outcome.

@@ -86,7 +86,7 @@ pub(super) fn describe_end(reason: &EndReason, settings: &Settings) -> String {
     let id = if is_named(run_id) { format!("--rdzv-id={run_id}") } else { "no --rdzv-id".to_owned() };
     match reason {
         EndReason::JobEnded(result) => match result {
-            JobResult::Succeeded => "the job has ended".to_owned(),
+            JobResult::Succeeded { .. } => "the job has ended".to_owned(),
             JobResult::Failed { node, host, summary, .. } => {
                 format!("node {node} ({host}) failed: {summary}")
             }
@@ -101,7 +101,8 @@ pub(super) fn describe_end(reason: &EndReason, settings: &Settings) -> String {
         },
         EndReason::Refused(Refusal::Closed(result)) => {
             let how = match result {
-                JobResult::Succeeded => "successfully",
+                JobResult::Succeeded { drained: false } => "successfully",
+                JobResult::Succeeded { drained: true } => "by a drain",
                 JobResult::Failed { .. } => "with a failure",
                 JobResult::CoordinatorExited { .. } => "because the launcher of its coordinator exited",
             };

@@ -24,7 +24,7 @@ use sha2::Sha256;
 use crate::membership::{AgentId, OrderMessage, Profile, Status};
 
 /// First bytes of a connection; the last one is the version. (The first byte of a TCPStore client is 0.)
-pub(super) const MAGIC: [u8; 8] = *b"convoke\x04";
+pub(super) const MAGIC: [u8; 8] = *b"convoke\x05";
 /// HMAC-SHA256 without encryption.
 pub(super) const SUITE: u8 = 0;
 /// Maximum body length, in bytes, before the sender has authenticated itself.

@@ -46,7 +46,7 @@ impl StaticRendezvous {
                     self.watch(Arc::clone(outcomes), events);
                 }
             }
-            ClusterCommand::Barrier => self.barrier(events),
+            ClusterCommand::Barrier { .. } => self.barrier(events),
             ClusterCommand::ReportSignal(signal) => {
                 if let Some(outcomes) = self.outcomes() {
                     outcomes.propose(&OutcomeKind::Stopped { signal }.into());

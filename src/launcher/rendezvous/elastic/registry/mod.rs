@@ -53,7 +53,7 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    const VERSION: u32 = 4;
+    const VERSION: u32 = 5;
 
     pub(super) fn new(
         term: u64,
