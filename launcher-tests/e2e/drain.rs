@@ -191,6 +191,19 @@ fn elastic_job_is_drained_on_all_nodes() {
     assert!(said.contains("drain, asked for by SIGUSR1 on node "), "{said}");
 }
 
+#[test]
+fn drain_begins_at_its_deadline_on_all_nodes() {
+    let job = Job::new();
+    let program = digits(&job.path("state"), 100_000);
+    let program: Vec<&str> = program.iter().map(String::as_str).collect();
+    let began = Instant::now();
+    let nodes = start_two(&job, &["--drain-after=1.5"], &program);
+    let said = nodes.map(|node| node.wait().expect_exit_code(75).stderr).concat();
+    assert!(said.contains("drain, asked for by --drain-after"), "{said}");
+    assert!(said.contains("drained: all workers have stopped"), "{said}");
+    assert!(began.elapsed() >= Duration::from_millis(1500), "{:?}", began.elapsed());
+}
+
 /// A scheduler requeues a drained job under its id. The id of a job that has succeeded stays closed.
 #[test]
 fn drained_job_may_start_again_under_its_id_and_its_report_says_drained() {
