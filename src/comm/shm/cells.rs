@@ -16,8 +16,8 @@ use super::ring::validated;
 use super::segment::Segment;
 use crate::transport::links::{CELL_BYTES, CellHeader};
 
-/// The offsets of the header, of the sender's count of cells that it has emptied, and of data that fits beside
-/// them.
+/// The offsets in the first line of a cell: of the header, of the number of cells that the sender has emptied in
+/// the opposite queue, and of short data.
 const HEADER_OFFSET: usize = 8;
 const EMPTIED_OFFSET: usize = HEADER_OFFSET + size_of::<CellHeader>();
 const INLINE_OFFSET: usize = EMPTIED_OFFSET + size_of::<u64>();
@@ -107,7 +107,8 @@ impl Cells {
         Ok(self.filled - self.peer_emptied < most)
     }
 
-    /// Stores the peer's count of emptied cells. It tells the count in two ways, so an older one may come later.
+    /// Stores the peer's count of emptied cells. The peer reports it in two places, so an older count may be read
+    /// later.
     #[inline]
     fn update_peer_emptied(&mut self, emptied: u64) -> io::Result<()> {
         self.peer_emptied = validated(emptied, 0, self.filled)?.max(self.peer_emptied);

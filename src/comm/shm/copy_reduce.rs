@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::allocations::Direct;
-use super::layout::{INLINE_OFFSET, ROUND_BYTES, SLOT_DATA};
+use super::layout::{INLINE_OFFSET, ROUND_BYTES, SLOT_HEADER};
 use super::schedule::CACHED_BYTES;
 use super::segment::View;
 use super::{HostMemory, write};
@@ -66,7 +66,7 @@ impl Location {
     fn view(self, memory: &HostMemory, bytes: usize) -> View<'_> {
         let start = match self.area {
             AreaAddress::Slot { number, inline } => {
-                memory.layout.slot(self.rank, number) + if inline { INLINE_OFFSET } else { SLOT_DATA }
+                memory.layout.slot(self.rank, number) + if inline { INLINE_OFFSET } else { SLOT_HEADER }
             }
             AreaAddress::Round(position) => {
                 debug_assert!(self.at + bytes <= ROUND_BYTES);

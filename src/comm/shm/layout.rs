@@ -31,11 +31,9 @@ pub(crate) const HUGE_PAGE_BYTES: usize = 2 << 20;
 pub(crate) const SLOTS: u32 = 128;
 /// Maximum number of bytes of data that a rank publishes in a slot.
 pub(crate) const SLOT_BYTES: usize = 8 << 10;
-/// The size of a slot's header. It has the stamp, which tells other ranks that the slot is complete, and the
-/// description of the call.
-const SLOT_HEADER: usize = 64;
-/// The offset of the data in a slot. A processor that polls the stamp fetches the other line of its pair too.
-pub(crate) const SLOT_DATA: usize = SLOT_HEADER;
+/// The size of a slot's header, which precedes the data. It has the stamp, which tells other ranks that the
+/// slot is complete, and the description of the call.
+pub(crate) const SLOT_HEADER: usize = 64;
 /// Offsets in a slot: of the description of the rank's call, and of a digest of all its earlier calls.
 pub(crate) const CALL_OFFSET: usize = 8;
 pub(crate) const HISTORY_OFFSET: usize = 24;
@@ -63,8 +61,8 @@ const MIN_RING_BYTES: usize = 8 << 10;
 pub(crate) const CELL_DATA: usize = LINE;
 /// The size of a cell.
 pub(crate) const CELL_STEP: usize = (CELL_DATA + CELL_BYTES).next_multiple_of(LINE);
-/// Most cells of one queue. So few stay in the caches of both cores. On two cores of a Xeon (Sapphire Rapids),
-/// a message of 4 KiB takes 0.70 µs with 8 cells, and 0.85 with 64.
+/// Most cells of one queue. The number is low, so that the cells stay in the caches of both cores. A C program
+/// with this layout passes 4 KiB in 0.72 µs with 8 cells and in 0.85 with 64 (Xeon, Sapphire Rapids).
 const MOST_CELLS: usize = 8;
 const MIN_CELLS: usize = 2;
 /// The approximate size of all cells of one rank.
@@ -195,7 +193,7 @@ const CORES: usize = PAGE / 4;
 const CONTROL: usize = PAGE;
 /// The size of the control part of a rank in the sparse layout.
 const SPARSE_CONTROL: usize = 8 * LINE;
-const SLOT: usize = (SLOT_DATA + SLOT_BYTES).next_multiple_of(LINE);
+const SLOT: usize = (SLOT_HEADER + SLOT_BYTES).next_multiple_of(LINE);
 const ALL_SLOTS: usize = (SLOTS as usize * SLOT).next_multiple_of(PAGE);
 // A round may begin just before the wrap-around, so its data ends behind it. Two rounds that share bytes are
 // nearly `ROUNDS_BYTES` apart, so they are never in memory at the same time.
@@ -404,7 +402,7 @@ mod tests {
             }
             ranges.extend((0..SLOTS).map(|number| {
                 let at = layout.slot(rank, number);
-                at..at + SLOT_DATA + SLOT_BYTES
+                at..at + SLOT_HEADER + SLOT_BYTES
             }));
             ranges.push(layout.round(rank, 0)..layout.round(rank, ROUNDS_BYTES as u64 - 1) + ROUND_BYTES);
             for (channel, to) in RingChannel::ALL

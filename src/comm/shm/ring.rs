@@ -21,7 +21,7 @@ const CHUNK_BYTES: usize = 16 << 10;
 /// are readable. Publishing costs as much as reading a short message.
 const READ_REPORTS_PER_RING: usize = 4;
 
-/// The least number of bytes in a write after which the lines for the next write are fetched.
+/// The least and the largest number of bytes in a write after which the lines for the next write are fetched.
 const PREFETCH_FROM: usize = 512;
 const PREFETCH_MOST: usize = 20 << 10;
 
@@ -121,12 +121,15 @@ impl Ring {
         Ok(((self.peer_written - self.read) as usize).min(bytes - at)).map(|readable| (readable, data + at))
     }
 
-    /// Fetches the lines for the next message while the peer reads this one, which has `bytes` bytes.
-    fn prefetch_next(&mut self, bytes: usize) {
-        if (PREFETCH_FROM..=PREFETCH_MOST).contains(&bytes)
-            && let Ok((writable, at)) = self.writable()
-        {
-            self.segment.view(at, writable.min(bytes)).prefetch_for_write();
+    /// Fetches the lines for the next message while the peer reads this one, which has `bytes` bytes. Only
+    /// lines that are allocated, and free as far as this end knows, are fetched.
+    fn prefetch_next(&self, bytes: usize) {
+        if (PREFETCH_FROM..=PREFETCH_MOST).contains(&bytes) {
+            let size = self.outgoing.bytes;
+            let at = self.written as usize & (size - 1);
+            let free = size - (self.written - self.peer_read) as usize;
+            let known = bytes.min(free).min(self.allocated.saturating_sub(at));
+            self.segment.view(self.outgoing.data + at, known).prefetch_for_write();
         }
     }
 

@@ -200,10 +200,6 @@ impl JobResult {
     pub(crate) fn frees_run_id(&self, is_named: bool) -> bool {
         *self != Self::Succeeded { drained: false } || !is_named
     }
-
-    pub(crate) fn is_success(&self) -> bool {
-        matches!(self, Self::Succeeded { .. })
-    }
 }
 
 /// Reason for which a node cannot take part in the job.

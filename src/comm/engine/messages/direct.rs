@@ -57,7 +57,7 @@ impl PeerMessages {
             return Ok(SendProgress::Nothing);
         }
         let seq = self.next_seq;
-        if len <= CELL_BYTES && conn.send_cell(seq, call.encode(), bytes).map_err(MessageError::Broken)? {
+        if conn.send_cell(seq, call.encode(), bytes).map_err(MessageError::Broken)? {
             self.next_seq += 1;
             self.credit.left -= cost;
             fault_point("message sent", seq, len);

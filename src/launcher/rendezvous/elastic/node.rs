@@ -397,7 +397,7 @@ fn listen_for_workers(own: Option<&str>) -> Result<Vec<TcpListener>, ServeError>
 }
 
 fn is_success(reason: &EndReason) -> bool {
-    matches!(reason, EndReason::JobEnded(result) if result.is_success())
+    matches!(reason, EndReason::JobEnded(JobResult::Succeeded { .. }))
 }
 
 /// Returns the reason for which a node leaves the job if it proposes this outcome.
