@@ -35,6 +35,7 @@ mod screens;
 mod signals;
 mod slurm;
 mod slurm_drains;
+mod slurm_losses;
 mod ssh;
 mod standalone;
 mod terminal;

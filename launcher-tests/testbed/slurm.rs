@@ -91,6 +91,17 @@ impl Slurm {
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
+    /// Powers a node off, as `hosts.sh kill-host` does: the others see silence.
+    ///
+    /// # Panics
+    /// If that fails.
+    pub fn power_off(&self, node: usize) {
+        let mut command = Command::new(testbed("hosts.sh"));
+        command.args(["kill-host", &node.to_string()]).env("TESTBED_DIR", self.state.path());
+        let output = command.output().expect("hosts.sh can be started");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+
     /// Changes one node's view of host names by a `sed` script over its /etc/hosts.
     pub fn edit_hosts(&self, node: usize, sed: &str) {
         let file = self.state.path().join(format!("etc-hosts-{node}"));
