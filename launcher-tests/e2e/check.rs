@@ -1,142 +1,11 @@
 //! `convoke check` on simulated hosts: each mistake of its table is made on one host, and named with a remedy.
 
 use std::fs;
-use std::time::{Duration, Instant};
 
-use convoke_launcher_tests::harness::{Job, Launcher, ProcessOutput};
-use convoke_launcher_tests::hosts::Hosts;
-use convoke_launcher_tests::path_argument;
-use convoke_testkit::programs::user_program;
-use convoke_testkit::{gpu, is_full_test_run, skip};
+use convoke_launcher_tests::harness::Job;
+use convoke_testkit::{gpu, is_full_test_run};
 
-/// Times that the documentation promises, 5 s and 20 s with pairs, and a margin for a busy machine.
-const LIMIT: Duration = Duration::from_secs(5 + 2);
-const LIMIT_WITH_PAIRS: Duration = Duration::from_secs(20 + 2);
-
-/// Hosts h1 to hN, on which checks run.
-struct Checked {
-    hosts: Hosts,
-    count: usize,
-    job: Job,
-}
-
-/// The outputs of all nodes of a check.
-struct CheckResult {
-    nodes: Vec<ProcessOutput>,
-    took: Duration,
-}
-
-/// The mistake of one node.
-#[derive(Default, Clone)]
-struct Mistake<'a> {
-    host: usize,
-    /// Shell commands before the check, in a mount namespace of its own.
-    before: &'a str,
-    /// Further flags of the check.
-    flags: &'a str,
-}
-
-impl Checked {
-    fn up_or_skip(count: usize, test: &str) -> Option<Self> {
-        let hosts = Hosts::up(count).inspect_err(|why| skip(format!("{test}: {why}"))).ok()?;
-        let checked = Self { hosts, count, job: Job::new() };
-        checked.job.script("exit 0\n");
-        fs::write(checked.job.path("train.py"), "print('training')\n").unwrap();
-        Some(checked)
-    }
-
-    /// Runs a shell command as root on a host;.
-    fn on(&self, host: usize, shell: &str) {
-        let job = self.job.dir.path().display().to_string();
-        let result = self.hosts.run_script([
-            "exec",
-            &host.to_string(),
-            "env",
-            &format!("JOB={job}"),
-            "sh",
-            "-c",
-            shell,
-        ]);
-        result.unwrap_or_else(|error| panic!("{shell}: {error}"));
-    }
-
-    fn start_node(&self, host: usize, flags: &str, mistake: Option<&Mistake<'_>>) -> Launcher {
-        let (before, own) = mistake.map_or(("", ""), |mistake| (mistake.before, mistake.flags));
-        let convoke = path_argument(user_program("convoke"));
-        let nodes = if own.contains("--nnodes") { String::new() } else { format!("--nnodes={}", self.count) };
-        let node =
-            if own.contains("--node-rank") { String::new() } else { format!("--node-rank={}", host - 1) };
-        let program = if flags.contains("--hosts") { "" } else { "./worker.sh" };
-        let program = if own.contains(".py") { "" } else { program };
-        let shell = format!(
-            "set -e; {before}\nexec {convoke} check {nodes} {node} --master-addr=h1 --master-port=29500 --wait=3 {flags} {own} {program}"
-        );
-        let number = host.to_string();
-        let words = ["exec", &number, "unshare", "-m", "sh", "-c", &shell];
-        let mut command = self.job.command_for_program(Hosts::script(), words);
-        command.env("TESTBED_DIR", self.hosts.state_dir()).env("SIMULATED_GPUS", "0");
-        self.job.start(command)
-    }
-
-    /// Checks all hosts; one of them has a mistake.
-    fn check(&self, flags: &str, mistake: Option<&Mistake<'_>>) -> CheckResult {
-        let start = Instant::now();
-        let of_host = |host| mistake.filter(|mistake| mistake.host == host);
-        let nodes: Vec<_> =
-            (1..=self.count).map(|host| self.start_node(host, flags, of_host(host))).collect();
-        let nodes: Vec<_> = nodes.into_iter().map(Launcher::wait).collect();
-        CheckResult { nodes, took: start.elapsed() }
-    }
-
-    /// Makes a mistake on a host, and checks that node 0 names it with a remedy, in time.
-    fn assert_named(&self, mistake: &Mistake<'_>, level: &str, host: &str, parts: &[&str]) -> CheckResult {
-        let result = self.check("", Some(mistake));
-        result.assert_names(level, host, parts);
-        assert!(result.took < LIMIT, "{:?}: {}", result.took, result.text());
-        result
-    }
-
-    fn assert_healthy(&self) {
-        let result = self.check("", None);
-        let text = &result.nodes[0].stdout;
-        assert!(!text.contains("FAIL") && !text.contains("WARN"), "{}", result.text());
-        assert!(
-            text.contains(&format!("convoke check: {} nodes checked in ", self.count)),
-            "{}",
-            result.text()
-        );
-        assert!(result.nodes.iter().all(|node| node.status.success()), "{}", result.text());
-        assert!(result.took < LIMIT, "{:?}", result.took);
-    }
-}
-
-impl CheckResult {
-    fn text(&self) -> String {
-        let each = self.nodes.iter().enumerate();
-        each.map(|(node, output)| format!("--- node {node}\n{}{}", output.stdout, output.stderr)).collect()
-    }
-
-    /// Checks that node 0 prints a problem about `host` with all `parts`, and a remedy. All nodes print the same.
-    fn assert_names(&self, level: &str, host: &str, parts: &[&str]) {
-        let begin = format!("{level} {host}: ");
-        let text = &self.nodes[0].stdout;
-        let mut lines = text
-            .lines()
-            .skip_while(|line| !(line.starts_with(&begin) && parts.iter().all(|part| line.contains(part))));
-        assert!(lines.next().is_some(), "no {begin}{parts:?} in\n{}", self.text());
-        assert!(lines.next().is_some_and(|line| line.starts_with("     try: ")), "no remedy in {text}");
-        let code = i32::from(text.contains("FAIL "));
-        assert_eq!(self.nodes[0].status.code(), Some(code), "{}", self.text());
-    }
-}
-
-fn mistake(host: usize, before: &str) -> Mistake<'_> {
-    Mistake { host, before, ..Mistake::default() }
-}
-
-fn flag(host: usize, flags: &str) -> Mistake<'_> {
-    Mistake { host, flags, ..Mistake::default() }
-}
+use crate::checked_hosts::{Checked, LIMIT, LIMIT_WITH_PAIRS, Mistake, flag, mistake};
 
 #[test]
 fn eight_healthy_hosts_give_no_problem() {
@@ -167,21 +36,12 @@ fn wrong_addresses_and_names_are_named() {
     let result = checked.check("", Some(&flag(1, "--master-addr=h2")));
     result.assert_names("FAIL", "h1", &["h2 is no address of this host"]);
     // A name server that says nothing, for a name that only it could know.
-    let server = format!(
-        "{}/dns.py",
-        path_argument(convoke_testkit::programs::repository_root().join("launcher-tests/testbed"))
-    );
     fs::write(checked.job.path("table"), "h3 SILENCE\n").unwrap();
-    checked.on(
-        1,
-        &format!("(exec python3 {server} 10.77.0.1 $JOB/table > $JOB/dns.out 2>&1 </dev/null &); until grep -q ready $JOB/dns.out; do sleep 0.01; done"),
-    );
-    let silent = mistake(
-        3,
-        "grep -v 'h3$' /etc/hosts > $JOB/hosts; mount --bind $JOB/hosts /etc/hosts; echo nameserver 10.77.0.1 > $JOB/resolv; \
-         mount --bind $JOB/resolv /etc/resolv.conf",
-    );
+    let ask = checked.start_name_server();
+    let silent = mistake(3, ask);
     checked.assert_named(&silent, "FAIL", "h3", &["the name server gave no answer in 2.5 s"]);
+    fs::write(checked.job.path("table"), "h3 10.77.0.3/1.3\n").unwrap();
+    checked.assert_named(&mistake(3, ask), "WARN", "h3", &["looking up h3 took 1."]);
 }
 
 #[test]
@@ -309,19 +169,8 @@ fn gpus_and_infiniband_ports_with_problems_are_named() {
     let library = format!("export LD_LIBRARY_PATH={}", gpu::libraries().display());
     let with_gpus = |own: &str| format!("{library} SIMULATED_GPUS=2 CONVOKE_KMSG=/dev/null {own}");
     // All hosts have two GPUs; one host has a problem.
-    let check = |own: &str| {
-        let (usual, wrong) = (with_gpus(""), with_gpus(own));
-        let start = Instant::now();
-        let node = |host: usize| {
-            let before = if host == 2 { &wrong } else { &usual };
-            checked.start_node(host, "", Some(&mistake(host, before)))
-        };
-        let nodes: Vec<_> = (1..=3).map(node).collect();
-        let nodes: Vec<_> = nodes.into_iter().map(Launcher::wait).collect();
-        let result = CheckResult { nodes, took: start.elapsed() };
-        assert!(result.took < LIMIT, "{:?}", result.took);
-        result
-    };
+    let check =
+        |own: &str| checked.check_each(|host| (with_gpus(if host == 2 { own } else { "" }), String::new()));
     check("SIMULATED_GPUS=1").assert_names("WARN", "h2", &["GPUs is 1, 2 on h1, h3"]);
     check("SIMULATED_DRIVER=550.54").assert_names("WARN", "h2", &["GPU driver is 550.54, 570.00 on h1, h3"]);
     check("SIMULATED_ECC=3").assert_names(
@@ -348,13 +197,10 @@ fn gpus_and_infiniband_ports_with_problems_are_named() {
                 echo STATE > infiniband/mlx5_0/ports/1/state; echo FIRMWARE > infiniband/mlx5_0/fw_ver; mount --rbind . /sys/class; cd $JOB";
     let with_port = |state: &str, firmware: &str| port.replace("STATE", state).replace("FIRMWARE", firmware);
     let infiniband = |state: &str, firmware: &str| {
-        let (usual, wrong) = (with_port("'4: ACTIVE'", "28.1"), with_port(state, firmware));
-        let node = |host: usize| {
-            let before = if host == 3 { &wrong } else { &usual };
-            checked.start_node(host, "", Some(&mistake(host, before)))
-        };
-        let nodes: Vec<_> = (1..=3).map(node).collect();
-        CheckResult { nodes: nodes.into_iter().map(Launcher::wait).collect(), took: Duration::ZERO }
+        checked.check_each(|host| {
+            let (state, firmware) = if host == 3 { (state, firmware) } else { ("'4: ACTIVE'", "28.1") };
+            (with_port(state, firmware), String::new())
+        })
     };
     let down = infiniband("'1: DOWN'", "28.1");
     down.assert_names(

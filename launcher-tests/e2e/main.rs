@@ -13,6 +13,9 @@
 mod bind;
 mod causes;
 mod check;
+mod check_silence;
+mod check_software;
+mod checked_hosts;
 mod container;
 mod drain;
 mod elastic;
@@ -37,6 +40,8 @@ mod slurm;
 mod slurm_drains;
 mod slurm_losses;
 mod ssh;
+mod ssh_errors;
+mod ssh_hosts;
 mod standalone;
 mod terminal;
 mod tutorials;

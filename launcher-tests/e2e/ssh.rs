@@ -1,123 +1,16 @@
 //! Jobs that `--hosts` starts by ssh, on simulated hosts with a real sshd each.
 
 use std::fs;
-use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
-use convoke_launcher_tests::harness::{Job, Launcher};
-use convoke_launcher_tests::hosts::{Hosts, missing_requirement};
+use convoke_launcher_tests::hosts::Hosts;
 use convoke_launcher_tests::{path_argument, worker_command};
 use convoke_testkit::programs::{repository_root, user_program};
-use convoke_testkit::{skip, wait_until};
 
-/// Time after which no process of a job is left on any host. The documentation promises 5 s.
-const ENDED: Duration = Duration::from_secs(5);
-
-/// Simulated hosts h1 to hN, each with sshd; commands run on h0.
-struct SshHosts {
-    hosts: Hosts,
-    count: usize,
-    job: Job,
-}
-
-impl SshHosts {
-    fn up_or_skip(count: usize, test: &str) -> Option<Self> {
-        let sshd = Path::new("/usr/sbin/sshd").exists();
-        let why =
-            missing_requirement(&["ssh", "ssh-keygen"]).or((!sshd).then(|| "no program sshd".to_owned()));
-        let hosts = why.map_or_else(|| Hosts::up(count), Err);
-        let hosts = hosts.inspect_err(|why| skip(format!("{test}: {why}"))).ok()?;
-        let ssh = Self { hosts, count, job: Job::new() };
-        for key in ["host_key", "user_key"] {
-            let made = Command::new("ssh-keygen")
-                .args(["-q", "-t", "ed25519", "-N", "", "-f"])
-                .arg(ssh.path(key))
-                .status();
-            assert!(made.unwrap().success());
-        }
-        fs::copy(ssh.path("user_key.pub"), ssh.path("authorized_keys")).unwrap();
-        fs::write(ssh.path("noise"), "").unwrap();
-        let public = fs::read_to_string(ssh.path("host_key.pub")).unwrap();
-        let known: String = (1..=count).map(|host| format!("h{host} {public}")).collect();
-        fs::write(ssh.path("known_hosts"), known).unwrap();
-        let folder = ssh.job.dir.path().display();
-        fs::write(
-            ssh.path("ssh_config"),
-            format!(
-                "IdentityFile {folder}/user_key\nIdentitiesOnly yes\nUserKnownHostsFile {folder}/known_hosts\n\
-                 GlobalKnownHostsFile /dev/null\nStrictHostKeyChecking yes\nUser root\nLogLevel ERROR\n"
-            ),
-        )
-        .unwrap();
-        fs::write(
-            ssh.path("sshd_config"),
-            format!(
-                "HostKey {folder}/host_key\nAuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nUsePAM no\n\
-                 PermitRootLogin yes\nPasswordAuthentication no\nPidFile none\nSetEnv BASH_ENV={folder}/noise XDG_CACHE_HOME={folder}/cache\n"
-            ),
-        )
-        .unwrap();
-        (1..=count).for_each(|host| ssh.start_sshd(host, ""));
-        Some(ssh)
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.job.path(name)
-    }
-
-    fn start_sshd(&self, host: usize, more: &str) {
-        let config = self.path("sshd_config");
-        let start = format!("mkdir -p /run/sshd && /usr/sbin/sshd -f {} {more}", config.display());
-        self.on(host, &start);
-    }
-
-    fn on(&self, host: usize, shell: &str) -> String {
-        self.hosts
-            .run_script(["exec", &host.to_string(), "sh", "-c", shell])
-            .unwrap_or_else(|error| panic!("{shell}: {error}"))
-    }
-
-    /// Starts `convoke --hosts=LIST FLAGS... PROGRAM...` on h0.
-    fn start(&self, list: &str, words: &[&str]) -> Launcher {
-        self.start_program(&path_argument(user_program("convoke")), list, words)
-    }
-
-    fn start_program(&self, program: &str, list: &str, words: &[&str]) -> Launcher {
-        let script = Hosts::script();
-        let mut command = self.job.command_for_program(script, ["exec", "0", program]);
-        let shell = format!("--rsh=ssh -F {}", self.path("ssh_config").display());
-        command.arg(format!("--hosts={list}")).arg(shell).args(words);
-        command.env("TESTBED_DIR", self.hosts.state_dir()).env("OMP_NUM_THREADS", "1");
-        self.job.start(command)
-    }
-
-    /// Starts a job of sleeping workers, one on each host, and waits until all run.
-    fn start_sleepers(&self) -> Launcher {
-        let list = format!("h[1-{}]", self.count);
-        let worker = self.job.script("echo > \"$JOB/up.$RANK\"\nexec sleep 1000\n");
-        let job_folder = format!("--env=JOB={}", self.job.dir.path().display());
-        let launcher = self.start(&list, &[&job_folder, worker.to_str().unwrap()]);
-        (0..self.count).for_each(|rank| drop(self.job.wait_for_file(&format!("up.{rank}"))));
-        launcher
-    }
-
-    /// Sends a signal to the head, which runs on h0.
-    fn signal_head(&self, signal: Signal) {
-        self.on(0, &format!("kill -{} $(pgrep -of -- '[-]-hosts=')", signal as i32));
-    }
-
-    /// Checks that no process of a job is left on any host within the promised time.
-    fn assert_nothing_left(&self, since: Instant, hosts: impl Iterator<Item = usize>) {
-        for host in hosts {
-            let left = || self.on(host, "pgrep -f '[s]leep 1000|[c]onvoke --agent|[w]orker.sh' || true");
-            wait_until(&format!("the end of all processes on h{host}"), || left().is_empty().then_some(()));
-        }
-        assert!(since.elapsed() < ENDED, "{:?}", since.elapsed());
-    }
-}
+use crate::ssh_hosts::SshHosts;
 
 #[test]
 fn job_on_hosts_needs_nothing_but_ssh() {
@@ -188,8 +81,7 @@ fn all_hosts_that_fail_are_named_at_once_by_class() {
     let Some(ssh) = SshHosts::up_or_skip(5, "hosts that ssh does not reach") else { return };
     let program = path_argument(user_program("convoke"));
     // Another host key, no permission, no sshd, no such folder.
-    let stop = |host| ssh.on(host, "pkill -x sshd; while pgrep -x sshd > /dev/null; do sleep 0.01; done");
-    stop(2);
+    ssh.stop_sshd(2);
     let other = Command::new("ssh-keygen")
         .args(["-q", "-t", "ed25519", "-N", "", "-f"])
         .arg(ssh.path("other_key"))
@@ -200,11 +92,11 @@ fn all_hosts_that_fail_are_named_at_once_by_class() {
     let config: String =
         config.lines().filter(|line| !line.starts_with("HostKey")).map(|line| format!("{line}\n")).collect();
     fs::write(ssh.path("sshd_config"), config).unwrap();
-    stop(2);
+    ssh.stop_sshd(2);
     ssh.start_sshd(2, &format!("-h {}", ssh.path("other_key").display()));
-    stop(3);
+    ssh.stop_sshd(3);
     ssh.start_sshd(3, &format!("-h {} -o AuthorizedKeysFile=none", ssh.path("host_key").display()));
-    stop(4);
+    ssh.stop_sshd(4);
     ssh.on(5, &format!("mount -t tmpfs none {}", ssh.path("tmp").display()));
     let words = [&program[..], "--hosts=h[1-5],nohost", "--start-timeout=30"];
     let mut command = ssh.job.command_for_program(
@@ -363,35 +255,19 @@ fn check_on_hosts_reports_once_and_lists_hosts_that_failed() {
 #[test]
 fn job_scripts_of_other_batch_systems_run_as_they_stand_in_the_guide() {
     let Some(ssh) = SshHosts::up_or_skip(2, "job scripts of other batch systems") else { return };
-    let bin = ssh.path("bin");
-    fs::create_dir(&bin).unwrap();
-    for (name, path) in [("convoke", user_program("convoke")), ("digits", user_program("digits"))] {
-        std::os::unix::fs::symlink(path, bin.join(name)).unwrap();
-    }
-    let config = format!("-F {}", ssh.path("ssh_config").display());
-    let by_ssh = format!("exec /usr/bin/ssh {config}");
-    for (name, text) in [
-        ("ssh", format!("{by_ssh} \"$@\"")),
-        ("oarsh", format!("[ -n \"$OAR_JOB_ID\" ] || exit 255\n{by_ssh} \"$@\"")),
-        // It takes no flags, starts the words without a shell, and works inside of a job alone.
-        (
-            "blaunch",
-            format!(
-                "[ -n \"$LSB_JOBID\" ] || exit 255\nhost=$1; shift\n{by_ssh} $host \"$(printf \"'%s' \" \"$@\")\""
-            ),
-        ),
-        ("flux", "[ \"$1\" = hostlist ] && echo 'h[1-2]'".to_owned()),
-    ] {
-        fs::write(bin.join(name), format!("#!/bin/sh\n{text}\n")).unwrap();
-        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
-        fs::set_permissions(bin.join(name), mode).unwrap();
-    }
+    let path = ssh.path_with_programs();
+    std::os::unix::fs::symlink(user_program("digits"), ssh.path("bin/digits")).unwrap();
+    let by_ssh = format!("exec /usr/bin/ssh -F {}", ssh.path("ssh_config").display());
+    ssh.program("bin/oarsh", &format!("[ -n \"$OAR_JOB_ID\" ] || exit 255\n{by_ssh} \"$@\""));
+    // It takes no flags, starts the words without a shell, and works inside of a job alone.
+    let words = format!("{by_ssh} $host \"$(printf \"'%s' \" \"$@\")\"");
+    ssh.program("bin/blaunch", &format!("[ -n \"$LSB_JOBID\" ] || exit 255\nhost=$1; shift\n{words}"));
+    ssh.program("bin/flux", "[ \"$1\" = hostlist ] && echo 'h[1-2]'");
     fs::write(ssh.path("nodes"), "h1\nh1\nh2\nh2\n").unwrap();
-    let path = format!("{}:{}", bin.display(), std::env::var("PATH").unwrap());
     for script in ["pbs.sh", "lsf.sh", "oar.sh", "flux.sh"] {
         let file = repository_root().join("src/examples/jobs").join(script);
-        let mut command = ssh.job.command_for_program(Hosts::script(), ["exec", "0", file.to_str().unwrap()]);
-        command.env("TESTBED_DIR", ssh.hosts.state_dir()).env("PATH", &path).env("OMP_NUM_THREADS", "1");
+        let mut command = ssh.command_on_h0(&[file.to_str().unwrap()]);
+        command.env("PATH", &path);
         for variable in ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE", "OAR_NODEFILE"] {
             command.env(variable, ssh.path("nodes"));
         }

@@ -2,13 +2,14 @@
 
     dns.py ADDRESS TABLE
 
-Each line of TABLE is NAME ANSWER; ANSWER is an IPv4 address, NXDOMAIN, SERVFAIL or SILENCE. A name that is not in
-the table does not exist. Prints "ready" when it listens at port 53 of ADDRESS.
+Each line of TABLE is NAME ANSWER; ANSWER is an IPv4 address, NXDOMAIN, SERVFAIL or SILENCE. ANSWER/SECONDS comes so
+much later. A name that is not in the table does not exist. Prints "ready" when it listens at port 53 of ADDRESS.
 """
 
 import socket
 import struct
 import sys
+import threading
 
 CODES = {"SERVFAIL": 2, "NXDOMAIN": 3}
 
@@ -24,15 +25,17 @@ def question(message):
 
 
 def reply(message, table):
+    """Returns the reply and the seconds until it is due; no reply means silence."""
     name, kind, asked = question(message)
-    answer = table.get(name, "NXDOMAIN")
+    answer, _, delay = table.get(name, "NXDOMAIN").partition("/")
     if answer == "SILENCE":
-        return None
+        return None, 0
     records = b""
     if answer not in CODES and kind == 1:
         records = b"\xc0\x0c" + struct.pack(">HHIH", 1, 1, 0, 4) + socket.inet_aton(answer)
     flags = 0x8180 | CODES.get(answer, 0)
-    return message[:2] + struct.pack(">HHHHH", flags, 1, 1 if records else 0, 0, 0) + asked + records
+    text = message[:2] + struct.pack(">HHHHH", flags, 1, 1 if records else 0, 0, 0) + asked + records
+    return text, float(delay or 0)
 
 
 def main():
@@ -44,9 +47,9 @@ def main():
         message, client = server.recvfrom(512)
         with open(path) as file:
             table = dict(line.split() for line in file if line.strip())
-        text = reply(message, table)
+        text, delay = reply(message, table)
         if text:
-            server.sendto(text, client)
+            threading.Timer(delay, server.sendto, (text, client)).start()
 
 
 main()

@@ -93,7 +93,17 @@ pub fn main() -> ExitCode {
         args.script = check::NO_PROGRAM.into();
     }
     let machine = Machine::detect();
-    let config = match config::build::config(&args, &env, &machine) {
+    if check.is_some() {
+        machine.gpus_within(check::DRIVER_TIMEOUT);
+    }
+    let mut config = config::build::config(&args, &env, &machine);
+    // A check goes on without the flags that this host cannot fulfil, so that the report names it.
+    let unfulfilled = config.as_ref().err().filter(|error| check.is_some() && error.is_of_host).cloned();
+    if unfulfilled.is_some() {
+        args.remove(config::build::OF_DEVICES);
+        config = config::build::config(&args, &env, &machine);
+    }
+    let config = match config {
         Ok(config) => config,
         Err(mut error) => {
             // The scheduler would start the same command line again.
@@ -114,7 +124,7 @@ pub fn main() -> ExitCode {
     }
     let limits = Limits::raise();
     if let Some(options) = &check {
-        return check::run(&config, options, &limits, &machine);
+        return check::run(&config, options, &limits, &machine, unfulfilled.as_ref());
     }
     match limits.check(&config) {
         Ok(warnings) if config::is_quiet(&env) => drop(warnings),

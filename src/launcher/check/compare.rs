@@ -82,6 +82,11 @@ fn judgement(name: &str) -> (Level, &'static str) {
         "GPUs" => {
             (Level::Warning, "nvidia-smi shows whether a GPU is lost; CUDA_VISIBLE_DEVICES may hide some")
         }
+        "CPUs" => (
+            Level::Warning,
+            "ranks there have fewer or more CPUs: look at --cpus-per-task in Slurm, the quota of the container, taskset",
+        ),
+        "Python" => (Level::Warning, "use one environment on all hosts, or name its Python with PYTHON_EXEC"),
         "GPU driver" => (Level::Warning, "install one driver on all hosts"),
         _ if name.starts_with("InfiniBand firmware ") => {
             (Level::Warning, "update the firmware of the network cards")

@@ -4,6 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use super::links::{judge, throughput_summary};
 use super::peer::{Link, LinkOutcome, Peer, PeerAddress};
+use super::problem::Problem;
 
 fn ip(node: usize) -> IpAddr {
     IpAddr::from([10, 0, 0, u8::try_from(node + 1).unwrap()])
@@ -123,4 +124,18 @@ fn slow_host_is_found_by_its_median_pair() {
     let links = vec![link(0, 1, speed(0, 1)), link(0, 3, speed(0, 3))];
     assert_eq!(throughput_summary(&links), Some((2, 1000.0, 90.0)));
     assert_eq!(throughput_summary(&[link(0, 1, reached())]), None);
+}
+
+#[test]
+fn hosts_with_one_address_are_named_together_unless_all_are_reached() {
+    let mut peers = peers(3);
+    peers[2].addresses[0].ip = ip(1);
+    let links = |outcome: LinkOutcome| vec![link(0, 1, reached()), link(0, 2, outcome)];
+    let found: Vec<_> =
+        judge(&peers, &links(LinkOutcome::OtherAnswered)).iter().map(Problem::lines).collect();
+    assert_eq!(found.len(), 1, "{found:?}");
+    let begin = "FAIL h2, h3: have one address, 10.0.0.2, so others reach only one of them by it\n     try: give each host";
+    assert!(found[0].starts_with(begin), "{found:?}");
+    // Containers with the network of their host.
+    assert_eq!(judge(&peers, &links(reached())), []);
 }

@@ -21,10 +21,11 @@ mod session;
 use std::io::Write;
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use nix::sys::signal::SigSet;
 
+use crate::cli::CliError;
 use crate::config::{Config, Machine};
 use crate::host_name::host_name;
 use crate::limits::Limits;
@@ -32,24 +33,35 @@ use crate::messages::print_message;
 use crate::report::write_termination_text;
 use host::HostChecks;
 pub(crate) use options::Options;
+use problem::Problem;
 use report::Report;
 use session::{Outcome, Session};
 
 /// SCRIPT of a check that has none.
 pub(crate) const NO_PROGRAM: &str = "/proc/self/exe";
+/// Longest wait of a check for NVIDIA's driver.
+pub(crate) const DRIVER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Exit code of a check that has found a failure.
 const UNHEALTHY: u8 = 1;
 /// Exit code of a check that could not begin.
 pub(crate) const NOT_DONE: u8 = 2;
 
-/// Runs the check of this node. Returns 0 if there is no failure, 1 if there is one.
-pub(crate) fn run(config: &Config, options: &Options, limits: &Limits, machine: &Machine) -> ExitCode {
+/// Runs the check of this node. `unfulfilled` is the error about flags that this host cannot fulfil. Returns 0 if
+/// there is no failure, 1 if there is one.
+pub(crate) fn run(
+    config: &Config,
+    options: &Options,
+    limits: &Limits,
+    machine: &Machine,
+    unfulfilled: Option<&CliError>,
+) -> ExitCode {
     // The launcher blocks the signals that end a job. Here they end this process.
     let _ = SigSet::all().thread_unblock();
     let start = Instant::now();
     let named = config.scheduled.as_ref().and_then(|job| job.hosts.get(job.node).cloned());
     let host = named.unwrap_or_else(host_name);
-    let checks = HostChecks::start(config, machine, limits, &host);
+    let mut checks = HostChecks::start(config, machine, limits, &host);
+    checks.add(unfulfilled.map(|error| Problem::fail_of_message("layout", &host, error.message())));
     let session = Session { config, options, host, start };
     let Outcome { report, is_complete, is_node_0 } = session.run(checks);
     // A scheduler and --hosts show the output of all nodes, so node 0 speaks for all.

@@ -41,6 +41,12 @@ impl Problem {
         Self { level: Level::Warning, ..Self::fail(check, host, text, remedy) }
     }
 
+    /// Creates a failure from a message that says what to do behind its last `; `.
+    pub(super) fn fail_of_message(check: &str, host: &str, message: &str) -> Self {
+        let (text, remedy) = message.rsplit_once("; ").unwrap_or((message, ""));
+        Self::fail(check, host, text, remedy)
+    }
+
     /// Formats the problem as two or three lines.
     pub(super) fn lines(&self) -> String {
         let level = match self.level {
@@ -99,6 +105,16 @@ mod tests {
         ]);
         let lines: Vec<_> = merged.iter().map(Problem::lines).collect();
         assert_eq!(lines, ["FAIL h2, h3: full\n     try: free some\n", "WARN h1: slow\n"]);
+    }
+
+    #[test]
+    fn remedy_of_a_message_stands_behind_its_last_semicolon() {
+        let message = "8 workers need 104 open files, and 103 are allowed; raise it";
+        let problem = Problem::fail_of_message("limits", "h1", message);
+        assert_eq!(
+            problem.lines(),
+            "FAIL h1: 8 workers need 104 open files, and 103 are allowed\n     try: raise it\n"
+        );
     }
 
     #[test]

@@ -108,6 +108,11 @@ impl ParsedArgs {
         self.get(name).map_or(Ok(default), Value::as_str)
     }
 
+    /// Removes flags, so that they have their defaults.
+    pub(crate) fn remove(&mut self, names: &[&str]) {
+        self.values.retain(|name, _| !names.contains(name));
+    }
+
     /// Creates the error about the value of a flag that is set, as [`Value::error`] does.
     pub(crate) fn error(&self, name: &str, what: &str, example: &str) -> CliError {
         self.get(name).expect("only a flag that is set has a wrong value").error(what, example)

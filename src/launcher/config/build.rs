@@ -17,6 +17,9 @@ use crate::scheduler::ScheduledJob;
 const SHUTDOWN_TIMEOUT_SECONDS: u32 = 30;
 /// Most lines of stderr that a report keeps per worker, by default.
 const STDERR_LINES: usize = 64;
+/// Flags that ask for devices of a host, or divide them among its workers.
+pub(crate) const OF_DEVICES: &[&str] =
+    &["nproc-per-node", "gpus-per-worker", "gpu-bind", "virtual-local-rank", "bind", "numa-binding"];
 const SIGNALS: &str = "SIGTERM,SIGINT,SIGHUP,SIGQUIT";
 const FORWARDED: &str = "SIGUSR1,SIGUSR2";
 
@@ -56,7 +59,7 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
         let parent = |name: &str| env(name).map(|value| value.to_string_lossy().into_owned());
         let advice = "lower --nproc-per-node or extend the list";
         devices::visible_devices(&parent, nproc_per_node - 1)
-            .map_err(|error| CliError::value(format!("--virtual-local-rank: {error}; {advice}")))?;
+            .map_err(|error| CliError::value(format!("--virtual-local-rank: {error}; {advice}")).of_host())?;
     }
     let gpus = if gpus_per_worker.is_some() || args.is_on("gpu-bind") {
         let name = if gpus_per_worker.is_some() { "gpus-per-worker" } else { "gpu-bind" };
@@ -66,7 +69,8 @@ pub(crate) fn config(args: &ParsedArgs, env: Env<'_>, machine: &Machine) -> Resu
             )));
         }
         machine.gpus_of_workers(env, nproc_per_node, each).map_err(|error| {
-            CliError::value(format!("--{name}: {error}; lower --nproc-per-node or leave --{name} out"))
+            let advice = format!("lower --nproc-per-node or leave --{name} out");
+            CliError::value(format!("--{name}: {error}; {advice}")).of_host()
         })?
     } else {
         ("CUDA_VISIBLE_DEVICES", Vec::new())
@@ -193,6 +197,7 @@ fn nproc_per_node(
         };
     }
     let gpus = || visible_gpus(env, machine);
+    let lacking = |what: &str| Err(value.error(what, "cpu, or a number").of_host());
     match text {
         "cpu" => Ok(machine.cpu_share()),
         "auto" => Ok(match gpus() {
@@ -202,16 +207,15 @@ fn nproc_per_node(
         "gpu" => match gpus() {
             0 => {
                 let none = "no GPU was found (no /dev/nvidia0, no /dev/kfd, or the variables hide all)";
-                wrong(hidden_gpus_message(env, machine).as_deref().unwrap_or(none), "cpu, or a number")
+                lacking(hidden_gpus_message(env, machine).as_deref().unwrap_or(none))
             }
-            count if count < gpus_per_worker => wrong(
-                &format!("there are {count} GPUs, fewer than --gpus-per-worker={gpus_per_worker}"),
-                "cpu, or a number",
-            ),
+            count if count < gpus_per_worker => {
+                lacking(&format!("there are {count} GPUs, fewer than --gpus-per-worker={gpus_per_worker}"))
+            }
             count => Ok(count / gpus_per_worker),
         },
         "xpu" => match machine.devices(Vendor::Intel, env) {
-            0 => wrong("no Intel GPU was found (no /dev/dri/renderD128 of Intel)", "cpu, or a number"),
+            0 => lacking("no Intel GPU was found (no /dev/dri/renderD128 of Intel)"),
             count => Ok(count),
         },
         _ => wrong(
@@ -243,7 +247,7 @@ fn scheduled_nproc(
 }
 
 /// Returns the number of visible GPUs of NVIDIA, or of AMD if there are none.
-fn visible_gpus(env: Env<'_>, machine: &Machine) -> usize {
+pub(crate) fn visible_gpus(env: Env<'_>, machine: &Machine) -> usize {
     match machine.devices(Vendor::Nvidia, env) {
         0 => machine.devices(Vendor::Amd, env),
         count => count,
@@ -252,7 +256,7 @@ fn visible_gpus(env: Env<'_>, machine: &Machine) -> usize {
 
 /// Returns a message that names the environment variable which hides all GPUs. `None` if there are no GPUs or
 /// no such variable.
-fn hidden_gpus_message(env: Env<'_>, machine: &Machine) -> Option<String> {
+pub(crate) fn hidden_gpus_message(env: Env<'_>, machine: &Machine) -> Option<String> {
     let names = ["ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"];
     let vendors = [(Vendor::Nvidia, &names[2..]), (Vendor::Amd, &names[..])];
     let mut there = vendors.map(|(vendor, names)| (machine.devices(vendor, &|_| None), names)).into_iter();

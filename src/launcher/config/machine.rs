@@ -6,6 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use convoke_env::host;
 use convoke_env::host::cgroup::cpu_quota;
@@ -86,9 +87,14 @@ impl Machine {
     /// Returns NVIDIA's GPUs as the driver's library lists them. Without the library, returns one nameless
     /// GPU for each device node.
     pub(crate) fn gpus(&self) -> &[Gpu] {
+        self.gpus_within(list::DRIVER_TIMEOUT)
+    }
+
+    /// As [`Self::gpus`]. The first call of either waits for the driver no longer than `timeout`.
+    pub(crate) fn gpus_within(&self, timeout: Duration) -> &[Gpu] {
         let nameless = || vec![Gpu::default(); self.nvidia_minors().len()];
         let list = || match self.root == Path::new("/") {
-            true => list::list(nameless),
+            true => list::list(timeout, nameless),
             false => GpuList { gpus: nameless(), warning: None },
         };
         &self.gpus.get_or_init(list).gpus

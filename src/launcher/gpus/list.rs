@@ -10,10 +10,10 @@ use super::Gpu;
 use super::nvml::Nvml;
 use crate::child::{interrupts, run_in_child};
 
-/// Environment variable that changes [`DRIVER_TIMEOUT`], in milliseconds, for tests.
+/// Environment variable that changes the longest wait for the driver, in milliseconds, for tests.
 const TIMEOUT_VARIABLE: &str = "CONVOKE_NVML_TIMEOUT_MS";
-/// Longest wait for NVIDIA's driver. Without its persistence mode it first initializes all GPUs of the node.
-const DRIVER_TIMEOUT: Duration = Duration::from_secs(60);
+/// Longest wait of a job for NVIDIA's driver. Without its persistence mode it first initializes all GPUs of the node.
+pub(crate) const DRIVER_TIMEOUT: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Clone)]
 pub(crate) struct GpuList {
@@ -22,11 +22,11 @@ pub(crate) struct GpuList {
     pub(crate) warning: Option<String>,
 }
 
-/// Lists the GPUs of this node that this process may use. Without NVML, or if it fails, the list is the
-/// result of `count_nodes`.
-pub(crate) fn list(count_nodes: impl FnOnce() -> Vec<Gpu>) -> GpuList {
-    let timeout = std::env::var(TIMEOUT_VARIABLE).ok().and_then(|millis| millis.parse().ok());
-    let timeout = timeout.map_or(DRIVER_TIMEOUT, Duration::from_millis);
+/// Lists the GPUs of this node that this process may use. Without NVML, or if it fails or gives no answer within
+/// `timeout`, the list is the result of `count_nodes`.
+pub(crate) fn list(timeout: Duration, count_nodes: impl FnOnce() -> Vec<Gpu>) -> GpuList {
+    let of_test = std::env::var(TIMEOUT_VARIABLE).ok().and_then(|millis| millis.parse().ok());
+    let timeout = of_test.map_or(timeout, Duration::from_millis);
     let query = || {
         let gpus = Nvml::open().and_then(|nvml| nvml.gpus());
         serde_json::to_vec(&gpus).expect("lists of texts have a JSON form")

@@ -1,7 +1,7 @@
 //! The head of a job on hosts: connects to all hosts, then starts a launcher on each, prints their output, and
 //! ends with the job's exit code.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::process::ExitCode;
@@ -16,6 +16,7 @@ use super::connection::{Connection, Event, RemoteShell};
 use super::frame::{FromAgent, Ready, Start, ToAgent};
 use super::job::HostsJob;
 use super::output::Output;
+use super::pace::Pace;
 use super::signals::watch_signals;
 use super::ssh_error::{Class, FailedHost, classify, message};
 use crate::cli::VERSION;
@@ -23,11 +24,6 @@ use crate::formatting::hex;
 use crate::messages::print_message;
 use crate::scheduler::{HOSTS_JOB, JOB_PORTS, NodeSearch, ScheduledJob};
 
-/// Connections that are opened at one time.
-const AT_ONCE: usize = 64;
-/// Connections at one time after sshd has dropped some, and attempts for each host.
-const AT_ONCE_AFTER_DROPS: usize = 8;
-const ATTEMPTS: u32 = 5;
 const TICK: Duration = Duration::from_millis(200);
 /// Time without a sign of life after which a host counts as lost if another launcher has failed. The job is over
 /// then, and the likely reason is this host.
@@ -57,14 +53,12 @@ struct Head<'a> {
     shell: RemoteShell,
     states: Vec<State>,
     connections: Vec<Option<Connection>>,
-    attempts: Vec<u32>,
+    pace: Pace,
     heard: Vec<Instant>,
     /// The hosts that failed, by number.
     failed: BTreeMap<usize, FailedHost>,
     /// The first message of the agent on the first host, which becomes node 0.
     first: Option<Ready>,
-    at_once: usize,
-    queue: VecDeque<usize>,
     sender: Sender<Event>,
     events: Receiver<Event>,
     /// Exit code of the first launcher that failed.
@@ -129,12 +123,10 @@ impl<'a> Head<'a> {
             shell: RemoteShell { words: job.shell.clone(), copies },
             states: (0..count).map(|_| State::Waiting).collect(),
             connections: (0..count).map(|_| None).collect(),
-            attempts: vec![0; count],
+            pace: Pace::new(count),
             heard: vec![Instant::now(); count],
             failed: BTreeMap::new(),
             first: None,
-            at_once: AT_ONCE,
-            queue: (0..count).collect(),
             sender,
             events,
             code: 0,
@@ -191,9 +183,14 @@ impl<'a> Head<'a> {
             if Instant::now() >= deadline {
                 let late: Vec<usize> =
                     (0..self.states.len()).filter(|&host| is_open(&self.states[host])).collect();
+                let seconds = self.job.start_timeout.as_secs();
                 for host in late {
-                    let detail = format!("no answer within {} s", self.job.start_timeout.as_secs());
-                    self.fail(host, Class::Timeout, detail);
+                    let (class, detail) = if self.pace.has_dropped(host) {
+                        (Class::Dropped, format!("each time within {seconds} s"))
+                    } else {
+                        (Class::Timeout, format!("no answer within {seconds} s"))
+                    };
+                    self.fail(host, class, detail);
                 }
             }
         }
@@ -206,10 +203,9 @@ impl<'a> Head<'a> {
     }
 
     fn open_connections(&mut self) {
-        let open = self.states.iter().filter(|state| matches!(state, State::Connecting)).count();
-        for _ in open..self.at_once {
-            let Some(number) = self.queue.pop_front() else { return };
-            self.attempts[number] += 1;
+        let mut open = self.states.iter().filter(|state| matches!(state, State::Connecting)).count();
+        while let Some(number) = self.pace.next(open, Instant::now()) {
+            open += 1;
             self.states[number] = State::Connecting;
             match Connection::start(number, &self.job.hosts[number], &self.shell, &self.sender) {
                 Ok(connection) => self.connections[number] = Some(connection),
@@ -227,11 +223,8 @@ impl<'a> Head<'a> {
         }
         let code = self.connections[host].take().and_then(|mut connection| connection.exit_code());
         let class = classify(&words, code);
-        if class == Class::Dropped && self.attempts[host] < ATTEMPTS {
-            // More connections at a time than sshd takes (MaxStartups).
-            self.at_once = AT_ONCE_AFTER_DROPS;
+        if class == Class::Dropped && self.pace.dropped(host, Instant::now()) {
             self.states[host] = State::Waiting;
-            self.queue.push_back(host);
             return;
         }
         self.fail(host, class, words);

@@ -13,6 +13,7 @@ mod head;
 mod job;
 mod list;
 mod output;
+mod pace;
 mod signals;
 mod ssh_error;
 

@@ -4,7 +4,9 @@ use std::time::{Duration, SystemTime};
 
 use super::super::peer::NodeResult;
 use super::super::problem::Problem;
-use crate::config::{Machine, Vendor};
+use crate::config::build::{hidden_gpus_message, visible_gpus};
+use crate::config::{Config, Machine, Vendor};
+use crate::formatting::count;
 use crate::gpus::Gpu;
 use crate::gpus::evidence::driver_messages;
 use crate::gpus::nvml::Nvml;
@@ -13,16 +15,26 @@ const CHECK: &str = "GPUs";
 /// Age of messages of the driver that are reported.
 const RECENT: Duration = Duration::from_secs(24 * 3600);
 
-pub(super) fn check(machine: &Machine, host: &str) -> NodeResult {
+pub(super) fn check(config: &Config, machine: &Machine, host: &str) -> NodeResult {
     let mut result = NodeResult::default();
-    let count = machine.devices(Vendor::Nvidia, &|_| None);
+    let env = |name: &str| std::env::var_os(name);
+    let visible = visible_gpus(&env, machine);
+    let nvidia = machine.devices(Vendor::Nvidia, &|_| None);
     let amd = machine.devices(Vendor::Amd, &|_| None);
-    if count + amd == 0 {
+    if nvidia + amd == 0 {
         result.not_checked.push("GPUs (none)".to_owned());
     }
-    result.facts.insert("GPUs".to_owned(), (count + amd).to_string());
+    result.facts.insert("GPUs".to_owned(), visible.to_string());
+    // The driver would give no answer to further questions either.
+    if let Some(warning) = machine.gpu_warning() {
+        result.problems.push(Problem::fail_of_message(CHECK, host, warning));
+        return result;
+    }
+    if visible == 0 {
+        result.problems.extend(none_visible(config, hidden_gpus_message(&env, machine), host));
+    }
     let Some(nvml) = Nvml::open() else {
-        if count > 0 {
+        if nvidia > 0 {
             result.not_checked.push("GPU health (no NVML)".to_owned());
         }
         return result;
@@ -38,6 +50,26 @@ pub(super) fn check(machine: &Machine, host: &str) -> NodeResult {
         result.problems.push(Problem::fail(CHECK, host, text, xid.meaning()));
     }
     result
+}
+
+/// Returns the problem of a host on which no GPU is visible, although the job was given some or `hidden` tells why.
+fn none_visible(config: &Config, hidden: Option<String>, host: &str) -> Option<Problem> {
+    let given =
+        config.scheduled.as_ref().and_then(|job| Some((&job.label, job.gpus.filter(|gpus| *gpus > 0)?)));
+    match (given, hidden) {
+        (Some((job, gpus)), hidden) => {
+            let why = hidden.map_or_else(String::new, |hidden| format!(": {hidden}"));
+            let text = format!("{job} has {} on this node, but none is visible{why}", count(gpus, "GPU"));
+            let remedy =
+                "is the driver loaded there (nvidia-smi), and do container and variables pass the GPUs on?";
+            Some(Problem::fail(CHECK, host, text, remedy))
+        }
+        (None, Some(hidden)) => {
+            let remedy = "unset the variable, unless the job needs no GPU";
+            Some(Problem::warning(CHECK, host, hidden, remedy))
+        }
+        (None, None) => None,
+    }
 }
 
 fn check_gpu(nvml: &Nvml, index: usize, gpu: &Gpu, host: &str) -> Vec<Problem> {

@@ -5,7 +5,7 @@ use std::path::Path;
 use nix::sys::resource::{Resource, getrlimit};
 use nix::sys::statvfs::statvfs;
 
-use super::super::problem::Problem;
+use super::super::problem::{Level, Problem};
 use crate::config::{Config, Machine, Vendor};
 use crate::limits::Limits;
 
@@ -22,16 +22,11 @@ const FILES_WANTED_WITH_GPUS: u64 = 65_536;
 pub(super) fn check(config: &Config, machine: &Machine, limits: &Limits, host: &str) -> Vec<Problem> {
     let mut problems = Vec::new();
     match limits.check(config) {
-        Ok(warnings) => {
-            for warning in warnings {
-                let (text, remedy) = split(&warning);
-                problems.push(Problem::warning("limits", host, text, remedy));
-            }
-        }
-        Err(error) => {
-            let (text, remedy) = split(&error);
-            problems.push(Problem::fail("limits", host, text, remedy));
-        }
+        Ok(warnings) => problems.extend(warnings.iter().map(|warning| Problem {
+            level: Level::Warning,
+            ..Problem::fail_of_message("limits", host, warning)
+        })),
+        Err(error) => problems.push(Problem::fail_of_message("limits", host, &error)),
     }
     let has_gpus = machine.devices(Vendor::Nvidia, &|_| None) + machine.devices(Vendor::Amd, &|_| None) > 0;
     let files = if has_gpus { FILES_WANTED_WITH_GPUS } else { FILES_WANTED };
@@ -45,14 +40,6 @@ pub(super) fn check(config: &Config, machine: &Machine, limits: &Limits, host: &
     }
     problems.extend(shared_memory(Path::new(SHM), has_gpus, host));
     problems
-}
-
-/// Divides a message at its last `; `, behind which it says what to do.
-fn split(message: &str) -> (String, String) {
-    match message.rsplit_once("; ") {
-        Some((text, remedy)) => (text.to_owned(), remedy.to_owned()),
-        None => (message.to_owned(), String::new()),
-    }
 }
 
 fn shared_memory(folder: &Path, has_gpus: bool, host: &str) -> Option<Problem> {
@@ -87,15 +74,6 @@ mod tests {
         assert_eq!(
             problem.lines().lines().next().unwrap(),
             "FAIL h1: there is no /no/such/folder, where workers share memory"
-        );
-    }
-
-    #[test]
-    fn remedy_of_a_limit_is_split_from_its_message() {
-        let (text, remedy) = split("8 workers need 104 open files, and 103 are allowed; raise it");
-        assert_eq!(
-            (text.as_str(), remedy.as_str()),
-            ("8 workers need 104 open files, and 103 are allowed", "raise it")
         );
     }
 }

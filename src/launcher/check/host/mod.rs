@@ -37,15 +37,20 @@ impl HostChecks {
             running: Vec::new(),
             deadline: Instant::now() + HOST_TIMEOUT,
         };
-        checks.result.problems.extend(limits::check(config, machine, limits, host));
+        checks.add(limits::check(config, machine, limits, host));
         let (config, machine, host) = (config.clone(), machine.clone(), host.to_owned());
         let own = || (config.clone(), machine.clone(), host.clone());
         checks.run("disk", own(), |(config, _, host)| disk::check(&config, &host));
         checks.run("names", own(), |(config, _, host)| names::check(&config, &host));
-        checks.run("GPUs", own(), |(_, machine, host)| gpu::check(&machine, &host));
+        checks.run("GPUs", own(), |(config, machine, host)| gpu::check(&config, &machine, &host));
         checks.run("InfiniBand", own(), |(_, machine, host)| infiniband::check(&machine.root, &host));
         checks.run("versions", own(), |(config, machine, host)| facts::check(&config, &machine, &host));
         checks
+    }
+
+    /// Adds problems that are known already.
+    pub(super) fn add(&mut self, problems: impl IntoIterator<Item = Problem>) {
+        self.result.problems.extend(problems);
     }
 
     fn run<T: Send + 'static>(

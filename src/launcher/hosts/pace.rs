@@ -1,0 +1,122 @@
+//! Which connections are opened when: many at a time, and fewer after sshd has dropped some. Pure.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+/// Connections that are opened at one time, and those after sshd has dropped some.
+const AT_ONCE: usize = 64;
+const AT_ONCE_AFTER_DROPS: usize = 8;
+/// Attempts for each host: among 64, 8, 4, 2 connections at a time, and alone.
+const ATTEMPTS: u32 = 5;
+/// Pause of a host after its first drop. Each further drop doubles it.
+const FIRST_PAUSE: Duration = Duration::from_millis(250);
+
+/// The pace at which connections are opened. sshd drops connections if too many at a time have not logged in yet
+/// (MaxStartups). This happens first on a host through which all connections go.
+#[derive(Debug)]
+pub(super) struct Pace {
+    at_once: usize,
+    waiting: VecDeque<Waiting>,
+    hosts: Vec<Attempts>,
+}
+
+/// A host that waits for a connection.
+#[derive(Debug)]
+struct Waiting {
+    host: usize,
+    /// The time before which it is not tried; `None` before the first drop.
+    since: Option<Instant>,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Attempts {
+    count: u32,
+    /// Connections at a time when the last attempt began.
+    at_once: usize,
+    is_dropped: bool,
+}
+
+impl Pace {
+    pub(super) fn new(hosts: usize) -> Self {
+        let waiting = (0..hosts).map(|host| Waiting { host, since: None }).collect();
+        Self { at_once: AT_ONCE, waiting, hosts: vec![Attempts::default(); hosts] }
+    }
+
+    /// Returns the next host to connect to while `open` other connections are being opened; `None` if none is to be
+    /// opened now.
+    pub(super) fn next(&mut self, open: usize, now: Instant) -> Option<usize> {
+        if open >= self.at_once {
+            return None;
+        }
+        let is_due = |waiting: &Waiting| waiting.since.is_none_or(|since| now >= since);
+        let place = self.waiting.iter().position(is_due)?;
+        let host = self.waiting.remove(place)?.host;
+        let attempts = &mut self.hosts[host];
+        attempts.count += 1;
+        attempts.at_once = self.at_once;
+        Some(host)
+    }
+
+    /// Takes note that the connection to the host was dropped. Returns true if it will be tried again.
+    pub(super) fn dropped(&mut self, host: usize, now: Instant) -> bool {
+        let attempts = &mut self.hosts[host];
+        if attempts.count >= ATTEMPTS {
+            return false;
+        }
+        attempts.is_dropped = true;
+        // Connections that were opened together are dropped together: they lower the number once.
+        if attempts.at_once == self.at_once {
+            self.at_once = (self.at_once / 2).clamp(1, AT_ONCE_AFTER_DROPS);
+        }
+        let since = now + FIRST_PAUSE * 2_u32.pow(attempts.count - 1);
+        self.waiting.push_back(Waiting { host, since: Some(since) });
+        true
+    }
+
+    /// Returns true if a connection to the host was dropped.
+    pub(super) fn has_dropped(&self, host: usize) -> bool {
+        self.hosts[host].is_dropped
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Connects to `hosts` hosts through an sshd that takes `places` connections at a time. A login takes as long as
+    /// given. Returns how many got through, and how long that took.
+    fn connect(hosts: usize, places: usize, login: Duration) -> (usize, Duration) {
+        let start = Instant::now();
+        let (mut pace, mut now, mut through) = (Pace::new(hosts), start, 0);
+        while !pace.waiting.is_empty() {
+            let mut open = Vec::new();
+            while let Some(host) = pace.next(open.len(), now) {
+                open.push(host);
+            }
+            through += open.len().min(places);
+            let dropped = open.iter().skip(places).filter(|&&host| !pace.dropped(host, now)).count();
+            assert!(places == 0 || dropped == 0, "{dropped} hosts are given up");
+            now += if open.is_empty() { Duration::from_millis(10) } else { login };
+        }
+        (through, now - start)
+    }
+
+    #[test]
+    fn all_hosts_get_through_an_sshd_that_takes_few_connections_at_a_time() {
+        for places in [1, 2, 3, 8, 10, 64] {
+            for hosts in [1, 2, 6, 64, 1024] {
+                let (through, _) = connect(hosts, places, Duration::from_millis(100));
+                assert_eq!(through, hosts, "{places} places");
+            }
+        }
+        let (_, took) = connect(64, 10, Duration::from_millis(100));
+        assert!(took < Duration::from_millis(1300), "{took:?}");
+    }
+
+    #[test]
+    fn hosts_that_are_always_dropped_are_given_up_after_some_seconds() {
+        let (through, took) = connect(3, 0, Duration::ZERO);
+        assert_eq!(through, 0);
+        assert!((3.75..3.9).contains(&took.as_secs_f64()), "{took:?}");
+    }
+}
