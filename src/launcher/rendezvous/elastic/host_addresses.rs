@@ -37,8 +37,16 @@ pub(super) fn listening_addresses(host: &str, port: u16, resolved: &[IpAddr]) ->
         return Some(local(&LOOPBACK, port).collect());
     }
     // A name of this host may resolve differently on other hosts, for example to 127.0.1.1 in /etc/hosts.
-    let named = [host_name(), full_host_name()].iter().any(|name| name.eq_ignore_ascii_case(host));
+    let named = [host_name(), full_host_name()].iter().any(|name| is_short_for(host, name));
     (named || resolved.iter().any(is_own)).then(|| local(&ANY, port).take(1).collect())
+}
+
+/// Returns true if `short` is `name` or its first parts. A resolver completes such a name with a domain. A pod's name
+/// has no address until the cluster's name server has learnt of the pod.
+fn is_short_for(short: &str, name: &str) -> bool {
+    let begin = name.get(..short.len());
+    let ends = matches!(name.as_bytes().get(short.len()), None | Some(b'.'));
+    ends && begin.is_some_and(|begin| begin.eq_ignore_ascii_case(short))
 }
 
 /// Listens at a free port on all addresses.
@@ -122,6 +130,19 @@ pub(super) fn split(address: &str) -> Result<(String, u16), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn first_parts_of_a_name_are_short_for_it() {
+        let name = "train-0.train.ml.svc.cluster.local";
+        for short in ["train-0", "train-0.train", "Train-0.Train.ml", name] {
+            assert!(is_short_for(short, name), "{short}");
+        }
+        for other in
+            ["train", "train-0.tr", "train-1.train", "train-0.train.ml.svc.cluster.local.x", "train-00"]
+        {
+            assert!(!is_short_for(other, name), "{other}");
+        }
+    }
 
     #[tokio::test]
     async fn store_of_this_generation_is_found() {

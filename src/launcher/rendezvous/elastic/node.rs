@@ -128,6 +128,9 @@ impl Node {
         }
         if let Some(reason) = &view.end_reason {
             self.reported.set((self.reported.get().0, true));
+            if let EndReason::Partitioned(silence) = reason {
+                print_message(&format!("no heartbeat of this node was answered for {silence}"));
+            }
             if !is_success(reason) {
                 self.events.send(ClusterEvent::JobEnded(self.outcome(reason)));
             }

@@ -125,9 +125,9 @@ pub(super) fn describe_end(reason: &EndReason, settings: &Settings) -> String {
             )
         }
         EndReason::Unusable(why) => why.clone(),
-        EndReason::Partitioned(silence) => format!(
-            "the rendezvous at {endpoint} is lost: it answered no heartbeat for {silence}; its host or the network is \
-             down"
+        // Equal on all nodes that lose the rendezvous. Each of them also prints for how long it was silent.
+        EndReason::Partitioned(_) => format!(
+            "the rendezvous at {endpoint} is lost: its launcher was killed, or its host or the network is down"
         ),
     }
 }

@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 use super::connect::connect_to_node_0;
 use super::node_0_search::{find_node_0, own_address, serve_at_free_port};
 use super::ranks::{Ranks, RoleInfo, assign};
-use super::{Assignment, FailureProtocol, OutcomeKind, RendezvousError};
+use super::{Assignment, FailureProtocol, JobOutcome, OutcomeKind, RendezvousError};
 use crate::config::Config;
 use crate::formatting::{self, python_json};
 use crate::host_name::full_host_name;
@@ -32,6 +32,8 @@ const OPERATION_TIMEOUT: Duration = Duration::from_secs(60);
 /// Interval at which nodes that wait for their ranks check whether the job has already ended. Node 0 serves
 /// its store for longer than that, so that each node can read the outcome.
 const OUTCOME_POLL: Duration = Duration::from_millis(100);
+/// Interval at which a node that is back looks whether node 0 still ends the job that failed.
+const ENDED_POLL: Duration = Duration::from_millis(250);
 /// Extra time that other nodes wait for their ranks, beyond node 0's own timeout, so that node 0 can report
 /// missing nodes first.
 const RANKS_GRACE: Duration = Duration::from_secs(5);
@@ -48,6 +50,9 @@ pub(super) struct Registration {
     host: String,
     pid: u32,
     nodes: usize,
+    /// Random: in pods each launcher has pid 1, and one that comes back has the host name of the one before.
+    #[serde(default)]
+    id: String,
 }
 
 /// The static rendezvous of one node.
@@ -74,6 +79,9 @@ struct FirstJoin {
     outcomes: Option<Arc<OutcomeStore>>,
     deadline: Instant,
 }
+
+/// The store of node 0, and its access to the outcome of the job: `None` if node 0 runs another launcher.
+type Registered = (Arc<dyn Store>, Option<OutcomeStore>);
 
 /// State of a node from its first round on. The user assigns the node ranks, so they never change.
 #[derive(Debug)]
@@ -126,21 +134,13 @@ impl StaticRendezvous {
         }
         let deadline = Instant::now() + self.timeout;
         let server = if self.node == 0 { Some(self.serve()?) } else { None };
-        let (store, tcp): (Arc<dyn Store>, _) = match &server {
+        let (store, outcomes) = match &server {
             // A job with one node needs no connection: it uses the store within this process.
             Some(server) if self.nodes == 1 => (server.store(), None),
-            _ => {
-                let tcp = Arc::new(self.connect(deadline)?);
-                // Agents of torchrun count themselves in the store here, and a node 0 under torchrun waits
-                // until all are counted.
-                tcp.announce_worker(deadline)?;
-                (Arc::clone(&tcp) as Arc<dyn Store>, Some(tcp))
-            }
+            _ => self.connect_and_register(deadline)?,
         };
-        let job: Arc<dyn Store> = Arc::new(PrefixStore::new(&self.run_id, Arc::clone(&store)));
-        let outcomes =
-            tcp.map(|tcp| self.register(&tcp, &job, deadline)).transpose()?.flatten().map(Arc::new);
-        let join = FirstJoin { job, outcomes, deadline };
+        let job = self.job_store(&store);
+        let join = FirstJoin { job, outcomes: outcomes.map(Arc::new), deadline };
         let assignment = self.exchange_ranks(&join);
         let FirstJoin { job, outcomes, .. } = join;
         if let (Err(error), Some(outcomes)) = (&assignment, &outcomes) {
@@ -162,6 +162,47 @@ impl StaticRendezvous {
         let place = formatting::address(&search.name, self.port);
         print_message(&format!("{}: {} nodes, node 0 is {place}", search.job, self.nodes));
         Ok(server)
+    }
+
+    /// Connects to the store of node 0 and registers this node there. A node that is back before the others have ended
+    /// finds the store of the job that failed, and waits for that of the next start.
+    fn connect_and_register(&mut self, deadline: Instant) -> Result<Registered, RendezvousError> {
+        let mut progress = Progress::new(deadline);
+        let mut failed: Option<JobOutcome> = None;
+        loop {
+            let outcome = match (self.try_register(deadline), &failed) {
+                (Err(RendezvousError::JobEnded(outcome)), _) => outcome,
+                // The store of the failed job ends.
+                (Err(RendezvousError::Store(StoreError::Lost { .. })), Some(outcome)) => outcome.clone(),
+                (other, _) => return other,
+            };
+            if Instant::now() + ENDED_POLL > deadline {
+                return Err(RendezvousError::JobEnded(outcome));
+            }
+            let node_0 = formatting::address(&self.host, self.port);
+            progress.show(&format!("waiting for node 0 at {node_0}: it still ends a job in which {outcome}"));
+            failed = Some(outcome);
+            std::thread::sleep(ENDED_POLL);
+        }
+    }
+
+    /// Makes one attempt to register this node with node 0.
+    ///
+    /// # Errors
+    /// [`RendezvousError::JobEnded`] if the store is that of a job that has this node and has failed.
+    fn try_register(&mut self, deadline: Instant) -> Result<Registered, RendezvousError> {
+        let tcp = Arc::new(self.connect(deadline)?);
+        // Agents of torchrun count themselves in the store here, and a node 0 under torchrun waits until all are
+        // counted.
+        tcp.announce_worker(deadline)?;
+        let store = Arc::clone(&tcp) as Arc<dyn Store>;
+        let outcomes = self.register(&tcp, &self.job_store(&store), deadline)?;
+        Ok((store, outcomes))
+    }
+
+    /// Returns the part of the store for this job.
+    fn job_store(&self, store: &Arc<dyn Store>) -> Arc<dyn Store> {
+        Arc::new(PrefixStore::new(&self.run_id, Arc::clone(store)))
     }
 
     /// Connects to the store of node 0.
@@ -227,12 +268,16 @@ impl StaticRendezvous {
         deadline: Instant,
     ) -> Result<Option<OutcomeStore>, RendezvousError> {
         let host = full_host_name();
-        let me =
-            Registration { version: VERSION.to_owned(), host, pid: std::process::id(), nodes: self.nodes };
+        let id = Generation::random().map_err(RendezvousError::system("cannot get random numbers"))?;
+        let (version, id) = (VERSION.to_owned(), id.to_string());
+        let me = Registration { version, host, pid: std::process::id(), nodes: self.nodes, id };
         let mine = python_json(&me);
         let key = format!("{NODE}{}", self.node);
         let there = job.compare_set(key.as_bytes(), b"", mine.as_bytes(), deadline)?;
         if there != mine.as_bytes() {
+            if let Some(outcome) = OutcomeStore::failure_of(job.as_ref(), self.node, &me.host, deadline)? {
+                return Err(RendezvousError::JobEnded(outcome));
+            }
             let other = parse::<Registration>(self.node, &key, &there)?;
             let other = format!("pid {} on {}", other.pid, other.host);
             let in_slurm = std::env::var_os("SLURM_JOB_ID").is_some();

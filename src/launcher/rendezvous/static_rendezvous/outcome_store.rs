@@ -97,6 +97,22 @@ impl OutcomeStore {
         let _ = job.compare_set(OUTCOME_KEY.as_bytes(), b"", &encode(&outcome), deadline);
     }
 
+    /// Returns the outcome of a job that may be started again: a node was lost or stopped, or its workers failed.
+    /// `node` and `host` are those of a node that asks and has no part in the job.
+    pub(super) fn failure_of(
+        job: &dyn Store,
+        node: usize,
+        host: &str,
+        deadline: Instant,
+    ) -> Result<Option<JobOutcome>, StoreError> {
+        let text = job.try_get(OUTCOME_KEY.as_bytes(), deadline)?;
+        let outcome = text.map(|text| decode(&text, node, host));
+        let has_failed = |kind: &OutcomeKind| {
+            matches!(kind, OutcomeKind::Lost | OutcomeKind::Stopped { .. } | OutcomeKind::Failed { .. })
+        };
+        Ok(outcome.filter(|outcome| has_failed(&outcome.kind)))
+    }
+
     /// Returns the outcome of the job if another node has already declared one that ends this node.
     pub(super) fn current_outcome(&self) -> Option<JobOutcome> {
         let received = lock(&self.received).clone();
@@ -145,10 +161,7 @@ impl OutcomeStore {
     }
 
     fn decode(&self, text: &[u8]) -> JobOutcome {
-        serde_json::from_slice(text).unwrap_or_else(|error| {
-            let text = format!("the recorded outcome of the job is invalid: {error}");
-            JobOutcome::new(self.node, &self.host, OutcomeKind::Error { text })
-        })
+        decode(text, self.node, &self.host)
     }
 
     /// Blocks until another node ends the job. Returns `None` once this node has left or all nodes have
@@ -225,6 +238,14 @@ impl OutcomeStore {
 
 fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Reads the outcome that node `node` got. An invalid one counts as an error of this node.
+fn decode(text: &[u8], node: usize, host: &str) -> JobOutcome {
+    serde_json::from_slice(text).unwrap_or_else(|error| {
+        let text = format!("the recorded outcome of the job is invalid: {error}");
+        JobOutcome::new(node, host, OutcomeKind::Error { text })
+    })
 }
 
 fn encode(outcome: &JobOutcome) -> Vec<u8> {
