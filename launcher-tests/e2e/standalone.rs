@@ -1,9 +1,11 @@
 //! Standalone jobs are independent of each other.
 
 use std::collections::BTreeSet;
+use std::process::Command;
 
 use convoke_launcher_tests::harness::Job;
 use convoke_launcher_tests::worker_command;
+use convoke_testkit::programs::user_program;
 use convoke_testkit::wait_until;
 
 #[test]
@@ -53,4 +55,16 @@ fn successful_job_prints_nothing_and_leaves_no_folder() {
     command.arg(&worker).env("TMPDIR", &folder);
     job.start(command).wait().expect_exit_code(0);
     assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 1);
+}
+
+#[test]
+fn launcher_needs_no_library_but_the_c_library() {
+    let launcher = user_program("convoke");
+    let listed = Command::new("ldd").arg(&launcher).output().unwrap();
+    let listed = String::from_utf8(listed.stdout).unwrap();
+    let names: Vec<&str> = listed.lines().filter_map(|line| line.split_whitespace().next()).collect();
+    assert!(names.contains(&"libc.so.6"), "{listed}");
+    let is_known =
+        |name: &&str| name.starts_with("linux-vdso") || name.contains("/ld-linux") || *name == "libc.so.6";
+    assert!(names.iter().all(is_known), "{listed}");
 }
