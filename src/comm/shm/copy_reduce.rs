@@ -117,7 +117,7 @@ pub(super) fn fetch(
         if bytes == 0 {
             break;
         }
-        location.at_rank(location.rank, range.start - start).view(memory, bytes).read(&mut into);
+        location.at_rank(location.rank, range.start - start).view(memory, bytes).read_part(&mut into);
         range.start += bytes;
     }
     range.start - start

@@ -185,14 +185,19 @@ impl Link for Ring {
     }
 
     fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let mut got = 0;
+        let (mut got, is_long) = (0, into.len() > CHUNK_BYTES);
         while got < into.len() {
             let (readable, at) = self.readable()?;
             if readable == 0 {
                 break;
             }
             let now = readable.min(into.len() - got).min(CHUNK_BYTES);
-            self.segment.view(at, now).read(&mut into[got..got + now]);
+            let (view, target) = (self.segment.view(at, now), &mut into[got..got + now]);
+            if is_long {
+                view.read_part(target)
+            } else {
+                view.read(target)
+            }
             self.read += now as u64;
             got += now;
             if self.read - self.reported_read >= (self.incoming.bytes / READ_REPORTS_PER_RING) as u64 {

@@ -267,12 +267,6 @@ impl<'a> View<'a> {
         // bytes are valid elements.
         unsafe { SourceBytes::new(self.start, self.bytes) }
     }
-
-    /// Copies the bytes into `into`, which has the same length.
-    #[inline(always)]
-    pub(crate) fn read(self, into: &mut [u8]) {
-        self.source().copy_to(into);
-    }
 }
 
 /// `fence(SeqCst)`; on x86-64 a locked instruction, which costs a quarter of the `mfence` that compilers

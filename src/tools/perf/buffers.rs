@@ -1,6 +1,7 @@
 //! The buffers of measured collective calls, in host or device memory, and how calls run with them.
 
 use std::hint::black_box;
+use std::ops::{Deref, DerefMut};
 
 use convoke_comm::{CommError, Group, SharedBuffer};
 
@@ -10,6 +11,43 @@ use super::measure::Settings;
 use super::memory;
 use super::values::{TestPattern, Value};
 use super::verify::{self, WrongElement};
+
+/// Buffers of the other benchmarks begin at a page.
+const PAGE_BYTES: usize = 4096;
+
+/// A buffer in host memory that begins at a page.
+pub(crate) struct PageBuffer<T: Value> {
+    memory: SharedBuffer<T>,
+    /// The index of the first element in `memory`, and the number of elements.
+    start: usize,
+    len: usize,
+}
+
+impl<T: Value> PageBuffer<T> {
+    /// Allocates `len` zeros with this function, which gets the number of elements that are needed.
+    fn new(
+        len: usize,
+        zeros: impl FnOnce(usize) -> Result<SharedBuffer<T>, PerfError>,
+    ) -> Result<Self, PerfError> {
+        let memory = zeros(len + PAGE_BYTES / size_of::<T>())?;
+        let start = memory.as_ptr().align_offset(PAGE_BYTES);
+        Ok(Self { memory, start, len })
+    }
+}
+
+impl<T: Value> Deref for PageBuffer<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        &self.memory[self.start..self.start + self.len]
+    }
+}
+
+impl<T: Value> DerefMut for PageBuffer<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        &mut self.memory[self.start..self.start + self.len]
+    }
+}
 
 /// Buffers for the calls of one case, on the host or on a device.
 pub(crate) trait BenchBuffers {
@@ -60,11 +98,12 @@ impl<T: Value> HostBuffers<T> {
         group: &Group,
         lens: (usize, usize),
     ) -> Result<Self, PerfError> {
-        let zeros = |len| -> Result<SharedBuffer<T>, PerfError> {
+        let zeros = |len| -> Result<PageBuffer<T>, PerfError> {
             if settings.alloc {
-                return Ok(group.alloc(len)?);
+                // Such memory begins at a page, and calls with all of it copy nothing.
+                return Ok(PageBuffer { memory: group.alloc(len)?, start: 0, len });
             }
-            Ok(memory::try_filled_vec(len, T::from_parts(0, 0), name)?.into())
+            PageBuffer::new(len, |len| Ok(memory::try_filled_vec(len, T::from_parts(0, 0), name)?.into()))
         };
         let buffers =
             (0..settings.in_flight).map(|_| Ok(BufferPair { a: zeros(lens.0)?, b: zeros(lens.1)? }));

@@ -1,15 +1,16 @@
 //! One call of a collective, in its blocking and nonblocking form.
 
 use convoke_comm::op::{self, Scope};
-use convoke_comm::{CommError, Group, ReduceOp, Reduction, SharedBuffer};
+use convoke_comm::{CommError, Group, ReduceOp, Reduction};
 
+use super::buffers::PageBuffer;
 use super::collective::{Collective, Shape};
 use super::values::{TestPattern, Value};
 
 /// The two buffers of one operation: `a` is sent, `b` or `a` gets the result.
 pub(crate) struct BufferPair<T: Value> {
-    pub(crate) a: SharedBuffer<T>,
-    pub(crate) b: SharedBuffer<T>,
+    pub(crate) a: PageBuffer<T>,
+    pub(crate) b: PageBuffer<T>,
 }
 
 /// A prepared collective call, which can be made any number of times.

@@ -29,7 +29,7 @@ use arith::{Arith, Multiply};
 pub(crate) use contributions::{Contributors, Scratch};
 pub(crate) use custom::{ReductionFn, is_in_reduction_function, wrap_function};
 pub(crate) use half_precision::{ACCUMULATOR_BYTES, F32Conversion};
-pub(crate) use simd::{SourceBytes, copy};
+pub(crate) use simd::{SourceBytes, TWO_PLACES_BYTES, copy};
 use simd::{map_in_place, zip_in_place};
 
 /// `into[i] = into[i] op from[i]`; both slices have the same length, a multiple of the element size.

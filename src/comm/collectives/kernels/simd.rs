@@ -134,6 +134,14 @@ impl SourceBytes<'_> {
         // SAFETY: `len` bytes can be read (see `new`) and written, and nobody else uses the memory of `into`.
         unsafe { copy(self.start, into.as_mut_ptr(), self.len) };
     }
+
+    /// Copies all bytes into `into`, which has their length, from two places in turn (see [`TWO_PLACES_BYTES`]).
+    #[allow(unsafe_code)]
+    pub(crate) fn copy_from_two_places(self, into: &mut [u8]) {
+        assert_eq!(into.len(), self.len);
+        // SAFETY: `len` bytes can be read (see `new`) and written, and nobody else uses the memory of `into`.
+        unsafe { copy_from_two_places(self.start, into.as_mut_ptr(), self.len) };
+    }
 }
 
 /// Least bytes for which [`copy`] avoids `memcpy`, which uses vector instructions for fewer bytes anyway.
@@ -185,6 +193,41 @@ unsafe fn copy_by_vectors(from: *const u8, into: *mut u8, len: usize) {
     let done = steps * size_of::<Chunk>();
     // SAFETY: this is the rest of both ranges.
     unsafe { std::ptr::copy_nonoverlapping(from.add(done), into.add(done), len - done) };
+}
+
+/// Bytes of a block that [`SourceBytes::copy_from_two_places`] copies: from its first and its second half in turn.
+/// Processors fetch lines ahead for each memory page apart. So lines of two pages are on their way at a time.
+pub(crate) const TWO_PLACES_BYTES: usize = 16 << 10;
+
+/// Copies `len` bytes, block by block from two places in turn.
+///
+/// # Safety
+/// The caller guarantees the conditions of [`copy`].
+#[allow(unsafe_code)]
+unsafe fn copy_from_two_places(from: *const u8, into: *mut u8, len: usize) {
+    type Piece = [u8; 256];
+    const HALF: usize = TWO_PLACES_BYTES / size_of::<Piece>() / 2;
+    struct CopyBlocks(*const Piece, *mut Piece, usize);
+    impl Loop for CopyBlocks {
+        #[inline(always)]
+        fn run(self) {
+            let Self(from, into, blocks) = self;
+            for block in 0..blocks {
+                for piece in 0..HALF {
+                    for place in [2 * block * HALF + piece, (2 * block + 1) * HALF + piece] {
+                        // SAFETY: the piece lies within both ranges, because `blocks` blocks do; bytes need no
+                        // alignment.
+                        unsafe { into.add(place).write(from.add(place).read()) };
+                    }
+                }
+            }
+        }
+    }
+    let blocks = len / TWO_PLACES_BYTES;
+    SimdLevel::widest().run(CopyBlocks(from.cast(), into.cast(), blocks));
+    let done = blocks * TWO_PLACES_BYTES;
+    // SAFETY: this is the rest of both ranges.
+    unsafe { copy(from.add(done), into.add(done), len - done) };
 }
 
 /// Most bytes for which finding out and calling the widest vector instructions takes longer than they save.
@@ -263,4 +306,26 @@ where
         }
     }
     SimdLevel::widest().run(Convert(from, into, op, PhantomData));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn copies_from_two_places_are_exact_at_all_lengths_and_offsets() {
+        let from: Vec<u8> = (0..3 * TWO_PLACES_BYTES + 700).map(|at| (at * 7 + at / 256) as u8).collect();
+        let block = TWO_PLACES_BYTES;
+        SimdLevel::for_each_supported(|| {
+            for len in [0, 1, 255, block - 1, block, block + 1, 2 * block + 300, 3 * block] {
+                for (begin, at) in [(0, 0), (16, 0), (0, 16), (63, 1)] {
+                    let mut into = vec![0; at + len + 1];
+                    SourceBytes::from(&from[begin..begin + len])
+                        .copy_from_two_places(&mut into[at..at + len]);
+                    assert!(into[at..at + len] == from[begin..begin + len], "{len} from {begin} to {at}");
+                    assert!(into[..at].iter().chain(&into[at + len..]).all(|&byte| byte == 0), "{len}");
+                }
+            }
+        });
+    }
 }
