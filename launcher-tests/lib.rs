@@ -19,6 +19,12 @@ pub fn worker_command(role: &str) -> [String; 2] {
     [path_argument(test_worker_program()), role.to_owned()]
 }
 
+/// The line that `test-worker group` writes: where the rank is, and the sum of `rank + 1` over all ranks.
+#[must_use]
+pub fn group_line(rank: usize, size: usize, local_rank: usize, local_size: usize) -> String {
+    format!("rank {rank} of {size}, {local_rank} of {local_size} here, sum {}", size * (size + 1) / 2)
+}
+
 /// Converts a path to an argument.
 #[must_use]
 pub fn path_argument(path: PathBuf) -> String {

@@ -2,20 +2,16 @@
 //! podFailurePolicy, and containers without the usual comforts.
 
 use std::fs;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
+use super::kubernetes_cluster::{MAX_MESSAGE_BYTES, start_name_server};
 use convoke_launcher_tests::harness::{Job, Launcher, ProcessOutput};
 use convoke_launcher_tests::hosts::{Hosts, missing_requirement};
 use convoke_launcher_tests::{path_argument, worker_command};
-use convoke_testkit::process::Process;
-use convoke_testkit::programs::{repository_root, user_program};
+use convoke_testkit::programs::user_program;
 use convoke_testkit::{free_port, is_full_test_run, skip, wait_until};
-
-/// Most bytes of the root cause that a pod shows.
-const MAX_TERMINATION_LOG: usize = 3 << 10;
 
 /// Starts pod `index` of a job with 2 pods on host `host`, with a name server on h0. `words` are the first of its
 /// command.
@@ -34,17 +30,6 @@ fn start_pod(hosts: &Hosts, job: &Job, host: usize, index: usize, words: &[&str]
     command.args(worker_command("group")).env("TESTBED_DIR", hosts.state_dir());
     command.env("KUBERNETES_SERVICE_HOST", "10.96.0.1").env("JOB_COMPLETION_INDEX", index.to_string());
     job.start(command)
-}
-
-/// Starts the name server of the pods on h0. It answers from `table`, and ends when the value is dropped.
-fn start_name_server(hosts: &Hosts, job: &Job, table: &Path) -> Process {
-    let server = repository_root().join("launcher-tests/testbed/dns.py");
-    let arguments =
-        ["exec", "0", "python3", server.to_str().unwrap(), "10.77.0.254", table.to_str().unwrap()];
-    let mut command = hosts.command(arguments);
-    let server = Process::start(command.stdout(fs::File::create(job.path("dns")).unwrap()));
-    job.wait_for_file("dns");
-    server
 }
 
 #[test]
@@ -156,7 +141,7 @@ exec sleep 1000
     let texts = termination_logs(&job);
     assert!(texts[0].starts_with("rank 1 on node 1 ("), "{}", texts[0]);
     assert!(texts[0].contains("RuntimeError: CUDA out of memory"), "{}", texts[0]);
-    assert!(texts[0].len() <= MAX_TERMINATION_LOG, "{} bytes", texts[0].len());
+    assert!(texts[0].len() <= MAX_MESSAGE_BYTES, "{} bytes", texts[0].len());
     assert!(texts.iter().all(|text| *text == texts[0]), "{texts:#?}");
 }
 

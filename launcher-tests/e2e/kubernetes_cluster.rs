@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
@@ -16,6 +16,9 @@ use convoke_launcher_tests::hosts::Hosts;
 use convoke_testkit::process::Process;
 use convoke_testkit::programs::{repository_root, test_worker_program, user_program};
 use convoke_testkit::wait_until;
+
+/// Most bytes of the root cause that a pod shows.
+pub const MAX_MESSAGE_BYTES: usize = 3 << 10;
 
 /// A manifest of `src/examples/jobs` and the pods that its controller makes, from `pods.json`.
 #[derive(Deserialize)]
@@ -80,12 +83,7 @@ impl Cluster {
 
         let table = job.path("names");
         fs::write(&table, "").unwrap();
-        let server = repository_root().join("launcher-tests/testbed/dns.py");
-        let arguments =
-            ["exec", "0", "python3", server.to_str().unwrap(), "10.77.0.254", table.to_str().unwrap()];
-        let mut command = hosts.command(arguments);
-        let server = Process::start(command.stdout(fs::File::create(job.path("dns")).unwrap()));
-        job.wait_for_file("dns");
+        let server = start_name_server(&hosts, &job, &table);
         Ok(Self { hosts, job, names: Mutex::default(), _name_server: server })
     }
 
@@ -135,6 +133,17 @@ impl Cluster {
     fn folder(&self, pod: &Pod) -> PathBuf {
         self.job.path(&format!("pods/{}", pod.name))
     }
+}
+
+/// Starts the name server of the pods on h0. It answers from `table`, and ends when the value is dropped.
+pub fn start_name_server(hosts: &Hosts, job: &Job, table: &Path) -> Process {
+    let server = repository_root().join("launcher-tests/testbed/dns.py");
+    let arguments =
+        ["exec", "0", "python3", server.to_str().unwrap(), "10.77.0.254", table.to_str().unwrap()];
+    let mut command = hosts.command(arguments);
+    let server = Process::start(command.stdout(fs::File::create(job.path("dns")).unwrap()));
+    job.wait_for_file("dns");
+    server
 }
 
 /// Returns the address of a host.

@@ -5,6 +5,7 @@ use std::fs;
 use sha2::{Digest, Sha256};
 
 use super::kubernetes_cluster::{Cluster, address, manifests, pods_of};
+use convoke_launcher_tests::group_line;
 use convoke_launcher_tests::harness::Launcher;
 use convoke_testkit::programs::repository_root;
 use convoke_testkit::{skip, wait_until};
@@ -31,7 +32,7 @@ fn pods_json_belongs_to_the_manifests() {
     assert_eq!(found, known, "run launcher-tests/manifests.py with --write");
 }
 
-/// What a pod of a static job says while it waits.
+/// Begin of the line that a pod of a static job prints while it waits.
 const STATIC: &str = "waiting for node 0 at ";
 
 /// Runs a manifest whose pods start last to first, and have names only after pod 1 has said that it waits.
@@ -55,7 +56,6 @@ fn run(file: &str, waits: &str) {
     let workers = texts[0].matches(", process 1 is ").count();
     assert!(workers > 0, "{all}{}", ended[0].stderr);
     let size = workers * pods.len();
-    let sum = size * (size + 1) / 2;
     for (node, (pod, text)) in pods.iter().zip(&texts).enumerate() {
         let has_check = pod.containers.len() == 2;
         let checked = text.split(", process 1 is ").next().unwrap_or_default();
@@ -65,7 +65,7 @@ fn run(file: &str, waits: &str) {
             let place = format!("rank {rank} of {size} on node {node}");
             let said = format!("pod {}, process 1 is convoke: {place}: --epochs 2\n", pod.name);
             assert_eq!(text.matches(&said).count(), 1, "{said}{all}");
-            let met = format!("rank {rank} of {size}, {local_rank} of {workers} here, sum {sum}\n");
+            let met = format!("{}\n", group_line(rank, size, local_rank, workers));
             assert_eq!(text.matches(&met).count(), 1, "{met}{all}");
         }
         assert_eq!(text.matches(", process 1 is ").count(), workers, "{all}");

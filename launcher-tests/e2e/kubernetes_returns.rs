@@ -3,12 +3,11 @@
 use std::collections::BTreeSet;
 use std::fs;
 
-use super::kubernetes_cluster::{Cluster, Pod, address, kill_pod, pods_of};
+use super::kubernetes_cluster::{Cluster, MAX_MESSAGE_BYTES, Pod, address, kill_pod, pods_of};
+use convoke_launcher_tests::group_line;
 use convoke_launcher_tests::harness::{Launcher, ProcessOutput};
 use convoke_testkit::{TEST_TIMEOUT, skip, try_wait_until_within};
 
-/// Most bytes of the root cause that a pod shows.
-const MAX_MESSAGE_BYTES: usize = 3 << 10;
 /// Exit code that the manifests' podFailurePolicy ignores.
 const FROM_OUTSIDE: i32 = 75;
 /// Begin of a line that says why a pod waits.
@@ -116,12 +115,10 @@ fn wait_for_line(pod: &mut Launcher, what: &str) {
 fn expect_success(ended: &[ProcessOutput]) {
     let workers = ended[0].stdout.matches(" here, sum ").count();
     let size = workers * ended.len();
-    let said = |rank: usize| {
-        let (local_rank, sum) = (rank % workers, size * (size + 1) / 2);
-        format!("rank {rank} of {size}, {local_rank} of {workers} here, sum {sum}\n")
+    let is_of_node = |text: &str, node: usize| {
+        let line = |local| group_line(node * workers + local, size, local, workers);
+        (0..workers).all(|local| text.contains(&format!("{}\n", line(local))))
     };
-    let is_of_node =
-        |text: &str, node: usize| (0..workers).all(|local| text.contains(&said(node * workers + local)));
     let all: Vec<_> = ended.iter().map(|ended| ended.stdout.as_str()).collect();
     for node in 0..ended.len() {
         assert_eq!(all.iter().filter(|text| is_of_node(text, node)).count(), 1, "node {node}: {all:#?}");

@@ -3,7 +3,7 @@
 use convoke_launcher_tests::harness::{Job, ProcessOutput};
 use convoke_launcher_tests::hosts::missing_requirement;
 use convoke_launcher_tests::slurm::Slurm;
-use convoke_launcher_tests::{path_argument, worker_command};
+use convoke_launcher_tests::{group_line, path_argument, worker_command};
 use convoke_testkit::programs::user_program;
 use convoke_testkit::skip;
 
@@ -29,9 +29,8 @@ fn run(launcher: &[&str], rest: &[&str]) -> Option<ProcessOutput> {
 /// rank.
 fn expected(here: &[(usize, usize)]) -> Vec<String> {
     let size = here.len();
-    let line = |(rank, (local, local_size)): (usize, &(usize, usize))| {
-        format!("rank {rank} of {size}, {local} of {local_size} here, sum {}", size * (size + 1) / 2)
-    };
+    let line =
+        |(rank, &(local, local_size)): (usize, &(usize, usize))| group_line(rank, size, local, local_size);
     here.iter().enumerate().map(line).collect()
 }
 

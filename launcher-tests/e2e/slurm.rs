@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use convoke_launcher_tests::harness::{Job, ProcessOutput};
 use convoke_launcher_tests::slurm::Slurm;
-use convoke_launcher_tests::{path_argument, worker_command};
+use convoke_launcher_tests::{group_line, path_argument, worker_command};
 use convoke_testkit::programs::{repository_root, user_program};
 use convoke_testkit::{Random, skip, wait_until};
 
@@ -28,10 +28,7 @@ fn rank_lines(ended: &ProcessOutput) -> Vec<String> {
 /// Lines of `test-worker group` for nodes with equally many workers.
 fn expected(nodes: usize, each: usize) -> Vec<String> {
     let size = nodes * each;
-    let sum = size * (size + 1) / 2;
-    (0..size)
-        .map(|rank| format!("rank {rank} of {size}, {} of {each} here, sum {sum}", rank % each))
-        .collect()
+    (0..size).map(|rank| group_line(rank, size, rank % each, each)).collect()
 }
 
 #[test]

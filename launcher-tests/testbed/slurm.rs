@@ -84,22 +84,24 @@ impl Slurm {
     /// If it fails.
     #[must_use]
     pub fn on_node(&self, node: usize, shell: &str) -> String {
-        let mut command = Command::new(testbed("hosts.sh"));
-        command.args(["exec", &node.to_string(), "sh", "-c", shell]).env("TESTBED_DIR", self.state.path());
-        let output = command.output().expect("hosts.sh can be started");
-        assert!(output.status.success(), "{shell}: {}", String::from_utf8_lossy(&output.stderr));
-        String::from_utf8_lossy(&output.stdout).into_owned()
+        self.hosts_script(&["exec", &node.to_string(), "sh", "-c", shell])
     }
 
-    /// Powers a node off, as `hosts.sh kill-host` does: the others see silence.
+    /// Powers a node off: the others see silence.
     ///
     /// # Panics
     /// If that fails.
     pub fn power_off(&self, node: usize) {
+        let _ = self.hosts_script(&["kill-host", &node.to_string()]);
+    }
+
+    /// Runs `hosts.sh` for the hosts of this cluster, and returns its output.
+    fn hosts_script(&self, arguments: &[&str]) -> String {
         let mut command = Command::new(testbed("hosts.sh"));
-        command.args(["kill-host", &node.to_string()]).env("TESTBED_DIR", self.state.path());
-        let output = command.output().expect("hosts.sh can be started");
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let output = command.args(arguments).env("TESTBED_DIR", self.state.path()).output();
+        let output = output.expect("hosts.sh can be started");
+        assert!(output.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
     /// Changes one node's view of host names by a `sed` script over its /etc/hosts.
