@@ -13,10 +13,10 @@ use nix::sys::signal::Signal;
 
 use super::agent::{ALIVE_INTERVAL, ALIVE_TIMEOUT};
 use super::connection::{Connection, Event, RemoteShell};
+use super::connection_queue::ConnectionQueue;
 use super::frame::{FromAgent, Ready, Start, ToAgent};
 use super::job::HostsJob;
 use super::output::Output;
-use super::pace::Pace;
 use super::signals::watch_signals;
 use super::ssh_error::{Class, FailedHost, classify, message};
 use crate::cli::VERSION;
@@ -53,7 +53,7 @@ struct Head<'a> {
     shell: RemoteShell,
     states: Vec<State>,
     connections: Vec<Option<Connection>>,
-    pace: Pace,
+    queue: ConnectionQueue,
     heard: Vec<Instant>,
     /// The hosts that failed, by number.
     failed: BTreeMap<usize, FailedHost>,
@@ -123,7 +123,7 @@ impl<'a> Head<'a> {
             shell: RemoteShell { words: job.shell.clone(), copies },
             states: (0..count).map(|_| State::Waiting).collect(),
             connections: (0..count).map(|_| None).collect(),
-            pace: Pace::new(count),
+            queue: ConnectionQueue::new(count),
             heard: vec![Instant::now(); count],
             failed: BTreeMap::new(),
             first: None,
@@ -185,7 +185,7 @@ impl<'a> Head<'a> {
                     (0..self.states.len()).filter(|&host| is_open(&self.states[host])).collect();
                 let seconds = self.job.start_timeout.as_secs();
                 for host in late {
-                    let (class, detail) = if self.pace.has_dropped(host) {
+                    let (class, detail) = if self.queue.has_dropped(host) {
                         (Class::Dropped, format!("each time within {seconds} s"))
                     } else {
                         (Class::Timeout, format!("no answer within {seconds} s"))
@@ -204,7 +204,7 @@ impl<'a> Head<'a> {
 
     fn open_connections(&mut self) {
         let mut open = self.states.iter().filter(|state| matches!(state, State::Connecting)).count();
-        while let Some(number) = self.pace.next(open, Instant::now()) {
+        while let Some(number) = self.queue.next(open, Instant::now()) {
             open += 1;
             self.states[number] = State::Connecting;
             match Connection::start(number, &self.job.hosts[number], &self.shell, &self.sender) {
@@ -223,7 +223,7 @@ impl<'a> Head<'a> {
         }
         let code = self.connections[host].take().and_then(|mut connection| connection.exit_code());
         let class = classify(&words, code);
-        if class == Class::Dropped && self.pace.dropped(host, Instant::now()) {
+        if class == Class::Dropped && self.queue.dropped(host, Instant::now()) {
             self.states[host] = State::Waiting;
             return;
         }

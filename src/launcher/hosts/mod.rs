@@ -7,13 +7,13 @@
 
 mod agent;
 mod connection;
+mod connection_queue;
 mod flags;
 mod frame;
 mod head;
 mod job;
 mod list;
 mod output;
-mod pace;
 mod signals;
 mod ssh_error;
 

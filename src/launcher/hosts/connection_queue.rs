@@ -1,4 +1,4 @@
-//! Which connections are opened when: many at a time, and fewer after sshd has dropped some. Pure.
+//! The queue of hosts to which connections are opened: many at a time, and fewer after sshd has dropped some. Pure.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -8,13 +8,13 @@ const AT_ONCE: usize = 64;
 const AT_ONCE_AFTER_DROPS: usize = 8;
 /// Attempts for each host: among 64, 8, 4, 2 connections at a time, and alone.
 const ATTEMPTS: u32 = 5;
-/// Pause of a host after its first drop. Each further drop doubles it.
-const FIRST_PAUSE: Duration = Duration::from_millis(250);
+/// Delay of a host after its first drop. Each further drop doubles it.
+const FIRST_DELAY: Duration = Duration::from_millis(250);
 
-/// The pace at which connections are opened. sshd drops connections if too many at a time have not logged in yet
-/// (MaxStartups). This happens first on a host through which all connections go.
+/// The hosts that wait for a connection. sshd drops connections if too many at a time have not logged in yet
+/// (MaxStartups). A jump host, through which all connections go, drops them first.
 #[derive(Debug)]
-pub(super) struct Pace {
+pub(super) struct ConnectionQueue {
     at_once: usize,
     waiting: VecDeque<Waiting>,
     hosts: Vec<Attempts>,
@@ -25,20 +25,20 @@ pub(super) struct Pace {
 struct Waiting {
     host: usize,
     /// The time before which it is not tried; `None` before the first drop.
-    since: Option<Instant>,
+    not_before: Option<Instant>,
 }
 
 #[derive(Debug, Clone, Default)]
 struct Attempts {
-    count: u32,
+    /// Dropped connections after which the host waited again.
+    drops: u32,
     /// Connections at a time when the last attempt began.
     at_once: usize,
-    is_dropped: bool,
 }
 
-impl Pace {
+impl ConnectionQueue {
     pub(super) fn new(hosts: usize) -> Self {
-        let waiting = (0..hosts).map(|host| Waiting { host, since: None }).collect();
+        let waiting = (0..hosts).map(|host| Waiting { host, not_before: None }).collect();
         Self { at_once: AT_ONCE, waiting, hosts: vec![Attempts::default(); hosts] }
     }
 
@@ -48,34 +48,32 @@ impl Pace {
         if open >= self.at_once {
             return None;
         }
-        let is_due = |waiting: &Waiting| waiting.since.is_none_or(|since| now >= since);
+        let is_due = |waiting: &Waiting| waiting.not_before.is_none_or(|time| now >= time);
         let place = self.waiting.iter().position(is_due)?;
         let host = self.waiting.remove(place)?.host;
-        let attempts = &mut self.hosts[host];
-        attempts.count += 1;
-        attempts.at_once = self.at_once;
+        self.hosts[host].at_once = self.at_once;
         Some(host)
     }
 
-    /// Takes note that the connection to the host was dropped. Returns true if it will be tried again.
+    /// Records that the connection to the host was dropped. Returns true if it will be tried again.
     pub(super) fn dropped(&mut self, host: usize, now: Instant) -> bool {
         let attempts = &mut self.hosts[host];
-        if attempts.count >= ATTEMPTS {
+        if attempts.drops + 1 >= ATTEMPTS {
             return false;
         }
-        attempts.is_dropped = true;
         // Connections that were opened together are dropped together: they lower the number once.
         if attempts.at_once == self.at_once {
             self.at_once = (self.at_once / 2).clamp(1, AT_ONCE_AFTER_DROPS);
         }
-        let since = now + FIRST_PAUSE * 2_u32.pow(attempts.count - 1);
-        self.waiting.push_back(Waiting { host, since: Some(since) });
+        let not_before = now + FIRST_DELAY * 2_u32.pow(attempts.drops);
+        attempts.drops += 1;
+        self.waiting.push_back(Waiting { host, not_before: Some(not_before) });
         true
     }
 
     /// Returns true if a connection to the host was dropped.
     pub(super) fn has_dropped(&self, host: usize) -> bool {
-        self.hosts[host].is_dropped
+        self.hosts[host].drops > 0
     }
 }
 
@@ -87,14 +85,14 @@ mod tests {
     /// given. Returns how many got through, and how long that took.
     fn connect(hosts: usize, places: usize, login: Duration) -> (usize, Duration) {
         let start = Instant::now();
-        let (mut pace, mut now, mut through) = (Pace::new(hosts), start, 0);
-        while !pace.waiting.is_empty() {
+        let (mut queue, mut now, mut through) = (ConnectionQueue::new(hosts), start, 0);
+        while !queue.waiting.is_empty() {
             let mut open = Vec::new();
-            while let Some(host) = pace.next(open.len(), now) {
+            while let Some(host) = queue.next(open.len(), now) {
                 open.push(host);
             }
             through += open.len().min(places);
-            let dropped = open.iter().skip(places).filter(|&&host| !pace.dropped(host, now)).count();
+            let dropped = open.iter().skip(places).filter(|&&host| !queue.dropped(host, now)).count();
             assert!(places == 0 || dropped == 0, "{dropped} hosts are given up");
             now += if open.is_empty() { Duration::from_millis(10) } else { login };
         }
