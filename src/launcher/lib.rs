@@ -92,9 +92,9 @@ pub fn main() -> ExitCode {
     if args.script.is_empty() {
         args.script = check::NO_PROGRAM.into();
     }
-    let machine = Machine::detect();
+    let mut machine = Machine::detect();
     if check.is_some() {
-        machine.gpus_within(check::DRIVER_TIMEOUT);
+        machine.driver_timeout = check::DRIVER_TIMEOUT;
     }
     let mut config = config::build::config(&args, &env, &machine);
     // A check goes on without the flags that this host cannot fulfil, so that the report names it.

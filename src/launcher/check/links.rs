@@ -58,13 +58,12 @@ fn unreachable(peers: &[Peer], links: &[Link]) -> Vec<Problem> {
     let reachability = Reachability::new(peers, links);
     let mut problems = Vec::new();
     let doubled = doubled_addresses(peers, &reachability);
-    let is_doubled = |peer: &Peer| doubled.iter().flatten().any(|other| other.node == peer.node);
+    let is_doubled = |peer: &Peer| doubled.values().flatten().any(|other| other.node == peer.node);
     for peer in peers.iter().filter(|peer| !is_doubled(peer)) {
         let Some(failed) = reachability.failed.get(&peer.node) else { continue };
         problems.extend(not_reached(peers, peer, failed, &reachability));
     }
-    problems.extend(doubled.into_iter().map(|same| {
-        let ip = same[0].main_address().map_or_else(String::new, |address| address.ip.to_string());
+    problems.extend(doubled.into_iter().map(|(ip, same)| {
         let text = format!("have one address, {ip}, so others reach only one of them by it");
         let remedy = "give each host an address of its own, and containers the network of their host (--network=host); or name an \
                       address that others reach in --local-addr";
@@ -80,20 +79,20 @@ fn unreachable(peers: &[Peer], links: &[Link]) -> Vec<Problem> {
     problems
 }
 
-/// Returns the hosts that have one address, for each such address. Containers that share the network of their host
+/// Returns the addresses that several hosts have, with these hosts. Containers that share the network of their host
 /// reach each other there, so they are not among them.
-fn doubled_addresses<'a>(peers: &'a [Peer], all: &Reachability<'_>) -> Vec<Vec<&'a Peer>> {
-    let mut by_address = BTreeMap::<_, Vec<&Peer>>::new();
+fn doubled_addresses<'a>(peers: &'a [Peer], all: &Reachability<'_>) -> BTreeMap<String, Vec<&'a Peer>> {
+    let mut by_address = BTreeMap::<String, Vec<&Peer>>::new();
     for peer in peers {
         if let Some(address) = peer.main_address() {
-            by_address.entry(address.ip).or_default().push(peer);
+            by_address.entry(address.ip.to_string()).or_default().push(peer);
         }
     }
-    let is_doubled = |same: &Vec<&Peer>| {
+    by_address.retain(|_, same| {
         same.iter().any(|peer| peer.host != same[0].host)
             && same.iter().any(|peer| all.failed.contains_key(&peer.node))
-    };
-    by_address.into_values().filter(is_doubled).collect()
+    });
+    by_address
 }
 
 /// Returns the problem that others do not reach `peer`. `None` if only nodes that reach nobody do not: these are

@@ -27,6 +27,8 @@ pub(crate) struct Machine {
     pub(crate) root: PathBuf,
     /// CPUs on which this process may run, ascending; empty if the system does not report them.
     pub(crate) cpus: Vec<usize>,
+    /// Longest wait for NVIDIA's driver.
+    pub(crate) driver_timeout: Duration,
     /// Result of [`Machine::gpus`], which lists the GPUs at its first call.
     pub(crate) gpus: OnceLock<GpuList>,
     /// Folders that contain the launcher's program: by the path as called, and by the path without symbolic
@@ -51,6 +53,7 @@ impl Machine {
         Self {
             root: PathBuf::from("/"),
             cpus: host::allowed_cpus(),
+            driver_timeout: list::DRIVER_TIMEOUT,
             gpus: OnceLock::new(),
             launcher: launcher_folders(),
         }
@@ -87,14 +90,9 @@ impl Machine {
     /// Returns NVIDIA's GPUs as the driver's library lists them. Without the library, returns one nameless
     /// GPU for each device node.
     pub(crate) fn gpus(&self) -> &[Gpu] {
-        self.gpus_within(list::DRIVER_TIMEOUT)
-    }
-
-    /// As [`Self::gpus`]. The first call of either waits for the driver no longer than `timeout`.
-    pub(crate) fn gpus_within(&self, timeout: Duration) -> &[Gpu] {
         let nameless = || vec![Gpu::default(); self.nvidia_minors().len()];
         let list = || match self.root == Path::new("/") {
-            true => list::list(timeout, nameless),
+            true => list::list(self.driver_timeout, nameless),
             false => GpuList { gpus: nameless(), warning: None },
         };
         &self.gpus.get_or_init(list).gpus

@@ -78,7 +78,7 @@ fn from_slurm(
     is_interactive: bool,
 ) -> Result<Option<ScheduledJob>, CliError> {
     slurm_job(get, SlurmStartContext { is_interactive }).map_err(|error| match error {
-        SlurmError::SeveralTasksReported => CliError { text: String::new(), ..CliError::value("") },
+        SlurmError::SeveralTasksReported => CliError { text: String::new(), code: 1, is_of_host: false },
         error => CliError::value(error.to_string()),
     })
 }

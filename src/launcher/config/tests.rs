@@ -6,6 +6,7 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use proptest::prelude::*;
 
@@ -189,6 +190,7 @@ fn machine(nodes: &[&str], vendors: &[(&str, &str)]) -> (tempfile::TempDir, Mach
     let machine = Machine {
         root: root.path().to_owned(),
         cpus: vec![0, 1, 2],
+        driver_timeout: Duration::ZERO,
         gpus: OnceLock::new(),
         launcher: Vec::new(),
     };

@@ -27,6 +27,7 @@ fn here() -> Machine {
     Machine {
         root: PathBuf::from("/no/such/machine"),
         cpus: vec![0, 1, 2],
+        driver_timeout: Duration::ZERO,
         gpus: OnceLock::new(),
         launcher: Vec::new(),
     }

@@ -3,6 +3,7 @@
 use std::fs;
 use std::path::Path;
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use super::super::machine::Machine;
 use super::{Topology, TopologyError};
@@ -91,6 +92,7 @@ impl FakeSysfs {
         Machine {
             root: self.root().to_owned(),
             cpus: allowed.into_iter().collect(),
+            driver_timeout: Duration::ZERO,
             gpus: OnceLock::new(),
             launcher: Vec::new(),
         }
