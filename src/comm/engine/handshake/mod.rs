@@ -62,6 +62,9 @@ pub(crate) struct Handshakes {
     notes: Vec<String>,
     /// Until then the process, out of descriptors, neither accepts connections nor polls the listener.
     accept_paused_until: Option<Instant>,
+    /// The listener may have a connection: the epoll set has reported a [`Source::Handshake`] since the last poll
+    /// of it. A useless `accept` costs the kernel a socket.
+    is_ready: bool,
 }
 
 #[derive(Debug)]
@@ -79,7 +82,23 @@ impl Handshakes {
     pub(crate) fn new(credentials: Credentials, listener: Option<Listener>) -> Self {
         let (inbound, connectors, notes, accept_paused_until) = (Vec::new(), Vec::new(), Vec::new(), None);
         let (groups, opened) = (HashMap::new(), HashSet::new());
-        Self { credentials, groups, listener, inbound, connectors, opened, notes, accept_paused_until }
+        let is_ready = false;
+        Self {
+            credentials,
+            groups,
+            listener,
+            inbound,
+            connectors,
+            opened,
+            notes,
+            accept_paused_until,
+            is_ready,
+        }
+    }
+
+    /// Notes that a descriptor of a handshake is ready.
+    pub(crate) fn note_ready(&mut self) {
+        self.is_ready = true;
     }
 
     /// Stops all handshakes of `group`.
@@ -176,7 +195,8 @@ impl Handshakes {
 
     /// Accepts the connections that wait. Fails if no descriptor is left for them.
     fn accept(&mut self, poller: &Poller, now: Instant) -> io::Result<()> {
-        let is_due = self.accept_paused_until.is_none_or(|until| now >= until);
+        let is_ready = std::mem::take(&mut self.is_ready);
+        let is_due = self.accept_paused_until.map_or(is_ready, |until| now >= until);
         let Some(listener) = self.listener.as_ref().filter(|_| is_due) else { return Ok(()) };
         if self.accept_paused_until.take().is_some() {
             let _ = poller.add(listener.pollable(), Source::Handshake, false);
@@ -309,6 +329,7 @@ mod tests {
         higher.connect(id, address, false, Instant::now());
         let mut opened = Vec::new();
         convoke_testkit::wait_until("both ranks have the connection", || {
+            lower.note_ready();
             opened.extend(lower.progress(&poller, Instant::now()));
             opened.extend(higher.progress(&poller, Instant::now()));
             (opened.len() == 2).then_some(())

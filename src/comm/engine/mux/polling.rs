@@ -21,7 +21,7 @@ impl State {
         for source in self.poller.ready() {
             match source {
                 Source::Doorbell => self.sleepers.on_doorbell(),
-                Source::Handshake => {}
+                Source::Handshake => self.handshakes.note_ready(),
                 Source::Agent => self.poll_agent(),
                 Source::Peer(process) => {
                     self.flush_link(process);
