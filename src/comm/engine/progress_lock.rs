@@ -3,8 +3,9 @@
 //!
 //! A call queues its task and tries to take the progress lock. The thread that has the lock drives all tasks
 //! until its own is done. Other callers sleep until their task is done or the lock is free. The background
-//! thread exists from the first nonblocking operation on. It never spins, releases the lock when a caller
-//! asks for it, and takes it again when no caller has taken it for a while.
+//! thread exists from the first nonblocking operation on. It never spins, but may yield
+//! ([`wait_policy`](super::wait_policy)). It releases the lock when a caller asks for it, and takes it again when
+//! no caller has taken it for a while.
 
 use std::fmt::Debug;
 use std::io;

@@ -173,18 +173,23 @@ impl WaitPolicy {
         (self.spins, self.yields, self.idle_yields) = (0, 0, 0);
     }
 
-    /// Returns the next action after an attempt that moved nothing. `background` says that no caller waits:
-    /// then the thread sleeps at once.
+    /// Returns the next action after an attempt that moved nothing. `background` says that no caller waits.
+    ///
+    /// If each rank has a core, the background thread sleeps at once, so that it takes no core from threads that
+    /// compute. With more ranks than cores it yields as a caller does: a sleep for each piece of data would cost
+    /// a wake-up by the other rank and a change of threads on two cores, often more than moving the piece.
     pub(super) fn next_action(&mut self, background: bool) -> WaitAction {
         let Limits { spins, yields, idle_yields } = self.limits;
-        let shared = self.oversubscription == Oversubscription::No && self.switches >= MAX_SWITCHES;
+        let has_core = self.oversubscription == Oversubscription::No;
+        let shared = has_core && self.switches >= MAX_SWITCHES;
         if !background && !shared && !self.shares_core && self.spins < spins {
             self.spins += 1;
             return WaitAction::Spin;
         }
         let without_yields = &mut self.without_yields[usize::from(self.is_large)];
         let busy_core = *without_yields > 0;
-        if background || shared || busy_core || self.yields >= yields || self.idle_yields >= idle_yields {
+        let at_once = (background && has_core) || shared || busy_core;
+        if at_once || self.yields >= yields || self.idle_yields >= idle_yields {
             *without_yields = without_yields.saturating_sub(1);
             self.record_progress();
             self.switches = 0;
@@ -399,6 +404,19 @@ mod tests {
             let idle_yields = count(&until_sleep(&mut wait_policy, IDLE_YIELD), WaitAction::Yield);
             assert!(useful > idle_yields, "{useful} and {idle_yields}");
         }
+    }
+
+    #[test]
+    fn background_thread_never_spins_and_yields_only_with_more_ranks_than_cores() {
+        let first = |oversubscription| WaitPolicy::new(oversubscription).next_action(true);
+        assert_eq!(first(Oversubscription::No), WaitAction::Sleep);
+        let mut wait_policy = WaitPolicy::new(Oversubscription::Cores);
+        let mut steps = vec![wait_policy.next_action(true)];
+        while steps.last() != Some(&WaitAction::Sleep) {
+            wait_policy.record_yield(IDLE_YIELD);
+            steps.push(wait_policy.next_action(true));
+        }
+        assert_eq!(phases(&steps), [WaitAction::Yield, WaitAction::Sleep]);
     }
 
     #[test]
