@@ -21,11 +21,23 @@ impl<'a> Call<'a> {
         Call { operation, keys, deadline, started: Instant::now() }
     }
 
+    /// Creates the description, for an error, of an operation without keys that started at `started`.
+    pub(crate) fn started_at(operation: &'static str, started: Instant) -> Call<'static> {
+        Call { operation, keys: &[], deadline: started, started }
+    }
+
     /// Returns the error at the deadline. `awaited` are keys as [`printable`](crate::keys::printable) returns
     /// them, or a description of something else.
     pub(crate) fn timeout(self, store: String, awaited: Vec<String>) -> StoreError {
         let Call { operation, started, .. } = self;
         StoreError::Timeout { store, operation, after: started.elapsed(), keys: awaited }
+    }
+
+    /// Returns the error of a program that was interrupted while the call waited. `awaited` is as in
+    /// [`timeout`](Call::timeout).
+    pub(crate) fn interrupted(self, store: String, awaited: Vec<String>) -> StoreError {
+        let Call { operation, started, .. } = self;
+        StoreError::Interrupted { store, operation, after: started.elapsed(), keys: awaited }
     }
 
     /// Returns the error for a connection or file that failed.

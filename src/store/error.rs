@@ -3,6 +3,8 @@
 use std::io;
 use std::time::Duration;
 
+use crate::interrupt::INTERRUPTED;
+
 /// The reason why a store operation failed.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
@@ -17,6 +19,19 @@ pub enum StoreError {
         /// The time waited.
         after: Duration,
         /// The awaited keys, escaped, at most 8 of them.
+        keys: Vec<String>,
+    },
+    /// The program was interrupted while the call waited, see
+    /// [`set_interrupt_check`](crate::interrupt::set_interrupt_check). The operation may have taken effect.
+    #[error("store at {store}: {operation} was {INTERRUPTED}, after {} ms{}", after.as_millis(), describe_awaited(keys))]
+    Interrupted {
+        /// Address or path of the store.
+        store: String,
+        /// Name of the operation.
+        operation: &'static str,
+        /// The time waited.
+        after: Duration,
+        /// The keys of the call, escaped, at most 8 of them; none if the client was still connecting.
         keys: Vec<String>,
     },
     /// No store answered at this address until the deadline.
@@ -63,6 +78,10 @@ pub enum StoreError {
         /// Name of the operation.
         operation: &'static str,
     },
+}
+
+fn describe_awaited(keys: &[String]) -> String {
+    if keys.is_empty() { String::new() } else { format!(", waiting for {}", keys.join(", ")) }
 }
 
 /// Describes the loss of a store, for an error message. When the process of a store ends, its connections are

@@ -17,6 +17,7 @@ mod call;
 mod client;
 mod error;
 mod file;
+pub mod interrupt;
 mod keepalive;
 mod keys;
 mod memory;

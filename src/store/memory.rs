@@ -7,6 +7,7 @@ use std::{fmt, io, mem, thread};
 
 use crate::call::Call;
 use crate::error::StoreError;
+use crate::interrupt;
 use crate::keys::{check_value, not_a_number, printable_or, stored_key, stored_keys, user_key};
 use crate::shared_store::{LockedStore, SharedStore, WaitEnd, Waiter};
 use crate::state::{ClientId, Refusal, State};
@@ -70,6 +71,9 @@ impl MemoryStore {
                 NextStep::Poll if Instant::now() >= call.deadline => {
                     return Err(self.timeout(call, call.keys));
                 }
+                NextStep::Poll if interrupt::is_interrupted() => {
+                    return Err(call.interrupted(self.name.to_string(), awaited(call, call.keys)));
+                }
                 NextStep::Poll => thread::sleep(POLL),
             }
         }
@@ -78,7 +82,12 @@ impl MemoryStore {
     /// Sleeps until the wait of `client` ends. At the deadline it cancels the wait and returns
     /// [`StoreError::Timeout`] with the missing keys.
     fn sleep(&self, call: Call<'_>, client: ClientId, waiter: &Waiter) -> Result<(), StoreError> {
-        let mut end = waiter.sleep(call.deadline);
+        let mut is_interrupted = false;
+        let mut end = waiter.sleep(interrupt::next_check(call.deadline));
+        while end.is_none() && Instant::now() < call.deadline && !is_interrupted {
+            is_interrupted = interrupt::is_interrupted();
+            end = waiter.sleep(interrupt::next_check(call.deadline));
+        }
         let mut missing = Vec::new();
         if end.is_none() {
             self.with(call.operation, |locked| {
@@ -92,13 +101,18 @@ impl MemoryStore {
         match end {
             Some(WaitEnd::Ready) => Ok(()),
             Some(WaitEnd::ShutDown) => Err(self.shut_down_error(call.operation)),
+            None if is_interrupted => Err(call.interrupted(self.name.to_string(), awaited(call, &missing))),
             None => Err(self.timeout(call, &missing)),
         }
     }
 
     fn timeout(&self, call: Call<'_>, missing: &[&[u8]]) -> StoreError {
-        call.timeout(self.name.to_string(), printable_or(missing.iter().copied(), call.keys))
+        call.timeout(self.name.to_string(), awaited(call, missing))
     }
+}
+
+fn awaited(call: Call<'_>, missing: &[&[u8]]) -> Vec<String> {
+    printable_or(missing.iter().copied(), call.keys)
 }
 
 /// Interval of polling a queue while a key with the queue's name exists: a wait for an item would end

@@ -42,8 +42,8 @@ pub use crate::api::reduction::UntypedReduction as Reduction;
 use crate::buffer::{Slice, SliceMut, ValueType};
 use crate::collectives::call::Status;
 use crate::collectives::dtype::Dtype;
-pub use crate::engine::interrupt::{interrupt_interval, is_interrupted, set_interrupt_check};
 use crate::error::{CommError, require};
+pub use convoke_store::interrupt::{interrupt_interval, is_interrupted, set_interrupt_check};
 
 /// Elements of one type at an address.
 pub struct Buffer {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use convoke_env::Generation;
 use convoke_env::host::autogroup_enabled;
-use convoke_store::Store;
+use convoke_store::{Store, interrupt};
 use nix::unistd::{Pid, getsid};
 
 use super::config::BootstrapConfig;
@@ -187,6 +187,10 @@ impl Bootstrap<'_> {
                     LossReason::Unreachable { what: "no process listens at its address any more".to_owned() };
                 let report = Report::new(rank, Cause::PeerLost { rank: gone, how });
                 return Err(engine.abort_bootstrap(report).into());
+            }
+            if interrupt::is_interrupted() {
+                let awaited: Vec<_> = engine.unconnected(connections).collect();
+                return Err(engine.interrupt_bootstrap(&awaited).into());
             }
             if now >= self.deadline {
                 let mut ranks: Vec<_> = engine.unconnected(connections).collect();

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use convoke_env::Generation;
 use convoke_store::StoreError;
+use convoke_store::interrupt::{self, INTERRUPTED};
 
 use super::record::{self, Record};
 use super::{
@@ -33,11 +34,12 @@ impl Polls {
 
     /// Calls `read` with the time until which it may wait. Returns `None` if it is to be repeated because it
     /// timed out or could not connect, and the deadline has not passed. On a slow network, connecting to the
-    /// store alone may take longer than one read is allowed. `timed_out` returns the error at the deadline.
+    /// store alone may take longer than one read is allowed. `failed` returns the error at the deadline, and
+    /// of a program that was interrupted.
     pub(super) fn read<T>(
         &mut self,
         read: impl FnOnce(Instant) -> Result<T, StoreError>,
-        timed_out: impl FnOnce() -> CommError,
+        failed: impl FnOnce(WaitEnd) -> CommError,
     ) -> Result<Option<T>, CommError> {
         let until = (Instant::now() + self.interval).min(self.deadline);
         self.interval = (self.interval * 2).min(MAX_POLL_INTERVAL);
@@ -48,10 +50,18 @@ impl Polls {
             {
                 Ok(None)
             }
-            Err(StoreError::Timeout { .. }) => Err(timed_out()),
+            Err(StoreError::Timeout { .. }) => Err(failed(WaitEnd::Deadline)),
+            Err(StoreError::Interrupted { .. }) => Err(failed(WaitEnd::Interrupted)),
             Err(error) => Err(error.into()),
         }
     }
+}
+
+/// The reason for which this rank no longer waits for the other ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum WaitEnd {
+    Deadline,
+    Interrupted,
 }
 
 impl Bootstrap<'_> {
@@ -166,7 +176,7 @@ impl Bootstrap<'_> {
         let mut polls = Polls::new(self.deadline);
         loop {
             let read = |until| self.store().get(&key, until);
-            if let Some(bytes) = polls.read(read, || self.missing_ranks_error(generation))? {
+            if let Some(bytes) = polls.read(read, |end| self.missing_ranks_error(generation, end))? {
                 let table = self.check_records(record::decode_table(&bytes))?;
                 if table.get(self.config.rank) == Some(&self.record) {
                     return Ok(table);
@@ -206,7 +216,7 @@ impl Bootstrap<'_> {
         let mut polls = Polls::new(self.deadline);
         loop {
             let read = |until| self.store().multi_get(&keys, until);
-            if let Some(records) = polls.read(read, || self.missing_ranks_error(generation))? {
+            if let Some(records) = polls.read(read, |end| self.missing_ranks_error(generation, end))? {
                 return Ok(records);
             }
             self.check_world_entry()?;
@@ -233,39 +243,73 @@ impl Bootstrap<'_> {
         (0..self.config.size).take(MAX_LOOKUPS).filter(absent).collect()
     }
 
-    /// Returns the error that names the ranks without a record. Rank 0 publishes it to all ranks.
-    fn missing_ranks_error(&self, generation: Generation) -> CommError {
-        let missing = self.absent_ranks(generation);
-        if missing.is_empty() {
-            let waited = self.config.options.init_timeout.as_millis();
-            return self.bootstrap_error(
-                format!("rank 0 did not publish the addresses of the ranks within {waited} ms: did it die?"),
-                vec![0],
-            );
+    /// Returns the error that names the ranks without a record. Rank 0 publishes it to all ranks. Another rank
+    /// that was interrupted withdraws its record, since it will not connect.
+    fn missing_ranks_error(&self, generation: Generation, end: WaitEnd) -> CommError {
+        let rank = self.config.rank;
+        if rank != 0 && end == WaitEnd::Interrupted {
+            let soon = Instant::now() + CLEANUP_TIMEOUT;
+            let _ = self.store().delete(&self.record_key(generation, rank), soon);
         }
-        let what = self.describe_absence(&missing);
-        match self.config.rank {
-            0 => self.publish_refusal(generation, what, missing),
+        let mut missing = self.absent_ranks(generation);
+        missing.retain(|&absent| absent != rank);
+        if missing.is_empty() {
+            let what = match end {
+                WaitEnd::Deadline => {
+                    let waited = self.config.options.init_timeout.as_millis();
+                    format!(
+                        "rank 0 did not publish the addresses of the ranks within {waited} ms: did it die?"
+                    )
+                }
+                WaitEnd::Interrupted => {
+                    self.describe_interruption("rank 0 to publish the addresses of the ranks")
+                }
+            };
+            return self.bootstrap_error(what, vec![0]);
+        }
+        let what = self.describe_absence(&missing, end);
+        match (rank, end) {
+            (0, WaitEnd::Deadline) => self.publish_refusal(generation, what, missing),
+            (0, WaitEnd::Interrupted) => {
+                // For the other ranks, rank 0 is the cause.
+                self.publish_refusal(generation, what.clone(), vec![0]);
+                self.bootstrap_error(what, missing)
+            }
             _ => self.bootstrap_error(what, missing),
         }
     }
 
     /// Says in a text that the ranks `missing` did not join, at which store they were expected, and which
     /// settings lead a rank to that store.
-    fn describe_absence(&self, missing: &[usize]) -> String {
+    fn describe_absence(&self, missing: &[usize], end: WaitEnd) -> String {
         let BootstrapConfig { size, options, store_location, .. } = self.config;
         let (ranks, waited) = (Ranks(missing), options.init_timeout.as_millis());
-        format!("rank(s) {ranks} of {size} did not join within {waited} ms{store_location}")
+        match end {
+            WaitEnd::Deadline => {
+                format!("rank(s) {ranks} of {size} did not join within {waited} ms{store_location}")
+            }
+            WaitEnd::Interrupted => {
+                self.describe_interruption(&format!("rank(s) {ranks} of {size} to join{store_location}"))
+            }
+        }
     }
 
-    /// Returns the error of a rank for which rank 0 did not join in time.
-    pub(super) fn rank_0_absent_error(&self) -> CommError {
-        self.bootstrap_error(self.describe_absence(&[0]), vec![0])
+    fn describe_interruption(&self, awaited: &str) -> String {
+        let rank = self.config.rank;
+        format!("rank {rank} was {INTERRUPTED}, while it waited for {awaited}")
+    }
+
+    /// Returns the error of a rank that no longer waits for rank 0, which did not join.
+    pub(super) fn rank_0_absent_error(&self, end: WaitEnd) -> CommError {
+        self.bootstrap_error(self.describe_absence(&[0], end), vec![0])
     }
 
     pub(super) fn pause(&self) -> Result<(), CommError> {
         if Instant::now() >= self.deadline {
-            return Err(self.rank_0_absent_error());
+            return Err(self.rank_0_absent_error(WaitEnd::Deadline));
+        }
+        if interrupt::is_interrupted() {
+            return Err(self.rank_0_absent_error(WaitEnd::Interrupted));
         }
         std::thread::sleep(Duration::from_millis(10));
         Ok(())

@@ -35,7 +35,7 @@ impl Bootstrap<'_> {
         let mut polls = Polls::new(self.deadline);
         loop {
             let read = |until| self.store().get(&self.announcement_key(), until);
-            let Some(announced) = polls.read(read, || self.rank_0_absent_error())? else {
+            let Some(announced) = polls.read(read, |end| self.rank_0_absent_error(end))? else {
                 self.check_world_entry()?;
                 continue;
             };

@@ -2,6 +2,8 @@
 
 use std::time::Instant;
 
+use convoke_store::interrupt::INTERRUPTED;
+
 use super::handshake::Handshakes;
 use super::state::Engine;
 use crate::error::CommError;
@@ -73,6 +75,15 @@ impl Engine {
         self.fail(report);
         let failure = self.failure.as_ref().expect("`fail` has set it");
         failure.error(&self.settings, None, 0, (0, 0))
+    }
+
+    /// Ends the group before it is complete, because the program of this rank was interrupted while it waited for
+    /// the ranks `awaited`.
+    pub(crate) fn interrupt_bootstrap(&mut self, awaited: &[usize]) -> CommError {
+        let waited =
+            awaited.first().map_or_else(String::new, |rank| format!(", while it waited for rank {rank}"));
+        let cause = Cause::Aborted { reason: format!("{INTERRUPTED}{waited}") };
+        self.abort_bootstrap(Report::new(self.settings.me, cause))
     }
 
     /// Calls `function` with the handshakes of this process.

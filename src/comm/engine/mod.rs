@@ -17,7 +17,6 @@ mod execution;
 mod failure;
 mod fast_path;
 pub(crate) mod handshake;
-pub(crate) mod interrupt;
 mod lifecycle;
 mod liveness;
 mod lost_peers;

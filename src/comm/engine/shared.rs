@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use convoke_store::interrupt;
+
 use super::completion::{Completion, Outcome, TimeLimit};
 use super::fast_path::FastPath;
-use super::interrupt;
 use super::operation::{Answer, LiveRanks, Operation, Request, Task};
 use super::progress_lock;
 use super::settings::ParentLinks;

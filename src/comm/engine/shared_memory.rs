@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use convoke_store::interrupt;
 use nix::poll::PollFlags;
 use rustix::process::{PidfdFlags, getpid, pidfd_open};
 
@@ -66,6 +67,7 @@ impl Engine {
             Err(reason) => return Ok(Err(reason)),
         };
         let began = Instant::now();
+        let mut interrupt_check_at = interrupt::check_at();
         loop {
             let now = Instant::now();
             ranks.iter().for_each(|&rank| self.flush_control(rank));
@@ -94,9 +96,15 @@ impl Engine {
                     let cause = Cause::Timeout { missing: bootstrap.missing(), after_ms };
                     return Err(self.abort_bootstrap(Report::new(self.settings.me, cause)));
                 }
+                Ok(None) if interrupt_check_at.is_some_and(|at| now >= at) => {
+                    if interrupt::is_interrupted() {
+                        return Err(self.interrupt_bootstrap(&bootstrap.missing()));
+                    }
+                    interrupt_check_at = interrupt::check_at();
+                }
                 Ok(None) => {}
             }
-            let wake = self.wake_at(now).min(until);
+            let wake = self.wake_at(now).min(interrupt_check_at.map_or(until, |at| at.min(until)));
             let others = bootstrap.descriptors().into_iter().map(|fd| (fd, PollFlags::POLLIN));
             self.nap(&others.collect::<Vec<_>>(), wake.saturating_duration_since(now));
         }

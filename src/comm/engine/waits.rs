@@ -4,6 +4,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use convoke_store::interrupt::INTERRUPTED;
+
 use super::completion::{Completion, QUERY_LEAD_TIME};
 use super::lifecycle::Finishing;
 use super::messages::DeadlineBounds;
@@ -176,7 +178,7 @@ impl Engine {
         let in_message = || self.message_waits().find_map(|(_, _, awaited)| awaited.first().copied());
         let waited = in_collective.or_else(in_message);
         let waited = waited.map_or_else(String::new, |rank| format!(", while it waited for rank {rank}"));
-        format!("interrupted by a signal, as by Ctrl-C{waited}")
+        format!("{INTERRUPTED}{waited}")
     }
 
     /// Follows the waits that ranks have reported, from the ranks `awaited` on, and returns the ranks that do

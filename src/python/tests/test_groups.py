@@ -5,7 +5,9 @@ import os
 import pickle
 import select
 import signal
+import socket
 import sys
+import time
 
 import convoke_dist
 import numpy as np
@@ -203,6 +205,48 @@ def test_interrupted_wait_says_for_which_rank_it_waited(kind):
         assert "rank 0" in of_1 and "while it waited for rank 1" in of_1
     else:
         assert (of_0, of_1) == ("None", None)
+
+
+def _waits_alone(kind):
+    """Waits for what never comes, in a process that an interruption must end; returns the error of the wait."""
+    server = convoke_dist.StoreServer("127.0.0.1")
+    address = f"127.0.0.1:{server.port}"
+    store = convoke_dist.Store(address)
+    if kind == "closed":
+        del server
+    waits = {
+        "rank 0": lambda: convoke_dist.init(store=address, rank=0, world_size=2),
+        "rank 1": lambda: convoke_dist.init(store=address, rank=1, world_size=2),
+        "served": lambda: convoke_dist.init(f"tcp://127.0.0.1:{_free_port()}", rank=0, world_size=2),
+        "closed": lambda: convoke_dist.Store(address),
+        "key": lambda: store.get("absent"),
+        "keys": lambda: store.wait(["absent"]),
+    }
+    interrupt_when_asleep()
+    return interruption(waits[kind])
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "awaited"),
+    [
+        ("rank 0", "rank 0 was interrupted by a signal, as by Ctrl-C, while it waited for rank(s) 1 of 2 to join"),
+        ("rank 1", "rank 1 was interrupted by a signal, as by Ctrl-C, while it waited for rank(s) 0 of 2 to join"),
+        ("served", "rank 0 was interrupted by a signal, as by Ctrl-C, while it waited for rank(s) 1 of 2 to join"),
+        ("closed", "connect was interrupted by a signal, as by Ctrl-C"),
+        ("key", "get was interrupted by a signal, as by Ctrl-C"),
+        ("keys", "waiting for absent"),
+    ],
+)
+def test_interrupted_init_or_store_says_for_what_it_waited(kind, awaited):
+    began = time.monotonic()
+    assert awaited in run(_waits_alone, 1, kind)[0]
+    assert time.monotonic() - began < 10
 
 
 def test_wrong_arguments_are_errors_that_name_what_is_wrong():

@@ -255,6 +255,34 @@ def test_interrupted_wait_says_for_which_rank_it_waited(kind):
         assert "wait was interrupted by a signal" in of_0 and of_1 == [2, 2, 2]
 
 
+def _forms_alone(rank):
+    server = convoke_dist.StoreServer("127.0.0.1")
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False)
+    interrupt_when_asleep()
+    return interruption(lambda: dist.init_process_group("convoke", store=store, rank=rank, world_size=2))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_interrupted_init_process_group_ends(rank):
+    began = time.monotonic()
+    [error] = convoke_dist.launch(_forms_alone, 1, start_method="fork")(rank)
+    # Rank 1 waits in Python, where only KeyboardInterrupt is raised.
+    assert rank == 1 or "interrupted by a signal, as by Ctrl-C, while it waited for rank(s) 1 of 2 to join" in error
+    assert time.monotonic() - began < 30
+
+
+def _rank_0_is_late(rank):
+    server = convoke_dist.StoreServer("127.0.0.1")
+    limit = datetime.timedelta(seconds=0.5)
+    store = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=limit)
+    with pytest.raises(dist.DistStoreError, match="rank 0 did not begin to form the group within 0.5 s"):
+        dist.init_process_group("convoke", store=store, rank=rank, world_size=2)
+
+
+def test_absent_rank_0_is_named_after_the_time_limit_of_the_store():
+    convoke_dist.launch(_rank_0_is_late, 1, start_method="fork")(1)
+
+
 def _short_message(rank, size):
     if rank == 0:
         dist.send(torch.ones(2), 1)

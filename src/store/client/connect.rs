@@ -2,12 +2,19 @@
 
 use std::hash::{BuildHasher, RandomState};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
-use std::sync::mpsc;
+use std::os::fd::AsFd;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 use std::{fmt, io, thread};
 
-use super::connection::{Connection, ExchangeError};
+use nix::errno::Errno;
+use nix::poll::PollFlags;
+use socket2::{Domain, Protocol, Socket, Type};
+
+use super::connection::{Connection, ExchangeError, wait_ready};
+use crate::call::Call;
 use crate::error::StoreError;
+use crate::interrupt::{self, Interrupted, is_interrupted};
 use crate::keepalive::set_keepalive;
 
 /// Longest time to connect to one address of a host, so that its other addresses are tried too.
@@ -51,35 +58,42 @@ impl Address {
             attempts += 1;
             let last = match self.connect_once(deadline) {
                 Ok(connection) => return Ok(connection),
-                Err(last) => last,
+                Err(AttemptError::Interrupted) => return Err(self.interrupted(started)),
+                Err(AttemptError::Failed(last)) => last,
             };
             let delay = longest.mul_f64(0.5 + f64::from(random_u32() >> 16) / f64::from(1 << 17));
             if Instant::now() + delay >= deadline {
                 let (store, after) = (self.to_string(), started.elapsed());
                 return Err(StoreError::Unreachable { store, after, attempts, last });
             }
-            thread::sleep(delay);
+            interrupt::sleep(delay).map_err(|Interrupted| self.interrupted(started))?;
             longest = (longest * 2).min(LONGEST_DELAY);
         }
     }
 
+    /// Returns the error of a program that was interrupted while it connected.
+    pub(super) fn interrupted(&self, started: Instant) -> StoreError {
+        Call::started_at("connect", started).interrupted(self.to_string(), Vec::new())
+    }
+
     /// Tries all addresses of the host once. The error is that of the last address.
-    pub(super) fn connect_once(&self, deadline: Instant) -> Result<Connection, String> {
+    pub(super) fn connect_once(&self, deadline: Instant) -> Result<Connection, AttemptError> {
         let addresses = self.resolve(deadline)?;
         let mut last = format!("{} has no address", self.host);
         for address in addresses {
             let deadline = deadline.min(Instant::now() + ATTEMPT_TIME);
             match open(address, deadline) {
                 Ok(connection) => return Ok(connection),
+                Err(ExchangeError::Interrupted) => return Err(AttemptError::Interrupted),
                 Err(error) => last = format!("{address}: {error}"),
             }
         }
-        Err(last)
+        Err(AttemptError::Failed(last))
     }
 
     /// Looks the host name up, in a thread of its own: a lookup cannot be cancelled, and an
     /// unresponsive name server would block it beyond the deadline.
-    fn resolve(&self, deadline: Instant) -> Result<Vec<SocketAddr>, String> {
+    fn resolve(&self, deadline: Instant) -> Result<Vec<SocketAddr>, AttemptError> {
         let Address { host, port } = self.clone();
         if let Ok(ip) = host.parse::<IpAddr>() {
             return Ok(vec![SocketAddr::new(ip, port)]);
@@ -92,13 +106,29 @@ impl Address {
             let _ = result.send(found);
         };
         let thread = thread::Builder::new().name("convoke-resolve".into()).spawn(lookup);
-        thread.map_err(|error| format!("cannot start a thread: {error}"))?;
-        match looked_up.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-            Ok(Ok(addresses)) => Ok(addresses),
-            Ok(Err(error)) => Err(format!("cannot look up {}: {error}", self.host)),
-            Err(_) => Err(format!("no answer while looking up {}", self.host)),
+        thread.map_err(|error| AttemptError::Failed(format!("cannot start a thread: {error}")))?;
+        loop {
+            let until = interrupt::next_check(deadline);
+            let what = match looked_up.recv_timeout(until.saturating_duration_since(Instant::now())) {
+                Ok(Ok(addresses)) => return Ok(addresses),
+                Ok(Err(error)) => format!("cannot look up {}: {error}", self.host),
+                Err(RecvTimeoutError::Timeout) if Instant::now() < deadline => match is_interrupted() {
+                    true => return Err(AttemptError::Interrupted),
+                    false => continue,
+                },
+                Err(_) => format!("no answer while looking up {}", self.host),
+            };
+            return Err(AttemptError::Failed(what));
         }
     }
+}
+
+/// The reason why an attempt to connect failed.
+#[derive(Debug)]
+pub(super) enum AttemptError {
+    /// The error of the last address.
+    Failed(String),
+    Interrupted,
 }
 
 impl fmt::Display for Address {
@@ -109,8 +139,7 @@ impl fmt::Display for Address {
 }
 
 fn open(address: SocketAddr, deadline: Instant) -> Result<Connection, ExchangeError> {
-    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-    let stream = TcpStream::connect_timeout(&address, left)?;
+    let stream = connect_by(address, deadline)?;
     // TCP self-connect: if the kernel picks the target port as the local port, the socket connects
     // to itself.
     if stream.local_addr()? == stream.peer_addr()? {
@@ -118,6 +147,24 @@ fn open(address: SocketAddr, deadline: Instant) -> Result<Connection, ExchangeEr
     }
     set_keepalive(&stream, KEEPALIVE_IDLE, KEEPALIVE_INTERVAL)?;
     Connection::open(stream, random_u32(), deadline)
+}
+
+/// Opens a TCP connection. `TcpStream::connect_timeout` would not notice that the program was interrupted.
+fn connect_by(address: SocketAddr, deadline: Instant) -> Result<TcpStream, ExchangeError> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    socket.set_nonblocking(true)?;
+    match socket.connect(&address.into()) {
+        Err(error) if error.raw_os_error() == Some(Errno::EINPROGRESS as i32) => {}
+        connected => return Ok(connected.map(|()| socket.into())?),
+    }
+    match wait_ready(socket.as_fd(), PollFlags::POLLOUT, deadline) {
+        Err(ExchangeError::Timeout) => return Err(io::Error::from(io::ErrorKind::TimedOut).into()),
+        ready => ready?,
+    }
+    match socket.take_error()? {
+        Some(error) => Err(error.into()),
+        None => Ok(socket.into()),
+    }
 }
 
 /// Returns a random number for nonces and delays. It is not suitable for secrets.

@@ -3,7 +3,7 @@
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::TcpStream;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -11,6 +11,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::call::Call;
 use crate::error::StoreError;
+use crate::interrupt;
 use crate::wire::encode::byte;
 use crate::wire::{Kind, MAX_KEY_COUNT, MAX_REPLY_BYTES, encode};
 
@@ -21,6 +22,9 @@ pub(super) enum ExchangeError {
     /// No reply came by the deadline.
     #[error("connected, but it does not answer as a store")]
     Timeout,
+    /// The program was interrupted while it waited.
+    #[error("{}", interrupt::INTERRUPTED)]
+    Interrupted,
     #[error("{}", describe_loss(.0))]
     Lost(#[from] io::Error),
     #[error("not a store: it {0}")]
@@ -41,6 +45,7 @@ impl ExchangeError {
     pub(super) fn of_call(self, call: Call<'_>, store: String, awaited: Vec<String>) -> StoreError {
         match self {
             Self::Timeout => call.timeout(store, awaited),
+            Self::Interrupted => call.interrupted(store, awaited),
             Self::Lost(source) => call.lost(store, source),
             Self::Protocol(error) => {
                 StoreError::Protocol { store, what: format!("{}: it {error}", call.operation) }
@@ -275,19 +280,30 @@ impl Connection {
     }
 
     fn wait_ready(&self, what: PollFlags) -> Result<(), ExchangeError> {
-        loop {
-            let left = self.deadline.saturating_duration_since(Instant::now()).as_micros().div_ceil(1000);
-            let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
-            match poll(&mut [PollFd::new(self.stream.as_fd(), what)], timeout) {
-                // The clock is checked after EINTR too: with a fast interval timer, a signal may end
-                // every poll.
-                Ok(0) | Err(Errno::EINTR) if Instant::now() >= self.deadline => {
-                    return Err(ExchangeError::Timeout);
-                }
-                Ok(0) | Err(Errno::EINTR) => {}
-                Ok(_) => return Ok(()),
-                Err(error) => return Err(ExchangeError::Lost(error.into())),
+        wait_ready(self.stream.as_fd(), what, self.deadline)
+    }
+}
+
+/// Waits until `descriptor` is ready for `what`.
+pub(super) fn wait_ready(
+    descriptor: BorrowedFd<'_>,
+    what: PollFlags,
+    deadline: Instant,
+) -> Result<(), ExchangeError> {
+    loop {
+        let until = interrupt::next_check(deadline);
+        let left = until.saturating_duration_since(Instant::now()).as_micros().div_ceil(1000);
+        let timeout = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+        match poll(&mut [PollFd::new(descriptor, what)], timeout) {
+            // The clock is checked after EINTR too: with a fast interval timer, a signal may end
+            // every poll.
+            Ok(0) | Err(Errno::EINTR) if Instant::now() >= deadline => return Err(ExchangeError::Timeout),
+            Ok(0) | Err(Errno::EINTR) if interrupt::is_interrupted() => {
+                return Err(ExchangeError::Interrupted);
             }
+            Ok(0) | Err(Errno::EINTR) => {}
+            Ok(_) => return Ok(()),
+            Err(error) => return Err(ExchangeError::Lost(error.into())),
         }
     }
 }

@@ -11,12 +11,13 @@ use std::time::{Duration, Instant};
 
 use crate::call::Call;
 use crate::error::StoreError;
+use crate::interrupt;
 use crate::keys::{check_value, not_a_number, printable, printable_or, stored_key, stored_keys, user_key};
 use crate::state::leading_number;
 use crate::store::Store;
 use crate::wire::encode::{blobs, counted, key_and_number};
 use crate::wire::{Kind, MAX_REPLY_BYTES, encode};
-use connect::{Address, random_u32};
+use connect::{Address, AttemptError, random_u32};
 use connection::{Connection, ExchangeError};
 pub use last_will::{KeyWatch, LastWill};
 use pool::Pool;
@@ -61,11 +62,14 @@ impl TcpStore {
     pub fn connect_once(address: &str, deadline: Instant) -> Result<TcpStore, StoreError> {
         let address = Address::parse(address)?;
         let started = Instant::now();
-        let first = address.connect_once(deadline).map_err(|last| StoreError::Unreachable {
-            store: address.to_string(),
-            after: started.elapsed(),
-            attempts: 1,
-            last,
+        let first = address.connect_once(deadline).map_err(|error| match error {
+            AttemptError::Interrupted => address.interrupted(started),
+            AttemptError::Failed(last) => StoreError::Unreachable {
+                store: address.to_string(),
+                after: started.elapsed(),
+                attempts: 1,
+                last,
+            },
         })?;
         Ok(TcpStore { pool: Pool::new(address, first) })
     }
@@ -92,10 +96,8 @@ impl TcpStore {
     pub fn wait_for_workers(&self, count: usize, deadline: Instant) -> Result<(), StoreError> {
         let call = Call::new("wait_for_workers", &[WORKERS_KEY], deadline);
         let count = i64::try_from(count).unwrap_or(i64::MAX);
-        let late = |arrived| {
-            let key = format!("init/ ({arrived} of {count} workers came)");
-            call.timeout(self.name(), vec![key])
-        };
+        let awaited = |arrived| format!("init/ ({arrived} of {count} workers came)");
+        let late = |arrived| call.timeout(self.name(), vec![awaited(arrived)]);
         let mut last = None;
         loop {
             let answer = self.exchange(call, |connection| get_if_present(connection, WORKERS_KEY));
@@ -114,6 +116,9 @@ impl TcpStore {
             }
             last = Some(arrived);
             thread::sleep(WORKERS_POLL);
+            if interrupt::is_interrupted() {
+                return Err(call.interrupted(self.name(), vec![awaited(arrived)]));
+            }
         }
     }
 
@@ -125,8 +130,7 @@ impl TcpStore {
         work: impl FnOnce(&mut Connection) -> Result<R, ExchangeError>,
     ) -> Result<R, StoreError> {
         let keys = || printable(call.keys.iter().copied());
-        let acquired = self.pool.acquire(call.deadline)?;
-        let mut connection = acquired.ok_or_else(|| call.timeout(self.name(), keys()))?;
+        let mut connection = self.pool.acquire(call)?;
         connection.deadline = call.deadline;
         match work(&mut connection) {
             Ok(result) => {

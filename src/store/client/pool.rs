@@ -6,7 +6,10 @@ use std::time::{Duration, Instant};
 
 use super::connect::Address;
 use super::connection::Connection;
+use crate::call::Call;
 use crate::error::StoreError;
+use crate::interrupt;
+use crate::keys::printable;
 
 /// Most open connections, and so the most calls that run at once.
 const MAX_CONNECTIONS: usize = 32;
@@ -38,33 +41,43 @@ impl Pool {
         Pool { address, connections, changed: Condvar::new() }
     }
 
-    /// Returns a connection for exclusive use; `None` if all were in use until the deadline.
+    /// Returns a connection for exclusive use by `call`. Fails if all were in use until its deadline.
     ///
     /// The caller must call [`release`](Pool::release) or [`discard`](Pool::discard) afterwards.
     /// Opens a connection if none is idle.
-    pub(super) fn acquire(&self, deadline: Instant) -> Result<Option<Connection>, StoreError> {
+    pub(super) fn acquire(&self, call: Call<'_>) -> Result<Connection, StoreError> {
+        let awaited = || printable(call.keys.iter().copied());
         let mut connections = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             if let Some(connection) = connections.idle.pop() {
-                return Ok(Some(connection));
+                return Ok(connection);
             }
             if connections.open < MAX_CONNECTIONS {
                 break;
             }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return Ok(None);
-            }
-            (connections, _) =
+            let until = interrupt::next_check(call.deadline);
+            let left = until.saturating_duration_since(Instant::now());
+            let timeout;
+            (connections, timeout) =
                 self.changed.wait_timeout(connections, left).unwrap_or_else(PoisonError::into_inner);
+            if timeout.timed_out() {
+                if Instant::now() >= call.deadline {
+                    return Err(call.timeout(self.address.to_string(), awaited()));
+                }
+                drop(connections);
+                if interrupt::is_interrupted() {
+                    return Err(call.interrupted(self.address.to_string(), awaited()));
+                }
+                connections = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
+            }
         }
         connections.open += 1;
         drop(connections);
-        let opened = self.address.connect(deadline.min(Instant::now() + REOPEN_TIME));
+        let opened = self.address.connect(call.deadline.min(Instant::now() + REOPEN_TIME));
         if opened.is_err() {
             self.discard();
         }
-        opened.map(Some)
+        opened
     }
 
     /// Returns an acquired connection to the pool. A connection with unread bytes is closed.

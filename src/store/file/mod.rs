@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use crate::call::Call;
 use crate::error::StoreError;
+use crate::interrupt;
 use crate::keys::{check_value, not_a_number, printable_or, stored_key, stored_keys, user_key};
 use crate::state::leading_number;
 use crate::store::Store;
@@ -170,6 +171,9 @@ impl FileStore {
                 return Err(call.timeout(self.name(), vec![awaited.to_owned()]));
             }
             thread::sleep(delay);
+            if interrupt::is_interrupted() {
+                return Err(call.interrupted(self.name(), vec![awaited.to_owned()]));
+            }
         }
     }
 
@@ -208,6 +212,9 @@ impl FileStore {
                 return Err(call.timeout(self.name(), missing));
             }
             thread::sleep(POLL.min(left));
+            if interrupt::is_interrupted() {
+                return Err(call.interrupted(self.name(), missing));
+            }
         }
     }
 

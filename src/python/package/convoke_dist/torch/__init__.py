@@ -17,6 +17,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from typing import Any
 
 import torch
@@ -90,12 +91,33 @@ def _meet(opts: Any, meeting: int) -> tuple[str, str]:
             _servers.append(server)
             told |= {"boot": _core.boot_id(), "host": _core.host_address() or socket.gethostname(), "port": server.port}
         opts.store.set(key, json.dumps(told))
+    else:
+        _wait(opts.store, key)
     told = json.loads(opts.store.get(key).decode())
     if isinstance(store, dist.TCPStore):
         host, port = store.host, store.port
     else:
         host, port = "127.0.0.1" if told["boot"] == _core.boot_id() else told["host"], told["port"]
     return told["name"], f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _wait(store: Any, key: str) -> None:
+    """Waits for `key` up to the store's time limit. Ctrl-C ends it, which a wait in torch would not notice."""
+    limit = store.timeout.total_seconds()
+    deadline = time.monotonic() + limit
+    while True:
+        until = min(deadline, time.monotonic() + 0.2)
+        try:
+            return store.wait([key], datetime.timedelta(seconds=max(0.001, until - time.monotonic())))
+        except dist.DistStoreError as error:
+            now = time.monotonic()
+            if now < until:
+                raise
+            if now >= deadline:
+                raise dist.DistStoreError(
+                    f"convoke: rank 0 did not begin to form the group within {limit:g} s, the time limit of the store: did it reach "
+                    f"init_process_group or new_group? ({key} is absent)"
+                ) from error
 
 
 def _create(opts: Any, _backend_options: object = None, *, is_gloo: bool = False) -> Any:
