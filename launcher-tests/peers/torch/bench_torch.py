@@ -58,7 +58,8 @@ def main():
             runs = [("gloo", "collectives", "1", {}), ("convoke", "collectives", "1", {})]
             if ranks > 1:
                 runs += [("gloo", "ddp", "1", {}), ("convoke", "ddp", "1", {})]
-                runs += [("convoke", "ddp-shared", "1", {"DDP_DISABLE_COMM_MEM": "0"})]
+                runs += [("convoke", "ddp-average", "1", {})]
+                runs += [("convoke", what, "1", {"DDP_DISABLE_COMM_MEM": "0"}) for what in ("ddp-shared", "ddp-average-shared")]
                 runs += [("gloo", "ddp", "all", {}), ("convoke", "ddp", "all", {})]
             for backend, what, threads, variables in runs if number % 2 == 0 else reversed(runs):
                 for cell in worker(o, ranks, backend, what, threads, **variables):

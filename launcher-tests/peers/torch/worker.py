@@ -55,10 +55,14 @@ def collectives(size, memory):
     report("barrier", timed(dist.barrier))
 
 
-def ddp(shared):
+def ddp(shared, average):
     """What the synchronization adds to a step of 25 million f32."""
     model = torch.nn.Sequential(*[torch.nn.Linear(1000, 1000, bias=False) for _ in range(25)])
     parallel = DDP(model, gradient_as_bucket_view=True)
+    if average:
+        import convoke_dist.torch
+
+        parallel.register_comm_hook(None, convoke_dist.torch.average_hook)
     x = torch.randn(8, 1000)
 
     def step():
@@ -79,7 +83,7 @@ def ddp(shared):
             times.append(time.perf_counter() - began)
     added = torch.tensor([statistics.median(with_sync) - statistics.median(without), statistics.median(with_sync)])
     dist.all_reduce(added, dist.ReduceOp.MAX)
-    name = ", buckets in memory of the group" if shared else ""
+    name = (", average_hook" if average else "") + (", buckets in memory of the group" if shared else "")
     report(f"DDP adds to a step{name}", added[0].item() * 1e6)
     report(f"DDP step{name}", added[1].item() * 1e6)
 
@@ -92,7 +96,7 @@ def main():
     if what == "collectives":
         collectives(dist.get_world_size(), backend == "convoke")
     else:
-        ddp(what == "ddp-shared")
+        ddp("-shared" in what, "-average" in what)
     dist.destroy_process_group()
 
 

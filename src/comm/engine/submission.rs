@@ -25,7 +25,7 @@ const RELEASE: usize = 4;
 #[derive(Debug)]
 pub(super) enum AbortReason {
     Given(String),
-    /// The program of a thread that waits was [interrupted](super::interrupt).
+    /// The program of a thread that waits was [interrupted](convoke_store::interrupt).
     Interrupted,
 }
 

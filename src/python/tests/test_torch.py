@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import convoke_dist  # noqa: E402
+import convoke_dist.torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 from interrupts import interrupt_when_asleep, interruption  # noqa: E402
@@ -253,6 +253,24 @@ def test_interrupted_wait_says_for_which_rank_it_waited(kind):
         assert "rank 0" in of_1 and "while it waited for rank 1" in of_1
     else:
         assert "wait was interrupted by a signal" in of_0 and of_1 == [2, 2, 2]
+
+
+def _average_hook(rank, size, group):
+    gradients = []
+    for hook in (None, convoke_dist.torch.average_hook):
+        torch.manual_seed(0)
+        model = DDP(torch.nn.Linear(5, 3))
+        if hook:
+            model.register_comm_hook(dist.group.WORLD if group else None, hook)
+        model(torch.full((2, 5), rank + 1.0)).square().sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for own, of_hook in zip(*gradients):
+        torch.testing.assert_close(of_hook, own)
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_average_hook_gives_the_gradients_of_ddp_itself(group):
+    run(_average_hook, 3, group)
 
 
 def _forms_alone(rank):

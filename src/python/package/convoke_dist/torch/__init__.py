@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import ProcessGroup
 from .. import _core
 from ..errors import ConvokeError, from_json
 
-__all__ = ["empty", "failure", "make_default", "mode", "process_group", "register", "replace_gloo"]
+__all__ = ["average_hook", "empty", "failure", "make_default", "mode", "process_group", "register", "replace_gloo"]
 
 _lock = threading.Lock()
 _mode: str | None = None
@@ -213,6 +213,20 @@ def empty(*size: int, dtype: torch.dtype | None = None, group: ProcessGroup | No
     cpu = torch.device("cpu")
     backend = (group or dist.group.WORLD)._get_backend(cpu)
     return backend.allocate_tensor(shape.numel(), dtype=dtype or torch.get_default_dtype(), device=cpu).view(shape)
+
+
+def average_hook(group: ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Averages the gradients of a bucket of DDP, as DDP itself does, but in the all_reduce.
+
+    `model.register_comm_hook(None, convoke_dist.torch.average_hook)`, with None or the process group of DDP. DDP itself
+    first divides all gradients by the number of ranks, which reads and writes them once more.
+    """
+    work = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=group, async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+# DDP compares them, and takes no text.
+average_hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
 
 
 def failure(group: ProcessGroup | None = None) -> ConvokeError | None:
