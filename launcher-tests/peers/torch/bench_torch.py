@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """gloo and convoke as backends of torch.distributed, interleaved on one machine.
 
-    bench_torch.py --bin FOLDER --python PYTHON --out FOLDER [--rounds 7] [--ranks 1,2,4]
+    bench_torch.py --bin FOLDER --python PYTHON --out FOLDER [--rounds 7] [--ranks 1,2,4] [--what collectives,ddp]
 
 FOLDER has convoke and convoke-perf; PYTHON has torch and convoke-dist. Prints a table of medians over the rounds: gloo,
-convoke, their ratio, and what convoke takes beyond convoke-perf, which makes the same call in Rust.
+convoke, their ratio, convoke-perf, which makes the same call in Rust, and the median of what the call takes longer in a round
+from Python than from Rust.
 """
 
 import argparse
@@ -48,7 +49,8 @@ def perf(o, ranks):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag, default in [("--bin", None), ("--python", None), ("--out", None), ("--rounds", "7"), ("--ranks", "1,2,4")]:
+    flags = {"--bin": None, "--python": None, "--out": None, "--rounds": "7", "--ranks": "1,2,4", "--what": "collectives,ddp"}
+    for flag, default in flags.items():
         parser.add_argument(flag, default=default, required=default is None)
     o = parser.parse_args()
     all_ranks = [int(ranks) for ranks in o.ranks.split(",")]
@@ -56,7 +58,8 @@ def main():
     for number in range(int(o.rounds)):
         for ranks in all_ranks:
             runs = [("gloo", "collectives", "1", {}), ("convoke", "collectives", "1", {})]
-            if ranks > 1:
+            runs = [run for run in runs if "collectives" in o.what]
+            if ranks > 1 and "ddp" in o.what:
                 runs += [("gloo", "ddp", "1", {}), ("convoke", "ddp", "1", {})]
                 runs += [("convoke", "ddp-average", "1", {})]
                 runs += [("convoke", what, "1", {"DDP_DISABLE_COMM_MEM": "0"}) for what in ("ddp-shared", "ddp-average-shared")]
@@ -65,12 +68,12 @@ def main():
                 for cell in worker(o, ranks, backend, what, threads, **variables):
                     name = cell["cell"] + (", threads on all cores" if threads == "all" else "")
                     times[ranks, name, backend].append(cell["us"])
-            for cell, us in perf(o, ranks).items():
+            for cell, us in perf(o, ranks).items() if "collectives" in o.what else ():
                 times[ranks, cell, "perf"].append(us)
     os.makedirs(o.out, exist_ok=True)
     with open(f"{o.out}/times.json", "w") as file:
         json.dump([[*key, values] for key, values in times.items()], file)
-    print("| ranks | operation | gloo | convoke | gloo : convoke | convoke-perf |\n|---|---|---|---|---|---|")
+    print("| ranks | operation | gloo | convoke | gloo : convoke | convoke-perf | more than convoke-perf |\n|---|---|---|---|---|---|---|")
     for ranks, cell in dict.fromkeys(key[:2] for key in times):
         ours = times.get((ranks, cell, "convoke"))
         if not ours:
@@ -81,7 +84,12 @@ def main():
         rust = times.get((ranks, cell, "perf"))
         gloo = statistics.median(theirs) if theirs else None
         columns = [f"{gloo:.1f}", f"{us:.1f}", f"{gloo / us:.1f}"] if gloo else ["", f"{us:.1f}", ""]
-        print(f"| {ranks} | {cell} | {' | '.join(columns)} | {f'{statistics.median(rust):.1f}' if rust else ''} |")
+        if rust:
+            more = statistics.median(python - perf for python, perf in zip(ours, rust))
+            columns += [f"{statistics.median(rust):.1f}", f"{more:.1f}"]
+        else:
+            columns += ["", ""]
+        print(f"| {ranks} | {cell} | {' | '.join(columns)} |")
 
 
 main()

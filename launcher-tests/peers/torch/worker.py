@@ -13,21 +13,24 @@ SIZES = [4, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
 
 
 def timed(function, seconds=0.15, most=2000):
-    """The median time of a call in µs, as the slowest rank sees it."""
-    for _ in range(3):
-        function()
+    """The median time of a call in µs. The time of a call is the mean of the ranks, as in convoke-perf.
+
+    `function` gets the number of the call, by which the ranks take turns as root, as in convoke-perf.
+    """
+    for number in range(3):
+        function(number)
     began = time.perf_counter()
-    function()
+    function(0)
     count = torch.tensor([max(5, min(most, int(seconds / (time.perf_counter() - began))))])
     dist.broadcast(count, 0)
     times = []
-    for _ in range(int(count)):
+    for number in range(int(count)):
         began = time.perf_counter()
-        function()
+        function(number)
         times.append(time.perf_counter() - began)
-    median = torch.tensor([statistics.median(times)], dtype=torch.float64)
-    dist.all_reduce(median, dist.ReduceOp.MAX)
-    return median.item() * 1e6
+    means = torch.tensor(times, dtype=torch.float64)
+    dist.all_reduce(means)
+    return means.median().item() / dist.get_world_size() * 1e6
 
 
 def report(cell, us):
@@ -37,22 +40,22 @@ def report(cell, us):
 
 def collectives(size, memory):
     for count in SIZES:
-        x = torch.ones(count // 4)
-        report(f"all_reduce {count}", timed(lambda: dist.all_reduce(x, dist.ReduceOp.MAX)))
+        x = torch.zeros(count // 4)
+        report(f"all_reduce {count}", timed(lambda _: dist.all_reduce(x)))
         if memory and count >= 16 << 20:
             import convoke_dist.torch
 
             y = convoke_dist.torch.empty(count // 4)
-            y.fill_(1)
-            report(f"all_reduce {count}, in memory of the group", timed(lambda: dist.all_reduce(y, dist.ReduceOp.MAX)))
+            y.zero_()
+            report(f"all_reduce {count}, in memory of the group", timed(lambda _: dist.all_reduce(y)))
         if size > 1 and count <= 16 << 20:
             outputs = torch.empty(size * count // 4)
-            report(f"all_gather {count}", timed(lambda: dist.all_gather_into_tensor(outputs, x)))
-            report(f"broadcast {count}", timed(lambda: dist.broadcast(x, 0)))
+            report(f"all_gather {count}", timed(lambda _: dist.all_gather_into_tensor(outputs, x)))
+            report(f"broadcast {count}", timed(lambda number: dist.broadcast(x, number % size)))
     objects = [None] * size
     value = {"step": 1, "loss": 0.5}
-    report("all_gather_object small", timed(lambda: dist.all_gather_object(objects, value)))
-    report("barrier", timed(dist.barrier))
+    report("all_gather_object small", timed(lambda _: dist.all_gather_object(objects, value)))
+    report("barrier", timed(lambda _: dist.barrier()))
 
 
 def ddp(shared, average):
