@@ -84,8 +84,11 @@ impl MemoryStore {
     fn sleep(&self, call: Call<'_>, client: ClientId, waiter: &Waiter) -> Result<(), StoreError> {
         let mut is_interrupted = false;
         let mut end = waiter.sleep(interrupt::next_check(call.deadline));
-        while end.is_none() && Instant::now() < call.deadline && !is_interrupted {
+        while end.is_none() && Instant::now() < call.deadline {
             is_interrupted = interrupt::is_interrupted();
+            if is_interrupted {
+                break;
+            }
             end = waiter.sleep(interrupt::next_check(call.deadline));
         }
         let mut missing = Vec::new();

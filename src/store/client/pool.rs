@@ -55,15 +55,16 @@ impl Pool {
             if connections.open < MAX_CONNECTIONS {
                 break;
             }
+            if Instant::now() >= call.deadline {
+                return Err(call.timeout(self.address.to_string(), awaited()));
+            }
             let until = interrupt::next_check(call.deadline);
             let left = until.saturating_duration_since(Instant::now());
             let timeout;
             (connections, timeout) =
                 self.changed.wait_timeout(connections, left).unwrap_or_else(PoisonError::into_inner);
             if timeout.timed_out() {
-                if Instant::now() >= call.deadline {
-                    return Err(call.timeout(self.address.to_string(), awaited()));
-                }
+                // The check may take a lock, so it is made without this one.
                 drop(connections);
                 if interrupt::is_interrupted() {
                     return Err(call.interrupted(self.address.to_string(), awaited()));
