@@ -425,8 +425,8 @@ pub type InterruptCheck = Option<unsafe extern "C" fn() -> bool>;
 /// process; a second call changes nothing.
 ///
 /// If it returns true, the group ends with `CVK_STATUS_ABORTED`. The error says for which rank this rank waited.
-/// `cvk_work_wait` ends no group: it returns `CVK_STATUS_PENDING`, and the operation goes on. A group that still
-/// forms fails with `CVK_STATUS_BOOTSTRAP` or `CVK_STATUS_STORE`, and so does a call of a store.
+/// `cvk_work_wait` ends no group: it returns `CVK_STATUS_PENDING`, and the operation goes on. `cvk_init` fails with
+/// `CVK_STATUS_BOOTSTRAP` or `CVK_STATUS_STORE`. A call of a store fails with `CVK_STATUS_STORE`.
 ///
 /// # Safety
 /// `check` is valid for ever, from any thread. It may use no function of this library.

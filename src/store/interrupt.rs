@@ -23,8 +23,8 @@ pub(crate) struct Interrupted;
 /// Sets the function that says whether the calling thread must stop waiting. It stays for the life of the process;
 /// a second call changes nothing.
 ///
-/// A thread that waits for a store or for an operation of a group calls it about ten times a second. `check` may
-/// take a lock, as that of an interpreter, if no thread holds this lock while it calls a store or a group.
+/// A thread that waits for a store or for an operation of a group calls `check` about ten times a second. `check`
+/// may take the lock of an interpreter. Then no thread may hold that lock while it calls a store or a group.
 ///
 /// If it returns true, the call of a store ends with [`StoreError::Interrupted`](crate::StoreError::Interrupted),
 /// and the group ends with `CommError::Aborted`. The error says that the program was interrupted, and for which
@@ -52,11 +52,12 @@ pub fn is_interrupted() -> bool {
 }
 
 /// Returns until when a thread may wait that waits until `deadline`: until then, or until it must check.
-pub(crate) fn next_check(deadline: Instant) -> Instant {
+#[must_use]
+pub fn next_check(deadline: Instant) -> Instant {
     check_at().map_or(deadline, |at| at.min(deadline))
 }
 
-/// Sleeps for `duration`.
+/// Sleeps for `duration`. Ends early if the program was interrupted.
 pub(crate) fn sleep(duration: Duration) -> Result<(), Interrupted> {
     let end = Instant::now() + duration;
     loop {
@@ -65,7 +66,7 @@ pub(crate) fn sleep(duration: Duration) -> Result<(), Interrupted> {
             return Ok(());
         }
         thread::sleep(next_check(end).saturating_duration_since(now));
-        if Instant::now() < end && is_interrupted() {
+        if is_interrupted() {
             return Err(Interrupted);
         }
     }

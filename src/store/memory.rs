@@ -3,11 +3,11 @@
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use std::{fmt, io, mem, thread};
+use std::{fmt, io, mem};
 
 use crate::call::Call;
 use crate::error::StoreError;
-use crate::interrupt;
+use crate::interrupt::{self, Interrupted};
 use crate::keys::{check_value, not_a_number, printable_or, stored_key, stored_keys, user_key};
 use crate::shared_store::{LockedStore, SharedStore, WaitEnd, Waiter};
 use crate::state::{ClientId, Refusal, State};
@@ -71,10 +71,9 @@ impl MemoryStore {
                 NextStep::Poll if Instant::now() >= call.deadline => {
                     return Err(self.timeout(call, call.keys));
                 }
-                NextStep::Poll if interrupt::is_interrupted() => {
-                    return Err(call.interrupted(self.name.to_string(), awaited(call, call.keys)));
-                }
-                NextStep::Poll => thread::sleep(POLL),
+                NextStep::Poll => interrupt::sleep(POLL).map_err(|Interrupted| {
+                    call.interrupted(self.name.to_string(), awaited(call, call.keys))
+                })?,
             }
         }
     }

@@ -57,8 +57,9 @@ def main():
     times = collections.defaultdict(list)
     for number in range(int(o.rounds)):
         for ranks in all_ranks:
-            runs = [("gloo", "collectives", "1", {}), ("convoke", "collectives", "1", {})]
-            runs = [run for run in runs if "collectives" in o.what]
+            runs = []
+            if "collectives" in o.what:
+                runs += [("gloo", "collectives", "1", {}), ("convoke", "collectives", "1", {})]
             if ranks > 1 and "ddp" in o.what:
                 runs += [("gloo", "ddp", "1", {}), ("convoke", "ddp", "1", {})]
                 runs += [("convoke", "ddp-average", "1", {})]

@@ -33,6 +33,8 @@
 use std::any::Any;
 use std::fmt;
 
+pub use convoke_store::interrupt::{interrupt_interval, is_interrupted, set_interrupt_check};
+
 pub use crate::api::group::adopt::Adopted;
 use crate::api::group::{Group, Prepared, SendRecv};
 use crate::api::op::OperationOutput;
@@ -43,7 +45,6 @@ use crate::buffer::{Slice, SliceMut, ValueType};
 use crate::collectives::call::Status;
 use crate::collectives::dtype::Dtype;
 use crate::error::{CommError, require};
-pub use convoke_store::interrupt::{interrupt_interval, is_interrupted, set_interrupt_check};
 
 /// Elements of one type at an address.
 pub struct Buffer {

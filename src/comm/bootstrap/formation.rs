@@ -189,8 +189,8 @@ impl Bootstrap<'_> {
                 return Err(engine.abort_bootstrap(report).into());
             }
             if interrupt::is_interrupted() {
-                let awaited: Vec<_> = engine.unconnected(connections).collect();
-                return Err(engine.interrupt_bootstrap(&awaited).into());
+                let awaited = engine.unconnected(connections).next();
+                return Err(engine.interrupt_bootstrap(awaited).into());
             }
             if now >= self.deadline {
                 let mut ranks: Vec<_> = engine.unconnected(connections).collect();

@@ -252,6 +252,7 @@ impl Bootstrap<'_> {
             let _ = self.store().delete(&self.record_key(generation, rank), soon);
         }
         let mut missing = self.absent_ranks(generation);
+        // The record of this rank may have been withdrawn just now.
         missing.retain(|&absent| absent != rank);
         if missing.is_empty() {
             let what = match end {

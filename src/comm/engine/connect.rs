@@ -2,10 +2,9 @@
 
 use std::time::Instant;
 
-use convoke_store::interrupt::INTERRUPTED;
-
 use super::handshake::Handshakes;
 use super::state::Engine;
+use super::waits::interruption_while_waiting;
 use crate::error::CommError;
 use crate::error::cause::{Cause, Report};
 use crate::transport::frame::Kind;
@@ -78,11 +77,9 @@ impl Engine {
     }
 
     /// Ends the group before it is complete, because the program of this rank was interrupted while it waited for
-    /// the ranks `awaited`.
-    pub(crate) fn interrupt_bootstrap(&mut self, awaited: &[usize]) -> CommError {
-        let waited =
-            awaited.first().map_or_else(String::new, |rank| format!(", while it waited for rank {rank}"));
-        let cause = Cause::Aborted { reason: format!("{INTERRUPTED}{waited}") };
+    /// the rank `awaited`.
+    pub(crate) fn interrupt_bootstrap(&mut self, awaited: Option<usize>) -> CommError {
+        let cause = Cause::Aborted { reason: interruption_while_waiting(awaited) };
         self.abort_bootstrap(Report::new(self.settings.me, cause))
     }
 

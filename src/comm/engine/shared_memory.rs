@@ -67,7 +67,7 @@ impl Engine {
             Err(reason) => return Ok(Err(reason)),
         };
         let began = Instant::now();
-        let mut interrupt_check_at = interrupt::check_at();
+        let mut check_at = interrupt::next_check(until);
         loop {
             let now = Instant::now();
             ranks.iter().for_each(|&rank| self.flush_control(rank));
@@ -96,15 +96,15 @@ impl Engine {
                     let cause = Cause::Timeout { missing: bootstrap.missing(), after_ms };
                     return Err(self.abort_bootstrap(Report::new(self.settings.me, cause)));
                 }
-                Ok(None) if interrupt_check_at.is_some_and(|at| now >= at) => {
+                Ok(None) if now >= check_at => {
                     if interrupt::is_interrupted() {
-                        return Err(self.interrupt_bootstrap(&bootstrap.missing()));
+                        return Err(self.interrupt_bootstrap(bootstrap.missing().first().copied()));
                     }
-                    interrupt_check_at = interrupt::check_at();
+                    check_at = interrupt::next_check(until);
                 }
                 Ok(None) => {}
             }
-            let wake = self.wake_at(now).min(interrupt_check_at.map_or(until, |at| at.min(until)));
+            let wake = self.wake_at(now).min(check_at);
             let others = bootstrap.descriptors().into_iter().map(|fd| (fd, PollFlags::POLLIN));
             self.nap(&others.collect::<Vec<_>>(), wake.saturating_duration_since(now));
         }

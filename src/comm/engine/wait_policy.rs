@@ -176,8 +176,8 @@ impl WaitPolicy {
     /// Returns the next action after an attempt that moved nothing. `background` says that no caller waits.
     ///
     /// If each rank has a core, the background thread sleeps at once, so that it takes no core from threads that
-    /// compute. With more ranks than cores it yields as a caller does: a sleep for each piece of data would cost
-    /// a wake-up by the other rank and a change of threads on two cores, often more than moving the piece.
+    /// compute. With more ranks than cores it yields as a caller does. A sleep for each piece of data would cost a
+    /// wake-up and two changes of threads, which often takes longer than moving the piece.
     pub(super) fn next_action(&mut self, background: bool) -> WaitAction {
         let Limits { spins, yields, idle_yields } = self.limits;
         let has_core = self.oversubscription == Oversubscription::No;

@@ -22,6 +22,12 @@ const REPORT_DELAY: Duration = Duration::from_millis(100);
 /// Longest sleep of the thread that drives the engine. Correctness does not depend on it.
 const LONGEST_SLEEP: Duration = Duration::from_secs(30);
 
+/// Returns the reason with which a group ends whose program was interrupted while it waited for `rank`.
+pub(super) fn interruption_while_waiting(rank: Option<usize>) -> String {
+    let waited = rank.map_or_else(String::new, |rank| format!(", while it waited for rank {rank}"));
+    format!("{INTERRUPTED}{waited}")
+}
+
 impl Engine {
     /// Returns the call that this rank waits in, and for which ranks: its first collective, else its
     /// messages. `None` if nothing is pending.
@@ -176,9 +182,7 @@ impl Engine {
         let first = self.collectives.queue.front();
         let in_collective = first.and_then(|first| first.awaited(self.settings.me, &self.peers).next());
         let in_message = || self.message_waits().find_map(|(_, _, awaited)| awaited.first().copied());
-        let waited = in_collective.or_else(in_message);
-        let waited = waited.map_or_else(String::new, |rank| format!(", while it waited for rank {rank}"));
-        format!("{INTERRUPTED}{waited}")
+        interruption_while_waiting(in_collective.or_else(in_message))
     }
 
     /// Follows the waits that ranks have reported, from the ranks `awaited` on, and returns the ranks that do

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use crate::call::Call;
 use crate::error::StoreError;
-use crate::interrupt;
+use crate::interrupt::{self, Interrupted};
 use crate::keys::{check_value, not_a_number, printable, printable_or, stored_key, stored_keys, user_key};
 use crate::state::leading_number;
 use crate::store::Store;
@@ -115,10 +115,8 @@ impl TcpStore {
                 return Err(late(arrived));
             }
             last = Some(arrived);
-            thread::sleep(WORKERS_POLL);
-            if interrupt::is_interrupted() {
-                return Err(call.interrupted(self.name(), vec![awaited(arrived)]));
-            }
+            interrupt::sleep(WORKERS_POLL)
+                .map_err(|Interrupted| call.interrupted(self.name(), vec![awaited(arrived)]))?;
         }
     }
 

@@ -8,12 +8,11 @@ use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::call::Call;
 use crate::error::StoreError;
-use crate::interrupt;
+use crate::interrupt::{self, Interrupted};
 use crate::keys::{check_value, not_a_number, printable_or, stored_key, stored_keys, user_key};
 use crate::state::leading_number;
 use crate::store::Store;
@@ -170,10 +169,8 @@ impl FileStore {
             if Instant::now() >= call.deadline {
                 return Err(call.timeout(self.name(), vec![awaited.to_owned()]));
             }
-            thread::sleep(delay);
-            if interrupt::is_interrupted() {
-                return Err(call.interrupted(self.name(), vec![awaited.to_owned()]));
-            }
+            interrupt::sleep(delay)
+                .map_err(|Interrupted| call.interrupted(self.name(), vec![awaited.to_owned()]))?;
         }
     }
 
@@ -211,10 +208,7 @@ impl FileStore {
             if left.is_zero() {
                 return Err(call.timeout(self.name(), missing));
             }
-            thread::sleep(POLL.min(left));
-            if interrupt::is_interrupted() {
-                return Err(call.interrupted(self.name(), missing));
-            }
+            interrupt::sleep(POLL.min(left)).map_err(|Interrupted| call.interrupted(self.name(), missing))?;
         }
     }
 

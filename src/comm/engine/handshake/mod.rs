@@ -62,8 +62,8 @@ pub(crate) struct Handshakes {
     notes: Vec<String>,
     /// Until then the process, out of descriptors, neither accepts connections nor polls the listener.
     accept_paused_until: Option<Instant>,
-    /// The listener may have a connection: the epoll set has reported a [`Source::Handshake`] since the last poll
-    /// of it. A useless `accept` costs the kernel a socket.
+    /// The epoll set has reported a [`Source::Handshake`] since the last `accept`, so a connection may wait. An
+    /// `accept` without a waiting connection costs the kernel a socket.
     is_ready: bool,
 }
 
