@@ -1,5 +1,7 @@
 """Trains a small model with DDP, and says on rank 0 whether all ranks have the same parameters."""
 
+import gc
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +23,8 @@ def train():
         print(f"the same on {dist.get_world_size()} ranks", flush=True)
 
 
-# The model refers to the group. If it were still alive, threads of gloo might run while Python ends, and abort it.
+# The model refers to the group, and DDP has reference cycles. If it were still alive, threads of gloo might run while
+# Python ends, and abort it.
 train()
+gc.collect()
 dist.destroy_process_group()

@@ -5,6 +5,7 @@
     convoke --standalone --nproc-per-node=2 --as-gloo train.py gloo    # the same script, on convoke
 """
 
+import gc
 import sys
 
 import torch
@@ -32,4 +33,8 @@ weights = [None] * size
 dist.all_gather_object(weights, model.module.weight.sum().item())
 if rank == 0:
     print(f"all {size} ranks have the same weights: {len(set(weights)) == 1}")
+
+# DDP keeps the group alive, and gloo aborts a process that ends with a live group. convoke does not need these lines.
+del model
+gc.collect()
 dist.destroy_process_group()
