@@ -161,7 +161,7 @@ const CASES: &[Case] = &[
     case("arithmetic error", 1, "arithmetic-error", "sh\nonly 1\nkill -FPE $$"),
     case("assertion", 0, "abort", "sh\nonly 0\necho \"w: w.c:3: main: Assertion \\`x == 1' failed.\" >&2\nkill -ABRT $$").expect_text(&["Assertion `x == 1' failed."]),
     case("a thread that outlives the program", 2, "abort", "sh\nonly 2\necho 'terminate called without an active exception' >&2\nkill -ABRT $$")
-        .expect_text(&["advice    : a thread of a library still ran while the program ended", "dist.destroy_process_group()"]),
+        .expect_text(&["advice    : a thread of a library still ran while the program ended", "dist.destroy_process_group()", "or run it with --as-gloo"]),
     case("kill -9", 1, "killed", "sh\nonly 1\nkill -KILL $$").expect_text(&["cause     : killed: SIGKILL from outside"]),
     case("kill -9 behind a wrapper", 1, "killed", "sh\nonly 1\nsh -c 'kill -KILL $$'\nexit $?").expect_text(&["exit code 137 = 128 + 9"]),
     case("a hang, then SIGTERM from outside", 1, "terminated", "sh\nonly 1\n(sleep 0.2; kill -TERM $$) &\nwhile :; do sleep 1000; done").expect_text(&["SIGTERM from outside"]),

@@ -168,9 +168,8 @@ fn diagnose_abort(log: &LogEvidence, otherwise: &str) -> Diagnosis {
     let diagnosis = Diagnosis::new(Class::Abort, with_line(otherwise, words.or(log.exception.as_deref())));
     if words.is_some_and(|words| words.contains(THREAD_AT_EXIT)) {
         return diagnosis.with_advice(
-            "a thread of a library still ran while the program ended; with torch's gloo call \
-             dist.destroy_process_group() before the script ends, and before it `del model; gc.collect()` if DDP \
-             wraps the model, because DDP keeps the group alive; --as-gloo runs the script on convoke instead",
+            "a thread of a library still ran while the program ended; with gloo and DDP: `del model; gc.collect(); \
+             dist.destroy_process_group()` at the end, or run it with --as-gloo",
         );
     }
     diagnosis
