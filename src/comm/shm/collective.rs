@@ -9,7 +9,7 @@ use super::schedule::{Area, Peers, Schedule, ScheduleStep};
 use super::small_call::SmallCall;
 use super::{AwaitedRanks, HostMemory};
 use crate::buffer::{BorrowedBuffer, PlanBuffer};
-use crate::collectives::call::Call;
+use crate::collectives::call::{Call, CallKind};
 use crate::collectives::kernels::Kernel;
 use crate::collectives::plan::Plan;
 use crate::error::{ExecutionError, PeerMisbehaved};
@@ -111,6 +111,15 @@ impl ShmCollective {
         (self.fetched, self.schedule.volume().1)
     }
 
+    /// The bytes by which a fetch chooses between the caches and non-temporal stores: those of the whole call. A call
+    /// whose result replaces its input uses half the memory, and its result is often the input of the next call, so
+    /// its bytes count a quarter.
+    fn uncached_bytes(&self) -> usize {
+        let total = self.schedule.volume().1 as usize;
+        let is_in_place = matches!(self.call.kind, CallKind::AllReduce | CallKind::Broadcast);
+        if is_in_place { total / 4 } else { total }
+    }
+
     /// Bytes published so far, and in total.
     pub(crate) fn sent(&self) -> (u64, u64) {
         (self.published, self.schedule.volume().0)
@@ -191,7 +200,8 @@ impl ShmCollective {
             }
             ScheduleStep::Fetch { from, area, at, range } => {
                 let location = self.location(from, area, at);
-                self.fetched += copy_reduce::fetch(memory, &mut self.buffer, range, location) as u64;
+                let total = self.uncached_bytes();
+                self.fetched += copy_reduce::fetch(memory, &mut self.buffer, range, location, total) as u64;
                 fault_point("received", self.seq, self.fetched as usize);
             }
             ScheduleStep::ReduceDirect { range } => {

@@ -102,13 +102,15 @@ pub(super) fn publish(
     range.start - start
 }
 
-/// Copies from `location` in shared memory to `range` of `elements`. Returns the number of bytes.
+/// Copies from `location` in shared memory to `range` of `elements`, as a part of a call that fetches `total` bytes.
+/// Returns the number of bytes.
 #[inline]
 pub(super) fn fetch(
     memory: &HostMemory,
     elements: &mut impl Elements,
     mut range: Range<usize>,
     location: Location,
+    total: usize,
 ) -> usize {
     let start = range.start;
     while !range.is_empty() {
@@ -117,7 +119,7 @@ pub(super) fn fetch(
         if bytes == 0 {
             break;
         }
-        location.at_rank(location.rank, range.start - start).view(memory, bytes).read_part(&mut into);
+        location.at_rank(location.rank, range.start - start).view(memory, bytes).read_part(&mut into, total);
         range.start += bytes;
     }
     range.start - start

@@ -15,8 +15,14 @@ use super::segment::Segment;
 use super::store_policy::StorePolicy;
 use crate::transport::links::{CellHeader, Link};
 
-/// Maximum number of bytes that the writer copies before it publishes its count.
-const CHUNK_BYTES: usize = 16 << 10;
+/// The writer publishes its count each time that it has copied a quarter of a write, within these bounds. Each
+/// count costs a fence and an exchange of cache lines, but the reader begins the earlier, the shorter the chunk
+/// is. Two cores of an EPYC (Zen 5) take 11.5 µs for 256 KiB in chunks of 16 KiB and 9.4 µs in chunks of 64 KiB;
+/// for 4 MiB 152 and 124 µs.
+const MIN_CHUNK_BYTES: usize = 16 << 10;
+const MAX_CHUNK_BYTES: usize = 64 << 10;
+/// Most bytes that one read takes, so that other peers get their turn.
+const MAX_READ_BYTES: usize = 512 << 10;
 /// The reader publishes its count of bytes read this many times per size of the ring, and when no more bytes
 /// are readable. Publishing costs as much as reading a short message.
 const READ_REPORTS_PER_RING: usize = 4;
@@ -158,6 +164,8 @@ pub(super) fn validated(count: u64, least: u64, most: u64) -> io::Result<u64> {
 impl Link for Ring {
     fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
         let (mut sent, mut reported) = (0, 0);
+        let total: usize = parts.iter().map(|part| part.len()).sum();
+        let chunk = (total / 8).clamp(MIN_CHUNK_BYTES, MAX_CHUNK_BYTES);
         'parts: for part in parts {
             let mut part: &[u8] = part;
             while !part.is_empty() {
@@ -165,12 +173,12 @@ impl Link for Ring {
                 if writable == 0 {
                     break 'parts;
                 }
-                let (now, rest) = part.split_at(writable.min(part.len()).min(CHUNK_BYTES));
+                let (now, rest) = part.split_at(writable.min(part.len()).min(chunk));
                 self.segment.view(at, now.len()).write_with(&self.policy, now);
                 self.written += now.len() as u64;
                 sent += now.len();
                 part = rest;
-                if sent - reported >= CHUNK_BYTES {
+                if sent - reported >= chunk {
                     self.publish(self.outgoing.written, self.written);
                     reported = sent;
                 }
@@ -185,16 +193,17 @@ impl Link for Ring {
     }
 
     fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let (mut got, is_long) = (0, into.len() > CHUNK_BYTES);
-        while got < into.len() {
+        let (mut got, total) = (0, into.len());
+        let most = total.min(MAX_READ_BYTES);
+        while got < most {
             let (readable, at) = self.readable()?;
             if readable == 0 {
                 break;
             }
-            let now = readable.min(into.len() - got).min(CHUNK_BYTES);
+            let now = readable.min(most - got).min(MAX_CHUNK_BYTES);
             let (view, target) = (self.segment.view(at, now), &mut into[got..got + now]);
-            if is_long {
-                view.read_part(target)
+            if total > MIN_CHUNK_BYTES {
+                view.read_part(target, total)
             } else {
                 view.read(target)
             }

@@ -71,7 +71,7 @@ impl Group {
     /// The errors of [`Self::recv`] and [`Self::recv_any`].
     pub fn probe(&self, from: Option<usize>, tag: u32) -> Result<Status, CommError> {
         loop {
-            // A waiting probe that succeeds always returns an status.
+            // A waiting probe that succeeds always returns a status.
             if let Some(status) = self.probe_message(from, tag, true)? {
                 return Ok(status);
             }

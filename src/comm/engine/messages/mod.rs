@@ -30,7 +30,7 @@ use crate::collectives::call::{Call, Status};
 use crate::engine::completion::Completion;
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, GroupId, HEADER_BYTES, Kind};
-use crate::transport::links::conn::{Conn, MAX_READ_AHEAD_BYTES};
+use crate::transport::links::conn::Conn;
 pub(crate) use queues::{AnySourceQueue, DeadlineBounds, MessageError, PostedCall, Probe};
 use queues::{Match, OutgoingFrame, PendingRecv, PendingSend, ReadState, Stage, check_type, send_index};
 use unexpected::{
@@ -39,6 +39,8 @@ use unexpected::{
 
 /// Largest message that is sent eagerly, before a receive matches it.
 pub(crate) const EAGER_BYTES: usize = 64 << 10;
+/// Most bytes of a message that one write passes to the connection, so that other peers get their turn.
+const MAX_WRITE_BYTES: usize = 512 << 10;
 
 /// All messages with one peer.
 #[derive(Debug)]
@@ -238,7 +240,7 @@ impl PeerMessages {
             let buffer = body.map(|index| &self.sends[index].posted.buffer);
             let total = HEADER_BYTES + buffer.map_or(0, BorrowedBuffer::len);
             let from = out.sent.saturating_sub(HEADER_BYTES);
-            let bytes = buffer.map_or(&[][..], |buffer| buffer.bytes(from..from + MAX_READ_AHEAD_BYTES));
+            let bytes = buffer.map_or(&[][..], |buffer| buffer.bytes(from..from + MAX_WRITE_BYTES));
             let parts = [IoSlice::new(&out.header[out.sent.min(HEADER_BYTES)..]), IoSlice::new(bytes)];
             let sent = conn.send(&parts).map_err(MessageError::Broken)?;
             out.sent += sent;

@@ -11,7 +11,7 @@ use crate::error::PeerMisbehaved;
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
 use crate::transport::links::CELL_BYTES;
-use crate::transport::links::conn::{Conn, ConnError, MAX_READ_AHEAD_BYTES};
+use crate::transport::links::conn::{Conn, ConnError};
 
 impl PeerMessages {
     /// Reads available data with at most one system call. Returns whether anything moved.
@@ -61,7 +61,7 @@ impl PeerMessages {
         let index = self.recvs.iter().position(|recv| recv.id == id)?;
         let recv = &self.recvs[index];
         let left = recv.posted.buffer.len().min(recv.message_bytes()).saturating_sub(recv.done);
-        (left >= 4096 && conn.unread().is_empty()).then_some((index, left.min(MAX_READ_AHEAD_BYTES)))
+        (left >= 4096 && conn.unread().is_empty()).then_some((index, left))
     }
 
     /// Processes the message in the next cell, or a header or elements among the bytes that were read ahead.
