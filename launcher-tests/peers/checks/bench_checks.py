@@ -21,6 +21,12 @@ ROOT = os.path.realpath(os.path.join(os.path.dirname(os.path.abspath(__file__)),
 COMM = "src/comm"
 OPERATIONS = ("send_recv", "all_reduce", "barrier")
 
+NO_CLOCK = (
+    f"{COMM}/flight/clock.rs",
+    "    CLOCK.with(|clock| clock.get().at(counter()).unwrap_or_else(|| read(clock)))\n",
+    "    CLOCK.with(|clock| if cfg!(test) { clock.get().at(counter()).unwrap_or_else(|| read(clock)) } else { 1 })\n",
+)
+
 # Name: (the check, [(file, text, its replacement)]).
 REMOVALS = {
     "mismatch": (
@@ -70,21 +76,13 @@ REMOVALS = {
                 "        let _ = info;\n",
             ),
             (f"{COMM}/flight/mod.rs", "number: ring.add(&entry), tags,", "number: None, tags,"),
-            (
-                f"{COMM}/flight/clock.rs",
-                "    CLOCK.with(|clock| clock.get().at(counter()).unwrap_or_else(|| read(clock)))\n",
-                "    CLOCK.with(|clock| if cfg!(test) { clock.get().at(counter()).unwrap_or_else(|| read(clock)) } else { 1 })\n",
-            ),
+            NO_CLOCK,
         ],
     ),
     "clock": (
         "of that the time: one reading of the processor's counter",
         [
-            (
-                f"{COMM}/flight/clock.rs",
-                "    CLOCK.with(|clock| clock.get().at(counter()).unwrap_or_else(|| read(clock)))\n",
-                "    CLOCK.with(|clock| if cfg!(test) { clock.get().at(counter()).unwrap_or_else(|| read(clock)) } else { 1 })\n",
-            ),
+            NO_CLOCK,
         ],
     ),
     "sleepers": (
@@ -259,7 +257,7 @@ def build(out, name):
     source = os.path.join(out, "source")
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     changed = {}
-    for path, old, new in edits([] if not name else [key for key in REMOVALS if name in (key, ALL)]):
+    for path, old, new in edits(key for key in REMOVALS if name in (key, ALL)):
         changed[path] = changed.get(path, open(os.path.join(ROOT, path)).read()).replace(old, new)
     for path in filter(None, tracked.split("\0")):
         to = os.path.join(source, path)

@@ -111,9 +111,9 @@ impl ShmCollective {
         (self.fetched, self.schedule.volume().1)
     }
 
-    /// The bytes by which a fetch chooses between the caches and non-temporal stores: those of the whole call. A call
-    /// whose result replaces its input uses half the memory, and its result is often the input of the next call, so
-    /// its bytes count a quarter.
+    /// Returns the number of bytes by which a fetch chooses between cached and non-temporal stores. It is that of the
+    /// whole call. In a call whose result replaces its input, a byte counts a quarter: such a call uses half the
+    /// memory, and its result is often the input of the next call.
     fn uncached_bytes(&self) -> usize {
         let total = self.schedule.volume().1 as usize;
         let is_in_place = matches!(self.call.kind, CallKind::AllReduce | CallKind::Broadcast);

@@ -106,7 +106,8 @@ impl HostMemory {
         let (mut result, mut elements) = (Ok(()), PlainElements { buffer, kernel });
         small.schedule.consume_all(&mut |step| match step {
             ScheduleStep::Fetch { from, at, range, .. } => {
-                let bytes = copy_reduce::fetch(self, &mut elements, range, small.location(from, at), 0);
+                let (location, total) = (small.location(from, at), range.len());
+                let bytes = copy_reduce::fetch(self, &mut elements, range, location, total);
                 fault_point("received", small.seq, bytes);
             }
             ScheduleStep::Reduce { at, range, publishes, .. } => {

@@ -128,7 +128,7 @@ impl View<'_> {
 /// `len` bytes from `from` on are readable and nobody writes them. `len` bytes from `into` on are writable and nobody
 /// else uses them. The two ranges do not overlap.
 unsafe fn copy_non_temporal(from: *const u8, into: *mut u8, len: usize) {
-    // Whole cache lines of the target use non-temporal stores; the bytes before and behind them use normal stores.
+    // Only whole cache lines of the target use non-temporal stores. Normal stores write the bytes before and behind.
     #[cfg(target_arch = "x86_64")]
     let (before, lines) = {
         let before = into.align_offset(LINE_BYTES).min(len);
@@ -153,7 +153,7 @@ unsafe fn copy_non_temporal(from: *const u8, into: *mut u8, len: usize) {
     }
 }
 
-/// The least number of bytes of a receive whose data is written past the caches, on any machine.
+/// The least value of [`UNCACHED_BYTES`]. Short data is compared with it alone, without reading the system's files.
 const MIN_UNCACHED_BYTES: usize = 4 << 20;
 
 /// The least number of bytes of a receive whose data is written past the caches: a quarter of the last cache. More

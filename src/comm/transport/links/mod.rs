@@ -32,7 +32,8 @@ pub(crate) trait Link: fmt::Debug + Send {
     /// Sends bytes from the front of `parts`, and returns the number of bytes sent.
     fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize>;
 
-    /// Receives bytes into `into` (not empty), and returns their number; 0 if the peer has closed its end.
+    /// Receives bytes into `into` (not empty), and returns their number; 0 if the peer has closed its end. `into` may
+    /// be the space for all missing bytes of a message. Each link bounds the bytes of one call itself.
     fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize>;
 
     /// Sends a message with the number `stamp` past the byte stream, in a cell. Returns false if the link has

@@ -9,6 +9,7 @@ use nix::libc;
 use socket2::{Domain, Protocol, Socket, TcpKeepalive, Type};
 
 use super::Link;
+use super::conn::MAX_READ_AHEAD_BYTES;
 use super::fork::CloseOnFork;
 
 /// Maximum number of connections that the kernel queues for a listening socket until the rank accepts them.
@@ -100,7 +101,10 @@ impl Link for Tcp {
     }
 
     fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        (&self.socket).read(into)
+        // The caller may pass the space for all that is missing. One read takes a part, so that other peers get
+        // their turn.
+        let most = into.len().min(MAX_READ_AHEAD_BYTES);
+        (&self.socket).read(&mut into[..most])
     }
 
     fn close_write(&mut self) {
