@@ -175,7 +175,7 @@ impl Pairs {
         let line = |(from, to): (usize, usize), direction: Direction| {
             let (bandwidth, micros) = (self.bandwidth(direction), direction.micros);
             format!(
-                "{system},{transport},pair_{}_{},2,u8,{},{},{micros:.2},{micros:.2},{bandwidth:.4},{bandwidth:.4}",
+                "{system},{transport},pair_{}_{},2,u8,{},{},{micros:.4},{micros:.4},{bandwidth:.4},{bandwidth:.4}",
                 names[from], names[to], self.bytes, direction.messages
             )
         };
@@ -246,7 +246,7 @@ mod tests {
     fn csv_and_json_contain_both_directions_of_a_pair() {
         let pairs = pairs(2, &[((0, 1), 1.0)]);
         let csv = pairs.csv(&names(2), "convoke", "tcp");
-        assert_eq!(csv[0], "convoke,tcp,pair_h1_h2,2,u8,1000000,3,1000.00,1000.00,1.0000,1.0000");
+        assert_eq!(csv[0], "convoke,tcp,pair_h1_h2,2,u8,1000000,3,1000.0000,1000.0000,1.0000,1.0000");
         assert!(csv[1].starts_with("convoke,tcp,pair_h2_h1,") && csv[1].ends_with(",2.0000,2.0000"));
         let value: serde_json::Value = serde_json::from_str(&pairs.json(&names(2))[0]).unwrap();
         assert_eq!((value["hosts"][1].as_str(), value["gb_per_s"][1].as_f64()), (Some("h2"), Some(2.0)));

@@ -47,7 +47,7 @@ impl Row {
         let BenchCase { collective, dtype, .. } = self.case;
         let Timing { iterations, micros } = self.timing;
         format!(
-            "{},{transport},{collective},{},{dtype},{},{iterations},{:.2},{:.2},{:.4},{:.4}",
+            "{},{transport},{collective},{},{dtype},{},{iterations},{:.4},{:.4},{:.4},{:.4}",
             names.join("-"),
             self.ranks,
             self.bytes(),
@@ -105,7 +105,7 @@ pub(crate) mod tests {
         let mut row = row(Collective::AllReduce, 1_000_000, 4000.0);
         assert_eq!(
             row.csv("convoke", "tcp", false),
-            "convoke,tcp,all_reduce,4,f32,4000000,20,4000.00,8000.00,1.0000,1.5000"
+            "convoke,tcp,all_reduce,4,f32,4000000,20,4000.0000,8000.0000,1.0000,1.5000"
         );
         row.algorithm = Some("ring".to_owned());
         assert!(row.csv("convoke", "tcp", true).starts_with("convoke-ring-sum,tcp,all_reduce,4,"));
