@@ -123,14 +123,21 @@ impl Cells {
         Ok(())
     }
 
-    /// Returns the header of the message with this stamp, if it is in the next cell.
+    /// Returns the header of the message with this stamp, if it is in the next cell. If it is not, fetches the lines
+    /// of the `bytes` bytes of data that the caller expects.
     #[inline]
-    pub(super) fn header(&mut self, segment: &Segment, stamp: u64) -> Option<CellHeader> {
+    pub(super) fn header(&mut self, segment: &Segment, stamp: u64, bytes: usize) -> Option<CellHeader> {
         if !self.is_readable {
             self.is_readable = segment.word(self.incoming.allocated).load(Ordering::Acquire) != 0;
         }
         let at = self.incoming.cell(self.emptied);
-        if !self.is_readable || segment.word(at).load(Ordering::Acquire) != stamp {
+        if !self.is_readable {
+            return None;
+        }
+        if segment.word(at).load(Ordering::Acquire) != stamp {
+            if bytes > INLINE_BYTES && bytes <= CELL_BYTES {
+                segment.view(at + data_offset(bytes), bytes).prefetch_awaited();
+            }
             return None;
         }
         let mut header = [0; size_of::<CellHeader>()];
@@ -195,7 +202,7 @@ mod tests {
     }
 
     fn receive(segment: &Segment, cells: &mut Cells, stamp: u64, bytes: usize) -> Vec<u8> {
-        assert_eq!(cells.header(segment, stamp), Some(HEADER));
+        assert_eq!(cells.header(segment, stamp, bytes), Some(HEADER));
         let mut into = vec![0; bytes];
         cells.take(segment, &mut into).unwrap();
         into
@@ -208,7 +215,7 @@ mod tests {
             let (stamp, sent) = (index as u64 + 1, data(bytes, index));
             for forward in [true, false] {
                 let (from, to) = if forward { (&mut a, &mut b) } else { (&mut b, &mut a) };
-                assert_eq!(to.header(&segment, stamp), None);
+                assert_eq!(to.header(&segment, stamp, bytes), None);
                 assert!(from.send(&segment, stamp, HEADER, &sent).unwrap());
                 from.prepare_next(&segment, bytes);
                 assert_eq!(receive(&segment, to, stamp, bytes), sent);
@@ -228,7 +235,7 @@ mod tests {
         }
         assert!(!a.send(&segment, stamp(count), HEADER, &[]).unwrap());
         for index in 0..count {
-            assert_eq!(b.header(&segment, stamp(index) + 1), None, "another message is in the cell");
+            assert_eq!(b.header(&segment, stamp(index) + 1, 9), None, "another message is in the cell");
             assert_eq!(receive(&segment, &mut b, stamp(index), 9), data(9, index as usize));
         }
         assert!(a.send(&segment, stamp(count), HEADER, &[]).unwrap(), "the receiver sends nothing");

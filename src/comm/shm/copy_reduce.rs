@@ -63,7 +63,7 @@ pub(super) enum AreaAddress {
 }
 
 impl Location {
-    fn view(self, memory: &HostMemory, bytes: usize) -> View<'_> {
+    pub(super) fn view(self, memory: &HostMemory, bytes: usize) -> View<'_> {
         let start = match self.area {
             AreaAddress::Slot { number, inline } => {
                 memory.layout.slot(self.rank, number) + if inline { INLINE_OFFSET } else { SLOT_HEADER }

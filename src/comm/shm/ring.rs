@@ -244,8 +244,8 @@ impl Link for Ring {
         Ok(sent)
     }
 
-    fn cell(&mut self, stamp: u64) -> Option<CellHeader> {
-        self.cells.as_mut()?.header(&self.segment, stamp)
+    fn cell(&mut self, stamp: u64, bytes: usize) -> Option<CellHeader> {
+        self.cells.as_mut()?.header(&self.segment, stamp, bytes)
     }
 
     fn take_cell(&mut self, into: &mut [u8]) -> io::Result<()> {

@@ -69,11 +69,21 @@ impl HostMemory {
             if rank != self.me
                 && !self.match_call(rank, small.call_number.number, &small.call_number.header, small.seq)?
             {
+                self.prefetch_awaited(small, rank);
                 return Ok(false);
             }
             small.matched += 1;
         }
         Ok(true)
+    }
+
+    /// Fetches the lines of the data that `rank` is about to publish for this rank.
+    #[inline]
+    fn prefetch_awaited(&self, small: &SmallCall, rank: usize) {
+        if !small.inline {
+            let (at, bytes) = small.schedule.awaited_bytes();
+            small.location(rank, at).view(self, bytes).prefetch_awaited();
+        }
     }
 
     /// Returns whether this rank should yield its core to another rank that uses the same core. It should if

@@ -14,6 +14,11 @@ use crate::collectives::kernels::{TWO_PLACES_BYTES, copy};
 const PREFETCH_BYTES: usize = 512;
 const LINE_BYTES: usize = 64;
 
+/// Most bytes of awaited data whose lines are fetched while its stamp is polled. On two cores of an EPYC (Zen 5)
+/// without a common cache, a message of 256 bytes takes 0.37 instead of 0.48 µs. With 1 KiB, the reader takes
+/// lines from the writer that the writer has not finished: `broadcast` takes 0.23 instead of 0.20 µs.
+const MOST_AWAITED_BYTES: usize = 256;
+
 impl View<'_> {
     /// Copies the bytes into `into`, which has the length of this view.
     #[inline(always)]
@@ -56,6 +61,18 @@ impl View<'_> {
     pub(super) fn prefetch_for_write(self) {
         if *IS_INTEL {
             prefetch_for_write(self.start, self.bytes);
+        }
+    }
+
+    /// Fetches the lines of this view, if they are few. Another rank is about to write them and then a stamp, which
+    /// this rank polls. A rank that fetches these lines with each look at the stamp receives them together with the
+    /// stamp, instead of one transfer later.
+    #[inline(always)]
+    pub(super) fn prefetch_awaited(self) {
+        if self.bytes <= MOST_AWAITED_BYTES {
+            for at in (0..self.bytes).step_by(LINE_BYTES) {
+                prefetch_for_read(self.start.wrapping_add(at));
+            }
         }
     }
 
@@ -213,6 +230,19 @@ fn prefetch_for_write(start: *const u8, bytes: usize) {
         #[cfg(not(target_arch = "x86_64"))]
         let _ = line;
     }
+}
+
+/// Asks the processor to fetch a cache line for reading. It ignores unmapped addresses.
+#[inline(always)]
+fn prefetch_for_read(line: *const u8) {
+    // SAFETY: a hint that changes nothing and never faults, wherever it points.
+    #[cfg(target_arch = "x86_64")]
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(line.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = line;
 }
 
 #[cfg(test)]

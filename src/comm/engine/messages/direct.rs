@@ -99,7 +99,7 @@ impl PeerMessages {
             return Ok(RecvProgress::UseQueues);
         }
         let Some(conn) = &mut self.conn else { return Ok(RecvProgress::UseQueues) };
-        if let Some(header) = conn.cell(self.next_incoming) {
+        if let Some(header) = conn.cell(self.next_incoming, buffer.len()) {
             return self.recv_cell(header, call, buffer);
         }
         if conn.unread().len() < HEADER_BYTES {

@@ -91,7 +91,7 @@ impl PeerMessages {
     /// there was one.
     fn read_cell(&mut self, any_source: &mut AnySourceQueue, conn: &mut Conn) -> Result<bool, MessageError> {
         let seq = self.next_incoming;
-        let Some(call) = conn.cell(seq).filter(|_| matches!(self.reading, ReadState::Header)) else {
+        let Some(call) = conn.cell(seq, 0).filter(|_| matches!(self.reading, ReadState::Header)) else {
             return Ok(false);
         };
         let decoded = Call::decode(call)?;

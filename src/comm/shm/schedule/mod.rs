@@ -191,6 +191,14 @@ impl Schedule {
         self.bytes.saturating_mul(self.blocks()) <= most
     }
 
+    /// Returns the offset in the slot of each source, and the number, of the bytes that this rank reads from it in a
+    /// small call.
+    #[inline]
+    pub(crate) fn awaited_bytes(&self) -> (usize, usize) {
+        let at = if self.blocks() > 1 { self.me * self.bytes } else { 0 };
+        (at, self.bytes)
+    }
+
     /// The number of blocks of which a rank publishes data in one round, its own included.
     fn blocks(&self) -> usize {
         match self.kind {

@@ -119,11 +119,12 @@ impl Conn {
         self.link.try_send_cell(seq + 1, header, data).map_err(ConnError::Failed)
     }
 
-    /// Returns the header of message number `seq`, if it is in the next cell of the link.
+    /// Returns the header of message number `seq`, if it is in the next cell of the link. The caller expects
+    /// `bytes` bytes of data; 0 if it does not know.
     #[inline]
-    pub(crate) fn cell(&mut self, seq: u64) -> Option<CellHeader> {
+    pub(crate) fn cell(&mut self, seq: u64, bytes: usize) -> Option<CellHeader> {
         // A cell that was never used has stamp 0, so no message has it.
-        self.link.cell(seq + 1)
+        self.link.cell(seq + 1, bytes)
     }
 
     /// Copies the data of the message whose header [`Self::cell`] returned, and empties its cell. The length

@@ -43,8 +43,9 @@ pub(crate) trait Link: fmt::Debug + Send {
         Ok(false)
     }
 
-    /// Returns the header of the message with the number `stamp`, if it is in the next cell.
-    fn cell(&mut self, _stamp: u64) -> Option<CellHeader> {
+    /// Returns the header of the message with the number `stamp`, if it is in the next cell. The caller expects
+    /// `_bytes` bytes of data.
+    fn cell(&mut self, _stamp: u64, _bytes: usize) -> Option<CellHeader> {
         None
     }
 
