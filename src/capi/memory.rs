@@ -28,7 +28,7 @@ enum Origin {
 }
 
 /// Allocates `bytes` zero bytes that all ranks of the host can access. All ranks of the group call it; each
-/// gets its own memory, of the size that it passes. An all-reduce of more than 8 KiB copies nothing if all
+/// gets its own memory, of the size that it passes. An all-reduce of more than 16 KiB copies nothing if all
 /// ranks pass the whole memory of one call, or equal pages of it.
 ///
 /// If not all ranks share memory, all get private memory, as `cvk_memory_is_shared` tells. Free the handle

@@ -711,7 +711,7 @@ void cvk_group_free(struct cvk_group *group);
 enum cvk_status cvk_init(const struct cvk_init_options *options, struct cvk_group **world);
 
 // Allocates `bytes` zero bytes that all ranks of the host can access. All ranks of the group call it; each
-// gets its own memory, of the size that it passes. An all-reduce of more than 8 KiB copies nothing if all
+// gets its own memory, of the size that it passes. An all-reduce of more than 16 KiB copies nothing if all
 // ranks pass the whole memory of one call, or equal pages of it.
 //
 // If not all ranks share memory, all get private memory, as `cvk_memory_is_shared` tells. Free the handle

@@ -29,7 +29,7 @@ const SHORT_LENS: [usize; 5] = [0, 1, 3, 7, 77];
 /// Total lengths in bytes at which algorithms, small messages and chunks change. Each is tried exactly, with
 /// one element less, and with one more.
 const THRESHOLDS: [&[usize]; 2] =
-    [&[4 << 10, 8 << 10, 12 << 10], &[4 << 10, 8 << 10, 12 << 10, 64 << 10, 128 << 10, 256 << 10]];
+    [&[4 << 10, 8 << 10, 16 << 10], &[4 << 10, 8 << 10, 12 << 10, 16 << 10, 64 << 10, 128 << 10, 256 << 10]];
 
 /// Each case takes one in this many lengths.
 const LEN_STRIDE: usize = 11;

@@ -353,7 +353,7 @@ fn shuffle<T>(list: &mut [T], random: &mut Random) {
 }
 
 /// The sizes in bytes at which algorithms, small messages and read-ahead change.
-const THRESHOLDS: [usize; 6] = [4 << 10, 8 << 10, 12 << 10, 64 << 10, 128 << 10, 256 << 10];
+const THRESHOLDS: [usize; 7] = [4 << 10, 8 << 10, 12 << 10, 16 << 10, 64 << 10, 128 << 10, 256 << 10];
 
 /// A random length: `times` of it are mostly few bytes, sometimes close to a threshold.
 fn random_len(element_bytes: usize, times: usize, random: &mut Random) -> usize {

@@ -54,6 +54,9 @@ impl ShmCollective {
             Self::with_schedule(memory, (call, seq), (buffer, kernel), schedule, call_number);
         let range = collective.buffer.single_range().filter(|_| collective.schedule.may_be_direct());
         collective.exposure = range.and_then(|(address, bytes)| memory.allocations.expose(address, bytes));
+        if collective.exposure.is_some() {
+            collective.schedule.expose();
+        }
         collective
     }
 

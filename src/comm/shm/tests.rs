@@ -102,6 +102,9 @@ impl Rank {
         let ranks = all.len();
         let Some(call) = self.calls.get(self.call) else { return false };
         let mut schedule = Schedule::new(call, me, ranks, LIMITS);
+        if schedule.may_be_direct() && self.exposes[self.call] {
+            schedule.expose();
+        }
         if self.direct {
             schedule.make_direct();
         }

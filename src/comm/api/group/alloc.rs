@@ -32,7 +32,7 @@ const ANNOUNCEMENT_BYTES: usize = 1 + 8 + size_of::<fd_passing::SocketInfo>();
 
 impl Group {
     /// Allocates zeroed memory for `len` elements that all ranks of the host can access. An
-    /// [all-reduce](Self::all_reduce) of more than 8 KiB in this memory copies nothing: it reduces the ranks'
+    /// [all-reduce](Self::all_reduce) of more than 16 KiB in this memory copies nothing: it reduces the ranks'
     /// elements in place.
     ///
     /// All ranks of the group call `alloc`, as a collective; each rank gets its own buffer, of the length

@@ -115,6 +115,8 @@ pub(crate) struct Schedule {
     bytes: usize,
     element: usize,
     limits: Limits,
+    /// This rank has its elements in a shared allocation and publishes their location.
+    exposed: bool,
     /// If set, the ranks reduce in place in a shared allocation.
     direct: bool,
 }
@@ -151,7 +153,8 @@ impl Schedule {
         debug_assert!(is_supported(call.kind));
         let (bytes, element) = (call.bytes() as usize, call.dtype.size_bytes());
         let bytes = if call.kind == CallKind::Barrier { 0 } else { bytes };
-        Self { kind: call.kind, me, ranks, root: call.root as usize, bytes, element, limits, direct: false }
+        let (kind, root) = (call.kind, call.root as usize);
+        Self { kind, me, ranks, root, bytes, element, limits, exposed: false, direct: false }
     }
 
     /// The number of rounds; 0 if the data fits in a slot.

@@ -25,20 +25,23 @@ impl Schedule {
         match index.checked_sub(1) {
             None => {
                 emit(ScheduleStep::AwaitSlot);
-                self.match_calls(emit);
-                if self.may_be_direct() {
-                    emit(ScheduleStep::DecideDirect);
-                } else {
+                // If this rank exposes no elements, no rank reduces in place. The first round is published before
+                // the call, so ranks wait for each other once and not twice.
+                if !self.exposed {
                     self.publish_round(0, emit);
+                }
+                self.match_calls(emit);
+                if self.exposed {
+                    emit(ScheduleStep::DecideDirect);
                 }
                 true
             }
             Some(piece) if self.direct => self.direct_steps(piece as usize, emit),
-            Some(0) if self.may_be_direct() => {
+            Some(0) if self.exposed => {
                 self.publish_round(0, emit);
                 true
             }
-            Some(index) => self.round_steps(index - u64::from(self.may_be_direct()), emit),
+            Some(index) => self.round_steps(index - u64::from(self.exposed), emit),
         }
     }
 
@@ -72,6 +75,12 @@ impl Schedule {
     /// Returns whether the call may reduce in place: then ranks publish the locations of their elements.
     pub(crate) fn may_be_direct(&self) -> bool {
         self.kind == CallKind::AllReduce && !self.is_small()
+    }
+
+    /// Lets this rank publish the location of its elements, which are in a shared allocation.
+    pub(crate) fn expose(&mut self) {
+        debug_assert!(self.may_be_direct());
+        self.exposed = true;
     }
 
     /// Switches to reduction in place: each rank reduces its part of the whole buffer for all ranks. No rank
