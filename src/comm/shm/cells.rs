@@ -14,6 +14,7 @@ use std::sync::atomic::Ordering;
 use super::layout::{CELL_DATA, CellOffsets};
 use super::ring::validated;
 use super::segment::Segment;
+use super::write::poll_stamp;
 use crate::transport::links::{CELL_BYTES, CellHeader};
 
 /// The offsets in the first line of a cell: of the header, of the number of cells that the sender has emptied in
@@ -134,10 +135,9 @@ impl Cells {
         if !self.is_readable {
             return None;
         }
-        if segment.word(at).load(Ordering::Acquire) != stamp {
-            if bytes > INLINE_BYTES && bytes <= CELL_BYTES {
-                segment.view(at + data_offset(bytes), bytes).prefetch_awaited();
-            }
+        let data = (bytes > INLINE_BYTES && bytes <= CELL_BYTES)
+            .then(|| segment.view(at + data_offset(bytes), bytes));
+        if !poll_stamp(segment.word(at), data, |found| found == stamp) {
             return None;
         }
         let mut header = [0; size_of::<CellHeader>()];

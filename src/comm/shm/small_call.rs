@@ -5,6 +5,7 @@ use super::copy_reduce::{self, AreaAddress, Location, PlainElements};
 use super::layout::{INLINE_BYTES, SLOTS};
 use super::numbering::CallNumber;
 use super::schedule::{Area, Schedule, ScheduleStep};
+use super::write::poll_stamp;
 use super::{AwaitedRanks, HostMemory};
 use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::Call;
@@ -69,7 +70,9 @@ impl HostMemory {
             if rank != self.me
                 && !self.match_call(rank, small.call_number.number, &small.call_number.header, small.seq)?
             {
-                self.prefetch_awaited(small, rank);
+                if self.poll_call(small, rank) {
+                    continue;
+                }
                 return Ok(false);
             }
             small.matched += 1;
@@ -77,13 +80,16 @@ impl HostMemory {
         Ok(true)
     }
 
-    /// Fetches the lines of the data that `rank` is about to publish for this rank.
+    /// Looks several times whether `rank` has made the call, and fetches the lines of the data that it publishes.
     #[inline]
-    fn prefetch_awaited(&self, small: &SmallCall, rank: usize) {
-        if !small.inline {
+    fn poll_call(&self, small: &SmallCall, rank: usize) -> bool {
+        let number = small.call_number.number;
+        let data = (!small.inline).then(|| {
             let (at, bytes) = small.schedule.awaited_bytes();
-            small.location(rank, at).view(self, bytes).prefetch_awaited();
-        }
+            small.location(rank, at).view(self, bytes)
+        });
+        let stamp = self.segment.word(self.layout.slot(rank, number));
+        poll_stamp(stamp, data, |stamp| stamp as u32 == number)
     }
 
     /// Returns whether this rank should yield its core to another rank that uses the same core. It should if

@@ -4,6 +4,7 @@
 
 use std::fs;
 use std::sync::LazyLock;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use super::segment::View;
@@ -188,6 +189,29 @@ static UNCACHED_BYTES: LazyLock<usize> = LazyLock::new(|| {
 
 /// The assumed size of the last cache if the system does not tell it.
 const DEFAULT_CACHE_BYTES: usize = 32 << 20;
+
+/// The number of looks at a stamp in one attempt.
+const LOOKS: u32 = 16;
+
+/// Looks at a stamp, several times if `is_awaited` is not true of it, and fetches the lines of the `data` that the
+/// stamp announces. Returns whether `is_awaited` was true in the end. An attempt of a caller has many more instructions
+/// than a look; looks in a row notice the stamp sooner.
+#[inline(always)]
+pub(super) fn poll_stamp(
+    stamp: &AtomicU64,
+    data: Option<View<'_>>,
+    is_awaited: impl Fn(u64) -> bool,
+) -> bool {
+    for _ in 0..LOOKS {
+        if is_awaited(stamp.load(Ordering::Acquire)) {
+            return true;
+        }
+        if let Some(data) = data {
+            data.prefetch_awaited();
+        }
+    }
+    false
+}
 
 /// Orders earlier non-temporal stores of this thread before later stores (`sfence`).
 pub(super) fn store_fence() {
