@@ -198,16 +198,21 @@ impl Schedule {
     /// small call.
     #[inline]
     pub(crate) fn awaited_bytes(&self) -> (usize, usize) {
-        let at = if self.blocks() > 1 { self.me * self.bytes } else { 0 };
-        (at, self.bytes)
+        (self.block_index(self.me) * self.bytes, self.bytes)
     }
 
-    /// The number of blocks of which a rank publishes data in one round, its own included.
+    /// The number of blocks for which a rank has room in one round: one for each rank, its own included, or of two
+    /// ranks one for the other rank.
     fn blocks(&self) -> usize {
         match self.kind {
-            CallKind::ReduceScatter | CallKind::Scatter | CallKind::AllToAll => self.ranks,
+            CallKind::ReduceScatter | CallKind::Scatter | CallKind::AllToAll if self.ranks > 2 => self.ranks,
             _ => 1,
         }
+    }
+
+    /// The position among the published [blocks](Self::blocks) of the block for `rank`.
+    fn block_index(&self, rank: usize) -> usize {
+        if self.blocks() > 1 { rank } else { 0 }
     }
 
     /// The bytes of the buffer, or of each block, that one round works on.

@@ -185,7 +185,8 @@ impl Schedule {
         emit: &mut impl FnMut(ScheduleStep),
     ) {
         for rank in self.others() {
-            emit(ScheduleStep::Publish { range: self.of_block(rank, part), area, at: rank * stride });
+            let at = self.block_index(rank) * stride;
+            emit(ScheduleStep::Publish { range: self.of_block(rank, part), area, at });
         }
     }
 
@@ -198,23 +199,24 @@ impl Schedule {
         emit: &mut impl FnMut(ScheduleStep),
     ) {
         let of = |block: usize| self.of_block(block, part);
+        let at = self.block_index(self.me) * stride;
         let fetch =
             |from: usize, at: usize, range: Range<usize>| ScheduleStep::Fetch { from, area, at, range };
         match self.kind {
             CallKind::Broadcast if !self.is_root() => emit(fetch(self.root, 0, part.clone())),
             CallKind::Scatter if !self.is_root() => {
-                emit(fetch(self.root, self.me * stride, of(self.me)));
+                emit(fetch(self.root, at, of(self.me)));
             }
             CallKind::AllGather => self.others().for_each(|rank| emit(fetch(rank, 0, of(rank)))),
             CallKind::Gather if self.is_root() => {
                 self.others().for_each(|rank| emit(fetch(rank, 0, of(rank))));
             }
             CallKind::AllToAll => {
-                let (me, ranks) = (self.me, self.ranks);
-                self.others().for_each(|rank| emit(fetch(rank, me * stride, of(ranks + rank))));
+                let ranks = self.ranks;
+                self.others().for_each(|rank| emit(fetch(rank, at, of(ranks + rank))));
             }
             CallKind::ReduceScatter => {
-                let (at, range) = (self.me * stride, of(self.me));
+                let range = of(self.me);
                 emit(ScheduleStep::Reduce { area, at, range, publishes: false });
             }
             _ => {}
