@@ -1,4 +1,5 @@
-//! Copies into shared memory, with normal stores, prefetched lines or non-temporal stores, and out of it.
+//! Copies into shared memory, with normal stores, prefetched lines or non-temporal stores, and out of it. Looks at the
+//! stamps that announce data, and fetches the lines of this data.
 
 #![allow(unsafe_code)]
 
