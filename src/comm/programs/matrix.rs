@@ -28,8 +28,10 @@ const WORLDS: [&[usize]; 2] = [&[1, 2, 3, 5], &[1, 2, 3, 4, 5, 6, 7, 8, 16, 17]]
 const SHORT_LENS: [usize; 5] = [0, 1, 3, 7, 77];
 /// Total lengths in bytes at which algorithms, small messages and chunks change. Each is tried exactly, with
 /// one element less, and with one more.
-const THRESHOLDS: [&[usize]; 2] =
-    [&[4 << 10, 8 << 10, 16 << 10], &[4 << 10, 8 << 10, 12 << 10, 16 << 10, 64 << 10, 128 << 10, 256 << 10]];
+const THRESHOLDS: [&[usize]; 2] = [
+    &[4 << 10, 8 << 10, 12 << 10, 16 << 10],
+    &[4 << 10, 8 << 10, 12 << 10, 16 << 10, 64 << 10, 128 << 10, 256 << 10],
+];
 
 /// Each case takes one in this many lengths.
 const LEN_STRIDE: usize = 11;

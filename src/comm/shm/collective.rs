@@ -115,8 +115,8 @@ impl ShmCollective {
     }
 
     /// Returns the number of bytes by which a fetch chooses between cached and non-temporal stores. It is that of the
-    /// whole call. In a call whose result replaces its input, a byte counts a quarter: such a call uses half the
-    /// memory, and its result is often the input of the next call.
+    /// whole call. If the result replaces the input, a byte counts a quarter. Such a call uses half the memory, and
+    /// its result is often the input of the next call.
     fn uncached_bytes(&self) -> usize {
         let total = self.schedule.volume().1 as usize;
         let is_in_place = matches!(self.call.kind, CallKind::AllReduce | CallKind::Broadcast);
@@ -238,7 +238,7 @@ impl ShmCollective {
     /// Checks whether all ranks have their elements in one allocation, and then reduces in place. All ranks
     /// read the same locations, so they decide alike.
     fn decide_direct(&mut self, memory: &HostMemory) -> Result<(), ExecutionError> {
-        let Some(exposure) = self.exposure.take() else { return Ok(()) };
+        let exposure = self.exposure.take().expect("only a rank that exposes its elements decides");
         let locations: Vec<_> = (0..memory.ranks.len())
             .map(|local_rank| memory.published_location(local_rank, self.call_number.number))
             .collect();

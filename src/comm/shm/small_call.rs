@@ -67,12 +67,10 @@ impl HostMemory {
         let Some(sources) = small.schedule.sources() else { return Ok(true) };
         let these = sources.range(self.ranks.len());
         while let Some(rank) = these.clone().nth(small.matched) {
-            if rank != self.me
-                && !self.match_call(rank, small.call_number.number, &small.call_number.header, small.seq)?
-            {
-                if self.poll_call(small, rank) {
-                    continue;
-                }
+            let CallNumber { number, ref header, .. } = small.call_number;
+            let is_equal = rank == self.me
+                || self.poll_call(small, rank) && self.match_call(rank, number, header, small.seq)?;
+            if !is_equal {
                 return Ok(false);
             }
             small.matched += 1;

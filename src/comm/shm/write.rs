@@ -70,7 +70,7 @@ impl View<'_> {
     /// this rank polls. A rank that fetches these lines with each look at the stamp receives them together with the
     /// stamp, instead of one transfer later.
     #[inline(always)]
-    pub(super) fn prefetch_awaited(self) {
+    fn prefetch_awaited(self) {
         if self.bytes <= MOST_AWAITED_BYTES {
             for at in (0..self.bytes).step_by(LINE_BYTES) {
                 prefetch_for_read(self.start.wrapping_add(at));
@@ -195,8 +195,8 @@ const DEFAULT_CACHE_BYTES: usize = 32 << 20;
 const LOOKS: u32 = 16;
 
 /// Looks at a stamp, several times if `is_awaited` is not true of it, and fetches the lines of the `data` that the
-/// stamp announces. Returns whether `is_awaited` was true in the end. An attempt of a caller has many more instructions
-/// than a look; looks in a row notice the stamp sooner.
+/// stamp announces. Returns whether `is_awaited` was true in the end. An attempt of the caller takes much longer than
+/// a look, so several looks in each attempt notice the stamp sooner.
 #[inline(always)]
 pub(super) fn poll_stamp(
     stamp: &AtomicU64,
