@@ -93,7 +93,9 @@ impl Recording {
         entries.sort_by_key(|entry| entry.number);
         let names = Names::parse(&header.names);
         let exit = Exit::decode([words[EXIT], words[EXIT + 1]]);
-        Ok(Self { header, exit, names, groups, entries, calls: words[CALL_COUNT], torn, lost: words[LOST] })
+        // A slow thread may have set the count back.
+        let calls = entries.last().map_or(0, |last: &Entry| last.number).max(words[CALL_COUNT]);
+        Ok(Self { header, exit, names, groups, entries, calls, torn, lost: words[LOST] })
     }
 
     /// Returns the group with this number; `None` if its record was overwritten.

@@ -16,6 +16,8 @@ use crate::transport::links::fork;
 
 /// Most attempts to copy a group record or call record that other threads are changing.
 const MAX_COPY_ATTEMPTS: u32 = 100;
+/// Most slots that a thread looks at to find the next call's: all slots of the ring twice.
+const MAX_TAKEN_NUMBERS: usize = 2 * layout::ENTRIES;
 
 /// The ring of calls, and the other parts of a recording.
 #[derive(Debug)]
@@ -39,10 +41,12 @@ impl Slot<'_> {
     }
 
     /// Makes the lock odd, for call `number`, if the lock has the value `before`. Returns true if it had.
+    #[inline(always)]
     fn lock(&self, before: u64, number: u64) -> bool {
         let lock = &self.0[layout::entry::LOCK];
+        // SeqCst, as `AtomicUpdate` requires. It takes no longer here.
         let locked =
-            lock.compare_exchange(before, layout::lock(number) | 1, Ordering::Acquire, Ordering::Relaxed);
+            lock.compare_exchange(before, layout::lock(number) | 1, Ordering::SeqCst, Ordering::Relaxed);
         // Later memory writes must not be visible before the odd lock.
         fence(Ordering::Release);
         locked.is_ok()
@@ -84,21 +88,17 @@ impl CallRing {
         })
     }
 
-    /// Adds a call and returns its number; `None` if another thread is writing to the call's slot, or if this
+    /// Adds a call and returns its number; `None` if other threads are writing to the call's slot, or if this
     /// process is a forked child.
-    #[inline]
+    #[inline(always)]
     pub(super) fn add(&self, entry: &Entry) -> Option<u64> {
         if !self.is_own_process() {
             return None;
         }
-        let number = self.words[layout::header::CALL_COUNT].fetch_add(1, Ordering::Relaxed) + 1;
-        let slot = self.slot(number)?;
-        let before = slot.0[layout::entry::LOCK].load(Ordering::Relaxed);
-        // A thread may be delayed until the ring has wrapped around; its slot then holds a later call.
-        if before & 1 == 1 || before >= lock(number) || !slot.lock(before, number) {
-            self.words[layout::header::LOST].fetch_add(1, Ordering::Relaxed);
+        let Some((slot, number)) = self.take_slot() else {
+            self.words[layout::header::LOST].fetch_add(1, Ordering::SeqCst);
             return None;
-        }
+        };
         // Writes all words except the first, which is the lock. Slicing both arrays in the same way lets the
         // compiler know the length.
         for (place, word) in slot.0[1..].iter().zip(&entry.encode()[1..]) {
@@ -108,6 +108,33 @@ impl CallRing {
         Some(number)
     }
 
+    /// Locks the slot of the next call, and returns it with the number of the call. `None` if other threads took the
+    /// slots of too many numbers, or change the slot.
+    ///
+    /// The lock of a slot decides which thread gets a number, so the count of calls needs no atomic increment. A slow
+    /// thread may set the count back. The next thread then finds that the following numbers are taken.
+    #[inline(always)]
+    fn take_slot(&self) -> Option<(Slot<'_>, u64)> {
+        let count = &self.words[layout::header::CALL_COUNT];
+        let mut number = count.load(Ordering::Relaxed) + 1;
+        for _ in 0..MAX_TAKEN_NUMBERS {
+            let slot = self.slot(number)?;
+            let before = slot.0[layout::entry::LOCK].load(Ordering::Relaxed);
+            let is_taken = before >= lock(number);
+            if !is_taken && before & 1 == 0 && slot.lock(before, number) {
+                count.store(number, Ordering::Relaxed);
+                return Some((slot, number));
+            }
+            if !is_taken && before & 1 == 1 {
+                // A thread changes the record of an older call.
+                return None;
+            }
+            // The slot has this call, or one of a later round of the ring.
+            number = number.max(before >> 1) + 1;
+        }
+        None
+    }
+
     /// Applies `change` to the record of call `number`, if the ring still has that call.
     pub(super) fn change(&self, number: u64, change: impl FnOnce(&Slot<'_>)) {
         let Some(slot) = self.slot(number).filter(|_| self.is_own_process()) else { return };
@@ -115,6 +142,12 @@ impl CallRing {
             change(&slot);
             slot.unlock(number);
         }
+    }
+
+    /// Sets the count of calls, as a thread does that was delayed after it took a slot.
+    #[cfg(test)]
+    pub(super) fn set_count(&self, count: u64) {
+        self.words[layout::header::CALL_COUNT].store(count, Ordering::Relaxed);
     }
 
     /// Writes the record of a group into `slot`; two threads must not do so at once.

@@ -199,7 +199,7 @@ fn concurrent_writers_and_a_reader_see_whole_calls() {
         (reader.join().unwrap(), folder.only())
     });
     assert!(reads > 0);
-    assert_eq!((calls.calls, calls.torn), (THREADS * CALLS, 0));
+    assert_eq!((calls.calls + calls.lost, calls.torn), (THREADS * CALLS, 0));
     // Two threads meet in a slot only if one was delayed for a whole round of the ring.
     assert!(
         calls.entries.len() as u64 + calls.lost >= ENTRIES as u64,
@@ -207,6 +207,23 @@ fn concurrent_writers_and_a_reader_see_whole_calls() {
         calls.entries.len(),
         calls.lost
     );
+}
+
+#[test]
+fn calls_are_numbered_on_although_a_slow_thread_sets_the_count_back() {
+    let folder = Folder::new();
+    let recorder = folder.recorder();
+    let (group_recorder, total) = (of_three(recorder), 3 * ENTRIES as u64 + 100);
+    let record = |seqs: std::ops::Range<u64>| seqs.for_each(|seq| drop(group_recorder.done(&call_info(seq))));
+    record(0..total);
+    for (more, back) in [(0, total), (1, 1), (2, 2 * ENTRIES as u64)] {
+        recorder.ring.set_count(total + more - back);
+        record(total + more..total + more + 1);
+        let recording = folder.only();
+        let last = recording.entries.last().unwrap();
+        assert_eq!((last.number, last.seq), (total + more + 1, total + more), "set back by {back}");
+        assert_eq!((recording.calls, recording.lost, recording.entries.len()), (last.number, 0, ENTRIES));
+    }
 }
 
 #[test]
