@@ -13,6 +13,7 @@ mod connect;
 mod control;
 mod ending;
 mod events;
+mod exclusive;
 mod execution;
 mod failure;
 mod fast_path;

@@ -17,12 +17,10 @@ use std::time::{Duration, Instant};
 
 use super::callbacks::CallbackQueue;
 use super::completion::Completion;
+use super::exclusive::{Exclusive, ExclusiveGuard};
 use super::mux::Doorbell;
 use super::submission::{AbortReason, SubmissionQueue};
-use super::sync::{
-    AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, ProgressLock, ProgressLockGuard,
-    TryLockError, park, park_timeout,
-};
+use super::sync::{AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, park, park_timeout};
 
 /// Time during which no caller may have taken the progress lock before the background thread takes it. A
 /// thread that begins an operation often waits for it next, and a handover of the lock costs two wake-ups.
@@ -139,7 +137,7 @@ impl<E: Drive> Deref for Shared<E> {
 /// The engine, its submission queue, and the state by which threads agree which of them runs the engine.
 #[derive(Debug)]
 pub(crate) struct Inner<E: Drive> {
-    progress_lock: ProgressLock<E>,
+    progress_lock: Exclusive<E>,
     submissions: Arc<SubmissionQueue<E::Task, E::Doorbell>>,
     callback_queue: Arc<CallbackQueue>,
     /// Number of callers that wait for the progress lock.
@@ -155,7 +153,7 @@ pub(crate) struct Inner<E: Drive> {
 impl<E: Drive> Inner<E> {
     pub(super) fn new(engine: E, submissions: Arc<SubmissionQueue<E::Task, E::Doorbell>>) -> Self {
         Self {
-            progress_lock: ProgressLock::new(engine),
+            progress_lock: Exclusive::new(engine, submissions.flags()),
             submissions,
             callback_queue: Arc::default(),
             callers: AtomicUsize::new(0),
@@ -280,9 +278,18 @@ impl<E: Drive> Inner<E> {
         self.run_callbacks();
     }
 
-    /// Calls `function` with the engine. The caller guarantees that no other thread uses the engine.
+    /// Calls `function` with the engine, when no other thread holds the progress lock.
     pub(super) fn with_engine<R>(&self, function: impl FnOnce(&mut E) -> R) -> R {
-        function(&mut self.progress_lock.lock().unwrap_or_else(after_panic))
+        loop {
+            if let Some(mut driver) = self.try_lock_engine() {
+                return driver.run(function);
+            }
+            self.submissions.queue_for_lock();
+            if let Some(mut driver) = self.try_lock_engine() {
+                return driver.run(function);
+            }
+            park();
+        }
     }
 
     /// Calls `function` with the engine if no other thread holds the progress lock; else returns `None`.
@@ -312,12 +319,7 @@ impl<E: Drive> Inner<E> {
     }
 
     fn try_lock_engine(&self) -> Option<DriverGuard<'_, E>> {
-        let engine = match self.progress_lock.try_lock() {
-            Ok(engine) => engine,
-            Err(TryLockError::Poisoned(poisoned)) => after_panic(poisoned),
-            Err(TryLockError::WouldBlock) => return None,
-        };
-        Some(DriverGuard { engine, _wake_next: WakeNext(self) })
+        Some(DriverGuard { engine: self.progress_lock.try_lock()?, _wake_next: WakeNext(self) })
     }
 
     fn run_callbacks(&self) {
@@ -352,14 +354,13 @@ impl<E: Drive> Drop for WaitingCaller<'_, E> {
 /// The engine, while this thread holds the progress lock and drives it. Fields are dropped in order: the lock
 /// is released first, then the threads that wait for it are woken.
 struct DriverGuard<'a, E: Drive> {
-    engine: ProgressLockGuard<'a, E>,
+    engine: ExclusiveGuard<'a, E>,
     _wake_next: WakeNext<'a, E>,
 }
 
 impl<E: Drive> DriverGuard<'_, E> {
     /// Calls `function` with the engine. If it panics, the engine forgets all tasks before the unwinding
-    /// frees their memory. The lock is poisoned only after that, and never if the thread was already
-    /// unwinding when it took the lock.
+    /// frees their memory.
     fn run<R>(&mut self, function: impl FnOnce(&mut E) -> R) -> R {
         let on_unwind = ForgetTasks(&mut *self.engine);
         let result = function(&mut *on_unwind.0);
@@ -390,11 +391,4 @@ impl<E: Drive> Drop for WakeNext<'_, E> {
             driver.run(E::collect);
         }
     }
-}
-
-/// Takes the engine from a poisoned progress lock, and makes it end all tasks: none may be touched again.
-fn after_panic<E: Drive>(poisoned: PoisonError<ProgressLockGuard<'_, E>>) -> ProgressLockGuard<'_, E> {
-    let mut engine = poisoned.into_inner();
-    engine.on_panic();
-    engine
 }

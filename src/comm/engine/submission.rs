@@ -1,25 +1,24 @@
 //! The submission queue: tasks and abort requests for the thread that drives the engine.
 
+use std::sync::Arc;
+
+use super::exclusive::Flags;
 use super::mux::Doorbell;
-use super::sync::{
-    AtomicBool, AtomicUsize, Mutex, MutexGuard, Ordering, PoisonError, Thread, current, fence,
-};
+use super::sync::{AtomicBool, Mutex, MutexGuard, Ordering, PoisonError, Thread, current, fence};
 
 #[derive(Debug)]
 pub(crate) struct SubmissionQueue<T, B> {
     entries: Mutex<Submissions<T>>,
-    /// Flags that describe the content of `entries`, so that readers need no lock: tasks or an abort
-    /// ([`HAS_SUBMISSIONS`]), threads that wait for the progress lock ([`HAS_LOCK_WAITERS`]). The higher bits
-    /// count how often the lock was released.
-    flags: AtomicUsize,
+    /// The progress lock, and flags that describe the content of `entries`, so that readers need no other lock: tasks
+    /// or an abort ([`HAS_SUBMISSIONS`]), threads that wait for the progress lock ([`HAS_LOCK_WAITERS`]).
+    flags: Arc<Flags>,
     /// The thread that drives the engine sleeps, so a new request must ring the doorbell.
     asleep: AtomicBool,
     doorbell: B,
 }
 
-const HAS_SUBMISSIONS: usize = 1;
-const HAS_LOCK_WAITERS: usize = 2;
-const RELEASE: usize = 4;
+const HAS_SUBMISSIONS: usize = Flags::FIRST;
+const HAS_LOCK_WAITERS: usize = 2 * Flags::FIRST;
 
 /// Why a thread asks to end the group.
 #[derive(Debug)]
@@ -40,8 +39,12 @@ pub(super) struct Submissions<T> {
 impl<T, B: Doorbell> SubmissionQueue<T, B> {
     pub(super) fn with_doorbell(doorbell: B) -> Self {
         let entries = Submissions { tasks: Vec::new(), abort: None, lock_waiters: Vec::new() };
-        let (flags, asleep) = (AtomicUsize::new(0), AtomicBool::new(false));
-        Self { entries: Mutex::new(entries), flags, asleep, doorbell }
+        Self { entries: Mutex::new(entries), flags: Flags::new(), asleep: AtomicBool::new(false), doorbell }
+    }
+
+    /// Returns the flags, which have the progress lock.
+    pub(super) fn flags(&self) -> Arc<Flags> {
+        Arc::clone(&self.flags)
     }
 
     pub(super) fn entries(&self) -> MutexGuard<'_, Submissions<T>> {
@@ -51,7 +54,7 @@ impl<T, B: Doorbell> SubmissionQueue<T, B> {
     /// Queues a request, which `write` adds, and wakes the thread that drives the engine.
     pub(super) fn post(&self, write: impl FnOnce(&mut Submissions<T>)) {
         write(&mut self.entries());
-        self.flags.fetch_or(HAS_SUBMISSIONS, Ordering::SeqCst);
+        self.flags.set(HAS_SUBMISSIONS);
         self.wake_driver();
     }
 
@@ -67,14 +70,12 @@ impl<T, B: Doorbell> SubmissionQueue<T, B> {
 
     /// Returns whether a task or an abort request is queued.
     pub(super) fn has_submissions(&self) -> bool {
-        self.flags.load(Ordering::SeqCst) & HAS_SUBMISSIONS != 0
+        self.flags.get() & HAS_SUBMISSIONS != 0
     }
 
     /// Takes the queued tasks and the reason of an abort, if there are any.
     pub(super) fn collect(&self) -> Option<(Vec<T>, Option<AbortReason>)> {
-        if !self.has_submissions()
-            || self.flags.fetch_and(!HAS_SUBMISSIONS, Ordering::SeqCst) & HAS_SUBMISSIONS == 0
-        {
+        if !self.has_submissions() || !self.flags.clear(HAS_SUBMISSIONS) {
             return None;
         }
         let mut entries = self.entries();
@@ -99,14 +100,15 @@ impl<T, B: Doorbell> SubmissionQueue<T, B> {
     /// it released it before the flag was set, so this thread sees the lock free.)
     pub(super) fn queue_for_lock(&self) {
         self.entries().lock_waiters.push(current());
-        self.flags.fetch_or(HAS_LOCK_WAITERS, Ordering::SeqCst);
+        self.flags.set(HAS_LOCK_WAITERS);
     }
 
     /// Announces that the progress lock is free: wakes the threads that wait for it. Returns whether requests
     /// are queued. From now on, a thread that queues a request finds the lock free.
     pub(super) fn lock_released(&self) -> bool {
-        // The release counter makes this change `flags` each time, so no fence is needed; this costs less.
-        let flags = self.flags.fetch_add(RELEASE, Ordering::SeqCst);
+        // The release of the lock changed this word. So a flag that was set before is seen here, and a thread that sets
+        // one later finds the lock free.
+        let flags = self.flags.get();
         if flags & HAS_LOCK_WAITERS != 0 {
             self.unpark_lock_waiters();
         }
@@ -116,7 +118,7 @@ impl<T, B: Doorbell> SubmissionQueue<T, B> {
     #[cold]
     fn unpark_lock_waiters(&self) {
         let mut entries = self.entries();
-        self.flags.fetch_and(!HAS_LOCK_WAITERS, Ordering::SeqCst);
+        self.flags.clear(HAS_LOCK_WAITERS);
         let lock_waiters = std::mem::take(&mut entries.lock_waiters);
         drop(entries);
         lock_waiters.iter().for_each(Thread::unpark);

@@ -6,7 +6,7 @@ pub(super) use std::sync::PoisonError;
 #[cfg(not(loom))]
 pub(super) use std::{
     sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence},
-    sync::{Mutex, Mutex as ProgressLock, MutexGuard, MutexGuard as ProgressLockGuard, TryLockError},
+    sync::{Mutex, MutexGuard},
     thread::{Thread, current, park, park_timeout},
 };
 
@@ -16,8 +16,6 @@ pub(super) use loom::{
     sync::{Mutex, MutexGuard},
     thread::{Thread, current, park},
 };
-#[cfg(loom)]
-pub(super) use std::sync::TryLockError;
 
 /// loom has no clock: a timeout is modelled as an event that can happen at any time.
 #[cfg(loom)]
@@ -25,62 +23,42 @@ pub(super) fn park_timeout(_: std::time::Duration) {
     loom::thread::yield_now();
 }
 
-/// The progress lock in model tests. loom's own lock does not explore that a thread tries it just before its
-/// release. This lock uses an atomic, so that loom explores that case.
-#[cfg(loom)]
+/// A value that the holder of a lock accesses. In model tests, loom checks that no two threads do so at a time.
+#[cfg(not(loom))]
 #[derive(Debug)]
-pub(super) struct ProgressLock<T> {
-    held: AtomicBool,
-    inner: Mutex<T>,
-}
+pub(super) struct ExclusiveCell<T>(std::cell::UnsafeCell<T>);
 
 #[cfg(loom)]
 #[derive(Debug)]
-pub(super) struct ProgressLockGuard<'a, T> {
-    held: &'a AtomicBool,
-    inner: Option<MutexGuard<'a, T>>,
-}
+pub(super) struct ExclusiveCell<T>(loom::cell::UnsafeCell<T>);
+
+/// An access to an [`ExclusiveCell`], which ends when it is dropped.
+#[cfg(not(loom))]
+pub(super) struct CellAccess<T>(*mut T);
 
 #[cfg(loom)]
-impl<T> ProgressLock<T> {
+pub(super) struct CellAccess<T>(loom::cell::MutPtr<T>);
+
+impl<T> ExclusiveCell<T> {
     pub(super) fn new(value: T) -> Self {
-        Self { held: AtomicBool::new(false), inner: Mutex::new(value) }
+        Self(value.into())
     }
 
-    pub(super) fn try_lock(
-        &self,
-    ) -> Result<ProgressLockGuard<'_, T>, TryLockError<ProgressLockGuard<'_, T>>> {
-        let taken = self.held.compare_exchange(false, true, Ordering::Acquire, Ordering::Relaxed);
-        taken.map_err(|_| TryLockError::WouldBlock)?;
-        Ok(ProgressLockGuard { held: &self.held, inner: self.inner.lock().ok() })
-    }
-
-    /// Locks without waiting. The caller is the only thread that uses the lock.
-    pub(super) fn lock(&self) -> std::sync::LockResult<ProgressLockGuard<'_, T>> {
-        Ok(self.try_lock().expect("somebody else holds it"))
+    #[inline]
+    pub(super) fn access(&self) -> CellAccess<T> {
+        #[cfg(not(loom))]
+        return CellAccess(self.0.get());
+        #[cfg(loom)]
+        return CellAccess(self.0.get_mut());
     }
 }
 
-#[cfg(loom)]
-impl<T> std::ops::Deref for ProgressLockGuard<'_, T> {
-    type Target = T;
-
-    fn deref(&self) -> &T {
-        self.inner.as_ref().expect("held until it is dropped")
-    }
-}
-
-#[cfg(loom)]
-impl<T> std::ops::DerefMut for ProgressLockGuard<'_, T> {
-    fn deref_mut(&mut self) -> &mut T {
-        self.inner.as_mut().expect("held until it is dropped")
-    }
-}
-
-#[cfg(loom)]
-impl<T> Drop for ProgressLockGuard<'_, T> {
-    fn drop(&mut self) {
-        self.inner = None;
-        self.held.store(false, Ordering::Release);
+impl<T> CellAccess<T> {
+    #[inline]
+    pub(super) fn address(&self) -> *mut T {
+        #[cfg(not(loom))]
+        return self.0;
+        #[cfg(loom)]
+        return self.0.with(|address| address);
     }
 }
