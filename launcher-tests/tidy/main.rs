@@ -29,7 +29,9 @@ const UNSAFE_FILES: &[&str] = &[
     "src/env/channel.rs",
     // The progress thread accesses buffers that the caller lends to it.
     "src/comm/buffer/borrowed.rs",
+    "src/comm/buffer/send_recv.rs",
     "src/comm/buffer/slice.rs",
+    "src/comm/engine/exclusive.rs",
     "src/comm/engine/shared.rs",
     // Pending operations borrow buffers; their handles, or the scope that waits, keep the buffers alive.
     "src/comm/api/op/start.rs",
@@ -63,6 +65,7 @@ const UNSAFE_FILES: &[&str] = &[
     "src/comm/collectives/kernels/simd.rs",
     "src/comm/shm/region.rs",
     "src/comm/shm/write.rs",
+    "src/comm/fence.rs",
     "src/comm/shm/segment.rs",
     // The files call functions of libraries that are opened at run time.
     "src/comm/nccl/library.rs",

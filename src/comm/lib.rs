@@ -47,7 +47,7 @@
 //!
 //! Each layer depends only on those before it. The modules of one layer do not depend on each other:
 //!
-//! - `json`, `limits`, `fault`, `nccl` (the library)
+//! - `json`, `limits`, `fault`, `fence`, `nccl` (the library)
 //! - `collectives` (descriptors of calls, element types, sums, plans of transfers)
 //! - `transport` (bytes between two ranks)
 //! - `error` (errors, and why a group ends)
@@ -66,6 +66,7 @@ mod collectives;
 mod engine;
 mod error;
 mod fault;
+mod fence;
 mod flight;
 mod json;
 mod limits;

@@ -72,8 +72,12 @@ REMOVALS = {
         (entry.state, entry.ended_ns) = (State::Done, entry.enqueued_ns);
         (entry.received_bytes, entry.sent_bytes) = (info.to_receive_bytes, info.to_send_bytes);
         self.recorder.ring.add(&entry);
+        if !self.recorder.ring.is_own_process() {
+            full_fence();
+        }
 """,
-                "        let _ = info;\n",
+                # The wake-up of sleeping ranks needs the fence that an entry is.
+                "        let _ = info;\n        full_fence();\n",
             ),
             (f"{COMM}/flight/mod.rs", "number: ring.add(&entry), tags,", "number: None, tags,"),
             NO_CLOCK,
@@ -88,10 +92,11 @@ REMOVALS = {
     "sleepers": (
         "wake-up: a fence, and the bits of the ranks that sleep",
         [
+            (f"{COMM}/shm/doorbells.rs", "        full_fence();\n        self.wake_all_marked();\n", "        self.wake_all_marked();\n"),
             (
                 f"{COMM}/shm/doorbells.rs",
-                "    pub(crate) fn wake_all(&self) {\n",
-                "    pub(crate) fn wake_all(&self) {}\n\n    fn wake_everyone(&self) {\n",
+                "    fn wake_all_marked(&self) {\n",
+                "    fn wake_all_marked(&self) {}\n\n    fn wake_everyone(&self) {\n",
             ),
             (f"{COMM}/shm/doorbells.rs", "        if sleeping_ranks(self.segment.word(at)) & bit != 0 {\n", "        if at == usize::MAX && bit != 0 {\n"),
             # A rank that others do not wake would sleep for ever: each rank wakes all before it sleeps itself.
@@ -106,18 +111,15 @@ REMOVALS = {
         "state of the group: failed on another rank, left, calls that are queued, aborts of other threads",
         [
             (
-                f"{COMM}/engine/fast_path.rs",
-                """        if !idle {
-            return None;
-        }
-        match operation {
+                f"{COMM}/engine/fast_path/conditions.rs",
+                """        self.failure.is_none()
+            && !self.lifecycle.left
+            && self.collectives.queue.is_empty()
+            && self.host.memory.as_ref().is_some_and(|node| !node.has_failed())
+            && !self.submissions.has_submissions()
 """,
-                """        let _ = idle;
-        match operation {
-""",
+                "        self.host.memory.is_some()\n",
             ),
-            (f"{COMM}/engine/fast_path.rs", "|node| !node.has_failed())", "|_| true)"),
-            (f"{COMM}/engine/fast_path.rs", "            && !self.submissions.has_submissions();\n", ";\n"),
         ],
     ),
     "room": (
@@ -141,14 +143,14 @@ REMOVALS = {
         "counters of inline calls: when to poll events, and on which core this thread runs",
         [
             (
-                f"{COMM}/engine/fast_path.rs",
+                f"{COMM}/engine/fast_path/conditions.rs",
                 "        if self.driver.rounds.is_multiple_of(CALLS_BETWEEN_POLLS) {\n",
                 "        if self.driver.rounds == 0 {\n",
             ),
             (
-                f"{COMM}/engine/fast_path.rs",
-                "        if self.driver.rounds.is_multiple_of(between) {\n",
-                "        if self.driver.rounds == 0 && between > 0 {\n",
+                f"{COMM}/engine/fast_path/conditions.rs",
+                "        if self.driver.rounds.is_multiple_of(calls_between_core_checks) {\n",
+                "        if self.driver.rounds == 0 && calls_between_core_checks > 0 {\n",
             ),
         ],
     ),
@@ -156,62 +158,14 @@ REMOVALS = {
         "threads: the lock of the engine, and the threads that wait for it",
         [
             (
-                f"{COMM}/engine/sync.rs",
-                "sync::{Mutex, Mutex as ProgressLock, MutexGuard, MutexGuard as ProgressLockGuard, TryLockError},",
-                "sync::{Mutex, MutexGuard, TryLockError},",
+                f"{COMM}/engine/exclusive.rs",
+                "self.flags.0.fetch_or(LOCKED, Ordering::SeqCst) & LOCKED != 0;\n",
+                "{ self.flags.0.store(self.flags.get() | LOCKED, Ordering::Relaxed); false };\n",
             ),
             (
-                f"{COMM}/engine/sync.rs",
-                "pub(super) use std::sync::PoisonError;\n",
-                """pub(super) use std::sync::PoisonError;
-
-#[derive(Debug)]
-pub(super) struct ProgressLock<T>(std::cell::UnsafeCell<T>, std::cell::Cell<bool>);
-#[allow(unsafe_code)]
-unsafe impl<T> Sync for ProgressLock<T> {}
-#[derive(Debug)]
-pub(super) struct ProgressLockGuard<'a, T>(&'a ProgressLock<T>);
-
-impl<T> ProgressLock<T> {
-    pub(super) fn new(value: T) -> Self {
-        Self(value.into(), false.into())
-    }
-
-    #[inline]
-    pub(super) fn try_lock(
-        &self,
-    ) -> Result<ProgressLockGuard<'_, T>, TryLockError<ProgressLockGuard<'_, T>>> {
-        if self.1.replace(true) { Err(TryLockError::WouldBlock) } else { Ok(ProgressLockGuard(self)) }
-    }
-
-    pub(super) fn lock(&self) -> std::sync::LockResult<ProgressLockGuard<'_, T>> {
-        self.1.set(true);
-        Ok(ProgressLockGuard(self))
-    }
-}
-
-impl<T> std::ops::Deref for ProgressLockGuard<'_, T> {
-    type Target = T;
-
-    #[allow(unsafe_code)]
-    fn deref(&self) -> &T {
-        unsafe { &*self.0.0.get() }
-    }
-}
-
-impl<T> std::ops::DerefMut for ProgressLockGuard<'_, T> {
-    #[allow(unsafe_code)]
-    fn deref_mut(&mut self) -> &mut T {
-        unsafe { &mut *self.0.0.get() }
-    }
-}
-
-impl<T> Drop for ProgressLockGuard<'_, T> {
-    fn drop(&mut self) {
-        self.0.1.set(false);
-    }
-}
-""",
+                f"{COMM}/engine/exclusive.rs",
+                "        self.0.0.fetch_and(!LOCKED, Ordering::SeqCst);\n",
+                "        self.0.0.store(self.0.get() & !LOCKED, Ordering::Relaxed);\n",
             ),
             (
                 f"{COMM}/engine/progress_lock.rs",

@@ -36,7 +36,7 @@ use std::fmt;
 pub use convoke_store::interrupt::{interrupt_interval, is_interrupted, set_interrupt_check};
 
 pub use crate::api::group::adopt::Adopted;
-use crate::api::group::{Group, Prepared, SendRecv};
+use crate::api::group::{Group, IntoPrepared, Prepared, SendRecv};
 use crate::api::op::OperationOutput;
 use crate::api::op::buffers::sealed::Sealed;
 use crate::api::op::sealed::HostOperation;
@@ -202,29 +202,37 @@ impl HostOperation for Operation {
     fn prepare<'a>(group: &Group, buffers: &'a mut Buffers, call: &Call) -> Prepared<'a> {
         let Buffers { send, recv, .. } = buffers;
         match call {
-            Call::Barrier => group.prepare_barrier(),
+            Call::Barrier => group.prepare_barrier().into_prepared(group),
             Call::Send { to, tag } => group.prepare_send(given(send)?, *to, *tag),
             Call::Recv { from, tag } => group.prepare_recv(changed(recv)?, *from, *tag),
-            Call::AllReduce { op } => group.prepare_all_reduce(changed(recv)?, op),
-            Call::Broadcast { root } => group.prepare_broadcast(changed(recv)?, *root),
-            Call::Reduce { op, root } => group.prepare_reduce(changed(recv)?, op, *root),
+            Call::AllReduce { op } => group.prepare_all_reduce(changed(recv)?, op).into_prepared(group),
+            Call::Broadcast { root } => group.prepare_broadcast(changed(recv)?, *root).into_prepared(group),
+            Call::Reduce { op, root } => group.prepare_reduce(changed(recv)?, op, *root).into_prepared(group),
             Call::Scan { op } => group.prepare_scan(changed(recv)?, op),
             Call::ExclusiveScan { op } => group.prepare_exclusive_scan(changed(recv)?, op),
-            Call::AllGatherInPlace => group.prepare_all_gather_in_place(changed(recv)?),
-            Call::ReduceScatterInPlace { op } => group.prepare_reduce_scatter_in_place(changed(recv)?, op),
-            Call::AllToAllInPlace => group.prepare_all_to_all_in_place(changed(recv)?),
-            Call::AllReduceInto { op } => group.prepare_all_reduce_into(both(send, recv)?, op),
-            Call::AllGather => group.prepare_all_gather(both(send, recv)?),
-            Call::ReduceScatter { op } => group.prepare_reduce_scatter(both(send, recv)?, op),
-            Call::AllToAll => group.prepare_all_to_all(both(send, recv)?),
+            Call::AllGatherInPlace => group.prepare_all_gather_in_place(changed(recv)?).into_prepared(group),
+            Call::ReduceScatterInPlace { op } => {
+                group.prepare_reduce_scatter_in_place(changed(recv)?, op).into_prepared(group)
+            }
+            Call::AllToAllInPlace => group.prepare_all_to_all_in_place(changed(recv)?).into_prepared(group),
+            Call::AllReduceInto { op } => {
+                group.prepare_all_reduce_into(both(send, recv)?, op).into_prepared(group)
+            }
+            Call::AllGather => group.prepare_all_gather(both(send, recv)?).into_prepared(group),
+            Call::ReduceScatter { op } => {
+                group.prepare_reduce_scatter(both(send, recv)?, op).into_prepared(group)
+            }
+            Call::AllToAll => group.prepare_all_to_all(both(send, recv)?).into_prepared(group),
             Call::AllGatherV { lens } => group.prepare_all_gather_v(both(send, recv)?, lens),
             Call::ReduceScatterV { lens, op } => group.prepare_reduce_scatter_v(both(send, recv)?, lens, op),
             Call::AllToAllV { send_lens, recv_lens } => {
                 group.prepare_all_to_all_v(both(send, recv)?, send_lens, recv_lens)
             }
-            Call::ReduceInto { op, root } => group.prepare_reduce_into(any(send, recv)?, op, *root),
-            Call::Gather { root } => group.prepare_gather(any(send, recv)?, *root),
-            Call::Scatter { root } => group.prepare_scatter(any(send, recv)?, *root),
+            Call::ReduceInto { op, root } => {
+                group.prepare_reduce_into(any(send, recv)?, op, *root).into_prepared(group)
+            }
+            Call::Gather { root } => group.prepare_gather(any(send, recv)?, *root).into_prepared(group),
+            Call::Scatter { root } => group.prepare_scatter(any(send, recv)?, *root).into_prepared(group),
             Call::GatherV { lens, root } => group.prepare_gather_v(any(send, recv)?, lens, *root),
             Call::ScatterV { lens, root } => group.prepare_scatter_v(any(send, recv)?, lens, *root),
         }

@@ -27,7 +27,7 @@ pub(crate) struct BorrowedBuffer<'a> {
     /// Owned memory to which one or two of the parts point.
     scratch: Option<Box<[u128]>>,
     /// The elements are `bool`, for which not every byte is valid.
-    bools: bool,
+    pub(super) bools: bool,
     borrowed: PhantomData<&'a mut [u8]>,
 }
 
@@ -41,19 +41,19 @@ pub(crate) struct BytesMut<'a> {
 
 /// The part of a copy that is still to be done.
 #[derive(Debug)]
-struct PendingCopy {
-    from: *const u8,
-    into: *mut u8,
-    len: usize,
+pub(super) struct PendingCopy {
+    pub(super) from: *const u8,
+    pub(super) into: *mut u8,
+    pub(super) len: usize,
 }
 
 #[derive(Debug)]
-struct Part {
-    start: *mut u8,
-    len: usize,
-    writable: bool,
+pub(super) struct Part {
+    pub(super) start: *mut u8,
+    pub(super) len: usize,
+    pub(super) writable: bool,
     /// The offset in the whole buffer at which the part begins, in bytes.
-    at: usize,
+    pub(super) at: usize,
 }
 
 // SAFETY: only one thread at a time uses the memory, the one that drives the engine (see the type). Plain
@@ -89,54 +89,33 @@ impl<'a> BorrowedBuffer<'a> {
         buffer
     }
 
-    /// Requests that the operation copies `from` into `into`, which has the same type and length and is
-    /// outside the buffer.
-    #[inline]
-    pub(crate) fn with_copy(mut self, from: Slice<'a>, into: SliceMut<'a>) -> Self {
-        assert!(from.value_type() == into.value_type() && from.len() == into.len(), "the copy fits");
-        let len = from.size_bytes();
-        if len > 0 {
-            self.copies.push(PendingCopy { from: from.start(), into: into.start(), len });
-        }
-        self
-    }
-
-    /// Adds memory that is filled, except its range `hole`, beginning at value `at` of the buffer. Requests that
-    /// the operation copies `from` into the hole, which has the same type and length.
-    #[inline]
-    pub(crate) fn with_mut_around(
-        mut self,
-        at: usize,
-        values: SliceMut<'a>,
-        hole: Range<usize>,
-        from: Slice<'a>,
-    ) -> Self {
-        let value = values.value_type();
-        let fits = hole.start <= hole.end && hole.end <= values.len() && hole.len() == from.len();
-        assert!(fits && value == from.value_type(), "the copy fits");
-        self.bools |= value.dtype == Dtype::Bool;
-        let [at, begin, end] = [at, hole.start, hole.end].map(|count| count * value.size_bytes());
-        let (start, len) = (values.start(), values.size_bytes() - end);
-        self.add(Part { start, len: begin, writable: true, at });
-        self.add(Part { start: start.wrapping_add(end), len, writable: true, at: at + end });
-        if begin < end {
-            let into = start.wrapping_add(begin);
-            self.copies.push(PendingCopy { from: from.start(), into, len: end - begin });
-        }
-        self
-    }
-
     #[inline(always)]
     fn part<Borrow>(mut self, at: usize, values: &Values<Borrow>, writable: bool) -> Self {
-        let value = values.value_type();
-        self.bools |= value.dtype == Dtype::Bool;
-        let (at, len) = (at.saturating_mul(value.size_bytes()), values.size_bytes());
-        self.add(Part { start: values.start(), len, writable, at });
+        self.bools |= values.value_type().dtype == Dtype::Bool;
+        self.add(Part::new(at, values, writable));
         self
     }
 
+    /// Adds `part` without its range `hole`, in bytes of the buffer.
+    pub(super) fn add_around(&mut self, part: Part, hole: Range<usize>) {
+        if hole.is_empty() {
+            return self.add(part);
+        }
+        let Part { start, len, writable, at } = part;
+        let behind = start.wrapping_add(hole.end - at);
+        self.add(Part { start, len: hole.start - at, writable, at });
+        self.add(Part { start: behind, len: at + len - hole.end, writable, at: hole.end });
+    }
+
+    /// Requests that the operation makes the copy.
+    pub(super) fn add_copy(&mut self, copy: PendingCopy) {
+        if copy.len > 0 {
+            self.copies.push(copy);
+        }
+    }
+
     #[inline]
-    fn add(&mut self, part: Part) {
+    pub(super) fn add(&mut self, part: Part) {
         if part.len == 0 {
             return;
         }
@@ -189,7 +168,7 @@ impl BorrowedBuffer<'_> {
         BorrowedBuffer { parts, copies, scratch, bools, borrowed: PhantomData }
     }
 
-    /// Makes at most `most` bytes of the copies that [`Self::with_copy`] requested. Returns how many bytes it
+    /// Makes at most `most` bytes of the copies that [`Self::add_copy`] requested. Returns how many bytes it
     /// copied.
     pub(crate) fn copy_some(&mut self, most: usize) -> usize {
         let mut done = 0;
@@ -265,8 +244,27 @@ impl Drop for BytesMut<'_> {
     }
 }
 
+impl BytesMut<'_> {
+    /// Makes the bytes of elements, which are of type `bool` if `bools` is set.
+    #[inline(always)]
+    pub(super) fn new(bytes: &mut [u8], bools: bool) -> BytesMut<'_> {
+        BytesMut { bytes, bools }
+    }
+}
+
+impl PendingCopy {
+    pub(super) const NONE: Self = Self { from: std::ptr::dangling(), into: std::ptr::dangling_mut(), len: 0 };
+}
+
 impl Part {
-    const NONE: Self = Self { start: std::ptr::dangling_mut(), len: 0, writable: false, at: 0 };
+    /// Returns the part with `values`, which begins at value `at` of the buffer.
+    #[inline(always)]
+    pub(super) fn new<Borrow>(at: usize, values: &Values<Borrow>, writable: bool) -> Self {
+        let at = at.saturating_mul(values.value_type().size_bytes());
+        Self { start: values.start(), len: values.size_bytes(), writable, at }
+    }
+
+    pub(super) const NONE: Self = Self { start: std::ptr::dangling_mut(), len: 0, writable: false, at: 0 };
 }
 
 #[cfg(test)]
@@ -378,10 +376,10 @@ mod tests {
 
     #[test]
     fn copies_proceed_in_bounded_steps() {
-        let (from, mut into, other, mut beside) = ([1_u16, 2, 3], [0_u16; 3], [9_u16], [0_u16; 1]);
-        let mut buffer = BorrowedBuffer::default()
-            .with_copy((&from[..]).into(), (&mut into[..]).into())
-            .with_copy((&other[..]).into(), (&mut beside[..]).into());
+        let (from, mut into, other, mut beside) = ([1_u8, 2, 3, 4, 5, 6], [0_u8; 6], [9_u8; 2], [0_u8; 2]);
+        let mut buffer = BorrowedBuffer::default();
+        buffer.add_copy(PendingCopy { from: from.as_ptr(), into: into.as_mut_ptr(), len: 6 });
+        buffer.add_copy(PendingCopy { from: other.as_ptr(), into: beside.as_mut_ptr(), len: 2 });
         let steps: Vec<usize> =
             std::iter::from_fn(|| Some(buffer.copy_some(3)).filter(|&done| done > 0)).collect();
         assert_eq!(steps, [3, 3, 2]);

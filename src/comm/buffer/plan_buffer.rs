@@ -84,7 +84,7 @@ impl<'m> PlanBuffer<'m> {
         self.buffer.single_range().filter(|_| self.copy.is_none())
     }
 
-    /// Makes a bounded part of the copies that [`BorrowedBuffer::with_copy`] requested. Returns whether it
+    /// Makes a bounded part of the copies that [`BorrowedBuffer::add_copy`] requested. Returns whether it
     /// copied. It is called when no data moves.
     pub(crate) fn copy_some(&mut self) -> bool {
         self.buffer.copy_some(MAX_READ_AHEAD_BYTES) > 0

@@ -175,6 +175,11 @@ impl Scratch {
         Self::copy_of(slice.value, std::iter::once(slice))
     }
 
+    /// Returns a copy of bytes.
+    pub(super) fn copy_of_bytes(bytes: &[u8]) -> Self {
+        Self::of(bytes.into())
+    }
+
     /// Returns a copy of the values of `slices`, one after the other; all have type `value`.
     #[inline]
     pub(crate) fn copy_of<'s>(value: ValueType, slices: impl Iterator<Item = Slice<'s>> + Clone) -> Self {

@@ -4,7 +4,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::completion::Completion;
 use super::settings::ParentLinks;
-use crate::buffer::{BorrowedBuffer, PlanBuffer};
+use crate::buffer::{BorrowedBuffer, CollectiveBuffers, PlanBuffer};
 use crate::collectives::call::Call;
 use crate::collectives::dtype::Dtype;
 use crate::collectives::kernels::Kernel;
@@ -27,7 +27,7 @@ pub(crate) enum Operation<'a> {
     Collective {
         call: Call,
         transport: Transport,
-        buffer: BorrowedBuffer<'a>,
+        buffers: CollectiveBuffers<'a>,
         kernel: Option<Kernel>,
     },
     Send {

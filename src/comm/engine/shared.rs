@@ -6,14 +6,14 @@ use std::time::Duration;
 use convoke_store::interrupt;
 
 use super::completion::{Completion, Outcome, TimeLimit};
-use super::fast_path::FastPath;
+use super::fast_path::{FastPath, SmallResult};
 use super::operation::{Answer, LiveRanks, Operation, Request, Task};
 use super::progress_lock;
 use super::settings::ParentLinks;
 use super::state::Engine;
-#[cfg(feature = "nccl")]
-use crate::collectives::call::Call;
-use crate::collectives::call::Status;
+use crate::buffer::SendRecvBuffers;
+use crate::collectives::call::{Call, Status};
+use crate::collectives::kernels::Kernel;
 use crate::error::CommError;
 
 /// The engine of a group, shared by the threads that make calls of the group.
@@ -34,15 +34,36 @@ impl Shared {
         // other ranks can write (`make_private`).
         #[allow(unsafe_code)]
         let operation = unsafe { Operation::erase_lifetime(operation) };
-        match self.try_with_engine(|engine| engine.try_inline(operation, limit)).flatten() {
-            Some(FastPath::Done(outcome)) => return outcome,
+        match self.try_with_engine(|engine| engine.try_inline(operation, limit)) {
+            Some(FastPath::Done(status)) => return Ok(status),
+            Some(FastPath::Failed(error)) => return Err(*error),
             Some(FastPath::Pending(completion)) => return self.outcome(&completion),
-            None => {}
+            Some(FastPath::NotInline) | None => {}
         }
         let Some(operation) = operation.take() else { return Ok(None) };
         let completion = Arc::new(Completion::new(limit));
         self.post(Task { operation, completion: Arc::clone(&completion) });
         self.outcome(&completion)
+    }
+
+    /// Runs a collective in shared memory, if it is small and no operation is queued, and waits until it is done.
+    /// Returns `None` if it cannot; nothing was started then. `limit` is evaluated if the call must wait.
+    #[inline(always)]
+    pub(crate) fn call_small(
+        &self,
+        call: Call,
+        buffers: &mut SendRecvBuffers<'_>,
+        kernel: Option<&Kernel>,
+        limit: &dyn Fn() -> TimeLimit,
+    ) -> Option<Result<(), CommError>> {
+        // SAFETY: as in `call`.
+        #[allow(unsafe_code)]
+        let buffers = unsafe { buffers.erase_lifetime() };
+        match self.try_with_engine(|engine| engine.try_small(call, buffers, kernel, limit)) {
+            Some(SmallResult::Done) => Some(Ok(())),
+            Some(SmallResult::Pending(completion)) => Some(self.outcome(&completion).map(drop)),
+            Some(SmallResult::NotInline) | None => None,
+        }
     }
 
     /// Runs operations concurrently, and waits for all. Returns the status of each message that was received.
@@ -141,6 +162,18 @@ impl Shared {
         if let Some(operation) = unsafe { Operation::erase_lifetime(&mut operation) }.take() {
             self.post(Task { operation, completion: Arc::clone(completion) });
         }
+    }
+}
+
+impl SendRecvBuffers<'_> {
+    /// Returns these buffers as if their borrows were `'static`.
+    ///
+    /// # Safety
+    /// The conditions of [`Operation::erase_lifetime`].
+    #[allow(unsafe_code)]
+    unsafe fn erase_lifetime(&mut self) -> &mut SendRecvBuffers<'static> {
+        // SAFETY: types that differ only in a lifetime have one layout. The caller guarantees the rest.
+        unsafe { &mut *std::ptr::from_mut(self).cast() }
     }
 }
 

@@ -33,7 +33,8 @@ impl Engine {
         self.driver.wait_policy.set_bytes(call.bytes());
         self.record_message(&operation, &completion);
         match operation {
-            Operation::Collective { call, transport, buffer, kernel } => {
+            Operation::Collective { call, transport, buffers, kernel } => {
+                let buffer = buffers.into_borrowed(call.kind);
                 let (seq, run) = self.start_collective(call, transport, buffer, kernel);
                 let at_ns = self.settings.flight.ns(completion.started_at);
                 let _ = completion.step.set(self.record_collective((call, seq), &*run, at_ns));

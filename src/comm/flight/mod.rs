@@ -42,6 +42,7 @@ use crate::collectives::call::{Call, CallKind};
 use crate::collectives::dtype::{Dtype, ReduceOp};
 use crate::collectives::plan::Algorithm;
 use crate::error::cause::{Cause, Report};
+use crate::fence::{AtomicUpdate, full_fence};
 use call_ring::CallRing;
 pub(crate) use clock::now_ns;
 use file::RecordingFile;
@@ -257,15 +258,20 @@ impl GroupRecorder {
         CallRecord { ring, number: ring.add(&entry), tags, thread, to_receive_bytes, to_send_bytes }
     }
 
-    /// Records a call that completed at once, without waiting.
-    pub(crate) fn done(&self, info: &CallInfo) {
+    /// Records a call that completed at once, without waiting. This makes an atomic update.
+    #[inline(always)]
+    pub(crate) fn done(&self, info: &CallInfo) -> AtomicUpdate {
         let mut entry = self.entry(info);
         (entry.state, entry.ended_ns) = (State::Done, entry.enqueued_ns);
         (entry.received_bytes, entry.sent_bytes) = (info.to_receive_bytes, info.to_send_bytes);
         self.recorder.ring.add(&entry);
+        if !self.recorder.ring.is_own_process() {
+            full_fence();
+        }
+        AtomicUpdate::made()
     }
 
-    #[inline]
+    #[inline(always)]
     fn entry(&self, info: &CallInfo) -> Entry {
         let mut peers = [0; LISTED_PEERS];
         peers[0] = info.peer.map_or(0, number);

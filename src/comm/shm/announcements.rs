@@ -40,7 +40,7 @@ impl HostMemory {
     }
 
     /// Returns whether no other rank still reads the slot that the next call uses.
-    #[inline]
+    #[inline(always)]
     pub(super) fn is_next_slot_free(&mut self) -> bool {
         let needed = self.calls.next().wrapping_sub(SLOTS - 1);
         (0..self.ranks.len()).all(|local_rank| local_rank == self.me || self.has_started(local_rank, needed))
@@ -60,6 +60,7 @@ impl HostMemory {
     /// Publishes the description of a call and its stamp, after all data of its slot was written. The stamp
     /// tells other ranks that the slot is complete. The caller must then [wake](Doorbells::wake_all) sleeping
     /// ranks.
+    #[inline(always)]
     pub(super) fn announce(&self, number: u32, header: &Header, location: Option<PublishedLocation>) {
         let slot = self.layout.slot(self.me, number);
         if let Some(location) = location {
@@ -74,7 +75,7 @@ impl HostMemory {
     /// Compares call `number` of `rank` with this rank's call, described by `ours`. `seq` is the sequence
     /// number of this rank's call among the group's collectives. Returns false if `rank` has not made the
     /// call yet, and an error if its call `number`, or an earlier one, differs from this rank's.
-    #[inline]
+    #[inline(always)]
     pub(super) fn match_call(
         &mut self,
         rank: usize,
@@ -104,6 +105,7 @@ impl HostMemory {
 
     /// Returns the description that `rank` published of call `number`. `None` if the rank has not made the
     /// call yet, or has reused the slot for a later call.
+    #[inline(always)]
     fn header(&mut self, rank: usize, number: u32) -> Option<Header> {
         let slot = self.layout.slot(rank, number);
         let stamp = self.segment.word(slot).load(Ordering::Acquire);

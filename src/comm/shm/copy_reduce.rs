@@ -7,7 +7,7 @@ use super::layout::{INLINE_OFFSET, ROUND_BYTES, SLOT_HEADER};
 use super::schedule::CACHED_BYTES;
 use super::segment::View;
 use super::{HostMemory, write};
-use crate::buffer::{BorrowedBuffer, BytesMut, PlanBuffer};
+use crate::buffer::{BorrowedBuffer, BytesMut, PlanBuffer, SendRecvBuffers};
 use crate::collectives::kernels::{Contributors, Kernel, Scratch};
 
 /// The elements of a collective call, possibly in several pieces of memory, and the kernel that reduces them.
@@ -19,19 +19,62 @@ pub(super) trait Elements {
     fn operands(&mut self, range: Range<usize>) -> (BytesMut<'_>, Option<&Kernel>);
 }
 
-/// The elements of a call that uses the caller's buffer as it is, without scaling or copying them first.
-pub(super) struct PlainElements<'a, 'm> {
-    pub(super) buffer: &'a mut BorrowedBuffer<'m>,
+/// The buffers of a call that uses the caller's memory as it is, without scaling or copying it first.
+pub(crate) trait Buffers {
+    /// Returns the bytes at the beginning of the byte range `range` that are contiguous in memory.
+    fn sent(&self, range: Range<usize>) -> &[u8];
+    /// Returns the contiguous bytes at the beginning of `range` for writing.
+    fn received(&mut self, range: Range<usize>) -> BytesMut<'_>;
+    /// Copies the blocks that this rank sends to itself.
+    fn copy_own(&mut self);
+}
+
+impl Buffers for BorrowedBuffer<'_> {
+    fn sent(&self, range: Range<usize>) -> &[u8] {
+        self.bytes(range)
+    }
+
+    fn received(&mut self, range: Range<usize>) -> BytesMut<'_> {
+        self.bytes_mut(range)
+    }
+
+    fn copy_own(&mut self) {
+        self.copy_some(usize::MAX);
+    }
+}
+
+impl Buffers for SendRecvBuffers<'_> {
+    #[inline(always)]
+    fn sent(&self, range: Range<usize>) -> &[u8] {
+        self.sent(range)
+    }
+
+    #[inline(always)]
+    fn received(&mut self, range: Range<usize>) -> BytesMut<'_> {
+        self.received(range)
+    }
+
+    #[inline(always)]
+    fn copy_own(&mut self) {
+        self.copy_own();
+    }
+}
+
+/// The elements of a call that uses the caller's buffers as they are.
+pub(super) struct PlainElements<'a, B> {
+    pub(super) buffers: &'a mut B,
     pub(super) kernel: Option<&'a Kernel>,
 }
 
-impl Elements for PlainElements<'_, '_> {
+impl<B: Buffers> Elements for PlainElements<'_, B> {
+    #[inline(always)]
     fn bytes(&self, range: Range<usize>) -> &[u8] {
-        self.buffer.bytes(range)
+        self.buffers.sent(range)
     }
 
+    #[inline(always)]
     fn operands(&mut self, range: Range<usize>) -> (BytesMut<'_>, Option<&Kernel>) {
-        (self.buffer.bytes_mut(range), self.kernel)
+        (self.buffers.received(range), self.kernel)
     }
 }
 
@@ -63,6 +106,7 @@ pub(super) enum AreaAddress {
 }
 
 impl Location {
+    #[inline(always)]
     pub(super) fn view(self, memory: &HostMemory, bytes: usize) -> View<'_> {
         let start = match self.area {
             AreaAddress::Slot { number, inline } => {
@@ -76,13 +120,14 @@ impl Location {
         memory.segment.view(start + self.at, bytes)
     }
 
+    #[inline(always)]
     fn at_rank(self, rank: usize, further: usize) -> Self {
         Self { rank, at: self.at + further, area: self.area }
     }
 }
 
 /// Copies `range` of `elements` to `location` in shared memory. Returns the number of bytes.
-#[inline]
+#[inline(always)]
 pub(super) fn publish(
     memory: &HostMemory,
     elements: &impl Elements,
@@ -104,7 +149,7 @@ pub(super) fn publish(
 
 /// Copies from `location` in shared memory to `range` of `elements`, as a part of a call that fetches `total` bytes.
 /// Returns the number of bytes.
-#[inline]
+#[inline(always)]
 pub(super) fn fetch(
     memory: &HostMemory,
     elements: &mut impl Elements,

@@ -2,15 +2,16 @@
 //! it.
 //!
 //! A rank that is about to sleep sets its bit, then checks once more for the data it waits for. A writer
-//! writes its data first, then checks the bits. Each of them executes a fence between its two steps. So the
-//! rank sees the data, or the writer sees the bit (tested in `models.rs`).
+//! writes its data first, then checks the bits. Each of them executes a fence between its two steps, or an atomic
+//! update that is a fence. So the rank sees the data, or the writer sees the bit (tested in `models.rs`).
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::layout::Layout;
-use super::segment::{Segment, full_fence};
+use super::segment::Segment;
+use crate::fence::{AtomicUpdate, full_fence};
 
 #[derive(Debug)]
 pub(crate) struct Doorbells {
@@ -35,8 +36,22 @@ impl Doorbells {
     /// data is visible to other cores, so it takes less time if the caller does other work in between.
     #[inline]
     pub(crate) fn wake_all(&self) {
+        full_fence();
+        self.wake_all_marked();
+    }
+
+    /// Does what [`Self::wake_all`] does, with `update` as its fence where that is one. The caller made this atomic
+    /// update after it wrote the data.
+    #[inline(always)]
+    pub(crate) fn wake_all_after(&self, update: AtomicUpdate) {
+        update.complete();
+        self.wake_all_marked();
+    }
+
+    #[inline(always)]
+    fn wake_all_marked(&self) {
         for (index, at) in self.layout.sleep_masks().enumerate() {
-            let mut sleeping = sleeping_ranks(self.segment.word(at));
+            let mut sleeping = self.segment.word(at).load(Ordering::Relaxed);
             while sleeping != 0 {
                 self.signal(index * 64 + sleeping.trailing_zeros() as usize);
                 sleeping &= sleeping - 1;

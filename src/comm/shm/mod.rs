@@ -26,7 +26,7 @@ pub(crate) mod arena;
 pub(crate) mod bootstrap;
 mod cells;
 pub(crate) mod collective;
-mod copy_reduce;
+pub(crate) mod copy_reduce;
 pub(crate) mod doorbells;
 pub(crate) mod fd_passing;
 mod layout;
@@ -206,6 +206,7 @@ impl HostMemory {
         self.segment.word(Layout::FAILURE_FLAG).load(Ordering::Acquire) != 0
     }
 
+    #[inline(always)]
     fn schedule(&self, call: &Call) -> Schedule {
         let limits = Limits { slot_bytes: SLOT_BYTES, round_bytes: ROUND_BYTES, cached_bytes: CACHED_BYTES };
         let root = self.ranks.iter().position(|&rank| rank == call.root as usize).unwrap_or(0);

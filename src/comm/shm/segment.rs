@@ -269,22 +269,6 @@ impl<'a> View<'a> {
     }
 }
 
-/// `fence(SeqCst)`; on x86-64 a locked instruction, which costs a quarter of the `mfence` that compilers
-/// emit.
-#[inline(always)]
-pub(super) fn full_fence() {
-    #[cfg(loom)]
-    loom::sync::atomic::fence(loom::sync::atomic::Ordering::SeqCst);
-    // SAFETY: the instruction changes nothing: it is an `or` with 0 on this thread's stack. The compiler
-    // assumes that it may access any memory, so it moves no access across it.
-    #[cfg(all(target_arch = "x86_64", not(loom)))]
-    unsafe {
-        std::arch::asm!("lock or dword ptr [rsp], 0");
-    }
-    #[cfg(not(any(target_arch = "x86_64", loom)))]
-    std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst);
-}
-
 #[cfg(test)]
 mod tests {
     use std::sync::atomic::Ordering;

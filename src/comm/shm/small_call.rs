@@ -1,20 +1,19 @@
 //! A small collective call, whose data fits in a slot. The caller's thread executes the steps of its schedule
 //! directly, without a list of steps, while it waits for the call.
 
-use super::copy_reduce::{self, AreaAddress, Location, PlainElements};
+use super::copy_reduce::{self, AreaAddress, Buffers, Location, PlainElements};
 use super::layout::{INLINE_BYTES, SLOTS};
 use super::numbering::CallNumber;
-use super::schedule::{Area, Schedule, ScheduleStep};
+use super::schedule::{Results, Schedule, Transfer};
 use super::write::poll_stamp;
 use super::{AwaitedRanks, HostMemory};
-use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::Call;
 use crate::collectives::kernels::Kernel;
 use crate::error::ExecutionError;
 use crate::fault::fault_point;
 
 /// A small collective call between [`HostMemory::start_small`] and [`HostMemory::finish_small`].
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) struct SmallCall {
     pub(crate) schedule: Schedule,
     pub(crate) seq: u64,
@@ -28,45 +27,42 @@ pub(crate) struct SmallCall {
 impl HostMemory {
     /// Returns the schedule of a collective call, if the call is small, the pages of its slots are allocated,
     /// and no rank still reads the slot that it uses.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn small_schedule(&mut self, call: &Call) -> Option<Schedule> {
         let schedule = self.schedule(call);
         let has_slots = self.has_slots(self.calls.next());
         (schedule.is_small() && has_slots && self.is_next_slot_free()).then_some(schedule)
     }
 
-    /// Assigns a number to a call that is about to be executed by its schedule, from
-    /// [`small_schedule`](Self::small_schedule).
+    /// Assigns a number to a call whose schedule is from [`small_schedule`](Self::small_schedule), writes this rank's
+    /// data to its slot, and announces the call. It does not wake sleeping ranks.
     #[inline(always)]
-    pub(crate) fn start_small(&mut self, call: &Call, schedule: Schedule, seq: u64) -> SmallCall {
+    pub(crate) fn start_small(
+        &mut self,
+        call: &Call,
+        schedule: Schedule,
+        seq: u64,
+        buffers: &mut impl Buffers,
+    ) -> SmallCall {
         let (call_number, inline) = (self.calls.start(call, seq, 0, 0), schedule.fits_in(INLINE_BYTES));
-        SmallCall { seq, schedule, call_number, published: 0, inline, matched: 0 }
-    }
-
-    /// Writes this rank's data to its slot and announces the call. It does not wake sleeping ranks.
-    ///
-    /// `small` is passed by reference: moving a value that was just written would wait until the preceding
-    /// stores to shared memory are done.
-    #[inline(always)]
-    pub(crate) fn publish_small(&mut self, small: &mut SmallCall, buffer: &mut BorrowedBuffer<'_>) {
-        let (mut published, me, elements) = (0, self.me, PlainElements { buffer, kernel: None });
-        small.schedule.publish_all(&mut |step| {
-            if let ScheduleStep::Publish { range, area: Area::Slot, at } = step {
-                published += copy_reduce::publish(self, &elements, range, small.location(me, at));
-            }
-        });
-        small.published = published;
+        let mut small = SmallCall { seq, schedule, call_number, published: 0, inline, matched: 0 };
+        let elements = PlainElements { buffers, kernel: None };
+        for Transfer { at, range, .. } in small.schedule.published() {
+            small.published += copy_reduce::publish(self, &elements, range, small.location(self.me, at));
+        }
         self.announce(small.call_number.number, &small.call_number.header, None);
-        fault_point("sent", small.seq, published);
+        fault_point("sent", small.seq, small.published);
+        elements.buffers.copy_own();
+        small
     }
 
     /// Returns whether every rank whose data this rank needs has made the call, and an error if one of them
     /// made another collective call instead.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn match_small(&mut self, small: &mut SmallCall) -> Result<bool, ExecutionError> {
         let Some(sources) = small.schedule.sources() else { return Ok(true) };
         let these = sources.range(self.ranks.len());
-        while let Some(rank) = these.clone().nth(small.matched) {
+        for rank in these.start + small.matched..these.end {
             let CallNumber { number, ref header, .. } = small.call_number;
             let is_equal = rank == self.me
                 || self.poll_call(small, rank) && self.match_call(rank, number, header, small.seq)?;
@@ -79,7 +75,7 @@ impl HostMemory {
     }
 
     /// Looks several times whether `rank` has made the call, and fetches the lines of the data that it publishes.
-    #[inline]
+    #[inline(always)]
     fn poll_call(&self, small: &SmallCall, rank: usize) -> bool {
         let number = small.call_number.number;
         let data = (!small.inline).then(|| {
@@ -110,29 +106,29 @@ impl HostMemory {
 
     /// Fetches or reduces the results into `buffer`, once [`Self::match_small`] has returned true. The error
     /// is that of the program's reduction function.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn finish_small(
         &mut self,
         small: &SmallCall,
-        buffer: &mut BorrowedBuffer<'_>,
+        buffers: &mut impl Buffers,
         kernel: Option<&Kernel>,
     ) -> Result<(), ExecutionError> {
-        let (mut result, mut elements) = (Ok(()), PlainElements { buffer, kernel });
-        small.schedule.consume_all(&mut |step| match step {
-            ScheduleStep::Fetch { from, at, range, .. } => {
-                let (location, total) = (small.location(from, at), range.len());
-                let bytes = copy_reduce::fetch(self, &mut elements, range, location, total);
-                fault_point("received", small.seq, bytes);
+        let mut elements = PlainElements { buffers, kernel };
+        match small.schedule.results() {
+            Results::Fetched(transfers) => {
+                for Transfer { rank, at, range } in transfers {
+                    let (location, total) = (small.location(rank, at), range.len());
+                    let bytes = copy_reduce::fetch(self, &mut elements, range, location, total);
+                    fault_point("received", small.seq, bytes);
+                }
+                Ok(())
             }
-            ScheduleStep::Reduce { at, range, publishes, .. } => {
-                let added = copy_reduce::reduce(self, &mut elements, range, small.location(0, at), publishes);
+            Results::Reduced(Transfer { at, range, .. }) => {
+                let added = copy_reduce::reduce(self, &mut elements, range, small.location(0, at), false);
                 fault_point("received", small.seq, added.as_ref().map_or(0, |&bytes| bytes));
-                result = added.map(drop).map_err(ExecutionError::Function);
+                added.map(drop).map_err(ExecutionError::Function)
             }
-            _ => {}
-        });
-        buffer.copy_some(usize::MAX);
-        result
+        }
     }
 }
 

@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::{
-    BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, Scratch, SendRecv, SliceMut,
+    CallKind, Checked, Collective, CommError, Element, Group, Reduction, SendRecv, SendRecvBuffers, SliceMut,
     Transfer, UntypedReduction, call, untyped,
 };
 use crate::error::require;
@@ -22,15 +22,19 @@ impl Group {
     /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes: small blocks in one round of
     /// messages, large blocks around a ring. If every host has L ranks, S·(P−L) bytes leave each host.
     pub fn all_gather<T: Transfer>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_gather((send.into(), recv.into()))).map(drop)
+        self.run_collective(self.prepare_all_gather((send.into(), recv.into())))
     }
 
-    #[inline]
-    pub(crate) fn prepare_all_gather<'a>(&self, (send, recv): SendRecv<'a>) -> Prepared<'a> {
+    #[inline(always)]
+    pub(crate) fn prepare_all_gather<'a>(&self, (send, recv): SendRecv<'a>) -> Checked<'a> {
         self.check_blocks("recv", recv.len(), send.len())?;
-        let own = self.own_range(send.len());
-        let call = call(send.value_type(), CallKind::AllGather, None, 0, send.len());
-        self.planned(call, recv_around_own((send, recv), own.clone()).with_ref(own.start, send), None)
+        let (count, own) = (send.len(), self.own_range(send.len()));
+        let call = call(send.value_type(), CallKind::AllGather, None, 0, count);
+        Ok(Collective {
+            call,
+            buffers: SendRecvBuffers::new((own.start, send), (0, recv), (0..count, own)),
+            kernel: None,
+        })
     }
 
     /// In-place form of [`Self::all_gather`]: this rank's block is already at its position in `buf`.
@@ -39,14 +43,14 @@ impl Group {
     /// The errors of [`Self::all_gather`]; [`CommError::InvalidArgument`] also if `buf` is not `size` equal
     /// blocks.
     pub fn all_gather_in_place<T: Transfer>(&self, buf: &mut [T]) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_gather_in_place(buf.into())).map(drop)
+        self.run_collective(self.prepare_all_gather_in_place(buf.into()))
     }
 
-    #[inline]
-    pub(crate) fn prepare_all_gather_in_place<'a>(&self, buf: SliceMut<'a>) -> Prepared<'a> {
+    #[inline(always)]
+    pub(crate) fn prepare_all_gather_in_place<'a>(&self, buf: SliceMut<'a>) -> Checked<'a> {
         let count = self.block_len("buf", buf.len())?;
         let call = call(buf.value_type(), CallKind::AllGather, None, 0, count);
-        self.planned(call, BorrowedBuffer::default().with_mut(0, buf), None)
+        Ok(Collective { call, buffers: SendRecvBuffers::in_place(buf), kernel: None })
     }
 
     /// Reduces block r of every rank's `send` elementwise by `op` into `recv` of rank r.
@@ -68,7 +72,7 @@ impl Group {
         recv: &mut [T],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_scatter((send.into(), recv.into()), &untyped::<T>(op))).map(drop)
+        self.run_collective(self.prepare_reduce_scatter((send.into(), recv.into()), &untyped::<T>(op)))
     }
 
     #[inline(always)]
@@ -76,14 +80,13 @@ impl Group {
         &self,
         (send, recv): SendRecv<'a>,
         op: &UntypedReduction,
-    ) -> Prepared<'a> {
+    ) -> Checked<'a> {
         self.check_blocks("send", send.len(), recv.len())?;
         let kernel = op.kernel(recv.value_type().dtype, self.size())?;
         let call = call(recv.value_type(), CallKind::ReduceScatter, Some(op.op()), 0, recv.len());
-        let in_memory = self.inner.runs_in_shared_memory(&call);
-        let needs_copy = !in_memory && self.inner.needs_scratch_copy(&call);
-        let own = self.own_range(recv.len());
-        self.planned(call, reduce_scatter_buffers(needs_copy, (send, recv), own), Some(kernel))
+        let (count, own) = (recv.len(), self.own_range(recv.len()));
+        let buffers = SendRecvBuffers::new((0, send), (own.start, recv), (own, 0..count));
+        Ok(Collective { call, buffers, kernel: Some(kernel) })
     }
 
     /// In-place form of [`Self::reduce_scatter`]: the result replaces this rank's block of `buf`; the other
@@ -97,19 +100,19 @@ impl Group {
         buf: &mut [T],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce_scatter_in_place(buf.into(), &untyped::<T>(op))).map(drop)
+        self.run_collective(self.prepare_reduce_scatter_in_place(buf.into(), &untyped::<T>(op)))
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn prepare_reduce_scatter_in_place<'a>(
         &self,
         buf: SliceMut<'a>,
         op: &UntypedReduction,
-    ) -> Prepared<'a> {
+    ) -> Checked<'a> {
         let count = self.block_len("buf", buf.len())?;
         let kernel = op.kernel(buf.value_type().dtype, self.size())?;
         let call = call(buf.value_type(), CallKind::ReduceScatter, Some(op.op()), 0, count);
-        self.planned(call, BorrowedBuffer::default().with_mut(0, buf), Some(kernel))
+        Ok(Collective { call, buffers: SendRecvBuffers::in_place(buf), kernel: Some(kernel) })
     }
 
     /// Fills `recv` of rank `root` with the `send` of all ranks, in rank order.
@@ -124,18 +127,20 @@ impl Group {
     /// # Cost
     /// Each rank sends its block to the root, which receives all blocks concurrently.
     pub fn gather<T: Transfer>(&self, send: &[T], recv: &mut [T], root: usize) -> Result<(), CommError> {
-        self.carry_out(self.prepare_gather((send.into(), recv.into()), root)).map(drop)
+        self.run_collective(self.prepare_gather((send.into(), recv.into()), root))
     }
 
-    #[inline]
-    pub(crate) fn prepare_gather<'a>(&self, (send, recv): SendRecv<'a>, root: usize) -> Prepared<'a> {
+    #[inline(always)]
+    pub(crate) fn prepare_gather<'a>(&self, (send, recv): SendRecv<'a>, root: usize) -> Checked<'a> {
         self.check_rank(root, "root")?;
-        let call = call(send.value_type(), CallKind::Gather, None, root as u32, send.len());
+        let (count, own) = (send.len(), self.own_range(send.len()));
+        let call = call(send.value_type(), CallKind::Gather, None, root as u32, count);
         if self.rank() == root {
-            self.check_blocks("recv", recv.len(), send.len())?;
-            return self.planned(call, recv_around_own((send, recv), self.own_range(send.len())), None);
+            self.check_blocks("recv", recv.len(), count)?;
+            let buffers = SendRecvBuffers::new((own.start, send), (0, recv), (0..count, own));
+            return Ok(Collective { call, buffers, kernel: None });
         }
-        self.planned(call, BorrowedBuffer::default().with_ref(self.own_range(send.len()).start, send), None)
+        Ok(Collective { call, buffers: SendRecvBuffers::send_only(own.start, send), kernel: None })
     }
 
     /// Fills `recv` of every rank with the block for that rank in the `send` of rank `root`.
@@ -150,20 +155,20 @@ impl Group {
     /// # Cost
     /// The root sends each rank its block, concurrently.
     pub fn scatter<T: Transfer>(&self, send: &[T], recv: &mut [T], root: usize) -> Result<(), CommError> {
-        self.carry_out(self.prepare_scatter((send.into(), recv.into()), root)).map(drop)
+        self.run_collective(self.prepare_scatter((send.into(), recv.into()), root))
     }
 
-    #[inline]
-    pub(crate) fn prepare_scatter<'a>(&self, (send, recv): SendRecv<'a>, root: usize) -> Prepared<'a> {
+    #[inline(always)]
+    pub(crate) fn prepare_scatter<'a>(&self, (send, recv): SendRecv<'a>, root: usize) -> Checked<'a> {
         self.check_rank(root, "root")?;
-        let call = call(recv.value_type(), CallKind::Scatter, None, root as u32, recv.len());
+        let (count, own) = (recv.len(), self.own_range(recv.len()));
+        let call = call(recv.value_type(), CallKind::Scatter, None, root as u32, count);
         if self.rank() == root {
-            self.check_blocks("send", send.len(), recv.len())?;
-            let own = send.part(self.own_range(recv.len()));
-            let buffer = BorrowedBuffer::default().with_ref(0, send).with_copy(own, recv);
-            return self.planned(call, buffer, None);
+            self.check_blocks("send", send.len(), count)?;
+            let buffers = SendRecvBuffers::new((0, send), (own.start, recv), (own, 0..count));
+            return Ok(Collective { call, buffers, kernel: None });
         }
-        self.planned(call, BorrowedBuffer::default().with_mut(self.own_range(recv.len()).start, recv), None)
+        Ok(Collective { call, buffers: SendRecvBuffers::recv_only(own.start, recv), kernel: None })
     }
 
     /// Sends block i of `send` to rank i, and fills block i of `recv` with the block that rank i sends to
@@ -177,17 +182,20 @@ impl Group {
     /// # Cost
     /// With P ranks and blocks of S bytes each rank sends S·(P−1) bytes, to all others concurrently.
     pub fn all_to_all<T: Transfer>(&self, send: &[T], recv: &mut [T]) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_to_all((send.into(), recv.into()))).map(drop)
+        self.run_collective(self.prepare_all_to_all((send.into(), recv.into())))
     }
 
-    #[inline]
-    pub(crate) fn prepare_all_to_all<'a>(&self, (send, recv): SendRecv<'a>) -> Prepared<'a> {
+    #[inline(always)]
+    pub(crate) fn prepare_all_to_all<'a>(&self, (send, recv): SendRecv<'a>) -> Checked<'a> {
         let count = self.block_len("send", send.len())?;
         self.check_blocks("recv", recv.len(), count)?;
-        let own = self.own_range(count);
-        let (len, from) = (send.len(), send.part(own.clone()));
-        let buffer = BorrowedBuffer::default().with_ref(0, send).with_mut_around(len, recv, own, from);
-        self.planned(call(send.value_type(), CallKind::AllToAll, None, 0, count), buffer, None)
+        let (len, own) = (send.len(), self.own_range(count));
+        let call = call(send.value_type(), CallKind::AllToAll, None, 0, count);
+        Ok(Collective {
+            call,
+            buffers: SendRecvBuffers::new((0, send), (len, recv), (own.clone(), own)),
+            kernel: None,
+        })
     }
 
     /// In-place form of [`Self::all_to_all`]: sends the blocks of `buf`, and replaces them by the received
@@ -199,15 +207,14 @@ impl Group {
     /// # Cost
     /// The cost of [`Self::all_to_all`], and a copy of `buf`.
     pub fn all_to_all_in_place<T: Transfer>(&self, buf: &mut [T]) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_to_all_in_place(buf.into())).map(drop)
+        self.run_collective(self.prepare_all_to_all_in_place(buf.into()))
     }
 
-    #[inline]
-    pub(crate) fn prepare_all_to_all_in_place<'a>(&self, buf: SliceMut<'a>) -> Prepared<'a> {
+    #[inline(always)]
+    pub(crate) fn prepare_all_to_all_in_place<'a>(&self, buf: SliceMut<'a>) -> Checked<'a> {
         let count = self.block_len("buf", buf.len())?;
         let call = call(buf.value_type(), CallKind::AllToAll, None, 0, count);
-        let buffer = BorrowedBuffer::default().with_scratch(0, Scratch::of(buf.as_slice()));
-        self.planned(call, buffer.with_mut(buf.len(), buf), None)
+        Ok(Collective { call, buffers: SendRecvBuffers::exchanged(buf), kernel: None })
     }
 
     /// Returns the length of one block if a buffer of `len` elements is `size` equal blocks, else an error
@@ -232,28 +239,4 @@ impl Group {
     pub(super) fn own_range(&self, len: usize) -> Range<usize> {
         self.rank() * len..(self.rank() + 1) * len
     }
-}
-
-/// Describes the buffers of a gathering collective: `send` is copied to the range `own` of `recv`, and data
-/// of other ranks fill the rest.
-#[inline]
-pub(super) fn recv_around_own<'a>((send, recv): SendRecv<'a>, own: Range<usize>) -> BorrowedBuffer<'a> {
-    BorrowedBuffer::default().with_mut_around(0, recv, own, send)
-}
-
-/// Describes the buffers of a reduce-scatter. `recv` starts as this rank's input to its own block. The blocks
-/// of other ranks are a copy of `send` if `copied`; otherwise they are `send` itself, which is only read.
-#[inline]
-pub(super) fn reduce_scatter_buffers<'a>(
-    copied: bool,
-    (send, mut recv): SendRecv<'a>,
-    own: Range<usize>,
-) -> BorrowedBuffer<'a> {
-    recv.copy_from(send.part(own.clone()));
-    let buffer = BorrowedBuffer::default();
-    if copied {
-        return buffer.with_mut(own.start, recv).with_scratch_around(own, Scratch::of(send));
-    }
-    let (before, behind) = (send.part(0..own.start), send.part(own.end..send.len()));
-    buffer.with_ref(0, before).with_mut(own.start, recv).with_ref(own.end, behind)
 }

@@ -3,11 +3,10 @@
 use std::time::Duration;
 
 use super::{
-    BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, Scratch, SendRecv, SliceMut,
+    CallKind, Checked, Collective, CommError, Element, Group, Reduction, SendRecv, SendRecvBuffers, SliceMut,
     Transfer, UntypedReduction, ValueType, call, check_len, untyped,
 };
 use crate::collectives::dtype::Dtype;
-use crate::collectives::plan;
 
 /// The type in which a barrier describes its call.
 const BYTES: ValueType = ValueType::element(Dtype::U8);
@@ -37,14 +36,14 @@ impl Group {
         buf: &mut [T],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_reduce(buf.into(), &untyped::<T>(op))).map(drop)
+        self.run_collective(self.prepare_all_reduce(buf.into(), &untyped::<T>(op)))
     }
 
     #[inline(always)]
-    pub(crate) fn prepare_all_reduce<'a>(&self, buf: SliceMut<'a>, op: &UntypedReduction) -> Prepared<'a> {
+    pub(crate) fn prepare_all_reduce<'a>(&self, buf: SliceMut<'a>, op: &UntypedReduction) -> Checked<'a> {
         let kernel = op.kernel(buf.value_type().dtype, self.size())?;
         let call = call(buf.value_type(), CallKind::AllReduce, Some(op.op()), 0, buf.len());
-        self.planned(call, BorrowedBuffer::default().with_mut(0, buf), Some(kernel))
+        Ok(Collective { call, buffers: SendRecvBuffers::in_place(buf), kernel: Some(kernel) })
     }
 
     /// Out-of-place form of [`Self::all_reduce`]: reads `send`, which is not changed, and fills `recv`.
@@ -60,15 +59,15 @@ impl Group {
         recv: &mut [T],
         op: impl Into<Reduction<T>>,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_all_reduce_into((send.into(), recv.into()), &untyped::<T>(op))).map(drop)
+        self.run_collective(self.prepare_all_reduce_into((send.into(), recv.into()), &untyped::<T>(op)))
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn prepare_all_reduce_into<'a>(
         &self,
         (send, mut recv): SendRecv<'a>,
         op: &UntypedReduction,
-    ) -> Prepared<'a> {
+    ) -> Checked<'a> {
         op.kernel(send.value_type().dtype, self.size())?;
         check_len("recv", recv.len(), send.len())?;
         recv.copy_from(send);
@@ -89,14 +88,14 @@ impl Group {
     /// With P ranks and S bytes, small buffers take a tree of log2(P) steps. Large ones take a chain in which
     /// every rank sends S bytes at most. S bytes go to each other host.
     pub fn broadcast<T: Transfer>(&self, buf: &mut [T], root: usize) -> Result<(), CommError> {
-        self.carry_out(self.prepare_broadcast(buf.into(), root)).map(drop)
+        self.run_collective(self.prepare_broadcast(buf.into(), root))
     }
 
-    #[inline]
-    pub(crate) fn prepare_broadcast<'a>(&self, buf: SliceMut<'a>, root: usize) -> Prepared<'a> {
+    #[inline(always)]
+    pub(crate) fn prepare_broadcast<'a>(&self, buf: SliceMut<'a>, root: usize) -> Checked<'a> {
         self.check_rank(root, "root")?;
         let call = call(buf.value_type(), CallKind::Broadcast, None, root as u32, buf.len());
-        self.planned(call, BorrowedBuffer::default().with_mut(0, buf), None)
+        Ok(Collective { call, buffers: SendRecvBuffers::in_place(buf), kernel: None })
     }
 
     /// Replaces `buf` on rank `root` by the elementwise `op` over all ranks' `buf`. On the other ranks `buf`
@@ -120,7 +119,7 @@ impl Group {
         op: impl Into<Reduction<T>>,
         root: usize,
     ) -> Result<(), CommError> {
-        self.carry_out(self.prepare_reduce(buf.into(), &untyped::<T>(op), root)).map(drop)
+        self.run_collective(self.prepare_reduce(buf.into(), &untyped::<T>(op), root))
     }
 
     #[inline(always)]
@@ -129,11 +128,11 @@ impl Group {
         buf: SliceMut<'a>,
         op: &UntypedReduction,
         root: usize,
-    ) -> Prepared<'a> {
+    ) -> Checked<'a> {
         self.check_rank(root, "root")?;
         let kernel = op.kernel(buf.value_type().dtype, self.size())?;
         let call = call(buf.value_type(), CallKind::Reduce, Some(op.op()), root as u32, buf.len());
-        self.planned(call, BorrowedBuffer::default().with_mut(0, buf), Some(kernel))
+        Ok(Collective { call, buffers: SendRecvBuffers::in_place(buf), kernel: Some(kernel) })
     }
 
     /// Out-of-place form of [`Self::reduce`]: reads `send`, which is not changed, and fills `recv` of the
@@ -153,16 +152,16 @@ impl Group {
         root: usize,
     ) -> Result<(), CommError> {
         let buffers = (send.into(), recv.into());
-        self.carry_out(self.prepare_reduce_into(buffers, &untyped::<T>(op), root)).map(drop)
+        self.run_collective(self.prepare_reduce_into(buffers, &untyped::<T>(op), root))
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn prepare_reduce_into<'a>(
         &self,
         (send, mut recv): SendRecv<'a>,
         op: &UntypedReduction,
         root: usize,
-    ) -> Prepared<'a> {
+    ) -> Checked<'a> {
         self.check_rank(root, "root")?;
         let kernel = op.kernel(send.value_type().dtype, self.size())?;
         if self.rank() == root {
@@ -171,7 +170,7 @@ impl Group {
             return self.prepare_reduce(recv, op, root);
         }
         let call = call(send.value_type(), CallKind::Reduce, Some(op.op()), root as u32, send.len());
-        self.planned(call, BorrowedBuffer::default().with_scratch(0, Scratch::of(send)), Some(kernel))
+        Ok(Collective { call, buffers: SendRecvBuffers::send_only(0, send), kernel: Some(kernel) })
     }
 
     /// Returns when all ranks have called `barrier`.
@@ -182,7 +181,7 @@ impl Group {
     /// # Cost
     /// Messages of a few bytes in sequence: log2(L) inside hosts of L ranks, then log2(H) between H hosts.
     pub fn barrier(&self) -> Result<(), CommError> {
-        self.carry_out(self.prepare_barrier()).map(drop)
+        self.run_collective(self.prepare_barrier())
     }
 
     /// Returns when all ranks have called it, like [`Self::barrier`]. If ranks do not call it within
@@ -204,18 +203,13 @@ impl Group {
     /// time, since the ranks report to each other instead of to one rank.
     pub fn monitored_barrier(&self, timeout: Duration) -> Result<(), CommError> {
         let call = call(BYTES, CallKind::MonitoredBarrier, None, 0, 0);
-        let prepared = self.planned(call, BorrowedBuffer::default(), None);
+        let prepared = self.planned(call, SendRecvBuffers::none(), None);
         self.with_timeout(timeout).carry_out(prepared).map(drop)
     }
 
-    #[inline]
-    pub(crate) fn prepare_barrier(&self) -> Prepared<'static> {
+    #[inline(always)]
+    pub(crate) fn prepare_barrier(&self) -> Checked<'static> {
         let call = call(BYTES, CallKind::Barrier, None, 0, 0);
-        let mut buffer = BorrowedBuffer::default();
-        if !self.inner.runs_in_shared_memory(&call) {
-            let elements = plan::barrier_elements(&self.inner.topology);
-            buffer = buffer.with_scratch(0, Scratch::zeros(elements, BYTES));
-        }
-        self.planned(call, buffer, None)
+        Ok(Collective { call, buffers: SendRecvBuffers::none(), kernel: None })
     }
 }

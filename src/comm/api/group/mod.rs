@@ -31,7 +31,7 @@ use crate::api::backend::Backend;
 use crate::api::reduction::{Reduction, UntypedReduction, untyped};
 use crate::bootstrap::BootstrapConfig;
 use crate::bootstrap::options::GroupOptions;
-use crate::buffer::{BorrowedBuffer, Scratch, Slice, SliceMut, ValueType};
+use crate::buffer::{BorrowedBuffer, Scratch, SendRecvBuffers, Slice, SliceMut, ValueType};
 use crate::collectives::call::{Call, CallKind, Status};
 use crate::collectives::dtype::{Element, ReduceOp, Transfer};
 use crate::collectives::kernels;
@@ -43,7 +43,8 @@ use crate::transport::links::fork::fork_count;
 #[cfg(feature = "nccl")]
 use device::GroupDevice;
 use prepare::call;
-pub(crate) use prepare::{Prepared, SendRecv, check_len};
+use prepare::{Checked, Collective};
+pub(crate) use prepare::{IntoPrepared, Prepared, SendRecv, check_len};
 pub(crate) use subgroup::SubgroupAgreement;
 
 /// A process group: ranks that communicate, like an MPI communicator.

@@ -2,10 +2,9 @@
 
 use std::sync::{Arc, PoisonError};
 
-use super::{
-    BorrowedBuffer, Call, CallKind, CommError, Group, Inner, Operation, ReduceOp, Slice, SliceMut, ValueType,
-};
+use super::{Call, CallKind, CommError, Group, Inner, Operation, ReduceOp, Slice, SliceMut, ValueType};
 use crate::bootstrap::BootstrapConfig;
+use crate::buffer::{BorrowedBuffer, CollectiveBuffers, Scratch, SendRecvBuffers};
 use crate::collectives::kernels::Kernel;
 use crate::collectives::plan::{self, Algorithm, Blocks, Input, Plan, Rounding};
 use crate::engine::{self, Transport};
@@ -19,24 +18,85 @@ const PLANS: usize = 16;
 /// a `prepare_*` function. The blocking form runs the prepared operation; the nonblocking form starts it.
 pub(crate) type Prepared<'a> = Result<Option<Operation<'a>>, CommError>;
 
+/// A checked collective with its buffers.
+#[derive(Debug)]
+pub(crate) struct Collective<'a> {
+    pub(super) call: Call,
+    pub(super) buffers: SendRecvBuffers<'a>,
+    pub(super) kernel: Option<Kernel>,
+}
+
+/// A collective, or the error of its arguments.
+pub(crate) type Checked<'a> = Result<Collective<'a>, CommError>;
+
+/// A checked call that becomes an operation.
+pub(crate) trait IntoPrepared<'a> {
+    fn into_prepared(self, group: &Group) -> Prepared<'a>;
+}
+
+impl<'a> IntoPrepared<'a> for Checked<'a> {
+    fn into_prepared(self, group: &Group) -> Prepared<'a> {
+        group.prepare(self?)
+    }
+}
+
+impl<'a> IntoPrepared<'a> for Prepared<'a> {
+    fn into_prepared(self, _: &Group) -> Prepared<'a> {
+        self
+    }
+}
+
 /// The send and the receive buffer of a call.
 pub(crate) type SendRecv<'a> = (Slice<'a>, SliceMut<'a>);
 
 impl Group {
-    /// Prepares a collective over `buffer`; `plan` returns its schedule of transfers.
+    /// Runs a collective and waits for it.
+    #[inline(always)]
+    pub(super) fn run_collective(&self, collective: Checked<'_>) -> Result<(), CommError> {
+        let mut collective = collective?;
+        let Collective { call, ref mut buffers, ref kernel } = collective;
+        if let Some(shared) = &self.inner.shared
+            && self.inner.runs_in_shared_memory(&call)
+        {
+            self.inner.check_caller()?;
+            if let Some(result) = shared.call_small(call, buffers, kernel.as_ref(), &|| self.limit()) {
+                return result;
+            }
+        }
+        self.carry_out(self.prepare(collective)).map(drop)
+    }
+
+    /// Prepares a collective whose plan (schedule of transfers) depends only on its descriptor.
+    pub(super) fn prepare<'a>(&self, Collective { call, buffers, kernel }: Collective<'a>) -> Prepared<'a> {
+        let buffers = match call.kind {
+            CallKind::ReduceScatter if self.inner.needs_scratch_copy(&call) => {
+                buffers.with_scratch_blocks().into()
+            }
+            CallKind::Barrier if !self.inner.runs_in_shared_memory(&call) => {
+                let elements = plan::barrier_elements(&self.inner.topology);
+                let scratch = Scratch::zeros(elements, ValueType::element(call.dtype));
+                BorrowedBuffer::default().with_scratch(0, scratch).into()
+            }
+            _ => CollectiveBuffers::from(buffers),
+        };
+        self.planned(call, buffers, kernel)
+    }
+
+    /// Prepares a collective over `buffers`; `plan` returns its schedule of transfers.
     pub(super) fn collective<'a>(
         &self,
         call: Call,
         plan: impl FnOnce() -> Arc<Plan>,
-        buffer: BorrowedBuffer<'a>,
+        buffers: impl Into<CollectiveBuffers<'a>>,
         kernel: Option<Kernel>,
     ) -> Prepared<'a> {
         self.inner.check_caller()?;
+        let buffers = buffers.into();
         if self.inner.shared.is_none() {
-            engine::run_single_rank(buffer, kernel, call.dtype, &plan());
+            engine::run_single_rank(buffers.into_borrowed(call.kind), kernel, call.dtype, &plan());
             return Ok(None);
         }
-        Ok(Some(Operation::Collective { call, transport: Transport::Connections(plan()), buffer, kernel }))
+        Ok(Some(Operation::Collective { call, transport: Transport::Connections(plan()), buffers, kernel }))
     }
 
     /// Prepares a collective whose plan (schedule of transfers) depends only on the descriptor `call`.
@@ -44,15 +104,15 @@ impl Group {
     pub(super) fn planned<'a>(
         &self,
         call: Call,
-        buffer: BorrowedBuffer<'a>,
+        buffers: impl Into<CollectiveBuffers<'a>>,
         kernel: Option<Kernel>,
     ) -> Prepared<'a> {
         if self.inner.runs_in_shared_memory(&call) {
             self.inner.check_caller()?;
-            let transport = Transport::SharedMemory;
-            return Ok(Some(Operation::Collective { call, transport, buffer, kernel }));
+            let (transport, buffers) = (Transport::SharedMemory, buffers.into());
+            return Ok(Some(Operation::Collective { call, transport, buffers, kernel }));
         }
-        self.collective(call, || self.inner.plan(call), buffer, kernel)
+        self.collective(call, || self.inner.plan(call), buffers, kernel)
     }
 
     pub(crate) fn check_rank(&self, rank: usize, what: &str) -> Result<(), CommError> {

@@ -1,8 +1,8 @@
 //! Scans: reductions over all ranks up to this one.
 
 use super::{
-    BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, ReduceOp, Reduction, Scratch, SliceMut,
-    UntypedReduction, call, untyped,
+    BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, ReduceOp, Reduction, Scratch,
+    SendRecvBuffers, SliceMut, UntypedReduction, call, untyped,
 };
 use crate::collectives::dtype::Dtype;
 use crate::collectives::kernels::Kernel;
@@ -27,7 +27,7 @@ impl Group {
     pub(crate) fn prepare_scan<'a>(&self, buf: SliceMut<'a>, op: &UntypedReduction) -> Prepared<'a> {
         let kernel = scan_kernel(op, buf.value_type().dtype)?;
         let call = call(buf.value_type(), CallKind::Scan, Some(op.op()), 0, buf.len());
-        self.planned(call, BorrowedBuffer::default().with_mut(0, buf), Some(kernel))
+        self.planned(call, SendRecvBuffers::in_place(buf), Some(kernel))
     }
 
     /// Replaces `buf` on rank r by the elementwise `op` over the `buf` of ranks 0 to r − 1. On rank 0,

@@ -2,9 +2,8 @@
 
 use std::sync::Arc;
 
-use super::blocks::{recv_around_own, reduce_scatter_buffers};
 use super::{
-    BorrowedBuffer, CallKind, CommError, Element, Group, Prepared, Reduction, SendRecv, Transfer,
+    CallKind, CommError, Element, Group, Prepared, Reduction, SendRecv, SendRecvBuffers, Transfer,
     UntypedReduction, ValueType, call, check_len, untyped,
 };
 use crate::collectives::plan::{self, Algorithm, Blocks, Input, Rounding};
@@ -48,8 +47,8 @@ impl Group {
         let (rank, rounding) = (self.rank(), Rounding::Stepwise);
         let input = Input { rank, topology, rounding, element_bytes: value.dtype.size_bytes() };
         let plan = || Arc::new(plan::all_gather(algorithm, &input, &units(value, blocks)));
-        let buffer = recv_around_own((send, recv), own.clone()).with_ref(own.start, send);
-        self.collective(call, plan, buffer, None)
+        let buffers = SendRecvBuffers::new((own.start, send), (0, recv), (0..own.len(), own));
+        self.collective(call, plan, buffers, None)
     }
 
     /// Reduces block r of every rank's `send` elementwise by `op` into `recv` of rank r; block i has
@@ -93,8 +92,12 @@ impl Group {
             self.inner.config.tuning.for_reduce_scatter(send.size_bytes() / self.size(), topology, rounding);
         let input = Input { rank, topology, rounding, element_bytes: value.size_bytes() };
         let plan = || Arc::new(plan::reduce_scatter(algorithm, &input, &blocks));
-        let buffer = reduce_scatter_buffers(algorithm != Algorithm::Direct, (send, recv), own);
-        self.collective(call, plan, buffer, Some(kernel))
+        let into = 0..own.len();
+        let buffers = SendRecvBuffers::new((0, send), (own.start, recv), (own, into));
+        if algorithm != Algorithm::Direct {
+            return self.collective(call, plan, buffers.with_scratch_blocks(), Some(kernel));
+        }
+        self.collective(call, plan, buffers, Some(kernel))
     }
 
     /// Fills `recv` of rank `root` with the `send` of all ranks, in rank order. On the root, `lens[i]` is the
@@ -127,17 +130,17 @@ impl Group {
     ) -> Prepared<'a> {
         let value = send.value_type();
         self.check_rank(root, "root")?;
-        let (blocks, buffer) = if self.rank() == root {
+        let (blocks, buffers) = if self.rank() == root {
             let blocks = self.blocks(lens)?;
-            check_len("send", send.len(), blocks.range(root).len())?;
+            let own = blocks.range(root);
+            check_len("send", send.len(), own.len())?;
             check_len("recv", recv.len(), blocks.end())?;
-            let buffer = recv_around_own((send, recv), blocks.range(root));
-            (blocks, buffer)
+            (blocks, SendRecvBuffers::new((own.start, send), (0, recv), (0..own.len(), own)))
         } else {
-            (self.own_block_only(send.len()), BorrowedBuffer::default().with_ref(0, send))
+            (self.own_block_only(send.len()), SendRecvBuffers::send_only(0, send))
         };
         let plan = || Arc::new(plan::gather(self.rank(), &units(value, blocks), root));
-        self.collective(call(value, CallKind::GatherV, None, root as u32, 0), plan, buffer, None)
+        self.collective(call(value, CallKind::GatherV, None, root as u32, 0), plan, buffers, None)
     }
 
     /// Fills `recv` of every rank with the block for that rank in the `send` of rank `root`. On the root,
@@ -169,18 +172,17 @@ impl Group {
     ) -> Prepared<'a> {
         let value = recv.value_type();
         self.check_rank(root, "root")?;
-        let (blocks, buffer) = if self.rank() == root {
+        let (blocks, buffers) = if self.rank() == root {
             let blocks = self.blocks(lens)?;
+            let (own, into) = (blocks.range(root), 0..recv.len());
             check_len("send", send.len(), blocks.end())?;
-            check_len("recv", recv.len(), blocks.range(root).len())?;
-            let buffer =
-                BorrowedBuffer::default().with_ref(0, send).with_copy(send.part(blocks.range(root)), recv);
-            (blocks, buffer)
+            check_len("recv", recv.len(), own.len())?;
+            (blocks, SendRecvBuffers::new((0, send), (own.start, recv), (own, into)))
         } else {
-            (self.own_block_only(recv.len()), BorrowedBuffer::default().with_mut(0, recv))
+            (self.own_block_only(recv.len()), SendRecvBuffers::recv_only(0, recv))
         };
         let plan = || Arc::new(plan::scatter(self.rank(), &units(value, blocks), root));
-        self.collective(call(value, CallKind::ScatterV, None, root as u32, 0), plan, buffer, None)
+        self.collective(call(value, CallKind::ScatterV, None, root as u32, 0), plan, buffers, None)
     }
 
     /// Sends block i of `send`, with `send_lens[i]` elements, to rank i. Fills block i of `recv`, with
@@ -213,12 +215,10 @@ impl Group {
         check_len("send", send.len(), sent.end())?;
         check_len("recv", recv.len(), filled.end())?;
         check_len("this rank's own block of recv", filled.range(rank).len(), sent.range(rank).len())?;
-        let own = filled.range(rank);
-        let from = send.part(sent.range(rank));
-        let buffer = BorrowedBuffer::default().with_ref(0, send).with_mut_around(sent.end(), recv, own, from);
-        let value = send.value_type();
+        let (value, own) = (send.value_type(), (sent.range(rank), filled.range(rank)));
+        let buffers = SendRecvBuffers::new((0, send), (sent.end(), recv), own);
         let plan = || Arc::new(plan::all_to_all(rank, &units(value, sent), &units(value, filled)));
-        self.collective(call(value, CallKind::AllToAllV, None, 0, 0), plan, buffer, None)
+        self.collective(call(value, CallKind::AllToAllV, None, 0, 0), plan, buffers, None)
     }
 
     pub(crate) fn blocks(&self, lens: &[usize]) -> Result<Blocks, CommError> {

@@ -29,7 +29,7 @@ mod lists;
 mod messages;
 pub(crate) mod start;
 
-use crate::api::group::{Group, Prepared};
+use crate::api::group::{Group, IntoPrepared, Prepared};
 use crate::api::reduction::{Reduction, UntypedReduction};
 use crate::buffer::{Slice, SliceMut};
 use crate::collectives::dtype::Element;
@@ -168,10 +168,11 @@ macro_rules! operations {
                 ($buf $(, $buf2)?): &'b mut Self::Output,
                 ($($lens,)? $($op,)? $($root,)?): &Self::Arguments,
             ) -> Prepared<'b> {
-                group.$prepare(
+                let prepared = group.$prepare(
                     (elements!($Access $buf) $(, elements!($Access2 $buf2))?)
                     $(, $lens)? $(, $op)? $(, *$root)?
-                )
+                );
+                prepared.into_prepared(group)
             }
 
             fn prepare_list<'b>(
@@ -238,7 +239,7 @@ impl sealed::HostOperation for Barrier {
     }
 
     fn prepare<'a>(group: &Group, (): &'a mut (), (): &()) -> Prepared<'a> {
-        group.prepare_barrier()
+        group.prepare_barrier().into_prepared(group)
     }
 }
 

@@ -63,8 +63,10 @@ impl Kernel {
         contribution: impl Fn(usize, usize, usize) -> SourceBytes<'a>,
         mut added: impl FnMut(usize, &[u8]),
     ) -> Result<(), String> {
-        for (index, own) in own.chunks_mut(BLOCK_BYTES).enumerate() {
-            let (at, len) = (index * BLOCK_BYTES, own.len());
+        let (mut at, mut rest) = (0, own);
+        while !rest.is_empty() {
+            let len = rest.len().min(BLOCK_BYTES);
+            let (own, behind) = rest.split_at_mut(len);
             let contribution = |rank: usize| contribution(rank, at, len);
             match (&self.reduce, self.f32_conversion) {
                 (ReduceImpl::Builtin(reduce), None) => {
@@ -76,6 +78,7 @@ impl Kernel {
                 divide(own, self.world);
             }
             added(at, own);
+            (at, rest) = (at + len, behind);
         }
         Ok(())
     }

@@ -312,7 +312,7 @@ fn sum(shared: &super::Shared) -> i32 {
             &mut Some(super::Operation::Collective {
                 call,
                 transport: super::Transport::Connections(plan),
-                buffer,
+                buffers: buffer.into(),
                 kernel,
             }),
             LONG.into(),

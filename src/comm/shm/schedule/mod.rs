@@ -14,12 +14,14 @@
 //! count all rounds of all calls, also those in which they have no work, so counters are never reset.
 
 mod steps;
+mod transfers;
 
 use std::ops::Range;
 
 use super::layout::Counter;
 use crate::collectives::call::{Call, CallKind};
 use crate::collectives::plan::block;
+pub(crate) use transfers::{Results, Transfer};
 
 /// The alignment in bytes of data in the memory of a round: a cache line.
 const ALIGNMENT: usize = 64;
@@ -149,6 +151,7 @@ pub(crate) fn is_supported(kind: CallKind) -> bool {
 impl Schedule {
     /// Makes the schedule of rank `me` of the host's `ranks` for a call of a kind that [is
     /// supported](is_supported).
+    #[inline(always)]
     pub(crate) fn new(call: &Call, me: usize, ranks: usize, limits: Limits) -> Self {
         debug_assert!(is_supported(call.kind));
         let (bytes, element) = (call.bytes() as usize, call.dtype.size_bytes());
@@ -163,6 +166,7 @@ impl Schedule {
     }
 
     /// Returns the approximate numbers of bytes that this rank publishes, and that it fetches or reduces.
+    #[inline(always)]
     pub(crate) fn volume(&self) -> (u64, u64) {
         let (all, others) = (self.bytes as u64, self.ranks as u64 - 1);
         match self.kind {
@@ -185,24 +189,28 @@ impl Schedule {
     }
 
     /// Returns whether the data of every rank fits in a slot.
+    #[inline(always)]
     pub(crate) fn is_small(&self) -> bool {
         self.fits_in(self.limits.slot_bytes)
     }
 
     /// Returns whether the data of every rank has at most `most` bytes.
+    #[inline(always)]
     pub(crate) fn fits_in(&self, most: usize) -> bool {
-        self.bytes.saturating_mul(self.blocks()) <= most
+        // `bytes` is checked first, so the product of the two does not overflow.
+        self.bytes <= most && self.bytes * self.blocks() <= most
     }
 
     /// Returns the offset in the slot of each source, and the number, of the bytes that this rank reads from it in a
     /// small call.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn awaited_bytes(&self) -> (usize, usize) {
         (self.block_index(self.me) * self.bytes, self.bytes)
     }
 
     /// The number of blocks for which a rank has room in one round: one for each rank, its own included, or of two
     /// ranks one for the other rank.
+    #[inline(always)]
     fn blocks(&self) -> usize {
         match self.kind {
             CallKind::ReduceScatter | CallKind::Scatter | CallKind::AllToAll if self.ranks > 2 => self.ranks,
@@ -211,6 +219,7 @@ impl Schedule {
     }
 
     /// The position among the published [blocks](Self::blocks) of the block for `rank`.
+    #[inline(always)]
     fn block_index(&self, rank: usize) -> usize {
         if self.blocks() > 1 { rank } else { 0 }
     }

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::transfers::{Results, Transfer, Transfers};
 use super::{Area, Peers, Schedule, ScheduleStep};
 use crate::collectives::call::CallKind;
 use crate::collectives::plan::block;
@@ -17,9 +18,9 @@ impl Schedule {
         let emit = &mut |step| steps.push(step);
         if self.is_small() {
             emit(ScheduleStep::AwaitSlot);
-            self.publish_all(emit);
+            Self::publish(self.published(), Area::Slot, emit);
             self.match_calls(emit);
-            self.consume_all(emit);
+            Self::consume(self.results(), Area::Slot, emit);
             return false;
         }
         match index.checked_sub(1) {
@@ -106,6 +107,7 @@ impl Schedule {
     }
 
     /// The ranks whose data this rank needs; `None` if it needs none.
+    #[inline(always)]
     pub(crate) fn sources(&self) -> Option<Peers> {
         match self.kind {
             CallKind::Broadcast | CallKind::Scatter => (!self.is_root()).then_some(Peers::One(self.root)),
@@ -117,11 +119,19 @@ impl Schedule {
         }
     }
 
-    /// Emits the steps that publish all data of this rank in a small call.
+    /// Returns what this rank publishes in its slot in a small call.
     #[inline(always)]
-    pub(crate) fn publish_all(&self, emit: &mut impl FnMut(ScheduleStep)) {
-        if self.bytes > 0 && self.has_data() {
-            self.publish_part(0..self.bytes, Area::Slot, self.bytes, emit);
+    pub(crate) fn published(&self) -> Transfers {
+        if self.has_data() { self.published_part(0..self.bytes, self.bytes) } else { Transfers::NONE }
+    }
+
+    /// Returns what this rank takes from the slots of other ranks in a small call, when they have made the call.
+    #[inline(always)]
+    pub(crate) fn results(&self) -> Results {
+        if self.reduces_all() {
+            Results::Reduced(Transfer { rank: self.me, at: 0, range: 0..self.bytes })
+        } else {
+            self.results_part(&(0..self.bytes), self.bytes)
         }
     }
 
@@ -136,97 +146,79 @@ impl Schedule {
         }
     }
 
-    /// Emits the steps that publish the piece `part` of this rank's buffer, or of the blocks in it that other
-    /// ranks need, `stride` bytes apart.
+    /// Returns the blocks of this rank's buffer that other ranks need, each reduced to its piece `part`, and their
+    /// positions in this rank's area, `stride` bytes apart. For a kind of call without blocks, it is the piece itself.
     #[inline(always)]
-    fn publish_part(
-        &self,
-        part: Range<usize>,
-        area: Area,
-        stride: usize,
-        emit: &mut impl FnMut(ScheduleStep),
-    ) {
+    fn published_part(&self, part: Range<usize>, stride: usize) -> Transfers {
+        let len = part.len();
         match self.kind {
             CallKind::ReduceScatter | CallKind::Scatter | CallKind::AllToAll => {
-                self.publish_blocks(&part, area, stride, emit);
+                let at_step = if self.blocks() > 1 { stride } else { 0 };
+                Transfers { at_step, ..self.with_others(part.start, self.bytes, len) }
             }
             CallKind::AllGather | CallKind::Gather => {
-                emit(ScheduleStep::Publish { range: self.of_block(self.me, &part), area, at: 0 });
+                Transfers::one(self.me, 0, self.me * self.bytes + part.start, len)
             }
-            _ => emit(ScheduleStep::Publish { range: part, area, at: 0 }),
+            _ => Transfers::one(self.me, 0, part.start, len),
         }
     }
 
-    /// The piece `part` of the block `block` of the buffer.
-    fn of_block(&self, block: usize, part: &Range<usize>) -> Range<usize> {
-        block * self.bytes + part.start..block * self.bytes + part.end
-    }
-
-    /// Emits the steps that fetch or reduce all data of a small call, for when the ranks that publish it have
-    /// made the call.
+    /// Returns what this rank takes of the piece `part` of each block, where the pieces are `stride` bytes apart.
     #[inline(always)]
-    pub(crate) fn consume_all(&self, emit: &mut impl FnMut(ScheduleStep)) {
-        let (bytes, area) = (self.bytes, Area::Slot);
-        match bytes {
-            0 => {}
-            _ if self.reduces_all() => {
-                emit(ScheduleStep::Reduce { area, at: 0, range: 0..bytes, publishes: false })
-            }
-            _ => self.consume_blocks(&(0..bytes), area, bytes, emit),
-        }
-    }
-
-    /// Emits the steps that publish the piece `part` of each other rank's block, `stride` bytes apart.
-    fn publish_blocks(
-        &self,
-        part: &Range<usize>,
-        area: Area,
-        stride: usize,
-        emit: &mut impl FnMut(ScheduleStep),
-    ) {
-        for rank in self.others() {
-            let at = self.block_index(rank) * stride;
-            emit(ScheduleStep::Publish { range: self.of_block(rank, part), area, at });
-        }
-    }
-
-    /// Emits the steps that fetch or reduce the piece `part` of each block that this rank needs.
-    fn consume_blocks(
-        &self,
-        part: &Range<usize>,
-        area: Area,
-        stride: usize,
-        emit: &mut impl FnMut(ScheduleStep),
-    ) {
-        let of = |block: usize| self.of_block(block, part);
+    fn results_part(&self, part: &Range<usize>, stride: usize) -> Results {
+        let (len, own) = (part.len(), self.me * self.bytes + part.start);
         let at = self.block_index(self.me) * stride;
-        let fetch =
-            |from: usize, at: usize, range: Range<usize>| ScheduleStep::Fetch { from, area, at, range };
         match self.kind {
-            CallKind::Broadcast if !self.is_root() => emit(fetch(self.root, 0, part.clone())),
-            CallKind::Scatter if !self.is_root() => {
-                emit(fetch(self.root, at, of(self.me)));
+            CallKind::Broadcast if !self.is_root() => {
+                Results::Fetched(Transfers::one(self.root, 0, part.start, len))
             }
-            CallKind::AllGather => self.others().for_each(|rank| emit(fetch(rank, 0, of(rank)))),
+            CallKind::Scatter if !self.is_root() => Results::Fetched(Transfers::one(self.root, at, own, len)),
+            CallKind::AllGather => Results::Fetched(self.with_others(part.start, self.bytes, len)),
             CallKind::Gather if self.is_root() => {
-                self.others().for_each(|rank| emit(fetch(rank, 0, of(rank))));
+                Results::Fetched(self.with_others(part.start, self.bytes, len))
             }
             CallKind::AllToAll => {
-                let ranks = self.ranks;
-                self.others().for_each(|rank| emit(fetch(rank, at, of(ranks + rank))));
+                let start = self.ranks * self.bytes + part.start;
+                Results::Fetched(Transfers { at, ..self.with_others(start, self.bytes, len) })
             }
             CallKind::ReduceScatter => {
-                let range = of(self.me);
-                emit(ScheduleStep::Reduce { area, at, range, publishes: false });
+                Results::Reduced(Transfer { rank: self.me, at, range: own..own + len })
             }
-            _ => {}
+            _ => Results::Fetched(Transfers::NONE),
         }
+    }
+
+    /// Returns a transfer with each other rank, beginning with the next one, so that not all ranks begin with the same
+    /// rank. The one with rank r has the `len` bytes from `start` + r * `step` on.
+    #[inline(always)]
+    fn with_others(&self, start: usize, step: usize, len: usize) -> Transfers {
+        let next = if self.me + 1 == self.ranks { 0 } else { self.me + 1 };
+        let left = if len == 0 { 0 } else { self.ranks - 1 };
+        Transfers { next, left, ranks: self.ranks, at: 0, at_step: 0, start, step, len }
     }
 
     /// The other ranks, beginning with the next one, so that not all ranks begin with the same rank.
     fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let (me, ranks) = (self.me, self.ranks);
-        (1..ranks).map(move |distance| (me + distance) % ranks)
+        (me + 1..ranks).chain(0..me)
+    }
+
+    /// Emits the steps that publish `transfers` in an area.
+    fn publish(transfers: Transfers, area: Area, emit: &mut impl FnMut(ScheduleStep)) {
+        transfers.for_each(|Transfer { at, range, .. }| emit(ScheduleStep::Publish { range, area, at }));
+    }
+
+    /// Emits the steps that fetch or reduce `results` from an area.
+    fn consume(results: Results, area: Area, emit: &mut impl FnMut(ScheduleStep)) {
+        match results {
+            Results::Reduced(Transfer { range, .. }) if range.is_empty() => {}
+            Results::Reduced(Transfer { at, range, .. }) => {
+                emit(ScheduleStep::Reduce { area, at, range, publishes: false });
+            }
+            Results::Fetched(transfers) => transfers.for_each(|Transfer { rank: from, at, range }| {
+                emit(ScheduleStep::Fetch { from, area, at, range });
+            }),
+        }
     }
 
     /// Emits the steps that publish the data of a round that other ranks need.
@@ -242,7 +234,7 @@ impl Schedule {
                 emit(ScheduleStep::Publish { range, area, at });
             }
         } else {
-            self.publish_part(self.round_range(round), area, self.stride(), emit);
+            Self::publish(self.published_part(self.round_range(round), self.stride()), area, emit);
         }
         emit(ScheduleStep::SetCounter(Counter::Published, round));
     }
@@ -263,7 +255,7 @@ impl Schedule {
         if self.reduces_all() {
             emit(ScheduleStep::Reduce { area, at: 0, range: part, publishes: false });
         } else {
-            self.consume_blocks(&part, area, self.stride(), emit);
+            Self::consume(self.results_part(&part, self.stride()), area, emit);
         }
         emit(ScheduleStep::SetCounter(Counter::Done, round));
     }

@@ -1,0 +1,164 @@
+//! Runs collectives and messages in shared memory inline: on the calling thread, while they need not wait.
+//!
+//! A call is run inline if no operation is queued. It then needs no task in the submission queue; a
+//! collective needs no completion either. If the other ranks do not arrive soon, it is queued.
+
+mod budget;
+mod conditions;
+mod messages;
+mod results;
+mod small;
+
+use std::sync::Arc;
+
+use super::completion::{Completion, TimeLimit};
+use super::execution::{Execution, Paths};
+use super::operation::{Operation, Transport};
+use super::state::Engine;
+use crate::buffer::{BorrowedBuffer, CollectiveBuffers, SendRecvBuffers};
+use crate::collectives::call::Call;
+use crate::collectives::kernels::Kernel;
+use crate::error::ExecutionError;
+use crate::fault::fault_point;
+use crate::flight::{self, now_ns};
+use crate::shm::collective::ShmCollective;
+use budget::RetryBudget;
+use conditions::{COLLECTIVES_BETWEEN_CORE_CHECKS, MESSAGES_BETWEEN_CORE_CHECKS, runs_function, shares_core};
+use results::OperationSlot;
+pub(super) use results::{FastPath, SmallResult};
+use small::{PendingSmall, SmallCallResult};
+
+impl Engine {
+    /// Runs a collective inline if it is small, uses shared memory, and nothing is queued. If it must wait, it is
+    /// queued with the time limit that `limit` returns.
+    #[inline]
+    pub(crate) fn try_small(
+        &mut self,
+        call: Call,
+        buffers: &mut SendRecvBuffers<'static>,
+        kernel: Option<&Kernel>,
+        limit: &dyn Fn() -> TimeLimit,
+    ) -> SmallResult {
+        if !self.may_run_inline(COLLECTIVES_BETWEEN_CORE_CHECKS) {
+            return SmallResult::NotInline;
+        }
+        match self.try_small_inline(call, buffers, kernel) {
+            SmallCallResult::Done => SmallResult::Done,
+            SmallCallResult::NotSmall => SmallResult::NotInline,
+            SmallCallResult::Pending(rest) => {
+                let buffer = std::mem::replace(buffers, SendRecvBuffers::none()).into_borrowed(call.kind);
+                SmallResult::Pending(self.enqueue_small(call, *rest, buffer, kernel.cloned(), limit()))
+            }
+        }
+    }
+
+    /// Runs `operation` inline if it uses shared memory and nothing is queued.
+    pub(super) fn try_inline(&mut self, operation: &mut OperationSlot, limit: TimeLimit) -> FastPath {
+        let is_collective = matches!(operation, Some(Operation::Collective { .. }));
+        let between =
+            if is_collective { COLLECTIVES_BETWEEN_CORE_CHECKS } else { MESSAGES_BETWEEN_CORE_CHECKS };
+        if !self.may_run_inline(between) {
+            return FastPath::NotInline;
+        }
+        match operation {
+            Some(Operation::Collective { transport: Transport::SharedMemory, .. }) => {
+                self.try_collective_inline(operation, limit)
+            }
+            Some(Operation::Send { to: peer, .. }) if self.host.ranks.contains(peer) => {
+                self.try_send_inline(operation, limit)
+            }
+            Some(Operation::Recv { from: Some(peer), .. }) if self.host.ranks.contains(peer) => {
+                self.try_recv_inline(operation, limit)
+            }
+            _ => FastPath::NotInline,
+        }
+    }
+
+    fn try_collective_inline(&mut self, operation: &mut OperationSlot, limit: TimeLimit) -> FastPath {
+        let Some(Operation::Collective { call, buffers, kernel, .. }) = operation else {
+            return FastPath::NotInline;
+        };
+        let tried = match buffers {
+            CollectiveBuffers::SendRecv(buffers) => self.try_small_inline(*call, buffers, kernel.as_ref()),
+            CollectiveBuffers::Parts(buffer) => self.try_small_inline(*call, buffer, kernel.as_ref()),
+        };
+        let rest = match tried {
+            SmallCallResult::Done => return FastPath::Done(None),
+            SmallCallResult::NotSmall => None,
+            SmallCallResult::Pending(rest) => Some(*rest),
+        };
+        let Some(Operation::Collective { call, buffers, kernel, .. }) = operation.take() else {
+            return FastPath::NotInline;
+        };
+        let buffer = buffers.into_borrowed(call.kind);
+        match rest {
+            Some(rest) => FastPath::Pending(self.enqueue_small(call, rest, buffer, kernel, limit)),
+            None => {
+                let run = self.start_in_memory(call, buffer, kernel);
+                self.try_large_inline(run, limit)
+            }
+        }
+    }
+
+    /// Queues a small call that was begun inline.
+    #[cold]
+    fn enqueue_small(
+        &mut self,
+        call: Call,
+        PendingSmall { small, step, error }: PendingSmall,
+        buffer: BorrowedBuffer<'static>,
+        kernel: Option<Kernel>,
+        limit: TimeLimit,
+    ) -> Arc<Completion> {
+        let Some(memory) = &mut self.host.memory else { unreachable!("the call was started in this memory") };
+        let run = ShmCollective::from_small(memory, call, &small, buffer, kernel, error.is_some());
+        self.enqueue(run, limit, step, error)
+    }
+
+    fn paths(&mut self) -> Paths<'_> {
+        Paths { connections: &mut self.peers, memory: self.host.memory.as_mut() }
+    }
+
+    fn try_large_inline(&mut self, mut run: ShmCollective, limit: TimeLimit) -> FastPath {
+        let (started_ns, call) = (now_ns(), (run.call, run.seq));
+        let recorded = runs_function(run.call).then(|| self.record_collective(call, &run, started_ns));
+        let mut result = run.poll(self.paths());
+        let step = recorded.unwrap_or_else(|| self.record_collective(call, &run, started_ns));
+        let mut budget = RetryBudget::new(&self.settings, &self.driver, run.call.bytes());
+        let error = loop {
+            match result {
+                Ok(_) if run.is_finished() => {
+                    fault_point("moved", run.seq, 0);
+                    step.end(true);
+                    return FastPath::Done(None);
+                }
+                Ok(moved)
+                    if budget.may_retry(moved, || shares_core(&mut self.host.memory, run.awaited())) => {}
+                Ok(_) => break None,
+                Err(error) => break Some(error),
+            }
+            result = run.poll(self.paths());
+        };
+        FastPath::Pending(self.enqueue(run, limit, step, error))
+    }
+
+    /// Queues a collective that was begun inline, and handles the `error` that stopped it, if any.
+    #[cold]
+    fn enqueue(
+        &mut self,
+        run: ShmCollective,
+        limit: TimeLimit,
+        step: flight::CallRecord,
+        error: Option<ExecutionError>,
+    ) -> Arc<Completion> {
+        let completion = Arc::new(Completion::new(limit));
+        let _ = completion.step.set(step);
+        self.driver.wait_policy.set_bytes(run.call.bytes());
+        self.collectives.push((run.call, run.seq), Box::new(run), Arc::clone(&completion));
+        self.compare_with_reports();
+        if let Some(error) = error {
+            self.execution_failed(error);
+        }
+        completion
+    }
+}
