@@ -15,6 +15,7 @@ use crate::buffer::SendRecvBuffers;
 use crate::collectives::call::{Call, Status};
 use crate::collectives::kernels::Kernel;
 use crate::error::CommError;
+use crate::transport::links::CELL_BYTES;
 
 /// The engine of a group, shared by the threads that make calls of the group.
 pub(crate) type Shared = progress_lock::Shared<Engine>;
@@ -64,6 +65,22 @@ impl Shared {
             Some(SmallResult::Pending(completion)) => Some(self.outcome(&completion).map(drop)),
             Some(SmallResult::NotInline) | None => None,
         }
+    }
+
+    /// Sends a message to a rank of this host, if it is short and can be sent at once. Returns whether it was sent; if
+    /// not, nothing has happened.
+    #[inline(always)]
+    pub(crate) fn send_short(&self, to: usize, call: Call, buffers: &SendRecvBuffers<'_>) -> bool {
+        call.bytes() <= CELL_BYTES as u64
+            && self.try_with_engine(|engine| engine.try_send_short(to, call, buffers)) == Some(true)
+    }
+
+    /// Receives a message from a rank of this host, if it is short and comes soon. Returns whether it was received; if
+    /// not, nothing has happened.
+    #[inline(always)]
+    pub(crate) fn recv_short(&self, from: usize, call: Call, buffers: &mut SendRecvBuffers<'_>) -> bool {
+        call.bytes() <= CELL_BYTES as u64
+            && self.try_with_engine(|engine| engine.try_recv_short(from, call, buffers)) == Some(true)
     }
 
     /// Runs operations concurrently, and waits for all. Returns the status of each message that was received.

@@ -1,8 +1,8 @@
 //! Point-to-point messages.
 
 use super::{
-    BorrowedBuffer, Call, CallKind, CommError, Group, Operation, Prepared, Slice, SliceMut, Status, Transfer,
-    ValueType, call,
+    BorrowedBuffer, Call, CallKind, CommError, Group, Operation, Prepared, SendRecvBuffers, Slice, SliceMut,
+    Status, Transfer, ValueType, call,
 };
 
 impl Group {
@@ -19,7 +19,15 @@ impl Group {
     /// # Errors
     /// [`CommError::InvalidArgument`] if there is no rank `to`. Otherwise the error that ended the group.
     pub fn send<T: Transfer>(&self, buf: &[T], to: usize, tag: u32) -> Result<(), CommError> {
-        self.carry_out(self.prepare_send(buf.into(), to, tag)).map(drop)
+        let buf = Slice::from(buf);
+        self.check_rank(to, "send to")?;
+        self.check_message()?;
+        let (call, buffers) = (message(buf.value_type(), tag, buf.len()), SendRecvBuffers::send_only(0, buf));
+        if self.shared().is_some_and(|shared| shared.send_short(to, call, &buffers)) {
+            return Ok(());
+        }
+        let buffer = buffers.into_borrowed(call.kind);
+        self.carry_out(Ok(Some(Operation::Send { to, call, buffer }))).map(drop)
     }
 
     #[inline]
@@ -38,7 +46,15 @@ impl Group {
     /// longer than `buf`; it is received nevertheless, and the group continues. [`CommError::Mismatch`] if
     /// the message has another type. Otherwise the error that ended the group.
     pub fn recv<T: Transfer>(&self, buf: &mut [T], from: usize, tag: u32) -> Result<Status, CommError> {
-        self.receive::<T>(self.prepare_recv(buf.into(), Some(from), tag))
+        let buf = SliceMut::from(buf);
+        self.check_source(Some(from))?;
+        let call = message(buf.value_type(), tag, buf.len());
+        let mut buffers = SendRecvBuffers::recv_only(0, buf);
+        if self.shared().is_some_and(|shared| shared.recv_short(from, call, &mut buffers)) {
+            return Ok(Status { source: from, call }.of::<T>());
+        }
+        let buffer = buffers.into_borrowed(call.kind);
+        self.receive::<T>(Ok(Some(Operation::Recv { from: Some(from), call, buffer })))
     }
 
     /// Fills the beginning of `buf` with the next message with this `tag` from any rank, this rank included;

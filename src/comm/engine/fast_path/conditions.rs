@@ -4,7 +4,9 @@ use std::time::Instant;
 
 use crate::collectives::call::Call;
 use crate::collectives::dtype::ReduceOp;
+use crate::engine::settings::Settings;
 use crate::engine::state::Engine;
+use crate::engine::wait_policy::Oversubscription;
 use crate::shm::HostMemory;
 
 /// Inline calls between two polls for goodbyes and unexpected messages. Failures need no poll: shared memory has
@@ -14,6 +16,11 @@ const CALLS_BETWEEN_POLLS: u32 = 1024;
 /// than cores. Messages are checked less often, because the move does not make long messages faster.
 pub(super) const COLLECTIVES_BETWEEN_CORE_CHECKS: u32 = 16;
 pub(super) const MESSAGES_BETWEEN_CORE_CHECKS: u32 = 256;
+
+/// Attempts of a short call to find its data before it makes its flight recorder entry, if each rank has a core. They
+/// take 0.3 to 0.5 µs. The data of a rank that makes its call now arrives in this time. A call that ends before needs
+/// one change of the flight recorder instead of two.
+const FIRST_ATTEMPTS: u32 = 8;
 
 impl Engine {
     /// Counts an inline call. Returns whether the call may run inline: this rank uses shared memory, and nothing is
@@ -34,6 +41,13 @@ impl Engine {
             && self.host.memory.as_ref().is_some_and(|node| !node.has_failed())
             && !self.submissions.has_submissions()
     }
+}
+
+/// Returns how often a short call looks for its data before it makes its flight recorder entry and wakes sleeping
+/// ranks.
+#[inline(always)]
+pub(super) fn first_attempts(settings: &Settings) -> u32 {
+    if settings.sharing.oversubscription == Oversubscription::No { FIRST_ATTEMPTS } else { 1 }
 }
 
 /// Returns whether a call reduces with a function of the program. The function may take any time, so the

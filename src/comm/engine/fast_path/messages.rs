@@ -5,8 +5,9 @@ use std::sync::Arc;
 use convoke_recorder::layout;
 
 use super::budget::RetryBudget;
-use super::conditions::shares_core;
+use super::conditions::{MESSAGES_BETWEEN_CORE_CHECKS, first_attempts, shares_core};
 use super::results::{FastPath, OperationSlot};
+use crate::buffer::SendRecvBuffers;
 use crate::collectives::call::{Call, Status};
 use crate::engine::completion::{Completion, TimeLimit};
 use crate::engine::messages::PostedCall;
@@ -17,6 +18,58 @@ use crate::engine::state::Engine;
 use crate::flight::now_ns;
 
 impl Engine {
+    /// Sends a message through a cell to a rank of this host, if nothing is queued. Returns whether it was sent; if not,
+    /// nothing has happened.
+    #[inline]
+    pub(crate) fn try_send_short(&mut self, to: usize, call: Call, buffers: &SendRecvBuffers<'_>) -> bool {
+        if !self.may_run_inline(MESSAGES_BETWEEN_CORE_CHECKS) || !self.host.ranks.contains(&to) {
+            return false;
+        }
+        let bytes = buffers.sent(0..call.bytes() as usize);
+        // A broken connection is reported by the next way that the caller tries.
+        if !matches!(self.peers[to].messages.send_cell(call, bytes), Ok(true)) {
+            return false;
+        }
+        let entry = call_entry(layout::Operation::Send, Some(to), call, now_ns());
+        let _ = self.settings.flight.done(&entry);
+        true
+    }
+
+    /// Receives a message through a cell from a rank of this host, if nothing is queued and the message comes soon.
+    /// Returns whether it was received; if not, nothing has happened.
+    #[inline]
+    pub(crate) fn try_recv_short(
+        &mut self,
+        from: usize,
+        call: Call,
+        buffers: &mut SendRecvBuffers<'_>,
+    ) -> bool {
+        if !self.may_run_inline(MESSAGES_BETWEEN_CORE_CHECKS) || !self.host.ranks.contains(&from) {
+            return false;
+        }
+        let messages = &mut self.peers[from].messages;
+        let mut into = buffers.received(0..call.bytes() as usize);
+        // The message is on its way now, so reading the time costs less than when it has come.
+        let entry = call_entry(layout::Operation::Recv, Some(from), call, now_ns());
+        for _ in 0..first_attempts(&self.settings) {
+            match messages.recv_cell(&self.any_source, call, &mut into) {
+                Ok(RecvProgress::Complete) => {
+                    drop(into);
+                    let is_busy = messages.is_busy();
+                    let _ = self.settings.flight.done(&entry);
+                    if is_busy {
+                        // The receive has queued a frame that returns credit to the peer.
+                        self.progress_messages(from);
+                    }
+                    return true;
+                }
+                Ok(RecvProgress::Nothing) => {}
+                _ => return false,
+            }
+        }
+        false
+    }
+
     pub(super) fn try_send_inline(&mut self, operation: &mut OperationSlot, limit: TimeLimit) -> FastPath {
         let Some(Operation::Send { to, call, buffer }) = operation else { return FastPath::NotInline };
         let (to, call) = (*to, *call);

@@ -1,22 +1,16 @@
 //! Small collectives in shared memory, run inline.
 
 use super::budget::RetryBudget;
-use super::conditions::runs_function;
+use super::conditions::{first_attempts, runs_function};
 use crate::collectives::call::Call;
 use crate::collectives::kernels::Kernel;
 use crate::engine::recording::small_entry;
 use crate::engine::state::Engine;
-use crate::engine::wait_policy::Oversubscription;
 use crate::error::ExecutionError;
 use crate::fault::fault_point;
 use crate::flight::{self, now_ns};
 use crate::shm::copy_reduce::Buffers;
 use crate::shm::small_call::SmallCall;
-
-/// Attempts of a small call to find its data before it makes its flight recorder entry and wakes sleeping ranks, if
-/// each rank has a core. They take 0.3 to 0.5 µs, in which the data of a rank that makes its call now arrives. A call
-/// that ends before needs one change of the flight recorder instead of two.
-const FIRST_LOOKS: u32 = 8;
 
 /// The result of an attempt to run a small call inline.
 #[derive(Debug)]
@@ -53,13 +47,14 @@ impl Engine {
         };
         let seq = collectives.number(call);
         let mut small = node.start_small(&call, schedule, seq, buffers);
-        let looks = if settings.sharing.oversubscription == Oversubscription::No { FIRST_LOOKS } else { 1 };
-        for _ in 0..if runs_function(call) { 0 } else { looks } {
+        // The data is on its way now, so reading the time costs less than when it has come.
+        let at_ns = now_ns();
+        for _ in 0..if runs_function(call) { 0 } else { first_attempts(settings) } {
             match node.match_small(&mut small) {
                 Ok(true) => match node.finish_small(&small, buffers, kernel) {
                     Ok(()) => {
                         fault_point("moved", seq, 0);
-                        let recorded = settings.flight.done(&small_entry(call, &small, now_ns()));
+                        let recorded = settings.flight.done(&small_entry(call, &small, at_ns));
                         node.doorbells.wake_all_after(recorded);
                         return SmallCallResult::Done;
                     }

@@ -13,8 +13,8 @@ use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::Call;
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
+use crate::transport::links::CELL_BYTES;
 use crate::transport::links::conn::ConnError;
-use crate::transport::links::{CELL_BYTES, CellHeader};
 
 /// The result of a direct send.
 #[derive(Debug)]
@@ -48,21 +48,14 @@ impl PeerMessages {
         buffer: &BorrowedBuffer<'_>,
     ) -> Result<SendProgress, MessageError> {
         let (len, cost) = (buffer.len(), buffer.len() + HEADER_BYTES);
-        let first = self.outgoing.is_empty() && self.held == 0;
-        let Some(conn) = self.conn.as_mut().filter(|_| first && cost <= self.credit.left) else {
-            return Ok(SendProgress::Nothing);
-        };
         let bytes = buffer.bytes(0..len);
-        if len > EAGER_BYTES || bytes.len() < len {
+        if len > EAGER_BYTES || bytes.len() < len || !self.can_send_now(cost) {
             return Ok(SendProgress::Nothing);
         }
-        let seq = self.next_seq;
-        if conn.send_cell(seq, call.encode(), bytes).map_err(MessageError::Broken)? {
-            self.next_seq += 1;
-            self.credit.left -= cost;
-            fault_point("message sent", seq, len);
+        if self.send_cell(call, bytes)? {
             return Ok(SendProgress::Complete);
         }
+        let (Some(conn), seq) = (&mut self.conn, self.next_seq) else { return Ok(SendProgress::Nothing) };
         let frame = Frame::empty(Kind::Eager, self.group, seq);
         let header = Frame { len: len as u64, call: call.encode(), ..frame }.encode();
         let parts = [IoSlice::new(&header), IoSlice::new(bytes)];
@@ -80,6 +73,29 @@ impl PeerMessages {
         })
     }
 
+    /// Returns whether a message that uses so much credit may be sent before any queued one.
+    #[inline(always)]
+    fn can_send_now(&self, cost: usize) -> bool {
+        self.outgoing.is_empty() && self.held == 0 && cost <= self.credit.left
+    }
+
+    /// Sends a message through a cell. Returns whether it was sent: the link may have no free cell.
+    #[inline(always)]
+    pub(crate) fn send_cell(&mut self, call: Call, bytes: &[u8]) -> Result<bool, MessageError> {
+        let (cost, seq) = (bytes.len() + HEADER_BYTES, self.next_seq);
+        if !self.can_send_now(cost) {
+            return Ok(false);
+        }
+        let Some(conn) = &mut self.conn else { return Ok(false) };
+        if !conn.send_cell(seq, call.encode(), bytes).map_err(MessageError::Broken)? {
+            return Ok(false);
+        }
+        self.next_seq += 1;
+        self.credit.left -= cost;
+        fault_point("message sent", seq, bytes.len());
+        Ok(true)
+    }
+
     /// Queues the rest of a message whose first part [`Self::send_direct`] has sent.
     pub(crate) fn post_partial_send(&mut self, seq: u64, frame: OutgoingFrame, posted: PostedCall) {
         self.outgoing.push_back(frame);
@@ -94,14 +110,15 @@ impl PeerMessages {
         call: Call,
         buffer: &mut BorrowedBuffer<'_>,
     ) -> Result<RecvProgress, MessageError> {
-        let queued = !self.recvs.is_empty() || !self.unexpected.is_empty() || !any_source.recvs.is_empty();
-        if queued || !matches!(self.reading, ReadState::Header) {
-            return Ok(RecvProgress::UseQueues);
+        let len = buffer.len();
+        let mut into = buffer.bytes_mut(0..len);
+        match self.recv_cell(any_source, call, &mut into)? {
+            RecvProgress::Nothing if into.len() == len => {}
+            RecvProgress::Nothing => return Ok(RecvProgress::UseQueues),
+            received => return Ok(received),
         }
+        drop(into);
         let Some(conn) = &mut self.conn else { return Ok(RecvProgress::UseQueues) };
-        if let Some(header) = conn.cell(self.next_incoming, buffer.len()) {
-            return self.recv_cell(header, call, buffer);
-        }
         if conn.unread().len() < HEADER_BYTES {
             match conn.fill(HEADER_BYTES) {
                 Ok(_) => {}
@@ -128,27 +145,34 @@ impl PeerMessages {
         self.recv_rest(0, buffer)
     }
 
-    /// Receives the message in the next cell, whose header is `header`, if `call` asks for it.
-    #[inline]
-    fn recv_cell(
+    /// Receives the message that `call` asks for, if it is in the next cell. If no message is there, the next one may
+    /// be in the stream.
+    #[inline(always)]
+    pub(crate) fn recv_cell(
         &mut self,
-        header: CellHeader,
+        any_source: &AnySourceQueue,
         call: Call,
-        buffer: &mut BorrowedBuffer<'_>,
+        into: &mut [u8],
     ) -> Result<RecvProgress, MessageError> {
-        let theirs = Call::decode(header).ok().filter(|theirs| theirs.root == call.root);
-        let Some(theirs) = theirs else { return Ok(RecvProgress::UseQueues) };
-        check_type(theirs, call, self.next_incoming)?;
-        let len = buffer.len();
-        let mut into = buffer.bytes_mut(0..len);
-        let Some(conn) = self.conn.as_mut().filter(|_| {
-            // The queues handle a message whose length differs from that of the buffer.
-            into.len() == len && theirs.bytes() == len as u64 && len <= CELL_BYTES
-        }) else {
+        let queued = !self.recvs.is_empty() || !self.unexpected.is_empty() || !any_source.recvs.is_empty();
+        if queued || !matches!(self.reading, ReadState::Header) {
             return Ok(RecvProgress::UseQueues);
+        }
+        let Some(conn) = &mut self.conn else { return Ok(RecvProgress::UseQueues) };
+        let Some(header) = conn.cell(self.next_incoming, into.len()) else {
+            return Ok(RecvProgress::Nothing);
         };
-        conn.take_cell(&mut into).map_err(MessageError::Broken)?;
-        drop(into);
+        let len = into.len();
+        if header != call.encode() {
+            let theirs = Call::decode(header).ok().filter(|theirs| theirs.root == call.root);
+            let Some(theirs) = theirs else { return Ok(RecvProgress::UseQueues) };
+            check_type(theirs, call, self.next_incoming)?;
+        }
+        // The queues handle a message whose length differs from that of the buffer.
+        if header != call.encode() || call.bytes() != len as u64 || len > CELL_BYTES {
+            return Ok(RecvProgress::UseQueues);
+        }
+        conn.take_cell(into).map_err(MessageError::Broken)?;
         self.next_incoming += 1;
         fault_point("message received", self.next_id, len);
         self.return_credit(len);
