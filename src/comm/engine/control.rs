@@ -139,7 +139,8 @@ impl Engine {
                 }
             }
             kind @ (Kind::Hello | Kind::Welcome | Kind::Proof | Kind::Refuse | Kind::Data | Kind::Eager)
-            | kind @ (Kind::Rts | Kind::Cts | Kind::Message | Kind::Credit | Kind::Close | Kind::Stream) => {
+            | kind @ (Kind::Rts | Kind::Cts | Kind::Message | Kind::Credit | Kind::Close | Kind::Stream)
+            | kind @ Kind::Ready => {
                 self.protocol_error(peer, PeerMisbehaved::NoControlFrame { kind });
             }
         }

@@ -13,6 +13,7 @@ use super::doorbells::Doorbells;
 use super::layout::RingOffsets;
 use super::segment::Segment;
 use super::store_policy::StorePolicy;
+use crate::transport::frame::HEADER_BYTES;
 use crate::transport::links::{CellHeader, Link};
 
 /// The writer publishes its count each time that it has copied an eighth of a write, within these bounds. Each
@@ -29,6 +30,9 @@ const READ_REPORTS_PER_RING: usize = 4;
 /// The least and the largest number of bytes in a write after which the lines for the next write are fetched.
 const PREFETCH_FROM: usize = 512;
 const PREFETCH_MOST: usize = 20 << 10;
+
+/// Most bytes behind a header that are fetched while the header is read. More lines cannot be on their way at a time.
+const PREFETCH_WITH_HEADER: usize = 2 << 10;
 
 /// The size of the part of a ring that is allocated when the first bytes are written, in a group that
 /// allocates its memory before its first use.
@@ -201,6 +205,11 @@ impl Link for Ring {
                 break;
             }
             let now = readable.min(most - got).min(MAX_CHUNK_BYTES);
+            if total <= HEADER_BYTES {
+                // This read of a header takes as long as a line takes to come from the peer's core. The elements behind
+                // it come at the same time.
+                self.segment.view(at, readable.min(PREFETCH_WITH_HEADER)).prefetch_for_read();
+            }
             let (view, target) = (self.segment.view(at, now), &mut into[got..got + now]);
             if total > MIN_CHUNK_BYTES {
                 view.read_part(target, total)

@@ -66,15 +66,21 @@ impl View<'_> {
         }
     }
 
+    /// Fetches the lines of this view, which another rank has written.
+    #[inline(always)]
+    pub(super) fn prefetch_for_read(self) {
+        for at in (0..self.bytes).step_by(LINE_BYTES) {
+            prefetch_for_read(self.start.wrapping_add(at));
+        }
+    }
+
     /// Fetches the lines of this view, if they are few. Another rank is about to write them and then a stamp, which
     /// this rank polls. A rank that fetches these lines with each look at the stamp receives them together with the
     /// stamp, instead of one transfer later.
     #[inline(always)]
     fn prefetch_awaited(self) {
         if self.bytes <= MOST_AWAITED_BYTES {
-            for at in (0..self.bytes).step_by(LINE_BYTES) {
-                prefetch_for_read(self.start.wrapping_add(at));
-            }
+            self.prefetch_for_read();
         }
     }
 

@@ -17,7 +17,7 @@ use convoke_env::Generation;
 /// First bytes of every frame.
 pub(crate) const MAGIC: [u8; 4] = *b"CVK1";
 /// Protocol version of all traffic between ranks.
-pub(crate) const VERSION: u8 = 4;
+pub(crate) const VERSION: u8 = 5;
 /// Size of a header in bytes.
 pub(crate) const HEADER_BYTES: usize = 64;
 /// Longest payload, in bytes, of a frame that is buffered instead of received into a posted buffer.
@@ -68,17 +68,20 @@ pub(crate) enum Kind {
     /// [`ConnectionKind`](crate::transport::links::hello::ConnectionKind). After a frame without payload, the
     /// link's bytes come over a connection of its own.
     Stream,
+    /// A receive that `call` describes is posted, and the next message of the peer is `seq`. If that is a large message
+    /// for this receive, the peer may send its elements without a request. No payload.
+    Ready,
 }
 
 impl Kind {
-    pub(crate) const ALL: [Self; 18] = {
+    pub(crate) const ALL: [Self; 19] = {
         use Kind::{
-            Abort, Close, Credit, Cts, Data, Eager, Goodbye, Hello, Message, Open, Proof, Refuse, Rts, Share,
-            State, StateQuery, Stream, Welcome,
+            Abort, Close, Credit, Cts, Data, Eager, Goodbye, Hello, Message, Open, Proof, Ready, Refuse, Rts,
+            Share, State, StateQuery, Stream, Welcome,
         };
         [
             Hello, Welcome, Proof, Refuse, Data, Eager, Rts, Cts, Message, Credit, Open, State, StateQuery,
-            Abort, Goodbye, Share, Close, Stream,
+            Abort, Goodbye, Share, Close, Stream, Ready,
         ]
     };
 
@@ -218,7 +221,7 @@ pub(crate) mod tests {
         };
         #[rustfmt::skip]
         let bytes = [
-            b'C', b'V', b'K', b'1', 4, 7, 0, 0,
+            b'C', b'V', b'K', b'1', 5, 7, 0, 0,
             0xA0, 0xA1, 0xA2, 0xA3, 0xA4, 0xA5, 0xA6, 0xA7, 0xA8, 0xA9, 0xAA, 0xAB, 0xAC, 0xAD, 0xAE, 0xAF,
             1, 2, 3, 4, 5, 6, 7, 8,
             0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x17, 0x18,
@@ -250,6 +253,7 @@ pub(crate) mod tests {
             (Kind::Share, 16),
             (Kind::Close, 17),
             (Kind::Stream, 18),
+            (Kind::Ready, 19),
         ];
         assert_eq!(numbers.len(), Kind::ALL.len());
         for (kind, number) in numbers {
@@ -268,7 +272,7 @@ pub(crate) mod tests {
         assert_eq!(with(0, b'X'), FrameError::Magic(*b"XVK1"));
         assert_eq!(with(4, 1), FrameError::Version(1));
         assert_eq!(with(5, 0), FrameError::Kind(0));
-        assert_eq!(with(5, 19), FrameError::Kind(19));
+        assert_eq!(with(5, 20), FrameError::Kind(20));
         assert_eq!(with(6, 1), FrameError::Reserved(Kind::State));
         assert_eq!(with(7, 1), FrameError::Reserved(Kind::State));
         assert!(matches!(with(63, 0x80), FrameError::Length { .. }));

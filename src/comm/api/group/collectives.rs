@@ -197,7 +197,7 @@ impl Group {
     /// the group.
     ///
     /// # Cost
-    /// Each rank sends every other rank a message of 80 bytes.
+    /// Each rank sends every other rank a message of 64 bytes.
     ///
     /// Counterpart of `torch.distributed.monitored_barrier` with `wait_all_ranks` always on. That costs no
     /// time, since the ranks report to each other instead of to one rank.

@@ -10,8 +10,8 @@ use super::results::{FastPath, OperationSlot};
 use crate::buffer::SendRecvBuffers;
 use crate::collectives::call::{Call, Status};
 use crate::engine::completion::{Completion, TimeLimit};
-use crate::engine::messages::PostedCall;
 use crate::engine::messages::direct::{RecvProgress, SendProgress};
+use crate::engine::messages::{EAGER_BYTES, PostedCall};
 use crate::engine::operation::Operation;
 use crate::engine::recording::call_entry;
 use crate::engine::state::Engine;
@@ -74,6 +74,13 @@ impl Engine {
         let Some(Operation::Send { to, call, buffer }) = operation else { return FastPath::NotInline };
         let (to, call) = (*to, *call);
         let entry = || call_entry(layout::Operation::Send, Some(to), call, now_ns());
+        if call.bytes() > EAGER_BYTES as u64 {
+            // The receiver may have told that it is ready.
+            self.progress_messages(to);
+            if self.failure.is_some() {
+                return FastPath::NotInline;
+            }
+        }
         let sent = self.peers[to].messages.send_direct(call, buffer);
         if let Ok(SendProgress::Complete) = sent {
             let _ = self.settings.flight.done(&entry());
@@ -107,6 +114,10 @@ impl Engine {
         let mut budget = RetryBudget::new(&self.settings, &self.driver, call.bytes());
         let mut received = self.peers[from].messages.recv_direct(&self.any_source, call, buffer);
         while let Ok(state @ (RecvProgress::Nothing | RecvProgress::Partial(_))) = received {
+            if call.bytes() > EAGER_BYTES as u64 {
+                // A posted receive lets the sender send at once.
+                break;
+            }
             step.get_or_insert_with(|| self.settings.flight.begin(&entry()));
             let received_bytes = if let RecvProgress::Partial(bytes) = state { bytes } else { 0 };
             let node = &mut self.host.memory;

@@ -7,6 +7,10 @@
 //! and it is sent (Message frame) straight into the buffer of that receive. So messages that no receive
 //! matches never block a message of another tag.
 //!
+//! A receiver that posts a receive for a large message, and has no other, tells the sender so (Ready frame). If the
+//! sender's next message is for that receive, the sender sends it without an announcement. If it is not, or the sender
+//! has announced it already, the frame has no effect.
+//!
 //! Inside a host, a short message goes through a cell of shared memory instead of the byte stream, if the caller
 //! sends it directly ([`direct`]). The sequence numbers tell the order of messages in cells and in the stream.
 //!
@@ -62,6 +66,10 @@ pub(crate) struct PeerMessages {
     next_seq: u64,
     /// The sequence number of the peer's next message.
     next_incoming: u64,
+    /// The message that the peer may send without an announcement, because a receive for it is posted.
+    ready: Option<u64>,
+    /// The message that this rank may send without an announcement, and the receive for which the peer is ready.
+    peer_ready: Option<(u64, Call)>,
     next_id: u64,
     /// The connection took no bytes at the last write, so this rank must wait until it is writable.
     pub(crate) write_blocked: bool,
@@ -84,6 +92,8 @@ impl PeerMessages {
             credit: Credit { left: CREDIT_BYTES, owed: 0 },
             next_seq: 0,
             next_incoming: 0,
+            ready: None,
+            peer_ready: None,
             next_id: 0,
             write_blocked: false,
         }
@@ -134,9 +144,17 @@ impl PeerMessages {
             let (call, bytes) = (posted.call, posted.buffer.len());
             let cost = bytes + HEADER_BYTES;
             let eager = bytes <= EAGER_BYTES && cost <= self.credit.left;
-            let (kind, len) = if eager { (Kind::Eager, bytes as u64) } else { (Kind::Rts, 0) };
-            if eager {
-                self.credit.left -= cost;
+            let is_awaited = bytes > EAGER_BYTES
+                && self
+                    .peer_ready
+                    .is_some_and(|(next, theirs)| next == seq && check_type(theirs, call, seq).is_ok());
+            let (kind, len) = match (eager, is_awaited) {
+                (true, _) => (Kind::Eager, bytes as u64),
+                (false, true) => (Kind::Message, bytes as u64),
+                (false, false) => (Kind::Rts, 0),
+            };
+            if eager || is_awaited {
+                self.credit.left -= if eager { cost } else { 0 };
                 self.sends[index].stage = Stage::Sent;
             } else if self.announced < MAX_ANNOUNCEMENTS {
                 self.announced += 1;
@@ -146,7 +164,7 @@ impl PeerMessages {
             }
             self.held -= 1;
             let header = Frame { len, call: call.encode(), ..self.frame(kind, seq) };
-            self.push(header, eager.then_some(seq));
+            self.push(header, (eager || is_awaited).then_some(seq));
         }
     }
 
@@ -189,7 +207,18 @@ impl PeerMessages {
             self.push(self.frame(Kind::Cts, unexpected.seq), None);
         }
         self.recvs.push_back(recv);
+        self.announce_receive(call);
         Ok(())
+    }
+
+    /// Tells the peer that a receive is posted, if it is for a large message and is the only one.
+    fn announce_receive(&mut self, call: Call) {
+        let is_only = self.recvs.len() == 1 && self.recvs[0].matched.is_none() && self.unexpected.is_empty();
+        let is_large = call.bytes() > EAGER_BYTES as u64;
+        if is_only && is_large && self.conn.is_some() && self.ready != Some(self.next_incoming) {
+            self.ready = Some(self.next_incoming);
+            self.push(Frame { call: call.encode(), ..self.frame(Kind::Ready, self.next_incoming) }, None);
+        }
     }
 
     fn pending_recv(&mut self, order: u64, posted: PostedCall) -> PendingRecv {

@@ -185,6 +185,11 @@ impl PeerMessages {
                 self.announced -= 1;
                 self.send_held();
             }
+            Kind::Ready => self.peer_ready = Some((seq, Call::decode(frame.call)?)),
+            Kind::Message if self.ready == Some(seq) && seq == self.next_incoming => {
+                self.ready = None;
+                self.handle_unannounced(any_source, frame)?;
+            }
             Kind::Message => {
                 let asked = |recv: &&PendingRecv| recv.matched == Some(Match::Large(seq));
                 let recv = self.recvs.iter().find(asked).ok_or(PeerMisbehaved::NotAskedFor { seq })?;
@@ -203,6 +208,25 @@ impl PeerMessages {
                 return Err(PeerMisbehaved::NoMessageFrame { kind }.into());
             }
         }
+        Ok(())
+    }
+
+    /// Handles the header of a large message that this rank has not requested, because it is ready for it.
+    fn handle_unannounced(
+        &mut self,
+        any_source: &mut AnySourceQueue,
+        frame: &Frame,
+    ) -> Result<(), MessageError> {
+        let (seq, call) = (frame.seq, Call::decode(frame.call)?);
+        if frame.len != call.bytes() {
+            return Err(PeerMisbehaved::MessageLength { seq, len: frame.len }.into());
+        }
+        let index = self.match_recv(any_source, call.root).ok_or(PeerMisbehaved::NotAskedFor { seq })?;
+        self.next_incoming += 1;
+        let recv = &mut self.recvs[index];
+        check_type(call, recv.posted.call, seq)?;
+        (recv.theirs, recv.matched) = (call, Some(Match::Large(seq)));
+        self.reading = ReadState::Posted { id: recv.id, eager: false };
         Ok(())
     }
 

@@ -173,6 +173,82 @@ fn random_messages_keep_their_order_for_each_tag() {
     }
 }
 
+/// Returns the two ends of messages between two ranks.
+fn ends() -> (PeerMessages, PeerMessages) {
+    let (a, b) = fake::pair(FaultScript::default());
+    let (mut left, mut right) = (PeerMessages::new(1, group()), PeerMessages::new(0, group()));
+    (left.conn, right.conn) = (Some(Conn::new(Box::new(a))), Some(Conn::new(Box::new(b))));
+    (left, right)
+}
+
+fn large(tag: u32) -> Message {
+    let (sent, got) = (vec![tag as u8; EAGER_BYTES + 1], vec![0; EAGER_BYTES + 1]);
+    Message { tag, sent, got, sending: None, receiving: None }
+}
+
+fn progress(end: &mut PeerMessages) {
+    while end.progress(&mut AnySourceQueue::default()).unwrap() {}
+}
+
+#[test]
+fn large_message_for_a_posted_receive_is_sent_without_a_request() {
+    let (mut left, mut right) = ends();
+    for tag in 1..4 {
+        let mut message = large(tag);
+        message.recv(&mut right, false);
+        progress(&mut right);
+        progress(&mut left);
+        message.send(&mut left, false);
+        assert_eq!((left.announced, left.sends[0].stage), (0, Stage::Sent));
+        while left.progress(&mut AnySourceQueue::default()).unwrap()
+            | right.progress(&mut AnySourceQueue::default()).unwrap()
+        {
+            assert_eq!(left.announced, 0);
+        }
+        assert!(message.receiving.as_ref().is_some_and(|completion| completion.is_done()));
+        assert!(message.got == message.sent);
+    }
+}
+
+#[test]
+fn receive_that_is_posted_has_no_effect_on_large_messages_of_another_tag() {
+    let (mut left, mut right) = ends();
+    let (mut first, mut second) = (large(1), large(2));
+    second.recv(&mut right, false);
+    progress(&mut right);
+    progress(&mut left);
+    first.send(&mut left, false);
+    second.send(&mut left, false);
+    progress(&mut left);
+    progress(&mut right);
+    assert_eq!(right.unexpected.announcements, 1);
+    first.recv(&mut right, false);
+    while left.progress(&mut AnySourceQueue::default()).unwrap()
+        | right.progress(&mut AnySourceQueue::default()).unwrap()
+    {}
+    for message in [first, second] {
+        assert!(message.receiving.is_some_and(|completion| completion.is_done()));
+        assert!(message.got == message.sent);
+    }
+}
+
+#[test]
+fn large_message_with_another_type_than_the_posted_receive_is_a_mismatch() {
+    let (mut left, mut right) = ends();
+    let mut message = large(1);
+    message.recv(&mut right, false);
+    progress(&mut right);
+    let ready = Frame { call: call(EAGER_BYTES + 1, 1).encode(), ..Frame::empty(Kind::Ready, group(), 0) };
+    assert_eq!(right.ready, Some(0));
+    // A peer that ignores the type in the Ready frame.
+    let theirs = Call::new(CallKind::PointToPoint, Dtype::F32, None, 1, 30_000);
+    let header = Frame { len: theirs.bytes(), call: theirs.encode(), kind: Kind::Message, ..ready };
+    let conn = left.conn.as_mut().unwrap();
+    conn.send(&[IoSlice::new(&header.encode())]).unwrap();
+    let error = right.progress(&mut AnySourceQueue::default()).unwrap_err();
+    assert!(matches!(error, MessageError::Mismatch { seq: 0, .. }), "{error:?}");
+}
+
 /// A sender has more messages than it may announce. It holds the rest back, and they arrive in order.
 #[test]
 fn messages_beyond_the_announcement_limit_wait_at_the_sender() {
@@ -230,8 +306,9 @@ fn random_frames_never_cause_a_panic() {
         message.recv(&mut receiver, false);
         let mut bytes = Vec::new();
         for _ in 0..1 + random.below(5) {
-            let kinds = [Kind::Eager, Kind::Rts, Kind::Cts, Kind::Message, Kind::Credit, Kind::Data];
-            let (kind, len) = (kinds[random.below(6)], random.below(3) * 50);
+            let kinds =
+                [Kind::Eager, Kind::Rts, Kind::Cts, Kind::Message, Kind::Credit, Kind::Data, Kind::Ready];
+            let (kind, len) = (kinds[random.below(kinds.len())], random.below(3) * 50);
             let about = call(if random.below(2) == 0 { 100 } else { len }, random.below(3) as u32);
             let header = Frame {
                 len: len as u64,

@@ -28,7 +28,7 @@ use crate::collectives::dtype::{Dtype, ReduceOp};
 use crate::collectives::plan::{Algorithms, Input, Rounding, Topology};
 use crate::error::CommError;
 use crate::flight::FlightRecorder;
-use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
+use crate::transport::frame::{Frame, HEADER_BYTES, Kind, VERSION};
 use crate::transport::links::hello::{ConnectionKind, Credentials, Hello, Role, SUITE_PLAIN, Welcome};
 use crate::transport::links::tcp;
 
@@ -65,7 +65,7 @@ fn with_scripted_peer<R: Send>(
     let address = listener.address().unwrap();
     let prefix = format!("convoke/default/{}", generation());
     let record = format!(
-        "{{\"version\":4,\"rank\":2,\"size\":3,\"address\":\"{address}\",\"host\":\"\",\"pid\":1,\"tuning\":\"{}\",\
+        "{{\"version\":{VERSION},\"rank\":2,\"size\":3,\"address\":\"{address}\",\"host\":\"\",\"pid\":1,\"tuning\":\"{}\",\
          \"token\":true,\"memory\":true}}",
         Algorithms::default()
     );

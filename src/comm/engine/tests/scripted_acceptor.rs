@@ -14,7 +14,7 @@ use crate::api::group::Group;
 use crate::bootstrap::options::GroupOptions;
 use crate::collectives::plan::Algorithms;
 use crate::error::CommError;
-use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
+use crate::transport::frame::{Frame, HEADER_BYTES, Kind, VERSION};
 use crate::transport::links::hello::{HELLO_BYTES, SUITE_PLAIN, WELCOME_BYTES, Welcome};
 
 /// Runs rank 1 with a scripted rank 0 that answers each hello with `answer` and, if `stays` is set, keeps the
@@ -34,7 +34,7 @@ fn connect_error(answer: &[u8], stays: bool) -> CommError {
         });
         let theirs = store.get(format!("{prefix}/rank/1").as_bytes(), soon).unwrap();
         let ours = format!(
-            "{{\"version\":4,\"rank\":0,\"size\":2,\"address\":\"{address}\",\"host\":\"\",\"pid\":1,\"tuning\":\"{}\",\
+            "{{\"version\":{VERSION},\"rank\":0,\"size\":2,\"address\":\"{address}\",\"host\":\"\",\"pid\":1,\"tuning\":\"{}\",\
              \"token\":true,\"memory\":true}}",
             Algorithms::default()
         );

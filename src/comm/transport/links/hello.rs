@@ -286,16 +286,16 @@ mod tests {
         let ours = credentials(b"secret");
         assert_eq!(
             proof(&ours, Role::Connector),
-            "26a9ddaee86bd6daf8b6dba86a68ee7f9bd2e0caf9569f59df63163b34766c19"
+            "e11db6c329e9d0959caa2647a33ccb6a06eb5e4c42d84b4b8910979db09309d9"
         );
         assert_eq!(
             proof(&ours, Role::Acceptor),
-            "9d92145b4cfdb3165672d51e4359407bb43cd7b2a631a4d0c95bb61d7b790a05"
+            "f3449a3e2ecca06b023cbf6fc5e2b67832b9ef386435b069fe6f1c5910d83565"
         );
         let open = Credentials::new(None, Generation::from_bytes([1; 16]), 0);
         assert_eq!(
             proof(&open, Role::Connector),
-            "3f4ea567ba7f44f272d653c3b4bdabbab18dfb1eebcc9fac951ba555d51221af"
+            "98fd9505f4d40479f8edb8304e271d93f78463ce4aa0eb89770fcc46c9a4d864"
         );
     }
 
