@@ -107,7 +107,8 @@ fn with_workers() -> Vec<Screen> {
         "A good run",
         "convoke --standalone --nproc-per-node=2 train.py",
         &["--standalone", "--nproc-per-node=2"],
-        "print('loss 0.25')\n",
+        // One write: with PYTHONUNBUFFERED=1, print writes the end of the line separately.
+        "print('loss 0.25\\n', end='')\n",
         0,
     );
     add(
