@@ -9,8 +9,8 @@ use super::sync::{AtomicBool, Mutex, MutexGuard, Ordering, PoisonError, Thread, 
 #[derive(Debug)]
 pub(crate) struct SubmissionQueue<T, B> {
     entries: Mutex<Submissions<T>>,
-    /// The progress lock, and flags that describe the content of `entries`, so that readers need no other lock: tasks
-    /// or an abort ([`HAS_SUBMISSIONS`]), threads that wait for the progress lock ([`HAS_LOCK_WAITERS`]).
+    /// The progress lock, and flags that describe `entries`, so that readers need no other lock. `entries` may have
+    /// tasks or an abort ([`HAS_SUBMISSIONS`]), and threads that wait for the progress lock ([`HAS_LOCK_WAITERS`]).
     flags: Arc<Flags>,
     /// The thread that drives the engine sleeps, so a new request must ring the doorbell.
     asleep: AtomicBool,

@@ -1,8 +1,8 @@
 //! Point-to-point messages.
 
 use super::{
-    BorrowedBuffer, Call, CallKind, CommError, Group, Operation, Prepared, SendRecvBuffers, Slice, SliceMut,
-    Status, Transfer, ValueType, call,
+    Call, CallKind, CommError, Group, Operation, Prepared, SendRecvBuffers, Slice, SliceMut, Status,
+    Transfer, ValueType, call,
 };
 
 impl Group {
@@ -19,10 +19,7 @@ impl Group {
     /// # Errors
     /// [`CommError::InvalidArgument`] if there is no rank `to`. Otherwise the error that ended the group.
     pub fn send<T: Transfer>(&self, buf: &[T], to: usize, tag: u32) -> Result<(), CommError> {
-        let buf = Slice::from(buf);
-        self.check_rank(to, "send to")?;
-        self.check_message()?;
-        let (call, buffers) = (message(buf.value_type(), tag, buf.len()), SendRecvBuffers::send_only(0, buf));
+        let (call, buffers) = self.checked_send(buf.into(), to, tag)?;
         if self.shared().is_some_and(|shared| shared.send_short(to, call, &buffers)) {
             return Ok(());
         }
@@ -32,10 +29,21 @@ impl Group {
 
     #[inline]
     pub(crate) fn prepare_send<'a>(&self, buf: Slice<'a>, to: usize, tag: u32) -> Prepared<'a> {
+        let (call, buffers) = self.checked_send(buf, to, tag)?;
+        Ok(Some(Operation::Send { to, call, buffer: buffers.into_borrowed(call.kind) }))
+    }
+
+    /// Checks the arguments of a send.
+    #[inline(always)]
+    fn checked_send<'a>(
+        &self,
+        buf: Slice<'a>,
+        to: usize,
+        tag: u32,
+    ) -> Result<(Call, SendRecvBuffers<'a>), CommError> {
         self.check_rank(to, "send to")?;
         self.check_message()?;
-        let call = message(buf.value_type(), tag, buf.len());
-        Ok(Some(Operation::Send { to, call, buffer: BorrowedBuffer::default().with_ref(0, buf) }))
+        Ok((message(buf.value_type(), tag, buf.len()), SendRecvBuffers::send_only(0, buf)))
     }
 
     /// Fills the beginning of `buf` with the next message with this `tag` from rank `from`, which may be this
@@ -46,10 +54,7 @@ impl Group {
     /// longer than `buf`; it is received nevertheless, and the group continues. [`CommError::Mismatch`] if
     /// the message has another type. Otherwise the error that ended the group.
     pub fn recv<T: Transfer>(&self, buf: &mut [T], from: usize, tag: u32) -> Result<Status, CommError> {
-        let buf = SliceMut::from(buf);
-        self.check_source(Some(from))?;
-        let call = message(buf.value_type(), tag, buf.len());
-        let mut buffers = SendRecvBuffers::recv_only(0, buf);
+        let (call, mut buffers) = self.checked_recv(buf.into(), Some(from), tag)?;
         if self.shared().is_some_and(|shared| shared.recv_short(from, call, &mut buffers)) {
             return Ok(Status { source: from, call }.of::<T>());
         }
@@ -75,9 +80,20 @@ impl Group {
 
     #[inline]
     pub(crate) fn prepare_recv<'a>(&self, buf: SliceMut<'a>, from: Option<usize>, tag: u32) -> Prepared<'a> {
+        let (call, buffers) = self.checked_recv(buf, from, tag)?;
+        Ok(Some(Operation::Recv { from, call, buffer: buffers.into_borrowed(call.kind) }))
+    }
+
+    /// Checks the arguments of a receive.
+    #[inline(always)]
+    fn checked_recv<'a>(
+        &self,
+        buf: SliceMut<'a>,
+        from: Option<usize>,
+        tag: u32,
+    ) -> Result<(Call, SendRecvBuffers<'a>), CommError> {
         self.check_source(from)?;
-        let call = message(buf.value_type(), tag, buf.len());
-        Ok(Some(Operation::Recv { from, call, buffer: BorrowedBuffer::default().with_mut(0, buf) }))
+        Ok((message(buf.value_type(), tag, buf.len()), SendRecvBuffers::recv_only(0, buf)))
     }
 
     /// Waits until a message with this `tag` from rank `from`, or from any rank if `None`, can be received.

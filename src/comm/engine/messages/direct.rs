@@ -163,13 +163,11 @@ impl PeerMessages {
             return Ok(RecvProgress::Nothing);
         };
         let len = into.len();
-        if header != call.encode() {
-            let theirs = Call::decode(header).ok().filter(|theirs| theirs.root == call.root);
-            let Some(theirs) = theirs else { return Ok(RecvProgress::UseQueues) };
-            check_type(theirs, call, self.next_incoming)?;
-        }
-        // The queues handle a message whose length differs from that of the buffer.
+        // The queues handle a message of another tag, or whose length differs from that of the buffer.
         if header != call.encode() || call.bytes() != len as u64 || len > CELL_BYTES {
+            if let Some(theirs) = Call::decode(header).ok().filter(|theirs| theirs.root == call.root) {
+                check_type(theirs, call, self.next_incoming)?;
+            }
             return Ok(RecvProgress::UseQueues);
         }
         conn.take_cell(into).map_err(MessageError::Broken)?;
