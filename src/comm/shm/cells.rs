@@ -124,10 +124,15 @@ impl Cells {
         Ok(())
     }
 
-    /// Returns the header of the message with this stamp, if it is in the next cell. If it is not, fetches the lines
-    /// of the `bytes` bytes of data that the caller expects.
+    /// Returns the header of the message with this stamp, if it is in the next cell. For a caller that waits for it
+    /// and expects `awaited` bytes of data, looks several times and fetches the lines of the data.
     #[inline]
-    pub(super) fn header(&mut self, segment: &Segment, stamp: u64, bytes: usize) -> Option<CellHeader> {
+    pub(super) fn header(
+        &mut self,
+        segment: &Segment,
+        stamp: u64,
+        awaited: Option<usize>,
+    ) -> Option<CellHeader> {
         if !self.is_readable {
             self.is_readable = segment.word(self.incoming.allocated).load(Ordering::Acquire) != 0;
         }
@@ -135,9 +140,16 @@ impl Cells {
         if !self.is_readable {
             return None;
         }
-        let data = (bytes > INLINE_BYTES && bytes <= CELL_BYTES)
-            .then(|| segment.view(at + data_offset(bytes), bytes));
-        if !poll_stamp(segment.word(at), data, |found| found == stamp) {
+        let word = segment.word(at);
+        let is_there = match awaited {
+            None => word.load(Ordering::Acquire) == stamp,
+            Some(bytes) => {
+                let data = (bytes > INLINE_BYTES && bytes <= CELL_BYTES)
+                    .then(|| segment.view(at + data_offset(bytes), bytes));
+                poll_stamp(word, data, |found| found == stamp)
+            }
+        };
+        if !is_there {
             return None;
         }
         let mut header = [0; size_of::<CellHeader>()];
@@ -202,7 +214,7 @@ mod tests {
     }
 
     fn receive(segment: &Segment, cells: &mut Cells, stamp: u64, bytes: usize) -> Vec<u8> {
-        assert_eq!(cells.header(segment, stamp, bytes), Some(HEADER));
+        assert_eq!(cells.header(segment, stamp, Some(bytes)), Some(HEADER));
         let mut into = vec![0; bytes];
         cells.take(segment, &mut into).unwrap();
         into
@@ -215,7 +227,7 @@ mod tests {
             let (stamp, sent) = (index as u64 + 1, data(bytes, index));
             for forward in [true, false] {
                 let (from, to) = if forward { (&mut a, &mut b) } else { (&mut b, &mut a) };
-                assert_eq!(to.header(&segment, stamp, bytes), None);
+                assert_eq!(to.header(&segment, stamp, Some(bytes)), None);
                 assert!(from.send(&segment, stamp, HEADER, &sent).unwrap());
                 from.prepare_next(&segment, bytes);
                 assert_eq!(receive(&segment, to, stamp, bytes), sent);
@@ -235,7 +247,7 @@ mod tests {
         }
         assert!(!a.send(&segment, stamp(count), HEADER, &[]).unwrap());
         for index in 0..count {
-            assert_eq!(b.header(&segment, stamp(index) + 1, 9), None, "another message is in the cell");
+            assert_eq!(b.header(&segment, stamp(index) + 1, Some(9)), None, "another message is in the cell");
             assert_eq!(receive(&segment, &mut b, stamp(index), 9), data(9, index as usize));
         }
         assert!(a.send(&segment, stamp(count), HEADER, &[]).unwrap(), "the receiver sends nothing");

@@ -68,6 +68,15 @@ impl Doorbells {
         }
     }
 
+    /// Wakes `rank` if its sleep bit is set. A bit that `rank` sets now may be missed, so [`Self::wake`] must follow.
+    #[inline]
+    pub(crate) fn wake_marked(&self, rank: usize) {
+        let (at, bit) = Layout::sleep_bit(rank);
+        if self.segment.word(at).load(Ordering::Relaxed) & bit != 0 {
+            self.signal(rank);
+        }
+    }
+
     #[cold]
     fn signal(&self, rank: usize) {
         let (at, bit) = Layout::sleep_bit(rank);

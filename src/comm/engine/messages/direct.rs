@@ -6,8 +6,8 @@
 use std::io::IoSlice;
 
 use super::{
-    AnySourceQueue, EAGER_BYTES, Match, MessageError, OutgoingFrame, PeerMessages, PendingSend, PostedCall,
-    ReadState, Stage, check_type,
+    AnySourceQueue, EAGER_BYTES, MAX_WRITE_BYTES, Match, MessageError, OutgoingFrame, PeerMessages,
+    PendingSend, PostedCall, ReadState, Stage, check_type,
 };
 use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::Call;
@@ -47,18 +47,25 @@ impl PeerMessages {
         call: Call,
         buffer: &BorrowedBuffer<'_>,
     ) -> Result<SendProgress, MessageError> {
-        let (len, cost) = (buffer.len(), buffer.len() + HEADER_BYTES);
+        let (len, seq) = (buffer.len(), self.next_seq);
         let bytes = buffer.bytes(0..len);
-        if len > EAGER_BYTES || bytes.len() < len || !self.can_send_now(cost) {
+        let (kind, cost) = if len <= EAGER_BYTES {
+            (Kind::Eager, len + HEADER_BYTES)
+        } else if self.is_peer_ready(seq, call) {
+            (Kind::Message, 0)
+        } else {
+            return Ok(SendProgress::Nothing);
+        };
+        if bytes.len() < len || !self.can_send_now(cost) {
             return Ok(SendProgress::Nothing);
         }
-        if self.send_cell(call, bytes)? {
+        if kind == Kind::Eager && self.send_cell(call, bytes)? {
             return Ok(SendProgress::Complete);
         }
-        let (Some(conn), seq) = (&mut self.conn, self.next_seq) else { return Ok(SendProgress::Nothing) };
-        let frame = Frame::empty(Kind::Eager, self.group, seq);
+        let Some(conn) = &mut self.conn else { return Ok(SendProgress::Nothing) };
+        let frame = Frame::empty(kind, self.group, seq);
         let header = Frame { len: len as u64, call: call.encode(), ..frame }.encode();
-        let parts = [IoSlice::new(&header), IoSlice::new(bytes)];
+        let parts = [IoSlice::new(&header), IoSlice::new(&bytes[..len.min(MAX_WRITE_BYTES)])];
         let sent = conn.send(&parts).map_err(MessageError::Broken)?;
         if sent == 0 {
             return Ok(SendProgress::Nothing);
@@ -66,7 +73,7 @@ impl PeerMessages {
         self.next_seq += 1;
         self.credit.left -= cost;
         fault_point("message sent", seq, sent.saturating_sub(HEADER_BYTES));
-        Ok(if sent == cost {
+        Ok(if sent == len + HEADER_BYTES {
             SendProgress::Complete
         } else {
             SendProgress::Partial { seq, frame: OutgoingFrame { header, body: Some(seq), sent } }
@@ -159,7 +166,8 @@ impl PeerMessages {
             return Ok(RecvProgress::UseQueues);
         }
         let Some(conn) = &mut self.conn else { return Ok(RecvProgress::UseQueues) };
-        let Some(header) = conn.cell(self.next_incoming, into.len()) else {
+        let awaited = Some(into.len()).filter(|&bytes| bytes <= CELL_BYTES);
+        let Some(header) = conn.cell(self.next_incoming, awaited) else {
             return Ok(RecvProgress::Nothing);
         };
         let len = into.len();

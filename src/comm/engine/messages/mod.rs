@@ -144,10 +144,7 @@ impl PeerMessages {
             let (call, bytes) = (posted.call, posted.buffer.len());
             let cost = bytes + HEADER_BYTES;
             let eager = bytes <= EAGER_BYTES && cost <= self.credit.left;
-            let is_awaited = bytes > EAGER_BYTES
-                && self
-                    .peer_ready
-                    .is_some_and(|(next, theirs)| next == seq && check_type(theirs, call, seq).is_ok());
+            let is_awaited = bytes > EAGER_BYTES && self.is_peer_ready(seq, call);
             let (kind, len) = match (eager, is_awaited) {
                 (true, _) => (Kind::Eager, bytes as u64),
                 (false, true) => (Kind::Message, bytes as u64),
@@ -166,6 +163,12 @@ impl PeerMessages {
             let header = Frame { len, call: call.encode(), ..self.frame(kind, seq) };
             self.push(header, (eager || is_awaited).then_some(seq));
         }
+    }
+
+    /// Returns whether the peer has posted a receive for message number `seq` with this call, so that a large message
+    /// needs no announcement.
+    fn is_peer_ready(&self, seq: u64, call: Call) -> bool {
+        self.peer_ready.is_some_and(|(next, theirs)| next == seq && check_type(theirs, call, seq).is_ok())
     }
 
     /// Returns the first unexpected message with this tag that no receive has claimed: its index among all

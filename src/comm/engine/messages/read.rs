@@ -14,7 +14,8 @@ use crate::transport::links::CELL_BYTES;
 use crate::transport::links::conn::{Conn, ConnError};
 
 impl PeerMessages {
-    /// Reads available data with at most one system call. Returns whether anything moved.
+    /// Reads available data with at most one system call, or the next message of a link that needs none. Returns
+    /// whether anything moved.
     pub(super) fn read(
         &mut self,
         any_source: &mut AnySourceQueue,
@@ -29,7 +30,9 @@ impl PeerMessages {
             if asked {
                 return Ok(any);
             }
-            asked = true;
+            // Behind a header, the elements are read directly into the buffer of the receive.
+            let reads_header = !conn.reads_by_system_calls() && matches!(self.reading, ReadState::Header);
+            asked = !reads_header;
             let got = match self.direct_target(conn) {
                 Some((index, bytes)) => {
                     let recv = &mut self.recvs[index];
@@ -40,7 +43,7 @@ impl PeerMessages {
                     fault_point("message received", recv.id, recv.done);
                     got
                 }
-                None => match conn.fill(EAGER_BYTES) {
+                None => match conn.fill(if reads_header { HEADER_BYTES } else { EAGER_BYTES }) {
                     Ok(got) => got,
                     // The peer may have filled a cell after the last look and before it closed the stream.
                     Err(ConnError::Closed) if self.read_cell(any_source, conn)? => {
@@ -51,17 +54,19 @@ impl PeerMessages {
                 },
             };
             any |= got > 0;
+            asked |= got == 0;
         }
     }
 
     /// Returns the index of the receive into whose buffer the next bytes can be read directly, and how many.
-    /// `None` if little is missing or if bytes were read ahead.
+    /// `None` if little is missing and a read takes a system call, or if bytes were read ahead.
     fn direct_target(&self, conn: &Conn) -> Option<(usize, usize)> {
         let ReadState::Posted { id, .. } = self.reading else { return None };
         let index = self.recvs.iter().position(|recv| recv.id == id)?;
         let recv = &self.recvs[index];
         let left = recv.posted.buffer.len().min(recv.message_bytes()).saturating_sub(recv.done);
-        (left >= 4096 && conn.unread().is_empty()).then_some((index, left))
+        let is_worth_a_read = left >= 4096 || left > 0 && !conn.reads_by_system_calls();
+        (is_worth_a_read && conn.unread().is_empty()).then_some((index, left))
     }
 
     /// Processes the message in the next cell, or a header or elements among the bytes that were read ahead.
@@ -91,7 +96,7 @@ impl PeerMessages {
     /// there was one.
     fn read_cell(&mut self, any_source: &mut AnySourceQueue, conn: &mut Conn) -> Result<bool, MessageError> {
         let seq = self.next_incoming;
-        let Some(call) = conn.cell(seq, 0).filter(|_| matches!(self.reading, ReadState::Header)) else {
+        let Some(call) = conn.cell(seq, None).filter(|_| matches!(self.reading, ReadState::Header)) else {
             return Ok(false);
         };
         let decoded = Call::decode(call)?;

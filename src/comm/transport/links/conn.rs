@@ -119,12 +119,12 @@ impl Conn {
         self.link.try_send_cell(seq + 1, header, data).map_err(ConnError::Failed)
     }
 
-    /// Returns the header of message number `seq`, if it is in the next cell of the link. The caller expects
-    /// `bytes` bytes of data; 0 if it does not know.
+    /// Returns the header of message number `seq`, if it is in the next cell of the link. A caller that waits for it
+    /// gives the number of bytes of data that it expects, as `awaited`. Then the link looks several times.
     #[inline]
-    pub(crate) fn cell(&mut self, seq: u64, bytes: usize) -> Option<CellHeader> {
+    pub(crate) fn cell(&mut self, seq: u64, awaited: Option<usize>) -> Option<CellHeader> {
         // A cell that was never used has stamp 0, so no message has it.
-        self.link.cell(seq + 1, bytes)
+        self.link.cell(seq + 1, awaited)
     }
 
     /// Copies the data of the message whose header [`Self::cell`] returned, and empties its cell. The length

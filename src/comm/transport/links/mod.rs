@@ -43,9 +43,9 @@ pub(crate) trait Link: fmt::Debug + Send {
         Ok(false)
     }
 
-    /// Returns the header of the message with the number `stamp`, if it is in the next cell. The caller expects
-    /// `_bytes` bytes of data.
-    fn cell(&mut self, _stamp: u64, _bytes: usize) -> Option<CellHeader> {
+    /// Returns the header of the message with the number `stamp`, if it is in the next cell. A caller that waits for it
+    /// gives the number of bytes of data that it expects, as `_awaited`. Then the link looks several times.
+    fn cell(&mut self, _stamp: u64, _awaited: Option<usize>) -> Option<CellHeader> {
         None
     }
 
@@ -53,6 +53,12 @@ pub(crate) trait Link: fmt::Debug + Send {
     /// of `into` is that of the data, at most [`CELL_BYTES`].
     fn take_cell(&mut self, _into: &mut [u8]) -> io::Result<()> {
         Ok(())
+    }
+
+    /// Returns whether each read costs a system call. Then it is better to read more bytes than are needed now. If not,
+    /// such bytes would only be copied twice.
+    fn reads_by_system_calls(&self) -> bool {
+        true
     }
 
     /// Tells the peer that nothing more will be sent.

@@ -33,6 +33,10 @@ impl<W: Wrapper> Link for Wrapped<W> {
         self.wrapper.try_recv(&mut *self.link, into)
     }
 
+    fn reads_by_system_calls(&self) -> bool {
+        self.link.reads_by_system_calls()
+    }
+
     fn close_write(&mut self) {
         self.link.close_write();
     }
