@@ -125,7 +125,7 @@ REMOVALS = {
     "room": (
         "room: the slot of the call, or a cell for the message, is free on all ranks",
         [
-            (f"{COMM}/shm/small_call.rs", " && self.is_next_slot_free()).then_some", ").then_some"),
+            (f"{COMM}/shm/small_call.rs", " && self.is_next_slot_free();", ";"),
             (
                 f"{COMM}/shm/cells.rs",
                 "        let most = self.outgoing.count;\n",

@@ -142,8 +142,14 @@ impl HostMemory {
     }
 
     pub(super) fn set_counter(&self, counter: Counter, count: u64) {
-        self.segment.word(self.layout.counter(self.me, counter)).store(count, Ordering::Release);
+        self.store_counter(counter, count);
         self.doorbells.wake_all();
+    }
+
+    /// Publishes a counter. The caller must then [wake](Doorbells::wake_all) sleeping ranks.
+    #[inline(always)]
+    pub(super) fn store_counter(&self, counter: Counter, count: u64) {
+        self.segment.word(self.layout.counter(self.me, counter)).store(count, Ordering::Release);
     }
 
     fn has_reached(&mut self, rank: usize, counter: Counter, count: u64) -> bool {

@@ -42,6 +42,10 @@ pub(crate) const HISTORY_OFFSET: usize = 24;
 /// Maximum number of bytes of data that fit in the header of a slot, in the cache line of the stamp.
 pub(crate) const INLINE_BYTES: usize = SLOT_HEADER - INLINE_OFFSET;
 pub(crate) const INLINE_OFFSET: usize = 32;
+/// Maximum number of bytes of a rank's data that does not fit in a slot, but is published as a whole, in one round. On two
+/// cores of an EPYC (Zen 5), an all-gather of 64 KiB by two ranks takes 1.50 µs in a queue of steps, and 1.21 µs if the
+/// calling thread runs it without a list of steps. A broadcast of 64 KiB by four ranks takes 4.8 and 3.4 µs.
+pub(crate) const WHOLE_BYTES: usize = 64 << 10;
 /// The number of rounds whose data is in memory at a time. A round handles one piece of a large collective
 /// call.
 pub(crate) const ROUNDS_IN_MEMORY: u64 = 14;
@@ -293,6 +297,13 @@ impl Layout {
     pub(crate) fn slot_rows(self, rows: Range<u32>) -> Range<usize> {
         let row = |row: u32| self.slots.start + row as usize * self.slot_step;
         row(rows.start)..row(rows.end)
+    }
+
+    /// Returns the size of the start of a rank's memory for rounds that is to be allocated for rounds that end at `end`,
+    /// counted from the first round of all calls.
+    pub(crate) fn rounds_until(end: u64) -> usize {
+        let fits = usize::try_from(end).ok().filter(|&end| end <= ROUNDS_BYTES);
+        fits.map_or(ALL_ROUNDS, |end| end.max(ROUND_BYTES).next_power_of_two())
     }
 
     /// The range of the memory for rounds of `rank`.

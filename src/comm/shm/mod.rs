@@ -60,12 +60,12 @@ use arena::Arena;
 use bootstrap::SharedResources;
 use cells::Cells;
 use doorbells::{Doorbells, HostProcesses};
+use layout::{Counter, ROUND_BYTES, ROUNDS_BYTES, ROUNDS_IN_MEMORY, SLOT_BYTES, WHOLE_BYTES};
 pub(crate) use layout::{Layout, RingChannel};
-use layout::{ROUND_BYTES, ROUNDS_BYTES, SLOT_BYTES};
 use numbering::{CallNumber, StartedCalls};
 use ring::Ring;
 pub(crate) use schedule::is_supported;
-use schedule::{CACHED_BYTES, Limits, Schedule, ScheduleStep};
+use schedule::{CACHED_BYTES, Limits, Peers, Schedule, ScheduleStep};
 use segment::Segment;
 use store_policy::StorePolicy;
 
@@ -208,7 +208,12 @@ impl HostMemory {
 
     #[inline(always)]
     fn schedule(&self, call: &Call) -> Schedule {
-        let limits = Limits { slot_bytes: SLOT_BYTES, round_bytes: ROUND_BYTES, cached_bytes: CACHED_BYTES };
+        let limits = Limits {
+            slot_bytes: SLOT_BYTES,
+            round_bytes: ROUND_BYTES,
+            whole_bytes: WHOLE_BYTES,
+            cached_bytes: CACHED_BYTES,
+        };
         let root = self.ranks.iter().position(|&rank| rank == call.root as usize).unwrap_or(0);
         Schedule::new(&Call { root: root as u32, ..*call }, self.me, self.ranks.len(), limits)
     }
@@ -217,6 +222,17 @@ impl HostMemory {
     #[inline]
     fn has_slots(&self, number: u32) -> bool {
         self.allocated.is_none_or(|allocated| Layout::slot_row(number) < allocated.slot_rows)
+    }
+
+    /// Returns whether the next call can publish its only round, of `bytes` bytes: the pages are allocated, and no rank
+    /// still reads the round whose memory it reuses.
+    fn has_next_round(&mut self, bytes: u64) -> bool {
+        let (rounds, position) = self.calls.rounds();
+        let needed = Layout::rounds_until(position.saturating_add(bytes));
+        self.allocated.is_none_or(|allocated| needed <= allocated.rounds)
+            && self
+                .first_behind(Peers::All, Counter::Done, (rounds + 1).saturating_sub(ROUNDS_IN_MEMORY))
+                .is_none()
     }
 
     /// Allocates the pages that call `number` may access on all ranks, apart from the rounds of other ranks,
@@ -229,17 +245,14 @@ impl HostMemory {
             self.segment.commit(self.layout.slot_rows(allocated.slot_rows..rows)).map_err(failed)?;
             allocated.slot_rows = rows;
         }
-        let end = call_number.position.saturating_add(rounds * call_number.round_bytes);
-        let all = self.layout.all_rounds(self.me);
-        if rounds > 0 && allocated.rounds < all.len() {
-            let fits = usize::try_from(end).ok().filter(|&end| end <= ROUNDS_BYTES);
-            let bytes = fits.map_or(all.len(), |end| end.max(ROUND_BYTES).next_power_of_two());
-            if bytes > allocated.rounds {
-                self.segment.commit(all.start + allocated.rounds..all.start + bytes).map_err(failed)?;
-                allocated.rounds = bytes;
-                if bytes == all.len() {
-                    self.segment.collapse(all.start..all.start + ROUNDS_BYTES);
-                }
+        let bytes =
+            Layout::rounds_until(call_number.position.saturating_add(rounds * call_number.round_bytes));
+        if rounds > 0 && bytes > allocated.rounds {
+            let all = self.layout.all_rounds(self.me);
+            self.segment.commit(all.start + allocated.rounds..all.start + bytes).map_err(failed)?;
+            allocated.rounds = bytes;
+            if bytes == all.len() {
+                self.segment.collapse(all.start..all.start + ROUNDS_BYTES);
             }
         }
         self.allocated = Some(allocated);

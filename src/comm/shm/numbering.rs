@@ -44,6 +44,12 @@ impl StartedCalls {
         self.calls.wrapping_add(1)
     }
 
+    /// The number of rounds of all calls so far, and the total bytes of these rounds.
+    #[inline]
+    pub(super) fn rounds(&self) -> (u64, u64) {
+        (self.rounds, self.round_bytes)
+    }
+
     /// Numbers a call and its rounds.
     #[inline]
     pub(super) fn start(&mut self, call: &Call, seq: u64, rounds: u64, round_bytes: usize) -> CallNumber {

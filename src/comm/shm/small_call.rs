@@ -1,8 +1,8 @@
-//! A small collective call, whose data fits in a slot. The caller's thread executes the steps of its schedule
-//! directly, without a list of steps, while it waits for the call.
+//! A small collective call, whose data fits in a slot or in one round. The caller's thread executes the steps of its
+//! schedule directly, without a list of steps, while it waits for the call.
 
 use super::copy_reduce::{self, AreaAddress, Buffers, Location, PlainElements};
-use super::layout::{INLINE_BYTES, SLOTS};
+use super::layout::{Counter, INLINE_BYTES, SLOTS};
 use super::numbering::CallNumber;
 use super::schedule::{Results, Schedule, Transfer};
 use super::write::poll_stamp;
@@ -19,33 +19,41 @@ pub(crate) struct SmallCall {
     pub(crate) seq: u64,
     pub(super) call_number: CallNumber,
     pub(super) published: usize,
-    inline: bool,
+    area: AreaAddress,
     /// The number of ranks whose call was found equal to this rank's so far.
     matched: usize,
 }
 
 impl HostMemory {
-    /// Returns the schedule of a collective call, if the call is small, the pages of its slots are allocated,
-    /// and no rank still reads the slot that it uses.
+    /// Returns the schedule of a collective call, if its data is in slots, or in one round if `IN_ROUND` is true. The pages
+    /// that it uses must be allocated, and no rank may still read the memory to which this rank writes.
     #[inline(always)]
-    pub(crate) fn small_schedule(&mut self, call: &Call) -> Option<Schedule> {
+    pub(crate) fn small_schedule<const IN_ROUND: bool>(&mut self, call: &Call) -> Option<Schedule> {
         let schedule = self.schedule(call);
         let has_slots = self.has_slots(self.calls.next());
-        (schedule.is_small() && has_slots && self.is_next_slot_free()).then_some(schedule)
+        let is_small = if IN_ROUND { schedule.has_one_round() } else { schedule.fits_in_slot() };
+        let may_start = is_small && has_slots && self.is_next_slot_free();
+        let may_publish =
+            !IN_ROUND || !schedule.has_data() || self.has_next_round(schedule.round_bytes() as u64);
+        (may_start && may_publish).then_some(schedule)
     }
 
     /// Assigns a number to a call whose schedule is from [`small_schedule`](Self::small_schedule), writes this rank's
-    /// data to its slot, and announces the call. It does not wake sleeping ranks.
+    /// data to its slot, or to a round if `IN_ROUND` is true, and announces the call. It does not wake sleeping ranks.
     #[inline(always)]
-    pub(crate) fn start_small(
+    pub(crate) fn start_small<const IN_ROUND: bool>(
         &mut self,
         call: &Call,
         schedule: Schedule,
         seq: u64,
         buffers: &mut impl Buffers,
     ) -> SmallCall {
-        let (call_number, inline) = (self.calls.start(call, seq, 0, 0), schedule.fits_in(INLINE_BYTES));
-        let mut small = SmallCall { seq, schedule, call_number, published: 0, inline, matched: 0 };
+        let (rounds, round_bytes) = if IN_ROUND { (1, schedule.round_bytes()) } else { (0, 0) };
+        let call_number = self.calls.start(call, seq, rounds, round_bytes);
+        let CallNumber { number, position, .. } = call_number;
+        let slot = || AreaAddress::Slot { number, inline: schedule.fits_in(INLINE_BYTES) };
+        let area = if IN_ROUND { AreaAddress::Round(position) } else { slot() };
+        let mut small = SmallCall { seq, schedule, call_number, published: 0, area, matched: 0 };
         let elements = PlainElements { buffers, kernel: None };
         for Transfer { at, range, .. } in small.schedule.published() {
             small.published += copy_reduce::publish(self, &elements, range, small.location(self.me, at));
@@ -78,7 +86,8 @@ impl HostMemory {
     #[inline(always)]
     fn poll_call(&self, small: &SmallCall, rank: usize) -> bool {
         let number = small.call_number.number;
-        let data = (!small.inline).then(|| {
+        let is_inline = matches!(small.area, AreaAddress::Slot { inline: true, .. });
+        let data = (!is_inline).then(|| {
             let (at, bytes) = small.schedule.awaited_bytes();
             small.location(rank, at).view(self, bytes)
         });
@@ -104,8 +113,8 @@ impl HostMemory {
         })
     }
 
-    /// Fetches or reduces the results into `buffer`, once [`Self::match_small`] has returned true. The error
-    /// is that of the program's reduction function.
+    /// Fetches or reduces the results into `buffers`, once [`Self::match_small`] has returned true. The caller must then
+    /// wake sleeping ranks, if the call had a round. The error is that of the program's reduction function.
     #[inline(always)]
     pub(crate) fn finish_small(
         &mut self,
@@ -114,7 +123,7 @@ impl HostMemory {
         kernel: Option<&Kernel>,
     ) -> Result<(), ExecutionError> {
         let mut elements = PlainElements { buffers, kernel };
-        match small.schedule.results() {
+        let result = match small.schedule.results() {
             Results::Fetched(transfers) => {
                 for Transfer { rank, at, range } in transfers {
                     let (location, total) = (small.location(rank, at), range.len());
@@ -128,13 +137,22 @@ impl HostMemory {
                 fault_point("received", small.seq, added.as_ref().map_or(0, |&bytes| bytes));
                 added.map(drop).map_err(ExecutionError::Function)
             }
+        };
+        if matches!(small.area, AreaAddress::Round(_)) && result.is_ok() {
+            self.store_counter(Counter::Done, small.call_number.rounds + 1);
         }
+        result
     }
 }
 
 impl SmallCall {
+    /// Returns the bytes of the call's round; 0 if its data is in a slot.
+    pub(crate) fn round_bytes(&self) -> u64 {
+        self.call_number.round_bytes
+    }
+
+    #[inline(always)]
     fn location(&self, rank: usize, at: usize) -> Location {
-        let (number, inline) = (self.call_number.number, self.inline);
-        Location { rank, at, area: AreaAddress::Slot { number, inline } }
+        Location { rank, at, area: self.area }
     }
 }

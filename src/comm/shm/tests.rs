@@ -9,7 +9,7 @@ use crate::collectives::dtype::{Dtype, ReduceOp};
 use convoke_testkit::Random;
 
 /// Limits so small that calls of a few elements have many rounds.
-const LIMITS: Limits = Limits { slot_bytes: 24, round_bytes: 192, cached_bytes: 700 };
+const LIMITS: Limits = Limits { slot_bytes: 24, round_bytes: 192, whole_bytes: 64, cached_bytes: 700 };
 const ROUNDS_BYTES: usize = (ROUNDS_IN_MEMORY as usize + 2) * LIMITS.round_bytes;
 /// A number of slots so small that they are reused.
 const SLOTS: u32 = 8;

@@ -212,19 +212,27 @@ fn messages_of_any_size_keep_their_order_per_tag() {
 
 #[test]
 fn late_receiver_gets_the_data_sent_earlier() {
+    late_receiver(false);
+    // A group that was made from another one allocates its memory when it is first used.
+    late_receiver(true);
+}
+
+fn late_receiver(in_subgroup: bool) {
     let (made, seen) = std::sync::mpsc::channel();
     let seen = std::sync::Mutex::new(seen);
-    // More than there are slots in memory, so that each is used several times.
+    // More than there are slots and rounds in memory, so that each is used several times.
     let calls = 1000_usize;
     run_ranks(2, |group| {
+        let group = if in_subgroup { group.split(Some(0), 0).unwrap().unwrap() } else { group };
         let me = group.rank();
         if me == 1 {
-            (0..50).for_each(|_| seen.lock().unwrap().recv_timeout(common::LONG).unwrap());
+            (0..10).for_each(|_| seen.lock().unwrap().recv_timeout(common::LONG).unwrap());
             // The root runs ahead as far as it may.
             (0..10_000).for_each(|_| std::thread::yield_now());
         }
         for call in 0..calls {
-            let mut buf = vec![if me == 0 { call as f32 } else { 0.0 }; [1, 5, 1500][call % 3]];
+            let mut buf =
+                vec![if me == 0 { call as f32 } else { 0.0 }; [1, 5, 1500, 12_000, 40_000][call % 5]];
             group.broadcast(&mut buf, 0).unwrap();
             assert!(buf.iter().all(|&x| x == call as f32), "call {call}");
             if me == 0 {

@@ -31,8 +31,23 @@ pub(super) struct PendingSmall {
 
 impl Engine {
     /// Runs a small collective as far as possible with short waits only.
-    #[inline(never)]
+    #[inline(always)]
     pub(super) fn try_small_inline<B: Buffers>(
+        &mut self,
+        call: Call,
+        buffers: &mut B,
+        kernel: Option<&Kernel>,
+    ) -> SmallCallResult {
+        match self.try_small_in::<B, false>(call, buffers, kernel) {
+            SmallCallResult::NotSmall => self.try_small_in::<B, true>(call, buffers, kernel),
+            tried => tried,
+        }
+    }
+
+    /// Runs a collective whose data is in slots, or in one round if `IN_ROUND` is true. These are two functions, since
+    /// one for both delays the shortest calls by 3 percent.
+    #[inline(never)]
+    fn try_small_in<B: Buffers, const IN_ROUND: bool>(
         &mut self,
         call: Call,
         buffers: &mut B,
@@ -42,11 +57,11 @@ impl Engine {
         let Some(node) = &mut host.memory else { return SmallCallResult::NotSmall };
         // A scaling kernel may need a copy of this rank's elements, which a small call does not make.
         let scaled = kernel.is_some_and(|kernel| kernel.scale().is_some());
-        let Some(schedule) = node.small_schedule(&call).filter(|_| !scaled) else {
+        let Some(schedule) = node.small_schedule::<IN_ROUND>(&call).filter(|_| !scaled) else {
             return SmallCallResult::NotSmall;
         };
         let seq = collectives.number(call);
-        let mut small = node.start_small(&call, schedule, seq, buffers);
+        let mut small = node.start_small::<IN_ROUND>(&call, schedule, seq, buffers);
         // The data is on its way now, so reading the time costs less than when it has come.
         let at_ns = now_ns();
         for _ in 0..if runs_function(call) { 0 } else { first_attempts(settings) } {
@@ -82,13 +97,16 @@ impl Engine {
         let Some(node) = &mut host.memory else { return SmallCallResult::NotSmall };
         node.doorbells.wake_all();
         let step = settings.flight.begin(&small_entry(call, &small, now_ns()));
-        let mut budget = RetryBudget::new(settings, driver, 0);
+        let mut budget = RetryBudget::new(settings, driver, small.round_bytes());
         let error = loop {
             match node.match_small(&mut small) {
                 Ok(true) => match node.finish_small(&small, buffers, kernel) {
                     Ok(()) => {
                         fault_point("moved", small.seq, 0);
                         budget.end(&step);
+                        if small.round_bytes() > 0 {
+                            node.doorbells.wake_all();
+                        }
                         return SmallCallResult::Done;
                     }
                     Err(error) => break Some(error),

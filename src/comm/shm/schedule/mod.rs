@@ -2,7 +2,8 @@
 //! memory.
 //!
 //! If the data fits in a slot, each rank writes its data to its slot for the call. It reads the slots of
-//! other ranks when these have announced the call. That needs one synchronisation.
+//! other ranks when these have announced the call. That needs one synchronisation. In most kinds of calls, some
+//! more data is written as a whole too, to the memory of one round.
 //!
 //! More data is handled in rounds, one piece in each; if it exceeds the caches, the last piece is first. In
 //! each round a rank publishes data, fetches or reduces what it needs, and advances its counters. It
@@ -42,6 +43,8 @@ pub(crate) struct Limits {
     pub(crate) slot_bytes: usize,
     /// Maximum number of bytes that a rank publishes in a round.
     pub(crate) round_bytes: usize,
+    /// Maximum number of bytes that a rank publishes in the only round of a small call.
+    pub(crate) whole_bytes: usize,
     /// Maximum number of bytes that usually stay in the caches of the core that wrote them.
     pub(crate) cached_bytes: usize,
 }
@@ -161,8 +164,15 @@ impl Schedule {
     }
 
     /// The number of rounds; 0 if the data fits in a slot.
+    #[inline(always)]
     pub(crate) fn rounds(&self) -> u64 {
-        if self.is_small() { 0 } else { self.bytes.div_ceil(self.piece()) as u64 }
+        if self.fits_in_slot() {
+            0
+        } else if self.has_one_round() {
+            1
+        } else {
+            self.bytes.div_ceil(self.piece()) as u64
+        }
     }
 
     /// Returns the approximate numbers of bytes that this rank publishes, and that it fetches or reduces.
@@ -170,7 +180,7 @@ impl Schedule {
     pub(crate) fn volume(&self) -> (u64, u64) {
         let (all, others) = (self.bytes as u64, self.ranks as u64 - 1);
         match self.kind {
-            CallKind::AllReduce if self.is_small() || !self.has_owners() => (all, all),
+            CallKind::AllReduce if self.fits_in_slot() || !self.has_owners() => (all, all),
             CallKind::AllReduce => (all - all / (others + 1), all),
             CallKind::ReduceScatter => (all * others, all),
             CallKind::AllGather => (all, all * others),
@@ -188,10 +198,33 @@ impl Schedule {
         self.me == self.root
     }
 
-    /// Returns whether the data of every rank fits in a slot.
+    /// Returns whether every rank publishes all its data before it announces the call: in a slot, or in one round.
     #[inline(always)]
     pub(crate) fn is_small(&self) -> bool {
+        self.fits_in_slot() || self.has_one_round()
+    }
+
+    /// Returns whether the data of every rank fits in a slot.
+    #[inline(always)]
+    pub(crate) fn fits_in_slot(&self) -> bool {
         self.fits_in(self.limits.slot_bytes)
+    }
+
+    /// Returns whether the data does not fit in a slot, but the call is small. In a longer call, one rank reads one round
+    /// while another writes the next. An all-reduce in one round would leave less to do at a time, and it may reduce in
+    /// place.
+    #[inline(always)]
+    pub(crate) fn has_one_round(&self) -> bool {
+        self.kind != CallKind::AllReduce
+            && !self.has_owners()
+            && !self.fits_in_slot()
+            && self.fits_in(self.limits.whole_bytes)
+    }
+
+    /// Returns the area where this rank publishes its data in a small call.
+    #[inline(always)]
+    pub(crate) fn area(&self) -> Area {
+        if self.fits_in_slot() { Area::Slot } else { Area::Round(0) }
     }
 
     /// Returns whether the data of every rank has at most `most` bytes.
@@ -201,7 +234,7 @@ impl Schedule {
         self.bytes <= most && self.bytes * self.blocks() <= most
     }
 
-    /// Returns the offset in the slot of each source, and the number, of the bytes that this rank reads from it in a
+    /// Returns the offset in the area of each source, and the number, of the bytes that this rank reads from it in a
     /// small call.
     #[inline(always)]
     pub(crate) fn awaited_bytes(&self) -> (usize, usize) {
@@ -242,7 +275,11 @@ impl Schedule {
     }
 
     /// The distance in bytes between the memory of one round and of the next; equal on all ranks.
+    #[inline(always)]
     pub(crate) fn round_bytes(&self) -> usize {
+        if self.is_small() {
+            return (self.bytes * self.blocks()).next_multiple_of(ALIGNMENT);
+        }
         (self.stride() * self.blocks()).next_multiple_of(ALIGNMENT)
     }
 
@@ -272,6 +309,7 @@ impl Schedule {
     }
 
     /// Returns whether every rank owns a part of each round, which it reduces for the other ranks.
+    #[inline(always)]
     fn has_owners(&self) -> bool {
         matches!(self.kind, CallKind::AllReduce | CallKind::Reduce) && self.ranks > 2
     }

@@ -17,10 +17,17 @@ impl Schedule {
     pub(crate) fn batch(&self, index: u64, steps: &mut Vec<ScheduleStep>) -> bool {
         let emit = &mut |step| steps.push(step);
         if self.is_small() {
+            let area = self.area();
             emit(ScheduleStep::AwaitSlot);
-            Self::publish(self.published(), Area::Slot, emit);
+            if area != Area::Slot && self.has_data() {
+                emit(ScheduleStep::AwaitRound(0));
+            }
+            Self::publish(self.published(), area, emit);
             self.match_calls(emit);
-            Self::consume(self.results(), Area::Slot, emit);
+            Self::consume(self.results(), area, emit);
+            if area != Area::Slot {
+                emit(ScheduleStep::SetCounter(Counter::Done, 0));
+            }
             return false;
         }
         match index.checked_sub(1) {
@@ -75,7 +82,7 @@ impl Schedule {
 
     /// Returns whether the call may reduce in place: then ranks publish the locations of their elements.
     pub(crate) fn may_be_direct(&self) -> bool {
-        self.kind == CallKind::AllReduce && !self.is_small()
+        self.kind == CallKind::AllReduce && !self.fits_in_slot()
     }
 
     /// Lets this rank publish the location of its elements, which are in a shared allocation.
@@ -113,19 +120,19 @@ impl Schedule {
             CallKind::Broadcast | CallKind::Scatter => (!self.is_root()).then_some(Peers::One(self.root)),
             CallKind::Gather => self.is_root().then_some(Peers::All),
             CallKind::Reduce => {
-                (self.is_root() || self.has_owners() && !self.is_small()).then_some(Peers::All)
+                (self.is_root() || self.has_owners() && !self.fits_in_slot()).then_some(Peers::All)
             }
             _ => Some(Peers::All),
         }
     }
 
-    /// Returns what this rank publishes in its slot in a small call.
+    /// Returns what this rank publishes in its area in a small call.
     #[inline(always)]
     pub(crate) fn published(&self) -> Transfers {
         if self.has_data() { self.published_part(0..self.bytes, self.bytes) } else { Transfers::NONE }
     }
 
-    /// Returns what this rank takes from the slots of other ranks in a small call, when they have made the call.
+    /// Returns what this rank takes from the areas of other ranks in a small call, when they have made the call.
     #[inline(always)]
     pub(crate) fn results(&self) -> Results {
         if self.reduces_all() {
@@ -138,7 +145,7 @@ impl Schedule {
     /// Returns whether other ranks need data of this rank, apart from calls in which ranks own parts of a
     /// round.
     #[inline(always)]
-    fn has_data(&self) -> bool {
+    pub(crate) fn has_data(&self) -> bool {
         match self.kind {
             CallKind::Broadcast | CallKind::Scatter => self.is_root(),
             CallKind::Gather | CallKind::Reduce => !self.is_root(),
