@@ -62,6 +62,7 @@ const UNSAFE_FILES: &[&str] = &[
     // The file registers a fork handler, which closes descriptors.
     "src/comm/transport/links/fork.rs",
     // Ranks share this memory, and vectorized loops read it.
+    "src/comm/collectives/kernels/non_temporal.rs",
     "src/comm/collectives/kernels/simd.rs",
     "src/comm/shm/region.rs",
     "src/comm/shm/write.rs",

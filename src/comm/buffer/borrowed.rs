@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 
 use super::slice::{Scratch, Slice, SliceMut, Values};
 use crate::collectives::dtype::Dtype;
-use crate::collectives::kernels::copy;
+use crate::collectives::kernels::{copy, copy_non_temporal, is_uncached, store_fence};
 
 /// Memory that a caller lends to an operation, seen as one range of bytes.
 ///
@@ -168,10 +168,10 @@ impl BorrowedBuffer<'_> {
         BorrowedBuffer { parts, copies, scratch, bools, borrowed: PhantomData }
     }
 
-    /// Makes at most `most` bytes of the copies that [`Self::add_copy`] requested. Returns how many bytes it
-    /// copied.
+    /// Makes at most `most` bytes of the copies that [`Self::add_copy`] requested, those of long blocks past the caches.
+    /// Returns how many bytes it copied.
     pub(crate) fn copy_some(&mut self, most: usize) -> usize {
-        let mut done = 0;
+        let (mut done, mut is_non_temporal) = (0, false);
         while done < most {
             let Some(last) = self.copies.last_mut() else { break };
             let step = last.len.min(most - done);
@@ -181,11 +181,22 @@ impl BorrowedBuffer<'_> {
             // - apart: one was borrowed exclusively beside the other; nobody else touches them, see the type.
             // - whole elements in the end: both slices have one type, and nobody reads them before all is
             //   copied.
-            unsafe { copy(last.from.add(last.len), last.into.add(last.len), step) };
+            unsafe {
+                let (from, into) = (last.from.add(last.len), last.into.add(last.len));
+                if is_uncached(last.len + step) {
+                    copy_non_temporal(from, into, step);
+                    is_non_temporal = true;
+                } else {
+                    copy(from, into, step);
+                }
+            }
             done += step;
             if last.len == 0 {
                 self.copies.pop();
             }
+        }
+        if is_non_temporal {
+            store_fence();
         }
         done
     }
@@ -384,6 +395,17 @@ mod tests {
             std::iter::from_fn(|| Some(buffer.copy_some(3)).filter(|&done| done > 0)).collect();
         assert_eq!(steps, [3, 3, 2]);
         assert_eq!((into, beside), (from, other));
+    }
+
+    #[test]
+    fn long_block_is_copied_whole() {
+        let bytes = (20..).map(|power| 1 << power).find(|&bytes| is_uncached(bytes)).unwrap() + 4097;
+        let from: Vec<u8> = (0..bytes).map(|at| (at % 251) as u8).collect();
+        let mut into = vec![255; bytes + 1];
+        let mut buffer = BorrowedBuffer::default();
+        buffer.add_copy(PendingCopy { from: from.as_ptr(), into: into[1..].as_mut_ptr(), len: bytes });
+        while buffer.copy_some(100_003) > 0 {}
+        assert!(into[1..] == from && into[0] == 255);
     }
 
     #[test]

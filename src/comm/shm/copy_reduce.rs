@@ -2,13 +2,13 @@
 
 use std::ops::Range;
 
+use super::HostMemory;
 use super::allocations::Direct;
 use super::layout::{INLINE_OFFSET, ROUND_BYTES, SLOT_HEADER};
 use super::schedule::CACHED_BYTES;
 use super::segment::View;
-use super::{HostMemory, write};
 use crate::buffer::{BorrowedBuffer, BytesMut, PlanBuffer, SendRecvBuffers};
-use crate::collectives::kernels::{Contributors, Kernel, Scratch};
+use crate::collectives::kernels::{Contributors, Kernel, Scratch, store_fence};
 
 /// The elements of a collective call, possibly in several pieces of memory, and the kernel that reduces them.
 pub(super) trait Elements {
@@ -204,7 +204,7 @@ pub(super) fn reduce(
         range.start += bytes;
     }
     if non_temporal {
-        write::store_fence();
+        store_fence();
     }
     result.map(|()| range.start - start)
 }
@@ -235,7 +235,7 @@ pub(super) fn reduce_direct(
     let mut scratch = Scratch::default();
     let result = kernel.reduce_all(ranks, &mut own, &mut scratch, contribution, publish_sums);
     if non_temporal {
-        write::store_fence();
+        store_fence();
     }
     result.map(|()| range.len())
 }

@@ -3,14 +3,13 @@
 
 #![allow(unsafe_code)]
 
-use std::fs;
 use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use super::segment::View;
 use super::store_policy::{self, StorePolicy};
-use crate::collectives::kernels::{TWO_PLACES_BYTES, copy};
+use crate::collectives::kernels::{TWO_PLACES_BYTES, copy, copy_non_temporal, is_uncached, store_fence};
 
 /// Copies of at least this many bytes prefetch cache lines of the target, this many bytes at a time.
 const PREFETCH_BYTES: usize = 512;
@@ -31,7 +30,7 @@ impl View<'_> {
     /// Copies the bytes into `into`, which has the length of this view, as a part of data of `total` bytes.
     #[inline(always)]
     pub(super) fn read_part(self, into: &mut [u8], total: usize) {
-        if total >= MIN_UNCACHED_BYTES && total >= *UNCACHED_BYTES {
+        if is_uncached(total) {
             self.read_non_temporal(into);
         } else if into.len() >= TWO_PLACES_BYTES && *IS_INTEL {
             self.source().copy_from_two_places(into);
@@ -147,56 +146,6 @@ impl View<'_> {
     }
 }
 
-/// Copies `len` bytes with non-temporal stores, which are in main memory after [`store_fence`].
-///
-/// # Safety
-/// `len` bytes from `from` on are readable and nobody writes them. `len` bytes from `into` on are writable and nobody
-/// else uses them. The two ranges do not overlap.
-unsafe fn copy_non_temporal(from: *const u8, into: *mut u8, len: usize) {
-    // Only whole cache lines of the target use non-temporal stores. Normal stores write the bytes before and behind.
-    #[cfg(target_arch = "x86_64")]
-    let (before, lines) = {
-        let before = into.align_offset(LINE_BYTES).min(len);
-        (before, (len - before) / LINE_BYTES)
-    };
-    #[cfg(not(target_arch = "x86_64"))]
-    let (before, lines) = (0, 0);
-    let behind = before + lines * LINE_BYTES;
-    // SAFETY: both pieces lie within the ranges that the caller gives.
-    unsafe {
-        std::ptr::copy_nonoverlapping(from, into, before);
-        std::ptr::copy_nonoverlapping(from.add(behind), into.add(behind), len - behind);
-    }
-    #[cfg(target_arch = "x86_64")]
-    {
-        use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
-        for at in (before..behind).step_by(size_of::<__m128i>()) {
-            // SAFETY: within the lines of both ranges. The address in `into` is a multiple of 16, because the lines
-            // begin at a multiple of 64; the load takes any alignment.
-            unsafe { _mm_stream_si128(into.add(at).cast(), _mm_loadu_si128(from.add(at).cast())) };
-        }
-    }
-}
-
-/// The least value of [`UNCACHED_BYTES`]. Short data is compared with it alone, without reading the system's files.
-const MIN_UNCACHED_BYTES: usize = 4 << 20;
-
-/// The least number of bytes of a receive whose data is written past the caches: a quarter of the last cache. More
-/// bytes, of two ranks that send and receive, are not in the cache when the program uses them. On an EPYC (Zen 5,
-/// 32 MiB) a message of 16 MiB then takes 680 instead of 860 µs, but one of 4 MiB 98 instead of 85.
-static UNCACHED_BYTES: LazyLock<usize> = LazyLock::new(|| {
-    let size = |index: u32| {
-        let size =
-            fs::read_to_string(format!("/sys/devices/system/cpu/cpu0/cache/index{index}/size")).ok()?;
-        size.trim_end().strip_suffix('K')?.parse::<usize>().ok()
-    };
-    let last = (0..=4).rev().find_map(size).map_or(DEFAULT_CACHE_BYTES, |kib| kib << 10);
-    (last / 4).max(MIN_UNCACHED_BYTES)
-});
-
-/// The assumed size of the last cache if the system does not tell it.
-const DEFAULT_CACHE_BYTES: usize = 32 << 20;
-
 /// The number of looks at a stamp in one attempt.
 const LOOKS: u32 = 16;
 /// The number of accesses to another cache line between two looks at a stamp. A processor that only loads one line
@@ -229,15 +178,6 @@ pub(super) fn poll_stamp(
         }
     }
     false
-}
-
-/// Orders earlier non-temporal stores of this thread before later stores (`sfence`).
-pub(super) fn store_fence() {
-    // SAFETY: every x86-64 processor has this instruction.
-    #[cfg(target_arch = "x86_64")]
-    unsafe {
-        std::arch::x86_64::_mm_sfence();
-    }
 }
 
 /// True on Intel's processors, which copy faster in two ways than by `memcpy`:
@@ -334,10 +274,9 @@ mod tests {
 
     #[test]
     fn read_beyond_the_cache_size_returns_the_published_bytes() {
-        assert!((MIN_UNCACHED_BYTES..1 << 32).contains(&*UNCACHED_BYTES), "{}", *UNCACHED_BYTES);
         let segment = segment(4096);
         segment.view(0, 4096).write(&[9; 4096]);
-        for total in [4096, *UNCACHED_BYTES - 1, *UNCACHED_BYTES, usize::MAX] {
+        for total in [4096, usize::MAX] {
             let mut into = [0; 1000];
             segment.view(3, 1000).read_part(&mut into, total);
             assert_eq!(into, [9; 1000]);
