@@ -10,7 +10,7 @@ use convoke_launcher_tests::hosts::Hosts;
 use convoke_launcher_tests::{path_argument, worker_command};
 use convoke_testkit::programs::{repository_root, user_program};
 
-use crate::ssh_hosts::SshHosts;
+use crate::ssh_hosts::{ENDED, SshHosts};
 
 #[test]
 fn job_on_hosts_needs_nothing_but_ssh() {
@@ -138,7 +138,7 @@ fn nothing_is_left_on_any_host_whatever_ends_first() {
     // The head is killed.
     let launcher = ssh.start_sleepers();
     ssh.signal_head(Signal::SIGKILL);
-    ssh.assert_nothing_left(Instant::now(), 1..5);
+    ssh.assert_nothing_left(Instant::now(), ENDED, 1..5);
     drop(launcher);
 
     // A session of sshd is killed; then an agent.
@@ -150,7 +150,7 @@ fn nothing_is_left_on_any_host_whatever_ends_first() {
         let began = Instant::now();
         let pattern = format!("[{}]{}", &victim[..1], &victim[1..]);
         ssh.on(3, &format!("kill -9 $(pgrep -f -- '{pattern}')"));
-        ssh.assert_nothing_left(began, 1..5);
+        ssh.assert_nothing_left(began, ENDED, 1..5);
         let ended = launcher.wait();
         assert_eq!(ended.status.code(), Some(1), "{victim}: {}", ended.stderr);
         assert!(
@@ -167,8 +167,11 @@ fn nothing_is_left_on_any_host_whatever_ends_first() {
     ssh.signal_head(Signal::SIGINT);
     let ended = launcher.wait();
     assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
-    ssh.assert_nothing_left(began, 1..5);
+    ssh.assert_nothing_left(began, ENDED, 1..5);
 }
+
+/// Time without heartbeats after which launchers count each other as lost.
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(3);
 
 #[test]
 fn partition_of_a_host_ends_the_job_everywhere() {
@@ -178,7 +181,7 @@ fn partition_of_a_host_ends_the_job_everywhere() {
         let launcher = ssh.start_sleepers();
         let began = Instant::now();
         ssh.hosts.run_script(["partition", &host.to_string()]).unwrap();
-        ssh.assert_nothing_left(began, 1..5);
+        ssh.assert_nothing_left(began, HEARTBEAT_TIMEOUT + ENDED, 1..5);
         let ended = launcher.wait();
         assert_eq!(ended.status.code(), Some(1), "{}", ended.stderr);
         assert!(

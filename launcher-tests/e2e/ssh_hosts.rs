@@ -14,8 +14,9 @@ use convoke_launcher_tests::path_argument;
 use convoke_testkit::programs::user_program;
 use convoke_testkit::{skip, wait_until};
 
-/// Time after which no process of a job is left on any host. The documentation promises 5 s.
-const ENDED: Duration = Duration::from_secs(5);
+/// Time after the end of the head or of a connection until no process of a job is left on any host. The documentation
+/// promises 5 s.
+pub const ENDED: Duration = Duration::from_secs(5);
 
 /// Simulated hosts h1 to hN, each with sshd; commands run on h0.
 pub struct SshHosts {
@@ -135,13 +136,13 @@ impl SshHosts {
         self.on(0, &format!("kill -{} $(pgrep -of -- '[-]-hosts=')", signal as i32));
     }
 
-    /// Checks that no process of a job is left on any host within the promised time.
-    pub fn assert_nothing_left(&self, since: Instant, hosts: impl Iterator<Item = usize>) {
+    /// Checks that no process of a job is left on these hosts `within` this time since `since`.
+    pub fn assert_nothing_left(&self, since: Instant, within: Duration, hosts: impl Iterator<Item = usize>) {
         for host in hosts {
             let left = || self.on(host, "pgrep -f '[s]leep 1000|[c]onvoke --agent|[w]orker.sh' || true");
             wait_until(&format!("the end of all processes on h{host}"), || left().is_empty().then_some(()));
         }
-        assert!(since.elapsed() < ENDED, "{:?}", since.elapsed());
+        assert!(since.elapsed() < within, "{:?}", since.elapsed());
     }
 }
 
