@@ -3,7 +3,7 @@
 
 use super::allocations::{Direct, Exposure, PublishedLocation};
 use super::copy_reduce::{self, AreaAddress, Location};
-use super::layout::{Counter, INLINE_BYTES, ROUNDS_IN_MEMORY};
+use super::layout::{Counter, ROUNDS_IN_MEMORY};
 use super::numbering::CallNumber;
 use super::schedule::{Area, Peers, Schedule, ScheduleStep};
 use super::small_call::SmallCall;
@@ -280,11 +280,6 @@ impl ShmCollective {
 
     /// The location at which `rank` publishes the byte `at` of an area.
     fn location(&self, rank: usize, area: Area, at: usize) -> Location {
-        let CallNumber { number, position, round_bytes, .. } = self.call_number;
-        let area = match area {
-            Area::Slot => AreaAddress::Slot { number, inline: self.schedule.fits_in(INLINE_BYTES) },
-            Area::Round(round) => AreaAddress::Round(position + round * round_bytes),
-        };
-        Location { rank, at, area }
+        Location { rank, at, area: AreaAddress::of(&self.call_number, &self.schedule, area) }
     }
 }

@@ -4,8 +4,9 @@ use std::ops::Range;
 
 use super::HostMemory;
 use super::allocations::Direct;
-use super::layout::{INLINE_OFFSET, ROUND_BYTES, SLOT_HEADER};
-use super::schedule::CACHED_BYTES;
+use super::layout::{INLINE_BYTES, INLINE_OFFSET, ROUND_BYTES, SLOT_HEADER};
+use super::numbering::CallNumber;
+use super::schedule::{Area, CACHED_BYTES, Schedule};
 use super::segment::View;
 use crate::buffer::{BorrowedBuffer, BytesMut, PlanBuffer, SendRecvBuffers};
 use crate::collectives::kernels::{Contributors, Kernel, Scratch, store_fence};
@@ -103,6 +104,17 @@ pub(super) enum AreaAddress {
     Slot { number: u32, inline: bool },
     /// The memory of a round, as its distance in bytes from the first round of all collective calls.
     Round(u64),
+}
+
+impl AreaAddress {
+    /// Returns the address of an area of a call.
+    #[inline(always)]
+    pub(super) fn of(call: &CallNumber, schedule: &Schedule, area: Area) -> Self {
+        match area {
+            Area::Slot => Self::Slot { number: call.number, inline: schedule.fits_in(INLINE_BYTES) },
+            Area::Round(round) => Self::Round(call.position + round * call.round_bytes),
+        }
+    }
 }
 
 impl Location {

@@ -42,9 +42,9 @@ pub(crate) const HISTORY_OFFSET: usize = 24;
 /// Maximum number of bytes of data that fit in the header of a slot, in the cache line of the stamp.
 pub(crate) const INLINE_BYTES: usize = SLOT_HEADER - INLINE_OFFSET;
 pub(crate) const INLINE_OFFSET: usize = 32;
-/// Maximum number of bytes of a rank's data that does not fit in a slot, but is published as a whole, in one round. On two
-/// cores of an EPYC (Zen 5), an all-gather of 64 KiB by two ranks takes 1.50 µs in a queue of steps, and 1.21 µs if the
-/// calling thread runs it without a list of steps. A broadcast of 64 KiB by four ranks takes 4.8 and 3.4 µs.
+/// Maximum number of bytes of a rank's data that does not fit in a slot, but is published as a whole, in one round. The
+/// calling thread runs such a call without a list of steps. On two cores of an EPYC (Zen 5), an all-gather of 64 KiB by
+/// two ranks takes 1.50 µs with a list of steps, and 1.21 µs without.
 pub(crate) const WHOLE_BYTES: usize = 64 << 10;
 /// The number of rounds whose data is in memory at a time. A round handles one piece of a large collective
 /// call.

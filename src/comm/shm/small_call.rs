@@ -2,9 +2,9 @@
 //! schedule directly, without a list of steps, while it waits for the call.
 
 use super::copy_reduce::{self, AreaAddress, Buffers, Location, PlainElements};
-use super::layout::{Counter, INLINE_BYTES, SLOTS};
+use super::layout::{Counter, SLOTS};
 use super::numbering::CallNumber;
-use super::schedule::{Results, Schedule, Transfer};
+use super::schedule::{Area, Results, Schedule, Transfer};
 use super::write::poll_stamp;
 use super::{AwaitedRanks, HostMemory};
 use crate::collectives::call::Call;
@@ -50,9 +50,8 @@ impl HostMemory {
     ) -> SmallCall {
         let (rounds, round_bytes) = if IN_ROUND { (1, schedule.round_bytes()) } else { (0, 0) };
         let call_number = self.calls.start(call, seq, rounds, round_bytes);
-        let CallNumber { number, position, .. } = call_number;
-        let slot = || AreaAddress::Slot { number, inline: schedule.fits_in(INLINE_BYTES) };
-        let area = if IN_ROUND { AreaAddress::Round(position) } else { slot() };
+        let area = if IN_ROUND { Area::Round(0) } else { Area::Slot };
+        let area = AreaAddress::of(&call_number, &schedule, area);
         let mut small = SmallCall { seq, schedule, call_number, published: 0, area, matched: 0 };
         let elements = PlainElements { buffers, kernel: None };
         for Transfer { at, range, .. } in small.schedule.published() {
@@ -138,7 +137,7 @@ impl HostMemory {
                 added.map(drop).map_err(ExecutionError::Function)
             }
         };
-        if matches!(small.area, AreaAddress::Round(_)) && result.is_ok() {
+        if small.has_round() && result.is_ok() {
             self.store_counter(Counter::Done, small.call_number.rounds + 1);
         }
         result
@@ -146,6 +145,12 @@ impl HostMemory {
 }
 
 impl SmallCall {
+    /// Returns whether the data of the call is in a round, not in slots.
+    #[inline(always)]
+    pub(crate) fn has_round(&self) -> bool {
+        matches!(self.area, AreaAddress::Round(_))
+    }
+
     /// Returns the bytes of the call's round; 0 if its data is in a slot.
     pub(crate) fn round_bytes(&self) -> u64 {
         self.call_number.round_bytes

@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn data_longer_than_the_caches_is_copied_past_them() {
+    fn data_is_uncached_from_the_limit_on() {
         assert!((MIN_UNCACHED_BYTES..1 << 32).contains(&*UNCACHED_BYTES), "{}", *UNCACHED_BYTES);
         assert!(!is_uncached(0) && !is_uncached(*UNCACHED_BYTES - 1));
         assert!(is_uncached(*UNCACHED_BYTES) && is_uncached(usize::MAX));

@@ -11,7 +11,7 @@ use crate::buffer::SendRecvBuffers;
 use crate::collectives::call::{Call, Status};
 use crate::engine::completion::{Completion, TimeLimit};
 use crate::engine::messages::direct::{RecvProgress, SendProgress};
-use crate::engine::messages::{EAGER_BYTES, PostedCall};
+use crate::engine::messages::{PostedCall, is_large};
 use crate::engine::operation::Operation;
 use crate::engine::recording::call_entry;
 use crate::engine::state::Engine;
@@ -74,7 +74,7 @@ impl Engine {
         let Some(Operation::Send { to, call, buffer }) = operation else { return FastPath::NotInline };
         let (to, call) = (*to, *call);
         let entry = || call_entry(layout::Operation::Send, Some(to), call, now_ns());
-        if call.bytes() > EAGER_BYTES as u64 {
+        if is_large(call) {
             // The receiver may have told that it is ready.
             self.progress_messages(to);
             if self.failure.is_some() {
@@ -114,7 +114,7 @@ impl Engine {
         let mut budget = RetryBudget::new(&self.settings, &self.driver, call.bytes());
         let mut received = self.peers[from].messages.recv_direct(&self.any_source, call, buffer);
         while let Ok(state @ (RecvProgress::Nothing | RecvProgress::Partial(_))) = received {
-            if call.bytes() > EAGER_BYTES as u64 {
+            if is_large(call) {
                 // A posted receive lets the sender send at once.
                 break;
             }

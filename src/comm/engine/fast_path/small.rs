@@ -104,7 +104,7 @@ impl Engine {
                     Ok(()) => {
                         fault_point("moved", small.seq, 0);
                         budget.end(&step);
-                        if small.round_bytes() > 0 {
+                        if small.has_round() {
                             node.doorbells.wake_all();
                         }
                         return SmallCallResult::Done;

@@ -43,6 +43,11 @@ use unexpected::{
 
 /// Largest message that is sent eagerly, before a receive matches it.
 pub(crate) const EAGER_BYTES: usize = 64 << 10;
+/// Returns whether a message waits for its receive before its elements are sent.
+pub(crate) fn is_large(call: Call) -> bool {
+    call.bytes() > EAGER_BYTES as u64
+}
+
 /// Most bytes of a message that one write passes to the connection, so that other peers get their turn.
 const MAX_WRITE_BYTES: usize = 512 << 10;
 
@@ -144,7 +149,7 @@ impl PeerMessages {
             let (call, bytes) = (posted.call, posted.buffer.len());
             let cost = bytes + HEADER_BYTES;
             let eager = bytes <= EAGER_BYTES && cost <= self.credit.left;
-            let is_awaited = bytes > EAGER_BYTES && self.is_peer_ready(seq, call);
+            let is_awaited = is_large(call) && self.is_peer_ready(seq, call);
             let (kind, len) = match (eager, is_awaited) {
                 (true, _) => (Kind::Eager, bytes as u64),
                 (false, true) => (Kind::Message, bytes as u64),
@@ -217,8 +222,7 @@ impl PeerMessages {
     /// Tells the peer that a receive is posted, if it is for a large message and is the only one.
     fn announce_receive(&mut self, call: Call) {
         let is_only = self.recvs.len() == 1 && self.recvs[0].matched.is_none() && self.unexpected.is_empty();
-        let is_large = call.bytes() > EAGER_BYTES as u64;
-        if is_only && is_large && self.conn.is_some() && self.ready != Some(self.next_incoming) {
+        if is_only && is_large(call) && self.conn.is_some() && self.ready != Some(self.next_incoming) {
             self.ready = Some(self.next_incoming);
             self.push(Frame { call: call.encode(), ..self.frame(Kind::Ready, self.next_incoming) }, None);
         }

@@ -166,13 +166,7 @@ impl Schedule {
     /// The number of rounds; 0 if the data fits in a slot.
     #[inline(always)]
     pub(crate) fn rounds(&self) -> u64 {
-        if self.fits_in_slot() {
-            0
-        } else if self.has_one_round() {
-            1
-        } else {
-            self.bytes.div_ceil(self.piece()) as u64
-        }
+        if self.fits_in_slot() { 0 } else { self.bytes.div_ceil(self.piece()) as u64 }
     }
 
     /// Returns the approximate numbers of bytes that this rank publishes, and that it fetches or reduces.
@@ -210,9 +204,8 @@ impl Schedule {
         self.fits_in(self.limits.slot_bytes)
     }
 
-    /// Returns whether the data does not fit in a slot, but the call is small. In a longer call, one rank reads one round
-    /// while another writes the next. An all-reduce in one round would leave less to do at a time, and it may reduce in
-    /// place.
+    /// Returns whether the data does not fit in a slot, but the call is small. All-reduces have no such calls, because
+    /// they may reduce in place.
     #[inline(always)]
     pub(crate) fn has_one_round(&self) -> bool {
         self.kind != CallKind::AllReduce
@@ -259,6 +252,9 @@ impl Schedule {
 
     /// The bytes of the buffer, or of each block, that one round works on.
     fn piece(&self) -> usize {
+        if self.has_one_round() {
+            return self.bytes;
+        }
         let blocks = self.blocks();
         let most = self.limits.round_bytes / blocks;
         let piece = match self.kind {
@@ -277,9 +273,6 @@ impl Schedule {
     /// The distance in bytes between the memory of one round and of the next; equal on all ranks.
     #[inline(always)]
     pub(crate) fn round_bytes(&self) -> usize {
-        if self.is_small() {
-            return (self.bytes * self.blocks()).next_multiple_of(ALIGNMENT);
-        }
         (self.stride() * self.blocks()).next_multiple_of(ALIGNMENT)
     }
 
