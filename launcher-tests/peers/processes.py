@@ -21,10 +21,12 @@ def tree(pid):
 
 
 def kill(pids):
-    """Ends the processes and all their descendants. A launcher that is killed alone leaves its ranks running, if it has
-    given them process groups of their own, as MPICH's has."""
-    for pid in {descendant for pid in pids for descendant in tree(pid)}:
+    """Ends these processes, which lead process groups, with their groups and all their descendants. MPICH's launcher
+    gives its ranks groups of their own. A rank whose parent has ended is in its group only."""
+    pids = list(pids)
+    descendants = {descendant for pid in pids for descendant in tree(pid)}
+    for end, number in [(os.killpg, pid) for pid in pids] + [(os.kill, pid) for pid in descendants]:
         try:
-            os.kill(pid, signal.SIGKILL)
+            end(number, signal.SIGKILL)
         except ProcessLookupError:
             pass
