@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use jiff::tz::TimeZone;
 
 use super::model::{Failure, FlightSummary, Report};
-use super::text::{borders, local_time, shorten};
+use super::text::{LINE_CHARS, borders, local_time, shorten};
 use crate::cause::Class;
 use crate::formatting;
 
@@ -28,6 +28,9 @@ const ENTRY_TRACEBACK_LINES: usize = 4;
 const GPU_LINES: usize = 2;
 /// Most lines about communication groups from the flight recordings.
 const CALL_LINES: usize = 4;
+/// Most characters of such a line: its middle names ranks and calls, so it must not be cut at the length of a
+/// worker's lines.
+const CALL_CHARS: usize = 600;
 /// Most hosts that an entry names.
 const HOSTS: usize = 4;
 
@@ -65,11 +68,21 @@ struct Screen {
 
 impl Screen {
     fn line(&mut self, line: &str) {
-        self.lines.push(shorten(line).trim_end().to_owned());
+        self.line_of(line, LINE_CHARS);
+    }
+
+    /// Adds `line`, shortened to `most` characters.
+    fn line_of(&mut self, line: &str, most: usize) {
+        self.lines.push(shorten(line, most).trim_end().to_owned());
     }
 
     fn field(&mut self, name: &str, value: &str) {
-        self.line(&format!("  {name:<10}: {value}"));
+        self.field_of(name, value, LINE_CHARS);
+    }
+
+    /// Adds a field of at most `most` characters.
+    fn field_of(&mut self, name: &str, value: &str, most: usize) {
+        self.line_of(&format!("  {name:<10}: {value}"), most);
     }
 
     /// Returns the first of `lines`, at most `most`. Notes whether some are left out.
@@ -142,7 +155,7 @@ impl Screen {
     /// Adds which ranks waited for which other ranks in their communication groups.
     fn calls(&mut self, flight: &FlightSummary) {
         for (at, line) in self.first(&flight.groups, CALL_LINES).iter().enumerate() {
-            self.field(if at == 0 { "calls" } else { "" }, line);
+            self.field_of(if at == 0 { "calls" } else { "" }, line, CALL_CHARS);
         }
         self.field("recorded", &format!("convoke-flight {}", flight.folder));
     }

@@ -11,8 +11,8 @@ use crate::cause::Class;
 const WIDTH_MAX_CHARS: usize = 60;
 /// Most lines of stderr that the full report shows; the JSON report has more.
 const STDERR_SHOWN_LINES: usize = 12;
-/// Most characters of each such line.
-const STDERR_SHOWN_CHARS: usize = 240;
+/// Most characters of each such line, and of most lines of the short report.
+pub(super) const LINE_CHARS: usize = 240;
 const NO_TRACEBACK: &str = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html";
 
 /// Formats the whole report, with an empty line before it and a newline at its end.
@@ -92,19 +92,19 @@ fn block(index: usize, failure: &Failure, root: bool, zone: &TimeZone) -> String
         let skipped = tail.len().saturating_sub(STDERR_SHOWN_LINES);
         out.push_str(&format!("\n  stderr    : {}", failure.stderr_heading()));
         for line in &tail[skipped..] {
-            out.push_str(format!("\n    {}", shorten(line)).trim_end_matches(' '));
+            out.push_str(format!("\n    {}", shorten(line, LINE_CHARS)).trim_end_matches(' '));
         }
     }
     out
 }
 
-/// Returns the line, or only its start and end if it is too long.
-pub(super) fn shorten(line: &str) -> String {
+/// Returns the line, or only its start and end if it has more than `most` characters.
+pub(super) fn shorten(line: &str, most: usize) -> String {
     let count = line.chars().count();
-    if count <= STDERR_SHOWN_CHARS {
+    if count <= most {
         return line.to_owned();
     }
-    let half = STDERR_SHOWN_CHARS / 2;
+    let half = most / 2;
     let (start, end): (String, String) =
         (line.chars().take(half).collect(), line.chars().skip(count - half).collect());
     format!("{start} [...] {end}")
