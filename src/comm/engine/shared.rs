@@ -6,7 +6,8 @@ use std::time::Duration;
 use convoke_store::interrupt;
 
 use super::completion::{Completion, Outcome, TimeLimit};
-use super::fast_path::{FastPath, SmallResult};
+use super::fast_path::{FastPath, RecvResult, SmallResult};
+use super::messages::is_large;
 use super::operation::{Answer, LiveRanks, Operation, Request, Task};
 use super::progress_lock;
 use super::settings::ParentLinks;
@@ -15,7 +16,6 @@ use crate::buffer::SendRecvBuffers;
 use crate::collectives::call::{Call, Status};
 use crate::collectives::kernels::Kernel;
 use crate::error::CommError;
-use crate::transport::links::CELL_BYTES;
 
 /// The engine of a group, shared by the threads that make calls of the group.
 pub(crate) type Shared = progress_lock::Shared<Engine>;
@@ -67,20 +67,47 @@ impl Shared {
         }
     }
 
-    /// Sends a message to a rank of this host, if it is short and can be sent at once. Returns whether it was sent; if
+    /// Sends a message to a rank of this host, if it is not large and can be sent at once. Returns whether it was sent; if
     /// not, nothing has happened.
     #[inline(always)]
-    pub(crate) fn send_short(&self, to: usize, call: Call, buffers: &SendRecvBuffers<'_>) -> bool {
-        call.bytes() <= CELL_BYTES as u64
-            && self.try_with_engine(|engine| engine.try_send_short(to, call, buffers)) == Some(true)
+    pub(crate) fn send_by_cell(&self, to: usize, call: Call, buffers: &SendRecvBuffers<'_>) -> bool {
+        !is_large(call)
+            && self.try_with_engine(|engine| engine.try_send_by_cell(to, call, buffers)) == Some(true)
     }
 
-    /// Receives a message from a rank of this host, if it is short and comes soon. Returns whether it was received; if
-    /// not, nothing has happened.
+    /// Receives a message from a rank of this host, if it is not large and no operation is queued, and waits until it is
+    /// done. Returns `None` if it cannot; nothing was started then. `limit` is evaluated if the receive must wait.
     #[inline(always)]
-    pub(crate) fn recv_short(&self, from: usize, call: Call, buffers: &mut SendRecvBuffers<'_>) -> bool {
-        call.bytes() <= CELL_BYTES as u64
-            && self.try_with_engine(|engine| engine.try_recv_short(from, call, buffers)) == Some(true)
+    pub(crate) fn recv_by_cell(
+        &self,
+        from: usize,
+        call: Call,
+        buffers: &mut SendRecvBuffers<'_>,
+        limit: &dyn Fn() -> TimeLimit,
+    ) -> Option<Result<Status, CommError>> {
+        if is_large(call) {
+            return None;
+        }
+        // SAFETY: as in `call`.
+        #[allow(unsafe_code)]
+        let buffers = unsafe { buffers.erase_lifetime() };
+        match self.try_with_engine(|engine| engine.try_recv_by_cell(from, call, buffers, limit)) {
+            Some(RecvResult::Done) => Some(Ok(Status { source: from, call })),
+            Some(RecvResult::Queued(queued)) => Some(self.queued_recv(*queued)),
+            Some(RecvResult::NotInline) | None => None,
+        }
+    }
+
+    /// Waits for a receive that was begun inline and queued. Returns the status of its message.
+    #[cold]
+    fn queued_recv(&self, queued: FastPath) -> Result<Status, CommError> {
+        let outcome = match queued {
+            FastPath::Done(status) => Ok(status),
+            FastPath::Failed(error) => Err(*error),
+            FastPath::Pending(completion) => self.outcome(&completion),
+            FastPath::NotInline => unreachable!("the receive was queued"),
+        };
+        outcome.map(|status| status.expect("a successful receive has a status"))
     }
 
     /// Runs operations concurrently, and waits for all. Returns the status of each message that was received.

@@ -7,6 +7,10 @@
 //! The caller numbers the messages and stamps each with its number. The receiver asks for the next number, so
 //! it never takes an older message in the same cell for the new one. A message whose queue is full goes
 //! through the ring; its number tells the receiver where it belongs in the order.
+//!
+//! A cell can also announce a message whose data is too long for it. The data is in the ring, and the cell tells where.
+//! So the receiver finds the first bytes of the data as soon as it has the cache line of the cell. It needs neither the
+//! writer's count nor a header in the ring.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -15,7 +19,7 @@ use super::layout::{CELL_DATA, CellOffsets};
 use super::ring::validated;
 use super::segment::Segment;
 use super::write::poll_stamp;
-use crate::transport::links::{CELL_BYTES, CellHeader};
+use crate::transport::links::{CELL_BYTES, CellHeader, CellMessage};
 
 /// The offsets in the first line of a cell: of the header, of the number of cells that the sender has emptied in
 /// the opposite queue, and of short data.
@@ -25,6 +29,19 @@ const INLINE_OFFSET: usize = EMPTIED_OFFSET + size_of::<u64>();
 const LINE_BYTES: usize = 64;
 /// Most bytes of data in the first cache line of a cell.
 const INLINE_BYTES: usize = LINE_BYTES - INLINE_OFFSET;
+/// The offsets of [`RingData`] in the first line of a cell whose data is in the ring.
+const DATA_AT_OFFSET: usize = INLINE_OFFSET;
+const FIRST_BYTES_OFFSET: usize = DATA_AT_OFFSET + size_of::<u64>();
+/// The bit of a stamp that tells that the data is in the ring.
+const IN_RING: u64 = 1 << 63;
+
+/// Data in a ring, which a cell announces: its position, and the number of its first bytes, which are in the ring
+/// already.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RingData {
+    pub(super) at: u64,
+    pub(super) first_bytes: u64,
+}
 
 /// One rank's end of the two queues of cells between two ranks.
 #[derive(Debug)]
@@ -73,9 +90,25 @@ impl Cells {
         if data.len() > CELL_BYTES || !self.has_room(segment)? {
             return Ok(false);
         }
-        if !self.is_allocated {
-            self.allocate(segment)?;
-        }
+        let at = self.write_header(segment, header);
+        segment.view(at + data_offset(data.len()), data.len()).write(data);
+        segment.word(at).store(stamp, Ordering::Release);
+        self.filled += 1;
+        Ok(true)
+    }
+
+    /// Announces a message whose data is in the ring. [`Self::has_room`] must have returned true.
+    pub(super) fn announce(&mut self, segment: &Segment, stamp: u64, header: CellHeader, data: RingData) {
+        let at = self.write_header(segment, header);
+        segment.word(at + DATA_AT_OFFSET).store(data.at, Ordering::Relaxed);
+        segment.word(at + FIRST_BYTES_OFFSET).store(data.first_bytes, Ordering::Relaxed);
+        segment.word(at).store(stamp | IN_RING, Ordering::Release);
+        self.filled += 1;
+    }
+
+    /// Writes all of the next cell's first line but stamp and data. Returns the offset of the cell.
+    #[inline]
+    fn write_header(&mut self, segment: &Segment, header: CellHeader) -> usize {
         let at = self.outgoing.cell(self.filled);
         for (index, bytes) in header.as_chunks().0.iter().enumerate() {
             let word = segment.word(at + HEADER_OFFSET + index * size_of::<u64>());
@@ -83,10 +116,7 @@ impl Cells {
         }
         segment.word(at + EMPTIED_OFFSET).store(self.emptied, Ordering::Relaxed);
         self.reported = self.emptied;
-        segment.view(at + data_offset(data.len()), data.len()).write(data);
-        segment.word(at).store(stamp, Ordering::Release);
-        self.filled += 1;
-        Ok(true)
+        at
     }
 
     /// Fetches the cache lines that the next send needs if it sends as many bytes as the last one, `bytes`. The
@@ -98,14 +128,19 @@ impl Cells {
         }
     }
 
+    /// Returns whether a cell is free. Its pages are allocated then.
     #[inline]
-    fn has_room(&mut self, segment: &Segment) -> io::Result<bool> {
+    pub(super) fn has_room(&mut self, segment: &Segment) -> io::Result<bool> {
         let most = self.outgoing.count;
         if self.filled - self.peer_emptied == most {
             let emptied = segment.word(self.outgoing.emptied).load(Ordering::Acquire);
             self.update_peer_emptied(emptied)?;
         }
-        Ok(self.filled - self.peer_emptied < most)
+        let has_room = self.filled - self.peer_emptied < most;
+        if has_room && !self.is_allocated {
+            self.allocate(segment)?;
+        }
+        Ok(has_room)
     }
 
     /// Stores the peer's count of emptied cells. The peer reports it in two places, so an older count may be read
@@ -124,15 +159,15 @@ impl Cells {
         Ok(())
     }
 
-    /// Returns the header of the message with this stamp, if it is in the next cell. For a caller that waits for it
-    /// and expects `awaited` bytes of data, looks several times and fetches the lines of the data.
+    /// Returns the message with this stamp, if it is in the next cell. For a caller that waits for it and expects
+    /// `awaited` bytes of data, looks several times and fetches the lines of the data.
     #[inline]
-    pub(super) fn header(
+    pub(super) fn next(
         &mut self,
         segment: &Segment,
         stamp: u64,
         awaited: Option<usize>,
-    ) -> Option<CellHeader> {
+    ) -> Option<CellMessage> {
         if !self.is_readable {
             self.is_readable = segment.word(self.incoming.allocated).load(Ordering::Acquire) != 0;
         }
@@ -142,11 +177,11 @@ impl Cells {
         }
         let word = segment.word(at);
         let is_there = match awaited {
-            None => word.load(Ordering::Acquire) == stamp,
+            None => word.load(Ordering::Acquire) & !IN_RING == stamp,
             Some(bytes) => {
                 let data = (bytes > INLINE_BYTES && bytes <= CELL_BYTES)
                     .then(|| segment.view(at + data_offset(bytes), bytes));
-                poll_stamp(word, data, |found| found == stamp)
+                poll_stamp(word, data, |found| found & !IN_RING == stamp)
             }
         };
         if !is_there {
@@ -157,11 +192,20 @@ impl Cells {
             let word = segment.word(at + HEADER_OFFSET + index * size_of::<u64>());
             *bytes = word.load(Ordering::Relaxed).to_ne_bytes();
         }
-        Some(header)
+        Some(CellMessage { header, data_at: self.ring_data(segment).map(|data| data.at) })
     }
 
-    /// Copies the data of the message whose header [`Self::header`] returned, and empties its cell. The length
-    /// of `into` is that of the data, at most [`CELL_BYTES`].
+    /// Returns where the data of the message is that [`Self::next`] has returned, if it is in the ring.
+    #[inline]
+    pub(super) fn ring_data(&self, segment: &Segment) -> Option<RingData> {
+        let at = self.incoming.cell(self.emptied);
+        let word = |offset: usize| segment.word(at + offset).load(Ordering::Relaxed);
+        (word(0) & IN_RING != 0)
+            .then(|| RingData { at: word(DATA_AT_OFFSET), first_bytes: word(FIRST_BYTES_OFFSET) })
+    }
+
+    /// Copies the data of the message that [`Self::next`] returned, and empties its cell. The length of `into` is that of
+    /// the data in the cell, at most [`CELL_BYTES`].
     #[inline]
     pub(super) fn take(&mut self, segment: &Segment, into: &mut [u8]) -> io::Result<()> {
         let at = self.incoming.cell(self.emptied);
@@ -214,7 +258,10 @@ mod tests {
     }
 
     fn receive(segment: &Segment, cells: &mut Cells, stamp: u64, bytes: usize) -> Vec<u8> {
-        assert_eq!(cells.header(segment, stamp, Some(bytes)), Some(HEADER));
+        assert_eq!(
+            cells.next(segment, stamp, Some(bytes)),
+            Some(CellMessage { header: HEADER, data_at: None })
+        );
         let mut into = vec![0; bytes];
         cells.take(segment, &mut into).unwrap();
         into
@@ -227,7 +274,7 @@ mod tests {
             let (stamp, sent) = (index as u64 + 1, data(bytes, index));
             for forward in [true, false] {
                 let (from, to) = if forward { (&mut a, &mut b) } else { (&mut b, &mut a) };
-                assert_eq!(to.header(&segment, stamp, Some(bytes)), None);
+                assert_eq!(to.next(&segment, stamp, Some(bytes)), None);
                 assert!(from.send(&segment, stamp, HEADER, &sent).unwrap());
                 from.prepare_next(&segment, bytes);
                 assert_eq!(receive(&segment, to, stamp, bytes), sent);
@@ -247,11 +294,26 @@ mod tests {
         }
         assert!(!a.send(&segment, stamp(count), HEADER, &[]).unwrap());
         for index in 0..count {
-            assert_eq!(b.header(&segment, stamp(index) + 1, Some(9)), None, "another message is in the cell");
+            assert_eq!(b.next(&segment, stamp(index) + 1, Some(9)), None, "another message is in the cell");
             assert_eq!(receive(&segment, &mut b, stamp(index), 9), data(9, index as usize));
         }
         assert!(a.send(&segment, stamp(count), HEADER, &[]).unwrap(), "the receiver sends nothing");
         assert!(receive(&segment, &mut b, stamp(count), 0).is_empty());
+    }
+
+    #[test]
+    fn cells_announce_data_in_the_ring() {
+        let (segment, mut a, mut b) = pair();
+        for stamp in 1..=100 {
+            let data = RingData { at: 1000 * stamp, first_bytes: stamp };
+            assert!(a.has_room(&segment).unwrap());
+            a.announce(&segment, stamp, HEADER, data);
+            let message = CellMessage { header: HEADER, data_at: Some(1000 * stamp) };
+            assert_eq!(b.next(&segment, stamp, Some(50_000)), Some(message));
+            assert_eq!(b.ring_data(&segment), Some(data));
+            b.take(&segment, &mut []).unwrap();
+            assert_eq!(b.next(&segment, stamp + 1, None), None);
+        }
     }
 
     #[test]

@@ -518,10 +518,12 @@ fn workers_with_other_failures_are_listed_with_one_traceback() {
 
 #[test]
 fn report_shows_whole_lines_about_calls_of_a_group() {
-    let line = format!("group world: rank 0 was at seq 0 barrier(); {}", "ranks 1,3 waited in seq 1; ".repeat(12));
+    let line =
+        format!("group world: rank 0 was at seq 0 barrier(); {}", "ranks 1,3 waited in seq 1; ".repeat(12));
     assert!((300..600).contains(&line.len()), "{}", line.len());
     let mut report = made("x", &[failure(0, ExitCause::Code(1))]);
-    report.flight = Some(FlightSummary { folder: "/tmp/x".to_owned(), groups: vec![line.clone(), "y".repeat(5000)] });
+    report.flight =
+        Some(FlightSummary { folder: "/tmp/x".to_owned(), groups: vec![line.clone(), "y".repeat(5000)] });
     let report = screen(&report);
     assert!(report.contains(line.trim_end()), "{report}");
     assert!(report.lines().all(|line| line.len() < 620), "{report}");

@@ -20,7 +20,7 @@ impl Group {
     /// [`CommError::InvalidArgument`] if there is no rank `to`. Otherwise the error that ended the group.
     pub fn send<T: Transfer>(&self, buf: &[T], to: usize, tag: u32) -> Result<(), CommError> {
         let (call, buffers) = self.checked_send(buf.into(), to, tag)?;
-        if self.shared().is_some_and(|shared| shared.send_short(to, call, &buffers)) {
+        if self.shared().is_some_and(|shared| shared.send_by_cell(to, call, &buffers)) {
             return Ok(());
         }
         let buffer = buffers.into_borrowed(call.kind);
@@ -55,8 +55,11 @@ impl Group {
     /// the message has another type. Otherwise the error that ended the group.
     pub fn recv<T: Transfer>(&self, buf: &mut [T], from: usize, tag: u32) -> Result<Status, CommError> {
         let (call, mut buffers) = self.checked_recv(buf.into(), Some(from), tag)?;
-        if self.shared().is_some_and(|shared| shared.recv_short(from, call, &mut buffers)) {
-            return Ok(Status { source: from, call }.of::<T>());
+        let shared = self.shared();
+        if let Some(outcome) =
+            shared.and_then(|shared| shared.recv_by_cell(from, call, &mut buffers, &|| self.limit()))
+        {
+            return outcome.map(|status| status.of::<T>());
         }
         let buffer = buffers.into_borrowed(call.kind);
         self.receive::<T>(Ok(Some(Operation::Recv { from: Some(from), call, buffer })))

@@ -6,22 +6,29 @@ use convoke_recorder::layout;
 
 use super::budget::RetryBudget;
 use super::conditions::{MESSAGES_BETWEEN_CORE_CHECKS, first_attempts, shares_core};
-use super::results::{FastPath, OperationSlot};
-use crate::buffer::SendRecvBuffers;
+use super::results::{FastPath, OperationSlot, RecvResult};
+use crate::buffer::{BorrowedBuffer, SendRecvBuffers};
 use crate::collectives::call::{Call, Status};
 use crate::engine::completion::{Completion, TimeLimit};
 use crate::engine::messages::direct::{RecvProgress, SendProgress};
-use crate::engine::messages::{PostedCall, is_large};
+use crate::engine::messages::{MessageError, PostedCall, is_large};
 use crate::engine::operation::Operation;
 use crate::engine::recording::call_entry;
 use crate::engine::state::Engine;
-use crate::flight::now_ns;
+use crate::flight::{CallRecord, now_ns};
+use crate::shm::copy_reduce::Buffers;
+
+/// What is left of a receive that was begun inline: how far it is, and its flight recorder entry.
+struct RecvRest {
+    received: Result<RecvProgress, MessageError>,
+    step: CallRecord,
+}
 
 impl Engine {
-    /// Sends a message through a cell to a rank of this host, if nothing is queued. Returns whether it was sent; if not,
-    /// nothing has happened.
+    /// Sends a message by a cell to a rank of this host, if nothing is queued. Returns whether it was sent; if not, nothing
+    /// has happened.
     #[inline]
-    pub(crate) fn try_send_short(&mut self, to: usize, call: Call, buffers: &SendRecvBuffers<'_>) -> bool {
+    pub(crate) fn try_send_by_cell(&mut self, to: usize, call: Call, buffers: &SendRecvBuffers<'_>) -> bool {
         if !self.may_run_inline(MESSAGES_BETWEEN_CORE_CHECKS) || !self.host.ranks.contains(&to) {
             return false;
         }
@@ -35,39 +42,60 @@ impl Engine {
         true
     }
 
-    /// Receives a message through a cell from a rank of this host, if nothing is queued and the message comes soon.
-    /// Returns whether it was received; if not, nothing has happened.
+    /// Receives a message by a cell from a rank of this host, if nothing is queued. If it must wait, it is queued with the
+    /// time limit that `limit` returns.
     #[inline]
-    pub(crate) fn try_recv_short(
+    pub(crate) fn try_recv_by_cell(
         &mut self,
         from: usize,
         call: Call,
-        buffers: &mut SendRecvBuffers<'_>,
-    ) -> bool {
+        buffers: &mut SendRecvBuffers<'static>,
+        limit: &dyn Fn() -> TimeLimit,
+    ) -> RecvResult {
         if !self.may_run_inline(MESSAGES_BETWEEN_CORE_CHECKS) || !self.host.ranks.contains(&from) {
-            return false;
+            return RecvResult::NotInline;
         }
         let messages = &mut self.peers[from].messages;
         let mut into = buffers.received(0..call.bytes() as usize);
         // The message is on its way now, so reading the time costs less than when it has come.
         let entry = call_entry(layout::Operation::Recv, Some(from), call, now_ns());
-        for _ in 0..first_attempts(&self.settings) {
-            match messages.recv_cell(&self.any_source, call, &mut into) {
-                Ok(RecvProgress::Complete) => {
-                    drop(into);
-                    let is_busy = messages.is_busy();
-                    let _ = self.settings.flight.done(&entry);
-                    if is_busy {
-                        // The receive has queued a frame that returns credit to the peer.
-                        self.progress_messages(from);
+        let rest = 'attempts: {
+            for _ in 0..first_attempts(&self.settings) {
+                match messages.recv_cell(&self.any_source, call, &mut into) {
+                    Ok(RecvProgress::Complete) => {
+                        drop(into);
+                        let is_busy = messages.is_busy();
+                        let _ = self.settings.flight.done(&entry);
+                        if is_busy {
+                            // The receive has queued a frame that returns credit to the peer.
+                            self.progress_messages(from);
+                        }
+                        return RecvResult::Done;
                     }
-                    return true;
+                    Ok(RecvProgress::Nothing) => {}
+                    rest => break 'attempts rest,
                 }
-                Ok(RecvProgress::Nothing) => {}
-                _ => return false,
             }
-        }
-        false
+            Ok(RecvProgress::Nothing)
+        };
+        drop(into);
+        self.continue_recv(from, call, buffers, rest, limit)
+    }
+
+    /// Continues a receive, whose first attempts had the result `received`. If it must wait, it is queued with the time
+    /// limit that `limit` returns.
+    #[inline(never)]
+    fn continue_recv(
+        &mut self,
+        from: usize,
+        call: Call,
+        buffers: &mut SendRecvBuffers<'static>,
+        received: Result<RecvProgress, MessageError>,
+        limit: &dyn Fn() -> TimeLimit,
+    ) -> RecvResult {
+        let Some(rest) = self.wait_recv(from, call, buffers, received) else { return RecvResult::Done };
+        let buffer = std::mem::replace(buffers, SendRecvBuffers::none()).into_borrowed(call.kind);
+        RecvResult::Queued(Box::new(self.queue_recv(from, call, buffer, rest, limit())))
     }
 
     pub(super) fn try_send_inline(&mut self, operation: &mut OperationSlot, limit: TimeLimit) -> FastPath {
@@ -108,11 +136,36 @@ impl Engine {
         let Some(Operation::Recv { from: Some(from), call, buffer }) = operation else {
             return FastPath::NotInline;
         };
-        let (from, call) = (*from, *call);
+        let (from, call, len) = (*from, *call, buffer.len());
+        let mut into = buffer.bytes_mut(0..len);
+        // The queues handle a message into several pieces of memory.
+        let received = if into.len() == len {
+            self.peers[from].messages.recv_direct(&self.any_source, call, &mut into)
+        } else {
+            Ok(RecvProgress::UseQueues)
+        };
+        drop(into);
+        match self.wait_recv(from, call, buffer, received) {
+            None => FastPath::Done(Some(Status { source: from, call })),
+            Some(rest) => {
+                let buffer = std::mem::take(buffer);
+                self.queue_recv(from, call, buffer, rest, limit)
+            }
+        }
+    }
+
+    /// Continues a receive, whose first attempts had the result `received`, with short waits only. Returns what is left of
+    /// it; `None` if a message of the length of the buffer was received.
+    fn wait_recv<B: Buffers>(
+        &mut self,
+        from: usize,
+        call: Call,
+        buffers: &mut B,
+        mut received: Result<RecvProgress, MessageError>,
+    ) -> Option<RecvRest> {
         let entry = || call_entry(layout::Operation::Recv, Some(from), call, now_ns());
         let (mut step, mut done) = (None, 0);
         let mut budget = RetryBudget::new(&self.settings, &self.driver, call.bytes());
-        let mut received = self.peers[from].messages.recv_direct(&self.any_source, call, buffer);
         while let Ok(state @ (RecvProgress::Nothing | RecvProgress::Partial(_))) = received {
             if is_large(call) {
                 // A posted receive lets the sender send at once.
@@ -127,9 +180,10 @@ impl Engine {
                 break;
             }
             let messages = &mut self.peers[from].messages;
+            let mut into = buffers.received(0..call.bytes() as usize);
             received = match state {
-                RecvProgress::Partial(done) => messages.recv_rest(done, buffer),
-                _ => messages.recv_direct(&self.any_source, call, buffer),
+                RecvProgress::Partial(done) => messages.recv_rest(done, &mut into),
+                _ => messages.recv_direct(&self.any_source, call, &mut into),
             };
         }
         if let Ok(RecvProgress::Complete) = received {
@@ -138,12 +192,24 @@ impl Engine {
                 // The receive may have queued a frame that returns credit to the peer.
                 self.progress_messages(from);
             }
-            return FastPath::Done(Some(Status { source: from, call }));
+            return None;
         }
         let step = step.unwrap_or_else(|| self.settings.flight.begin(&entry()));
+        Some(RecvRest { received, step })
+    }
+
+    /// Queues a receive that was begun inline.
+    #[inline(never)]
+    fn queue_recv(
+        &mut self,
+        from: usize,
+        call: Call,
+        buffer: BorrowedBuffer<'static>,
+        RecvRest { received, step }: RecvRest,
+        limit: TimeLimit,
+    ) -> FastPath {
         let completion = Arc::new(Completion::new(limit));
         let _ = completion.step.set(step);
-        let Some(Operation::Recv { buffer, .. }) = operation.take() else { return FastPath::NotInline };
         let posted = PostedCall { call, buffer, completion: Arc::clone(&completion) };
         if let Ok(RecvProgress::Partial(done)) = received {
             let order = self.any_source.order();

@@ -23,6 +23,19 @@ pub(crate) enum FastPath {
     Pending(Arc<Completion>),
 }
 
+/// The result of an attempt to receive a message by a cell.
+///
+/// It fits in two registers. With a larger result, a short message takes a tenth longer.
+#[derive(Debug)]
+pub(crate) enum RecvResult {
+    /// Nothing was started.
+    NotInline,
+    /// A message of the length of the buffer was received.
+    Done,
+    /// The receive had to be queued.
+    Queued(Box<FastPath>),
+}
+
 /// The result of an attempt to run a small collective inline.
 #[derive(Debug)]
 pub(crate) enum SmallResult {

@@ -1,7 +1,7 @@
 //! Fast path for messages: the calling thread sends and receives them if no earlier message is queued.
 //!
-//! A short message inside a host goes through a cell. The frames of all others are those of queued messages.
-//! All but the most common cases use the queues.
+//! A message of up to [`EAGER_BYTES`] inside a host is sent in a cell, or announced by one. The frames of all others are
+//! those of queued messages. All but the most common cases use the queues.
 
 use std::io::IoSlice;
 
@@ -13,8 +13,8 @@ use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::Call;
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
-use crate::transport::links::CELL_BYTES;
 use crate::transport::links::conn::ConnError;
+use crate::transport::links::{CELL_BYTES, CellMessage};
 
 /// The result of a direct send.
 #[derive(Debug)]
@@ -86,7 +86,7 @@ impl PeerMessages {
         self.outgoing.is_empty() && self.held == 0 && cost <= self.credit.left
     }
 
-    /// Sends a message through a cell. Returns whether it was sent: the link may have no free cell.
+    /// Sends a message of at most [`EAGER_BYTES`] by a cell. Returns whether it was sent: the link may have no free cell.
     #[inline(always)]
     pub(crate) fn send_cell(&mut self, call: Call, bytes: &[u8]) -> Result<bool, MessageError> {
         let (cost, seq) = (bytes.len() + HEADER_BYTES, self.next_seq);
@@ -110,21 +110,18 @@ impl PeerMessages {
         self.sends.push_back(PendingSend { seq, posted, stage: Stage::Sent });
     }
 
-    /// Receives what has arrived of the message that `call` asks for, if that is the next message.
+    /// Receives what has arrived of the message that `call` asks for, if that is the next message. `into` has room for
+    /// just this message.
     pub(crate) fn recv_direct(
         &mut self,
         any_source: &AnySourceQueue,
         call: Call,
-        buffer: &mut BorrowedBuffer<'_>,
+        into: &mut [u8],
     ) -> Result<RecvProgress, MessageError> {
-        let len = buffer.len();
-        let mut into = buffer.bytes_mut(0..len);
-        match self.recv_cell(any_source, call, &mut into)? {
-            RecvProgress::Nothing if into.len() == len => {}
-            RecvProgress::Nothing => return Ok(RecvProgress::UseQueues),
+        match self.recv_cell(any_source, call, into)? {
+            RecvProgress::Nothing => {}
             received => return Ok(received),
         }
-        drop(into);
         let Some(conn) = &mut self.conn else { return Ok(RecvProgress::UseQueues) };
         if conn.unread().len() < HEADER_BYTES {
             match conn.fill(HEADER_BYTES) {
@@ -137,23 +134,28 @@ impl PeerMessages {
         let Some(bytes) = conn.unread().first_chunk::<HEADER_BYTES>() else {
             return Ok(RecvProgress::Nothing);
         };
-        let frame = Frame::decode(bytes)?;
+        let bytes = *bytes;
+        if conn.cell(self.next_incoming, None).is_some() {
+            // A cell has come after the last look. The bytes may be the data that it announces.
+            return Ok(RecvProgress::Nothing);
+        }
+        let frame = Frame::decode(&bytes)?;
         let theirs = Call::decode(frame.call).ok().filter(|theirs| theirs.root == call.root);
         let is_next = frame.kind == Kind::Eager && frame.seq == self.next_incoming;
         let is_ours = is_next && frame.group_id() == self.group;
         let Some(theirs) = theirs.filter(|_| is_ours) else { return Ok(RecvProgress::UseQueues) };
         check_type(theirs, call, frame.seq)?;
         // The queues handle a message whose length differs from that of the buffer.
-        if frame.len != buffer.len() as u64 || frame.len > EAGER_BYTES as u64 {
+        if frame.len != into.len() as u64 || frame.len > EAGER_BYTES as u64 {
             return Ok(RecvProgress::UseQueues);
         }
         conn.consume(HEADER_BYTES);
         self.next_incoming += 1;
-        self.recv_rest(0, buffer)
+        self.recv_rest(0, into)
     }
 
-    /// Receives the message that `call` asks for, if it is in the next cell. If no message is there, the next one may
-    /// be in the stream.
+    /// Receives what has arrived of the message that `call` asks for, if it is in the next cell. If no message is there,
+    /// the next one may be in the stream. `into` has room for just this message.
     #[inline(always)]
     pub(crate) fn recv_cell(
         &mut self,
@@ -166,17 +168,21 @@ impl PeerMessages {
             return Ok(RecvProgress::UseQueues);
         }
         let Some(conn) = &mut self.conn else { return Ok(RecvProgress::UseQueues) };
-        let awaited = Some(into.len()).filter(|&bytes| bytes <= CELL_BYTES);
-        let Some(header) = conn.cell(self.next_incoming, awaited) else {
+        let len = into.len();
+        let awaited = Some(len).filter(|&bytes| bytes <= EAGER_BYTES);
+        let Some(CellMessage { header, data_at }) = conn.cell(self.next_incoming, awaited) else {
             return Ok(RecvProgress::Nothing);
         };
-        let len = into.len();
         // The queues handle a message of another tag, or whose length differs from that of the buffer.
-        if header != call.encode() || call.bytes() != len as u64 || len > CELL_BYTES {
+        let is_ours = header == call.encode() && call.bytes() == len as u64;
+        if !is_ours || len > if data_at.is_some() { EAGER_BYTES } else { CELL_BYTES } {
             if let Some(theirs) = Call::decode(header).ok().filter(|theirs| theirs.root == call.root) {
                 check_type(theirs, call, self.next_incoming)?;
             }
             return Ok(RecvProgress::UseQueues);
+        }
+        if let Some(at) = data_at {
+            return self.recv_announced(at, into);
         }
         conn.take_cell(into).map_err(MessageError::Broken)?;
         self.next_incoming += 1;
@@ -185,16 +191,25 @@ impl PeerMessages {
         Ok(RecvProgress::Complete)
     }
 
-    /// Receives more of a message whose first `done` bytes are in `buffer` already.
+    /// Receives what has arrived of the message in the next cell, whose data is in the stream from `at` on.
+    #[inline(never)]
+    fn recv_announced(&mut self, at: u64, into: &mut [u8]) -> Result<RecvProgress, MessageError> {
+        let Some(conn) = &mut self.conn else { return Ok(RecvProgress::UseQueues) };
+        conn.take_header(at).map_err(MessageError::Broken)?;
+        self.next_incoming += 1;
+        self.recv_rest(0, into)
+    }
+
+    /// Receives more of a message whose first `done` bytes are in `into` already.
     pub(crate) fn recv_rest(
         &mut self,
         mut done: usize,
-        buffer: &mut BorrowedBuffer<'_>,
+        into: &mut [u8],
     ) -> Result<RecvProgress, MessageError> {
-        let len = buffer.len();
+        let len = into.len();
         let Some(conn) = &mut self.conn else { return Ok(RecvProgress::Partial(done)) };
         while done < len {
-            let got = conn.read(&mut buffer.bytes_mut(done..len)).map_err(MessageError::Broken)?;
+            let got = conn.read(&mut into[done..]).map_err(MessageError::Broken)?;
             if got == 0 {
                 return Ok(RecvProgress::Partial(done));
             }

@@ -10,8 +10,8 @@ use crate::collectives::call::Call;
 use crate::error::PeerMisbehaved;
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
-use crate::transport::links::CELL_BYTES;
 use crate::transport::links::conn::{Conn, ConnError};
+use crate::transport::links::{CELL_BYTES, CellMessage};
 
 impl PeerMessages {
     /// Reads available data with at most one system call, or the next message of a link that needs none. Returns
@@ -96,10 +96,15 @@ impl PeerMessages {
     /// there was one.
     fn read_cell(&mut self, any_source: &mut AnySourceQueue, conn: &mut Conn) -> Result<bool, MessageError> {
         let seq = self.next_incoming;
-        let Some(call) = conn.cell(seq, None).filter(|_| matches!(self.reading, ReadState::Header)) else {
-            return Ok(false);
-        };
+        let message = conn.cell(seq, None).filter(|_| matches!(self.reading, ReadState::Header));
+        let Some(CellMessage { header: call, data_at }) = message else { return Ok(false) };
         let decoded = Call::decode(call)?;
+        if let Some(at) = data_at {
+            conn.take_header(at).map_err(MessageError::Broken)?;
+            let frame = Frame { len: decoded.bytes(), call, ..self.frame(Kind::Eager, seq) };
+            self.handle_message(any_source, &frame)?;
+            return Ok(true);
+        }
         if decoded.bytes() > CELL_BYTES as u64 {
             return Err(PeerMisbehaved::EagerLength { len: CELL_BYTES as u64, call: decoded }.into());
         }

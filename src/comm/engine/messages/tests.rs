@@ -63,7 +63,8 @@ impl Message {
         let (call, completion) = (call(self.got.len(), self.tag), Arc::clone(completion));
         let any_source = AnySourceQueue::default();
         let received = if directly {
-            at.recv_direct(&any_source, call, &mut buffer).unwrap()
+            let len = buffer.len();
+            at.recv_direct(&any_source, call, &mut buffer.bytes_mut(0..len)).unwrap()
         } else {
             RecvProgress::UseQueues
         };

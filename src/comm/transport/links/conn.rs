@@ -3,7 +3,7 @@
 use std::io::{self, IoSlice};
 use std::ops::{Deref, DerefMut};
 
-use super::{CellHeader, Link};
+use super::{CellHeader, CellMessage, Link};
 use crate::collectives::kernels::SourceBytes;
 
 /// Smallest size of the read-ahead buffer of a connection, in bytes.
@@ -113,25 +113,42 @@ impl Conn {
         }
     }
 
-    /// Sends message number `seq` in a cell of the link. Returns false if it must go through the stream.
+    /// Sends message number `seq` in a cell of the link. Returns false if its header must go through the stream.
     #[inline]
     pub(crate) fn send_cell(&mut self, seq: u64, header: CellHeader, data: &[u8]) -> Result<bool, ConnError> {
         self.link.try_send_cell(seq + 1, header, data).map_err(ConnError::Failed)
     }
 
-    /// Returns the header of message number `seq`, if it is in the next cell of the link. A caller that waits for it
-    /// gives the number of bytes of data that it expects, as `awaited`. Then the link looks several times.
+    /// Returns message number `seq`, if it is in the next cell of the link. A caller that waits for it gives the number of
+    /// bytes of data that it expects, as `awaited`. Then the link looks several times. A message whose data is in the
+    /// stream is returned only when the data is next there.
     #[inline]
-    pub(crate) fn cell(&mut self, seq: u64, awaited: Option<usize>) -> Option<CellHeader> {
+    pub(crate) fn cell(&mut self, seq: u64, awaited: Option<usize>) -> Option<CellMessage> {
         // A cell that was never used has stamp 0, so no message has it.
-        self.link.cell(seq + 1, awaited)
+        let message = self.link.cell(seq + 1, awaited)?;
+        message.data_at.is_none_or(|at| at <= self.consumed()).then_some(message)
     }
 
-    /// Copies the data of the message whose header [`Self::cell`] returned, and empties its cell. The length
-    /// of `into` is that of the data, at most [`CELL_BYTES`](super::CELL_BYTES).
+    /// Copies the data of the message that [`Self::cell`] returned, and empties its cell. The length of `into` is that of
+    /// the data in the cell, at most [`CELL_BYTES`](super::CELL_BYTES).
     #[inline]
     pub(crate) fn take_cell(&mut self, into: &mut [u8]) -> Result<(), ConnError> {
         self.link.take_cell(into).map_err(ConnError::Failed)
+    }
+
+    /// Empties the cell of a message whose data is in the stream from `at` on, so that the data is read next.
+    #[inline]
+    pub(crate) fn take_header(&mut self, at: u64) -> Result<(), ConnError> {
+        if at != self.consumed() {
+            let what = "shared memory is corrupt: a message has its data where other data was";
+            return Err(ConnError::Failed(io::Error::new(io::ErrorKind::InvalidData, what)));
+        }
+        self.take_cell(&mut [])
+    }
+
+    /// Returns the number of bytes of the stream that were consumed.
+    fn consumed(&self) -> u64 {
+        self.link.received() - (self.end - self.start) as u64
     }
 
     /// Reads and discards available bytes. Returns true if the peer has closed its end or the link failed.

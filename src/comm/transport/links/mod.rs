@@ -24,6 +24,15 @@ pub(crate) const CELL_BYTES: usize = 4 << 10;
 /// The header of a message in a cell: the encoded descriptor of its call.
 pub(crate) type CellHeader = [u8; 16];
 
+/// A message in a cell.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct CellMessage {
+    pub(crate) header: CellHeader,
+    /// The position in the byte stream of the message's data, counted from the first byte of the link. `None` if the
+    /// data is in the cell.
+    pub(crate) data_at: Option<u64>,
+}
+
 /// One ordered, reliable, two-way byte stream to a peer.
 ///
 /// The methods do not block and may transfer only a part of the bytes. A method transfers as many as it can
@@ -36,23 +45,28 @@ pub(crate) trait Link: fmt::Debug + Send {
     /// be the space for all missing bytes of a message. Each link bounds the bytes of one call itself.
     fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize>;
 
-    /// Sends a message with the number `stamp` past the byte stream, in a cell. Returns false if the link has
-    /// no cells, the data is too long for one, or none is free. Each message has a larger `stamp` than the
-    /// message before.
+    /// Sends a message with the number `stamp` in a cell. Data of more than [`CELL_BYTES`] goes through the byte stream,
+    /// all of it at once. Returns false if the link has no cells, if none is free, or if the stream has too little
+    /// space. Each message has a larger `stamp` than the message before.
     fn try_send_cell(&mut self, _stamp: u64, _header: CellHeader, _data: &[u8]) -> io::Result<bool> {
         Ok(false)
     }
 
-    /// Returns the header of the message with the number `stamp`, if it is in the next cell. A caller that waits for it
-    /// gives the number of bytes of data that it expects, as `_awaited`. Then the link looks several times.
-    fn cell(&mut self, _stamp: u64, _awaited: Option<usize>) -> Option<CellHeader> {
+    /// Returns the message with the number `stamp`, if it is in the next cell. A caller that waits for it gives the number
+    /// of bytes of data that it expects, as `_awaited`. Then the link looks several times.
+    fn cell(&mut self, _stamp: u64, _awaited: Option<usize>) -> Option<CellMessage> {
         None
     }
 
-    /// Copies the data of the message whose header [`Self::cell`] returned, and empties its cell. The length
-    /// of `into` is that of the data, at most [`CELL_BYTES`].
+    /// Copies the data of the message that [`Self::cell`] returned, and empties its cell. The length of `into` is that of
+    /// the data in the cell, at most [`CELL_BYTES`].
     fn take_cell(&mut self, _into: &mut [u8]) -> io::Result<()> {
         Ok(())
+    }
+
+    /// Returns the number of bytes that were received from the stream. Only links with cells count them.
+    fn received(&self) -> u64 {
+        0
     }
 
     /// Returns whether each read costs a system call. Then it is better to read more bytes than are needed now. If not,

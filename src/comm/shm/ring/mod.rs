@@ -4,16 +4,19 @@
 //! level. The writer publishes its count in steps, so that the reader copies out while the writer still
 //! copies in.
 
-use std::io::{self, IoSlice};
+mod link;
+#[cfg(test)]
+pub(crate) mod tests;
+
+use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::cells::Cells;
+use super::cells::{Cells, RingData};
 use super::doorbells::Doorbells;
 use super::layout::RingOffsets;
 use super::segment::Segment;
 use super::store_policy::StorePolicy;
-use crate::transport::frame::HEADER_BYTES;
 use crate::transport::links::{CellHeader, Link};
 
 /// The writer publishes its count each time that it has copied an eighth of a write, within the last two bounds. The
@@ -56,6 +59,8 @@ pub(crate) struct Ring {
     written: u64,
     peer_read: u64,
     read: u64,
+    peer_count: u64,
+    /// The number of bytes that the peer has written, as far as this end knows from its count and its cells.
     peer_written: u64,
     /// The count of bytes read that this end last published to the peer.
     reported_read: u64,
@@ -85,6 +90,7 @@ impl Ring {
             written: 0,
             peer_read: 0,
             read: 0,
+            peer_count: 0,
             peer_written: 0,
             reported_read: 0,
             policy: StorePolicy::default(),
@@ -97,8 +103,7 @@ impl Ring {
     fn writable(&mut self) -> io::Result<(usize, usize)> {
         let RingOffsets { bytes, data, .. } = self.outgoing;
         if self.written - self.peer_read == bytes as u64 {
-            let peer_read = self.segment.word(self.outgoing.read).load(Ordering::Acquire);
-            self.peer_read = validated(peer_read, self.peer_read, self.written)?;
+            self.update_peer_read()?;
         }
         let at = self.written as usize & (bytes - 1);
         let free = (bytes - (self.written - self.peer_read) as usize).min(bytes - at);
@@ -106,6 +111,21 @@ impl Ring {
             self.allocate(at)?;
         }
         Ok((free.min(self.allocated - at), data + at))
+    }
+
+    fn update_peer_read(&mut self) -> io::Result<()> {
+        let peer_read = self.segment.word(self.outgoing.read).load(Ordering::Acquire);
+        self.peer_read = validated(peer_read, self.peer_read, self.written)?;
+        Ok(())
+    }
+
+    /// Returns whether `len` bytes can be written now.
+    fn has_space(&mut self, len: usize) -> io::Result<bool> {
+        let must_be_read = (self.written + len as u64).saturating_sub(self.outgoing.bytes as u64);
+        if must_be_read > self.peer_read {
+            self.update_peer_read()?;
+        }
+        Ok(must_be_read <= self.peer_read)
     }
 
     /// Allocates more pages of the outgoing data if those from `at` on are not allocated.
@@ -125,8 +145,10 @@ impl Ring {
     fn readable(&mut self) -> io::Result<(usize, usize)> {
         let RingOffsets { bytes, data, .. } = self.incoming;
         if self.peer_written == self.read {
-            let peer_written = self.segment.word(self.incoming.written).load(Ordering::Acquire);
-            self.peer_written = validated(peer_written, self.read, self.read + bytes as u64)?;
+            let count = self.segment.word(self.incoming.written).load(Ordering::Acquire);
+            self.peer_count = validated(count, self.peer_count, self.read + bytes as u64)?;
+            // A cell may have told of bytes that are not in the count yet.
+            self.peer_written = self.peer_written.max(count);
         }
         let at = self.read as usize & (bytes - 1);
         Ok(((self.peer_written - self.read) as usize).min(bytes - at)).map(|readable| (readable, data + at))
@@ -142,6 +164,64 @@ impl Ring {
             let known = bytes.min(free).min(self.allocated.saturating_sub(at));
             self.segment.view(self.outgoing.data + at, known).prefetch_for_write();
         }
+    }
+
+    /// Copies the beginning of `bytes`, at most `most`, into the ring. Returns the number of bytes; 0 if the ring is full.
+    #[inline]
+    fn write(&mut self, bytes: &[u8], most: usize) -> io::Result<usize> {
+        let (writable, at) = self.writable()?;
+        let now = &bytes[..writable.min(bytes.len()).min(most)];
+        self.segment.view(at, now.len()).write_with(&self.policy, now);
+        self.written += now.len() as u64;
+        Ok(now.len())
+    }
+
+    /// Publishes the count of bytes written, before more bytes follow. The fence of the last count wakes a reader that
+    /// goes to sleep now.
+    fn publish_part(&self) {
+        self.segment.word(self.outgoing.written).store(self.written, Ordering::Release);
+        self.doorbells.wake_marked(self.peer);
+    }
+
+    /// Writes a message into the ring, and announces it by a cell as soon as its first bytes are there. The cell comes
+    /// before the count of these bytes. So a reader that sees the count finds the cell, and does not take the data for a
+    /// header. Returns false if no cell is free, or if the ring has no space for the whole message.
+    #[inline(never)]
+    fn send_announced(&mut self, stamp: u64, header: CellHeader, mut data: &[u8]) -> io::Result<bool> {
+        let Some(cells) = &mut self.cells else { return Ok(false) };
+        if !cells.has_room(&self.segment)? || !self.has_space(data.len())? {
+            return Ok(false);
+        }
+        let bytes = data.len();
+        let longest = (bytes / 8).clamp(MIN_CHUNK_BYTES, MAX_CHUNK_BYTES);
+        let (at, mut chunk) = (self.written, FIRST_CHUNK_BYTES);
+        let mut left = chunk.min(data.len());
+        let mut is_announced = false;
+        while !data.is_empty() {
+            let now = self.write(data, left)?;
+            assert!(now > 0, "the ring has space for all bytes");
+            data = &data[now..];
+            left -= now;
+            if left > 0 {
+                continue;
+            }
+            if !is_announced {
+                let first = RingData { at, first_bytes: self.written - at };
+                let Some(cells) = &mut self.cells else {
+                    unreachable!("the caller has found room in a cell")
+                };
+                cells.announce(&self.segment, stamp, header, first);
+                is_announced = true;
+            }
+            if !data.is_empty() {
+                self.publish_part();
+            }
+            chunk = (2 * chunk).min(longest);
+            left = chunk.min(data.len());
+        }
+        self.publish(self.outgoing.written, self.written);
+        self.prefetch_next(bytes);
+        Ok(true)
     }
 
     fn publish(&self, at: usize, value: u64) {
@@ -166,142 +246,8 @@ pub(super) fn validated(count: u64, least: u64, most: u64) -> io::Result<u64> {
     ))
 }
 
-impl Link for Ring {
-    fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
-        let (mut sent, mut reported) = (0, 0);
-        let total: usize = parts.iter().map(|part| part.len()).sum();
-        let longest = (total / 8).clamp(MIN_CHUNK_BYTES, MAX_CHUNK_BYTES);
-        let mut chunk = FIRST_CHUNK_BYTES;
-        'parts: for part in parts {
-            let mut part: &[u8] = part;
-            while !part.is_empty() {
-                let (writable, at) = self.writable()?;
-                if writable == 0 {
-                    break 'parts;
-                }
-                let (now, rest) = part.split_at(writable.min(part.len()).min(chunk));
-                self.segment.view(at, now.len()).write_with(&self.policy, now);
-                self.written += now.len() as u64;
-                sent += now.len();
-                part = rest;
-                if sent - reported >= chunk {
-                    // The fence of the last count wakes a reader that goes to sleep now.
-                    self.segment.word(self.outgoing.written).store(self.written, Ordering::Release);
-                    self.doorbells.wake_marked(self.peer);
-                    reported = sent;
-                    chunk = (2 * chunk).min(longest);
-                }
-            }
-        }
-        if sent > 0 {
-            self.publish(self.outgoing.written, self.written);
-        }
-        self.prefetch_next(sent);
-        let empty = parts.iter().all(|part| part.is_empty());
-        if sent > 0 || empty { Ok(sent) } else { Err(io::ErrorKind::WouldBlock.into()) }
-    }
-
-    fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        // `total` is what is missing of the message: its last bytes, below the limit, go to the caches.
-        let (mut got, total) = (0, into.len());
-        let most = total.min(MAX_READ_BYTES);
-        while got < most {
-            let (readable, at) = self.readable()?;
-            if readable == 0 {
-                break;
-            }
-            let now = readable.min(most - got).min(MAX_CHUNK_BYTES);
-            if total <= HEADER_BYTES {
-                // This read of a header takes as long as a line takes to come from the peer's core. The elements behind
-                // it come at the same time.
-                self.segment.view(at, readable.min(PREFETCH_WITH_HEADER)).prefetch_for_read();
-            }
-            let (view, target) = (self.segment.view(at, now), &mut into[got..got + now]);
-            if total > MIN_CHUNK_BYTES {
-                view.read_part(target, total)
-            } else {
-                view.read(target)
-            }
-            self.read += now as u64;
-            got += now;
-            if self.read - self.reported_read >= (self.incoming.bytes / READ_REPORTS_PER_RING) as u64 {
-                self.publish_read();
-            }
-        }
-        if got > 0 {
-            return Ok(got);
-        }
-        if self.segment.word(self.incoming.closed).load(Ordering::Acquire) == 0 {
-            return Err(io::ErrorKind::WouldBlock.into());
-        }
-        // The peer may have written more bytes between the first check and its end-of-stream flag.
-        match self.readable()? {
-            (0, _) => Ok(0),
-            _ => Err(io::ErrorKind::Interrupted.into()),
-        }
-    }
-
-    fn reads_by_system_calls(&self) -> bool {
-        false
-    }
-
-    fn close_write(&mut self) {
-        self.publish(self.outgoing.closed, 1);
-    }
-
-    fn try_send_cell(&mut self, stamp: u64, header: CellHeader, data: &[u8]) -> io::Result<bool> {
-        let Some(cells) = &mut self.cells else { return Ok(false) };
-        let sent = cells.send(&self.segment, stamp, header, data)?;
-        if sent {
-            // First, because the wake-up waits until the message is visible to the peer.
-            cells.prepare_next(&self.segment, data.len());
-            self.doorbells.wake(self.peer);
-        }
-        Ok(sent)
-    }
-
-    fn cell(&mut self, stamp: u64, awaited: Option<usize>) -> Option<CellHeader> {
-        self.cells.as_mut()?.header(&self.segment, stamp, awaited)
-    }
-
-    fn take_cell(&mut self, into: &mut [u8]) -> io::Result<()> {
-        self.cells.as_mut().map_or(Ok(()), |cells| cells.take(&self.segment, into))
-    }
-
-    /// Always true: bytes in shared memory stay readable as long as the reader has mapped the memory.
-    fn is_flushed(&self) -> bool {
-        true
-    }
-}
-
 impl Drop for Ring {
     fn drop(&mut self) {
         self.close_write();
-    }
-}
-
-#[cfg(test)]
-pub(crate) mod tests {
-    use nix::sys::eventfd::EventFd;
-
-    use super::super::doorbells::HostProcesses;
-    use super::super::layout::{Layout, RingChannel};
-    use super::super::segment::create;
-    use super::*;
-
-    /// Returns both ends of the rings and cells for messages between two ranks.
-    pub(crate) fn pair() -> [Ring; 2] {
-        let layout = Layout::dense(2);
-        let segment = Arc::new(Segment::map(create(layout.bytes).unwrap(), layout.bytes).unwrap());
-        let doorbells = (0..2).map(|_| EventFd::new().unwrap().into()).collect();
-        let host = HostProcesses { doorbells, of_rank: Arc::new([0, 1]) };
-        [(0, 1), (1, 0)].map(|(me, peer)| {
-            let (segment, host) = (Arc::clone(&segment), host.clone());
-            let doorbells = Arc::new(Doorbells { segment: Arc::clone(&segment), layout, me, host });
-            let rings = |from, to| layout.ring(RingChannel::Messages, from, to);
-            let cells = Cells::new(layout.cells(me, peer), layout.cells(peer, me), true);
-            let out = rings(me, peer);
-            Ring::new(segment, doorbells, peer, (out, out.bytes), rings(peer, me), Some(cells))
-        })
     }
 }

@@ -1,0 +1,128 @@
+//! A ring as a link between two ranks.
+
+use std::io::{self, IoSlice};
+use std::sync::atomic::Ordering;
+
+use super::{
+    FIRST_CHUNK_BYTES, MAX_CHUNK_BYTES, MAX_READ_BYTES, MIN_CHUNK_BYTES, PREFETCH_WITH_HEADER,
+    READ_REPORTS_PER_RING, Ring, validated,
+};
+use crate::transport::frame::HEADER_BYTES;
+use crate::transport::links::{CELL_BYTES, CellHeader, CellMessage, Link};
+
+impl Link for Ring {
+    fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
+        let (mut sent, mut reported) = (0, 0);
+        let total: usize = parts.iter().map(|part| part.len()).sum();
+        let longest = (total / 8).clamp(MIN_CHUNK_BYTES, MAX_CHUNK_BYTES);
+        let mut chunk = FIRST_CHUNK_BYTES;
+        'parts: for part in parts {
+            let mut part: &[u8] = part;
+            while !part.is_empty() {
+                let now = self.write(part, chunk)?;
+                if now == 0 {
+                    break 'parts;
+                }
+                sent += now;
+                part = &part[now..];
+                if sent - reported >= chunk {
+                    self.publish_part();
+                    reported = sent;
+                    chunk = (2 * chunk).min(longest);
+                }
+            }
+        }
+        if sent > 0 {
+            self.publish(self.outgoing.written, self.written);
+        }
+        self.prefetch_next(sent);
+        let empty = parts.iter().all(|part| part.is_empty());
+        if sent > 0 || empty { Ok(sent) } else { Err(io::ErrorKind::WouldBlock.into()) }
+    }
+
+    fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        // `total` is what is missing of the message: its last bytes, below the limit, go to the caches.
+        let (mut got, total) = (0, into.len());
+        let most = total.min(MAX_READ_BYTES);
+        while got < most {
+            let (readable, at) = self.readable()?;
+            if readable == 0 {
+                break;
+            }
+            let now = readable.min(most - got).min(MAX_CHUNK_BYTES);
+            if total <= HEADER_BYTES {
+                // This read of a header takes as long as a line takes to come from the peer's core. The elements behind
+                // it come at the same time.
+                self.segment.view(at, readable.min(PREFETCH_WITH_HEADER)).prefetch_for_read();
+            }
+            let (view, target) = (self.segment.view(at, now), &mut into[got..got + now]);
+            if total > MIN_CHUNK_BYTES {
+                view.read_part(target, total)
+            } else {
+                view.read(target)
+            }
+            self.read += now as u64;
+            got += now;
+            if self.read - self.reported_read >= (self.incoming.bytes / READ_REPORTS_PER_RING) as u64 {
+                self.publish_read();
+            }
+        }
+        if got > 0 {
+            return Ok(got);
+        }
+        if self.segment.word(self.incoming.closed).load(Ordering::Acquire) == 0 {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        // The peer may have written more bytes between the first check and its end-of-stream flag.
+        match self.readable()? {
+            (0, _) => Ok(0),
+            _ => Err(io::ErrorKind::Interrupted.into()),
+        }
+    }
+
+    fn reads_by_system_calls(&self) -> bool {
+        false
+    }
+
+    fn close_write(&mut self) {
+        self.publish(self.outgoing.closed, 1);
+    }
+
+    fn try_send_cell(&mut self, stamp: u64, header: CellHeader, data: &[u8]) -> io::Result<bool> {
+        let Some(cells) = &mut self.cells else { return Ok(false) };
+        if data.len() > CELL_BYTES {
+            return self.send_announced(stamp, header, data);
+        }
+        let sent = cells.send(&self.segment, stamp, header, data)?;
+        if sent {
+            // First, because the wake-up waits until the message is visible to the peer.
+            cells.prepare_next(&self.segment, data.len());
+            self.doorbells.wake(self.peer);
+        }
+        Ok(sent)
+    }
+
+    fn cell(&mut self, stamp: u64, awaited: Option<usize>) -> Option<CellMessage> {
+        self.cells.as_mut()?.next(&self.segment, stamp, awaited)
+    }
+
+    fn take_cell(&mut self, into: &mut [u8]) -> io::Result<()> {
+        let Some(cells) = &mut self.cells else { return Ok(()) };
+        if let Some(data) = cells.ring_data(&self.segment) {
+            let most = self.read + self.incoming.bytes as u64;
+            // These bytes may have been read already, behind an earlier message.
+            let end = validated(data.at.saturating_add(data.first_bytes), 0, most)?;
+            self.peer_written = self.peer_written.max(end);
+        }
+        cells.take(&self.segment, into)
+    }
+
+    fn received(&self) -> u64 {
+        self.read
+    }
+
+    /// Always true: bytes in shared memory stay readable as long as the reader has mapped the memory.
+    fn is_flushed(&self) -> bool {
+        true
+    }
+}

@@ -1,0 +1,112 @@
+//! Tests of rings, and the ends of rings for other tests.
+
+use std::io::IoSlice;
+
+use nix::sys::eventfd::EventFd;
+
+use super::*;
+use crate::shm::doorbells::HostProcesses;
+use crate::shm::layout::{Layout, RingChannel};
+use crate::shm::segment::create;
+use crate::transport::frame::HEADER_BYTES;
+use crate::transport::links::conn::{Conn, ConnError};
+use crate::transport::links::{CELL_BYTES, CellMessage};
+
+/// Returns both ends of the rings and cells for messages between two ranks.
+pub(crate) fn pair() -> [Ring; 2] {
+    let layout = Layout::dense(2);
+    let segment = Arc::new(Segment::map(create(layout.bytes).unwrap(), layout.bytes).unwrap());
+    let doorbells = (0..2).map(|_| EventFd::new().unwrap().into()).collect();
+    let host = HostProcesses { doorbells, of_rank: Arc::new([0, 1]) };
+    [(0, 1), (1, 0)].map(|(me, peer)| {
+        let (segment, host) = (Arc::clone(&segment), host.clone());
+        let doorbells = Arc::new(Doorbells { segment: Arc::clone(&segment), layout, me, host });
+        let rings = |from, to| layout.ring(RingChannel::Messages, from, to);
+        let cells = Cells::new(layout.cells(me, peer), layout.cells(peer, me), true);
+        let out = rings(me, peer);
+        Ring::new(segment, doorbells, peer, (out, out.bytes), rings(peer, me), Some(cells))
+    })
+}
+
+const HEADER: CellHeader = *b"sixteen bytes ok";
+/// The bytes of a header in the stream.
+const FRAME: [u8; HEADER_BYTES] = [7; HEADER_BYTES];
+
+fn data(bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|at| (at * 7 + 1) as u8).collect()
+}
+
+/// Reads `bytes` bytes of the stream.
+fn read(conn: &mut Conn, bytes: usize) -> Vec<u8> {
+    let (mut into, mut done) = (vec![0; bytes], 0);
+    while done < bytes {
+        let got = conn.read(&mut into[done..]).unwrap();
+        assert!(got > 0, "{done} of {bytes} bytes");
+        done += got;
+    }
+    into
+}
+
+#[test]
+fn data_of_an_announced_message_is_read_after_the_bytes_before_it() {
+    let [mut a, b] = pair();
+    let (mut b, mut at) = (Conn::new(Box::new(b)), 0);
+    // The ring wraps around several times, at other places each time.
+    for (seq, bytes) in (0..).zip([CELL_BYTES + 1, 8 << 10, 20_001, 64 << 10].repeat(20)) {
+        assert_eq!(a.try_send(&[IoSlice::new(&FRAME)]).unwrap(), HEADER_BYTES);
+        let sent = data(bytes);
+        assert!(a.try_send_cell(seq + 1, HEADER, &sent).unwrap());
+        assert_eq!(b.cell(seq, Some(bytes)), None, "the frame comes first");
+        assert_eq!(read(&mut b, HEADER_BYTES), FRAME);
+        at += HEADER_BYTES as u64;
+        assert_eq!(b.cell(seq, Some(bytes)), Some(CellMessage { header: HEADER, data_at: Some(at) }));
+        b.take_header(at).unwrap();
+        assert!(read(&mut b, bytes) == sent, "{bytes} bytes of message {seq}");
+        at += bytes as u64;
+    }
+}
+
+#[test]
+fn reader_that_sees_the_first_bytes_of_a_message_finds_its_cell() {
+    let [mut a, b] = pair();
+    let (mut b, sent) = (Conn::new(Box::new(b)), data(10_000));
+    assert_eq!(b.cell(0, None), None);
+    assert!(a.try_send_cell(1, HEADER, &sent).unwrap());
+    // The bytes are read ahead before this end looks at the cell again.
+    assert_eq!(b.fill(HEADER_BYTES).unwrap(), HEADER_BYTES);
+    assert_eq!(b.cell(0, None), Some(CellMessage { header: HEADER, data_at: Some(0) }));
+    b.take_header(0).unwrap();
+    assert!(read(&mut b, sent.len()) == sent);
+}
+
+#[test]
+fn message_is_announced_only_if_the_ring_has_space_for_all_of_it() {
+    let [mut a, mut b] = pair();
+    let (bytes, longest) = (a.outgoing.bytes, 64 << 10);
+    let mut into = vec![0; bytes];
+    for stamp in 1..=4 {
+        assert_eq!(a.try_send(&[IoSlice::new(&vec![1; bytes - longest + 1])]).unwrap(), bytes - longest + 1);
+        assert!(!a.try_send_cell(stamp, HEADER, &data(longest)).unwrap());
+        assert!(a.try_send_cell(stamp, HEADER, &data(longest - 1)).unwrap());
+        let mut read = 0;
+        while read < bytes {
+            read += b.try_recv(&mut into).unwrap();
+        }
+        b.take_cell(&mut []).unwrap();
+    }
+}
+
+#[test]
+fn impossible_places_of_data_are_errors() {
+    let invalid = |error: ConnError| matches!(error, ConnError::Failed(error) if error.kind() == io::ErrorKind::InvalidData);
+    let [mut a, b] = pair();
+    let mut conn = Conn::new(Box::new(b));
+    assert!(a.try_send_cell(1, HEADER, &data(10_000)).unwrap());
+    assert!(invalid(conn.take_header(1).unwrap_err()), "the data is elsewhere");
+
+    let [mut a, mut b] = pair();
+    let Some(cells) = &mut a.cells else { unreachable!("these rings have cells") };
+    assert!(cells.has_room(&a.segment).unwrap());
+    cells.announce(&a.segment, 1, HEADER, RingData { at: 0, first_bytes: a.outgoing.bytes as u64 + 1 });
+    assert_eq!(b.take_cell(&mut []).unwrap_err().kind(), io::ErrorKind::InvalidData);
+}
