@@ -128,6 +128,16 @@ impl Ring {
         Ok(must_be_read <= self.peer_read)
     }
 
+    /// Allocates the pages for the next `len` bytes. A message that is announced cannot fail when a part of it is written.
+    fn allocate_for(&mut self, len: usize) -> io::Result<()> {
+        let bytes = self.outgoing.bytes;
+        let end = (self.written as usize & (bytes - 1)).saturating_add(len).min(bytes);
+        while self.allocated < end {
+            self.allocate(self.allocated)?;
+        }
+        Ok(())
+    }
+
     /// Allocates more pages of the outgoing data if those from `at` on are not allocated.
     #[cold]
     fn allocate(&mut self, at: usize) -> io::Result<()> {
@@ -192,6 +202,7 @@ impl Ring {
         if !cells.has_room(&self.segment)? || !self.has_space(data.len())? {
             return Ok(false);
         }
+        self.allocate_for(data.len())?;
         let bytes = data.len();
         let longest = (bytes / 8).clamp(MIN_CHUNK_BYTES, MAX_CHUNK_BYTES);
         let (at, mut chunk) = (self.written, FIRST_CHUNK_BYTES);

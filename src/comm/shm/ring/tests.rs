@@ -14,6 +14,11 @@ use crate::transport::links::{CELL_BYTES, CellMessage};
 
 /// Returns both ends of the rings and cells for messages between two ranks.
 pub(crate) fn pair() -> [Ring; 2] {
+    pair_with(usize::MAX)
+}
+
+/// Returns what [`pair`] returns. Of the data of each ring, at most `allocated` bytes are allocated.
+fn pair_with(allocated: usize) -> [Ring; 2] {
     let layout = Layout::dense(2);
     let segment = Arc::new(Segment::map(create(layout.bytes).unwrap(), layout.bytes).unwrap());
     let doorbells = (0..2).map(|_| EventFd::new().unwrap().into()).collect();
@@ -24,7 +29,7 @@ pub(crate) fn pair() -> [Ring; 2] {
         let rings = |from, to| layout.ring(RingChannel::Messages, from, to);
         let cells = Cells::new(layout.cells(me, peer), layout.cells(peer, me), true);
         let out = rings(me, peer);
-        Ring::new(segment, doorbells, peer, (out, out.bytes), rings(peer, me), Some(cells))
+        Ring::new(segment, doorbells, peer, (out, allocated.min(out.bytes)), rings(peer, me), Some(cells))
     })
 }
 
@@ -64,6 +69,26 @@ fn data_of_an_announced_message_is_read_after_the_bytes_before_it() {
         assert!(read(&mut b, bytes) == sent, "{bytes} bytes of message {seq}");
         at += bytes as u64;
     }
+}
+
+#[test]
+fn pages_of_an_announced_message_are_allocated_before_its_first_byte_is_written() {
+    let [mut a, mut b] = pair_with(0);
+    let (bytes, mut into) = (64 << 10, vec![0; 64 << 10]);
+    a.allocate_for(bytes).unwrap();
+    assert_eq!((a.allocated, a.written), (bytes, 0));
+    for stamp in 1..=40 {
+        let sent = data(bytes - 1);
+        assert!(a.try_send_cell(stamp, HEADER, &sent).unwrap());
+        assert!(a.allocated as u64 >= a.written.min(a.outgoing.bytes as u64), "{}", a.allocated);
+        b.take_cell(&mut []).unwrap();
+        let mut read = 0;
+        while read < sent.len() {
+            read += b.try_recv(&mut into[read..sent.len()]).unwrap();
+        }
+        assert!(into[..sent.len()] == sent, "message {stamp}");
+    }
+    assert_eq!(a.allocated, a.outgoing.bytes);
 }
 
 #[test]
