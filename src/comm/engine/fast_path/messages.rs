@@ -18,7 +18,7 @@ use crate::engine::state::Engine;
 use crate::flight::{CallRecord, now_ns};
 use crate::shm::copy_reduce::Buffers;
 
-/// What is left of a receive that was begun inline: how far it is, and its flight recorder entry.
+/// A receive that was begun inline and must be queued: the result of its last attempt, and its flight recorder entry.
 struct RecvRest {
     received: Result<RecvProgress, MessageError>,
     step: CallRecord,

@@ -186,6 +186,16 @@ impl Ring {
         Ok(now.len())
     }
 
+    /// Copies `bytes`, for which the ring has space, into the ring.
+    fn write_all(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let now = self.write(bytes, bytes.len())?;
+            assert!(now > 0, "the ring has space for all bytes");
+            bytes = &bytes[now..];
+        }
+        Ok(())
+    }
+
     /// Publishes the count of bytes written, before more bytes follow. The fence of the last count wakes a reader that
     /// goes to sleep now.
     fn publish_part(&self) {
@@ -197,38 +207,25 @@ impl Ring {
     /// before the count of these bytes. So a reader that sees the count finds the cell, and does not take the data for a
     /// header. Returns false if no cell is free, or if the ring has no space for the whole message.
     #[inline(never)]
-    fn send_announced(&mut self, stamp: u64, header: CellHeader, mut data: &[u8]) -> io::Result<bool> {
+    fn send_announced(&mut self, stamp: u64, header: CellHeader, data: &[u8]) -> io::Result<bool> {
         let Some(cells) = &mut self.cells else { return Ok(false) };
         if !cells.has_room(&self.segment)? || !self.has_space(data.len())? {
             return Ok(false);
         }
         self.allocate_for(data.len())?;
-        let bytes = data.len();
+        let (bytes, at) = (data.len(), self.written);
         let longest = (bytes / 8).clamp(MIN_CHUNK_BYTES, MAX_CHUNK_BYTES);
-        let (at, mut chunk) = (self.written, FIRST_CHUNK_BYTES);
-        let mut left = chunk.min(data.len());
-        let mut is_announced = false;
-        while !data.is_empty() {
-            let now = self.write(data, left)?;
-            assert!(now > 0, "the ring has space for all bytes");
-            data = &data[now..];
-            left -= now;
-            if left > 0 {
-                continue;
-            }
-            if !is_announced {
-                let first = RingData { at, first_bytes: self.written - at };
-                let Some(cells) = &mut self.cells else {
-                    unreachable!("the caller has found room in a cell")
-                };
-                cells.announce(&self.segment, stamp, header, first);
-                is_announced = true;
-            }
-            if !data.is_empty() {
-                self.publish_part();
-            }
+        let mut chunk = FIRST_CHUNK_BYTES;
+        let (first, mut rest) = data.split_at(chunk.min(bytes));
+        self.write_all(first)?;
+        let Some(cells) = &mut self.cells else { unreachable!("these rings have cells, see above") };
+        cells.announce(&self.segment, stamp, header, RingData { at, first_bytes: first.len() as u64 });
+        while !rest.is_empty() {
+            self.publish_part();
             chunk = (2 * chunk).min(longest);
-            left = chunk.min(data.len());
+            let (next, after) = rest.split_at(chunk.min(rest.len()));
+            self.write_all(next)?;
+            rest = after;
         }
         self.publish(self.outgoing.written, self.written);
         self.prefetch_next(bytes);
