@@ -109,7 +109,7 @@ fn computing_rank_with_pending_messages_is_named() {
 #[test]
 fn unreceived_large_send_times_out_naming_the_receiver() {
     let errors = run_ranks(2, |group| match group.rank() {
-        0 => group.with_timeout(SHORT).send(&[0_u8; 100_000], 1, 0).unwrap_err(),
+        0 => group.with_timeout(SHORT).send(&vec![0_u8; 300_000], 1, 0).unwrap_err(),
         _ => group.barrier().unwrap_err(),
     });
     for error in errors {

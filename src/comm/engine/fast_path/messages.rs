@@ -56,6 +56,9 @@ impl Engine {
             return RecvResult::NotInline;
         }
         let messages = &mut self.peers[from].messages;
+        if !messages.comes_at_once(call.bytes() as usize) {
+            return RecvResult::NotInline;
+        }
         let mut into = buffers.received(0..call.bytes() as usize);
         // The message is on its way now, so reading the time costs less than when it has come.
         let entry = call_entry(layout::Operation::Recv, Some(from), call, now_ns());
@@ -167,7 +170,7 @@ impl Engine {
         let (mut step, mut done) = (None, 0);
         let mut budget = RetryBudget::new(&self.settings, &self.driver, call.bytes());
         while let Ok(state @ (RecvProgress::Nothing | RecvProgress::Partial(_))) = received {
-            if is_large(call) {
+            if !self.peers[from].messages.comes_at_once(call.bytes() as usize) {
                 // A posted receive lets the sender send at once.
                 break;
             }

@@ -11,8 +11,9 @@
 //! sender's next message is for that receive, the sender sends it without an announcement. If it is not, or the sender
 //! has announced it already, the frame has no effect.
 //!
-//! Inside a host, a short message goes through a cell of shared memory instead of the byte stream, if the caller
-//! sends it directly ([`direct`]). The sequence numbers tell the order of messages in cells and in the stream.
+//! Inside a host, a message of up to [`MAX_ANNOUNCED_BYTES`] goes through a cell of shared memory, or is announced by
+//! one, if the caller sends it directly ([`direct`]). So it is sent at once too. The sequence numbers tell the order of
+//! messages in cells and in the stream.
 //!
 //! A message may be shorter than the buffer of its receive. If it is longer, the receive fails, and the rest
 //! of the message is read and discarded, so that the next message is in its place.
@@ -34,6 +35,8 @@ use crate::collectives::call::{Call, Status};
 use crate::engine::completion::Completion;
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, GroupId, HEADER_BYTES, Kind};
+#[cfg(doc)]
+use crate::transport::links::MAX_ANNOUNCED_BYTES;
 use crate::transport::links::conn::Conn;
 pub(crate) use queues::{AnySourceQueue, DeadlineBounds, MessageError, PostedCall, Probe};
 use queues::{Match, OutgoingFrame, PendingRecv, PendingSend, ReadState, Stage, check_type, send_index};
@@ -41,8 +44,9 @@ use unexpected::{
     CREDIT_BYTES, Credit, MAX_ANNOUNCEMENTS, UnexpectedContent, UnexpectedMessage, UnexpectedQueue,
 };
 
-/// Largest message that is sent eagerly, before a receive matches it.
+/// Largest message that is sent eagerly in the byte stream, before a receive matches it.
 pub(crate) const EAGER_BYTES: usize = 64 << 10;
+
 /// Returns whether a message waits for its receive before its elements are sent.
 pub(crate) fn is_large(call: Call) -> bool {
     call.bytes() > EAGER_BYTES as u64
@@ -111,6 +115,11 @@ impl PeerMessages {
 
     pub(crate) fn is_busy(&self) -> bool {
         self.has_posted() || !self.outgoing.is_empty()
+    }
+
+    /// Returns whether a message of `bytes` bytes usually comes before this rank has told the peer that a receive is posted.
+    pub(crate) fn comes_at_once(&self, bytes: usize) -> bool {
+        bytes <= EAGER_BYTES || self.conn.as_ref().is_some_and(|conn| bytes <= conn.most_announced())
     }
 
     fn update_bounds(&mut self, completion: &Completion) {

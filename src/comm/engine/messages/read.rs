@@ -11,7 +11,7 @@ use crate::error::PeerMisbehaved;
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
 use crate::transport::links::conn::{Conn, ConnError};
-use crate::transport::links::{CELL_BYTES, CellMessage};
+use crate::transport::links::{CELL_BYTES, CellMessage, MAX_ANNOUNCED_BYTES};
 
 impl PeerMessages {
     /// Reads available data with at most one system call, or the next message of a link that needs none. Returns
@@ -102,7 +102,7 @@ impl PeerMessages {
         if let Some(at) = data_at {
             conn.take_header(at).map_err(MessageError::Broken)?;
             let frame = Frame { len: decoded.bytes(), call, ..self.frame(Kind::Eager, seq) };
-            self.handle_message(any_source, &frame)?;
+            self.handle_message(any_source, &frame, MAX_ANNOUNCED_BYTES)?;
             return Ok(true);
         }
         if decoded.bytes() > CELL_BYTES as u64 {
@@ -110,7 +110,7 @@ impl PeerMessages {
         }
         let mut data: SmallVec<[u8; 256]> = smallvec![0; decoded.bytes() as usize];
         let frame = Frame { len: data.len() as u64, call, ..self.frame(Kind::Eager, seq) };
-        self.handle_message(any_source, &frame)?;
+        self.handle_message(any_source, &frame, CELL_BYTES)?;
         conn.take_cell(&mut data).map_err(MessageError::Broken)?;
         if !matches!(self.reading, ReadState::Header) {
             self.deliver(&data);
@@ -181,7 +181,7 @@ impl PeerMessages {
             return Err(PeerMisbehaved::ForeignMessage { generation, group }.into());
         }
         match frame.kind {
-            Kind::Eager | Kind::Rts => return self.handle_message(any_source, frame),
+            Kind::Eager | Kind::Rts => return self.handle_message(any_source, frame, EAGER_BYTES),
             Kind::Cts => {
                 let index = send_index(&self.sends, seq);
                 let index = index.filter(|&index| self.sends[index].stage != Stage::Held);
@@ -240,8 +240,14 @@ impl PeerMessages {
         Ok(())
     }
 
-    /// Handles the header of a small message or a large one's announcement: matches it, or keeps it.
-    fn handle_message(&mut self, any_source: &mut AnySourceQueue, frame: &Frame) -> Result<(), MessageError> {
+    /// Handles the header of a message that is sent at once, of at most `most` bytes, or a larger one's announcement:
+    /// matches it, or keeps it.
+    fn handle_message(
+        &mut self,
+        any_source: &mut AnySourceQueue,
+        frame: &Frame,
+        most: usize,
+    ) -> Result<(), MessageError> {
         let call = Call::decode(frame.call)?;
         let (seq, eager) = (frame.seq, frame.kind == Kind::Eager);
         if seq != self.next_incoming {
@@ -249,7 +255,7 @@ impl PeerMessages {
         }
         self.next_incoming += 1;
         let expected = if eager { call.bytes() } else { 0 };
-        if frame.len != expected || eager && call.bytes() > EAGER_BYTES as u64 {
+        if frame.len != expected || eager && call.bytes() > most as u64 {
             return Err(PeerMisbehaved::EagerLength { len: frame.len, call }.into());
         }
         if let Some(index) = self.match_recv(any_source, call.root) {

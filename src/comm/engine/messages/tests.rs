@@ -12,8 +12,8 @@ use crate::collectives::call::CallKind;
 use crate::collectives::dtype::Dtype;
 use crate::error::CommError;
 use crate::shm::ring;
-use crate::transport::links::CELL_BYTES;
 use crate::transport::links::fake::{self, FaultScript};
+use crate::transport::links::{CELL_BYTES, MAX_ANNOUNCED_BYTES};
 use convoke_testkit::Random;
 
 fn group() -> GroupId {
@@ -104,7 +104,7 @@ fn random_messages_keep_their_order_for_each_tag() {
                 let len = match random.below(5) {
                     0 => random.below(40),
                     4 if !small => random.below(2 * CELL_BYTES),
-                    1 if !small => EAGER_BYTES + random.below(50_000),
+                    1 if !small => EAGER_BYTES + random.below(MAX_ANNOUNCED_BYTES),
                     _ if small => random.below(300),
                     _ => random.below(EAGER_BYTES + 1),
                 };
@@ -182,6 +182,14 @@ fn ends() -> (PeerMessages, PeerMessages) {
     (left, right)
 }
 
+/// Returns what [`ends`] returns, inside a host.
+fn ends_in_memory() -> (PeerMessages, PeerMessages) {
+    let (mut left, mut right) = ends();
+    let [a, b] = ring::tests::pair();
+    (left.conn, right.conn) = (Some(Conn::new(Box::new(a))), Some(Conn::new(Box::new(b))));
+    (left, right)
+}
+
 fn large(tag: u32) -> Message {
     let (sent, got) = (vec![tag as u8; EAGER_BYTES + 1], vec![0; EAGER_BYTES + 1]);
     Message { tag, sent, got, sending: None, receiving: None }
@@ -209,6 +217,53 @@ fn large_message_for_a_posted_receive_is_sent_without_a_request() {
         assert!(message.receiving.as_ref().is_some_and(|completion| completion.is_done()));
         assert!(message.got == message.sent);
     }
+}
+
+#[test]
+fn message_of_256_kib_inside_a_host_is_sent_before_its_receive_is_posted() {
+    for (bytes, at_once) in [(MAX_ANNOUNCED_BYTES, true), (MAX_ANNOUNCED_BYTES + 1, false)] {
+        let (mut left, mut right) = ends_in_memory();
+        let (sent, got) = (vec![5; bytes], vec![0; bytes]);
+        let mut message = Message { tag: 1, sent, got, sending: None, receiving: None };
+        message.send(&mut left, true);
+        assert_eq!(message.sending.as_ref().is_some_and(|completion| completion.is_done()), at_once);
+        // A message of another tag is delivered past it.
+        let mut other = Message { tag: 2, sent: vec![6], got: vec![0], sending: None, receiving: None };
+        other.send(&mut left, true);
+        other.recv(&mut right, true);
+        progress(&mut left);
+        progress(&mut right);
+        assert_eq!(other.got, [6]);
+        message.recv(&mut right, true);
+        while left.progress(&mut AnySourceQueue::default()).unwrap()
+            | right.progress(&mut AnySourceQueue::default()).unwrap()
+        {}
+        assert!(message.got == message.sent, "{bytes} bytes");
+    }
+}
+
+#[test]
+fn direct_receive_takes_credit_that_comes_before_its_message() {
+    let (mut left, mut right) = ends_in_memory();
+    for tag in 1..4 {
+        let (sent, got) = (vec![tag as u8; MAX_ANNOUNCED_BYTES], vec![0; MAX_ANNOUNCED_BYTES]);
+        let mut message = Message { tag, sent, got, sending: None, receiving: None };
+        message.send(&mut left, true);
+        message.recv(&mut right, true);
+        assert!(message.receiving.is_some_and(|completion| completion.is_done()));
+    }
+    let sent_bytes = 3 * (MAX_ANNOUNCED_BYTES + HEADER_BYTES);
+    assert_eq!(left.credit.left, CREDIT_BYTES - sent_bytes);
+    progress(&mut right);
+    // The data of this message is in the stream, behind the credit.
+    let (sent, got) = (vec![9; 10_000], vec![0; 10_000]);
+    let mut answer = Message { tag: 4, sent, got, sending: None, receiving: None };
+    answer.send(&mut right, true);
+    let (any_source, call) = (AnySourceQueue::default(), call(10_000, 4));
+    assert_eq!(left.recv_direct(&any_source, call, &mut answer.got).unwrap(), RecvProgress::Nothing);
+    assert_eq!(left.credit.left + right.credit.owed, CREDIT_BYTES);
+    assert_eq!(left.recv_direct(&any_source, call, &mut answer.got).unwrap(), RecvProgress::Complete);
+    assert_eq!(answer.got, answer.sent);
 }
 
 #[test]

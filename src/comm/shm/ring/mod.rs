@@ -32,6 +32,10 @@ const MAX_READ_BYTES: usize = 512 << 10;
 /// reading a short message.
 const READ_REPORTS_PER_RING: usize = 4;
 
+/// The ring has space for this many of the longest messages that cells announce. Such a message is written as a whole,
+/// so it needs free space.
+const MESSAGES_IN_RING: usize = 4;
+
 /// The least and the largest number of bytes in a write after which the lines for the next write are fetched.
 const PREFETCH_FROM: usize = 512;
 const PREFETCH_MOST: usize = 20 << 10;
@@ -205,9 +209,12 @@ impl Ring {
 
     /// Writes a message into the ring, and announces it by a cell as soon as its first bytes are there. The cell comes
     /// before the count of these bytes. So a reader that sees the count finds the cell, and does not take the data for a
-    /// header. Returns false if no cell is free, or if the ring has no space for the whole message.
+    /// header. Returns false if the message is too long, if no cell is free, or if the ring has no space for all of it.
     #[inline(never)]
     fn send_announced(&mut self, stamp: u64, header: CellHeader, data: &[u8]) -> io::Result<bool> {
+        if data.len() > self.most_announced() {
+            return Ok(false);
+        }
         let Some(cells) = &mut self.cells else { return Ok(false) };
         if !cells.has_room(&self.segment)? || !self.has_space(data.len())? {
             return Ok(false);

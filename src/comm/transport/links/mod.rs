@@ -21,6 +21,9 @@ use std::time::Duration;
 /// Most bytes of data of a message in a cell.
 pub(crate) const CELL_BYTES: usize = 4 << 10;
 
+/// Most bytes of a message that a cell announces, whose data is in the byte stream. A link may announce less.
+pub(crate) const MAX_ANNOUNCED_BYTES: usize = 256 << 10;
+
 /// The header of a message in a cell: the encoded descriptor of its call.
 pub(crate) type CellHeader = [u8; 16];
 
@@ -50,6 +53,11 @@ pub(crate) trait Link: fmt::Debug + Send {
     /// space. Each message has a larger `stamp` than the message before.
     fn try_send_cell(&mut self, _stamp: u64, _header: CellHeader, _data: &[u8]) -> io::Result<bool> {
         Ok(false)
+    }
+
+    /// Returns the most bytes of a message that a cell of this link announces; 0 if it has no cells.
+    fn most_announced(&self) -> usize {
+        0
     }
 
     /// Returns the message with the number `stamp`, if it is in the next cell. A caller that waits for it gives the number
