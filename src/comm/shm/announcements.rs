@@ -146,6 +146,14 @@ impl HostMemory {
         self.doorbells.wake_all();
     }
 
+    /// Publishes the count of bytes of a round of which more follow. [`Self::set_counter`] for the whole round must follow:
+    /// its fence wakes a rank that goes to sleep now.
+    #[inline(always)]
+    pub(super) fn set_published(&self, count: u64) {
+        self.store_counter(Counter::Published, count);
+        self.doorbells.wake_all_marked();
+    }
+
     /// Publishes a counter. The caller must then [wake](Doorbells::wake_all) sleeping ranks.
     #[inline(always)]
     pub(super) fn store_counter(&self, counter: Counter, count: u64) {

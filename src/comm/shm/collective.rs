@@ -189,10 +189,20 @@ impl ShmCollective {
                 return Ok(self.check_counter(memory, Peers::All, Counter::Done, count));
             }
             ScheduleStep::AwaitCounter(counter, round, peers) => {
-                return Ok(self.check_counter(memory, peers, counter, self.call_number.rounds + round + 1));
+                let count = counter.after(self.call_number.rounds + round + 1);
+                return Ok(self.check_counter(memory, peers, counter, count));
+            }
+            ScheduleStep::AwaitPublished { round, end, from } => {
+                let count = Counter::Published.after(self.call_number.rounds + round) + end as u64;
+                return Ok(self.check_counter(memory, Peers::One(from), Counter::Published, count));
+            }
+            ScheduleStep::SetPublished { round, end } => {
+                let count = Counter::Published.after(self.call_number.rounds + round) + end as u64;
+                memory.set_published(count);
+                fault_point("sent", self.seq, self.published as usize);
             }
             ScheduleStep::SetCounter(counter, round) => {
-                memory.set_counter(counter, self.call_number.rounds + round + 1);
+                memory.set_counter(counter, counter.after(self.call_number.rounds + round + 1));
                 if counter == Counter::Published {
                     fault_point("sent", self.seq, self.published as usize);
                 }

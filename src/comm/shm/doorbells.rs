@@ -48,8 +48,10 @@ impl Doorbells {
         self.wake_all_marked();
     }
 
+    /// Wakes all other ranks whose sleep bits are set. A bit that a rank sets now may be missed, so [`Self::wake_all`] must
+    /// follow.
     #[inline(always)]
-    fn wake_all_marked(&self) {
+    pub(crate) fn wake_all_marked(&self) {
         for (index, at) in self.layout.sleep_masks().enumerate() {
             let mut sleeping = self.segment.word(at).load(Ordering::Relaxed);
             while sleeping != 0 {

@@ -42,16 +42,22 @@ pub(crate) const HISTORY_OFFSET: usize = 24;
 /// Maximum number of bytes of data that fit in the header of a slot, in the cache line of the stamp.
 pub(crate) const INLINE_BYTES: usize = SLOT_HEADER - INLINE_OFFSET;
 pub(crate) const INLINE_OFFSET: usize = 32;
-/// Maximum number of bytes of a rank's data that does not fit in a slot, but is published as a whole, in one round. The
-/// calling thread runs such a call without a list of steps. On two cores of an EPYC (Zen 5), an all-gather of 64 KiB by
-/// two ranks takes 1.50 µs with a list of steps, and 1.21 µs without.
+/// Maximum number of bytes of a rank's data that it publishes in one round, if other ranks only fetch or reduce, and the
+/// round has no chunks. The calling thread runs such a call without a list of steps. On two cores of an EPYC (Zen 5), an
+/// all-gather of 64 KiB by two ranks takes 1.50 µs with a list of steps, and 1.21 µs without.
 pub(crate) const WHOLE_BYTES: usize = 64 << 10;
 /// The number of rounds whose data is in memory at a time. A round handles one piece of a large collective
 /// call.
-pub(crate) const ROUNDS_IN_MEMORY: u64 = 14;
-/// Maximum number of bytes that a rank publishes in a round, which handles one piece of a large collective
-/// call.
-pub(crate) const ROUND_BYTES: usize = 128 << 10;
+pub(crate) const ROUNDS_IN_MEMORY: u64 = 6;
+/// Maximum number of bytes that a rank publishes in a round of a call of several rounds.
+pub(crate) const PIECE_BYTES: usize = 128 << 10;
+/// Maximum number of bytes that a rank publishes in a round: in the only one of a call, in chunks.
+pub(crate) const ROUND_BYTES: usize = 256 << 10;
+/// The bytes of a round that a rank publishes at a time, where one rank copies while another still publishes. The steps of a
+/// call of several rounds take more time, so its chunks are longer.
+pub(crate) const CHUNK_BYTES: usize = 32 << 10;
+/// The bytes of the first and of each later chunk of a small call.
+pub(crate) const SMALL_CHUNK_BYTES: [usize; 2] = [8 << 10, 16 << 10];
 /// The size of the memory for the data of successive rounds, which wraps around. A core takes far longer to
 /// write a line that another core has read lately and still has in its cache. On two cores of an EPYC (Zen 4,
 /// 1 MiB of cache each) an all-reduce of 64 KiB takes 14.0 µs with 512 KiB here. It takes 7.2 µs with 1 MiB,
@@ -77,7 +83,8 @@ const ALL_CELLS_BYTES: usize = 512 << 10;
 /// The counters that a rank publishes for the other ranks of its host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Counter {
-    /// The number of rounds for which this rank has published its data.
+    /// The number of bytes that this rank has published. A round counts as [`ROUND_BYTES`] when all of its data is
+    /// published.
     Published,
     /// The number of rounds for which this rank has published the sum of the part that it owns.
     Reduced,
@@ -87,6 +94,12 @@ pub(crate) enum Counter {
 
 impl Counter {
     pub(crate) const COUNT: usize = 3;
+
+    /// Returns the value of this counter after `rounds` rounds.
+    #[inline(always)]
+    pub(crate) fn after(self, rounds: u64) -> u64 {
+        if self == Self::Published { rounds * ROUND_BYTES as u64 } else { rounds }
+    }
 }
 
 /// The words by which the bootstrap checks that two processes have mapped the same memory.
@@ -303,7 +316,7 @@ impl Layout {
     /// counted from the first round of all calls.
     pub(crate) fn rounds_until(end: u64) -> usize {
         let fits = usize::try_from(end).ok().filter(|&end| end <= ROUNDS_BYTES);
-        fits.map_or(ALL_ROUNDS, |end| end.max(ROUND_BYTES).next_power_of_two())
+        fits.map_or(ALL_ROUNDS, |end| end.max(PIECE_BYTES).next_power_of_two())
     }
 
     /// The range of the memory for rounds of `rank`.

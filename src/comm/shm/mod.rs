@@ -60,7 +60,9 @@ use arena::Arena;
 use bootstrap::SharedResources;
 use cells::Cells;
 use doorbells::{Doorbells, HostProcesses};
-use layout::{Counter, ROUND_BYTES, ROUNDS_BYTES, ROUNDS_IN_MEMORY, SLOT_BYTES, WHOLE_BYTES};
+use layout::{
+    CHUNK_BYTES, Counter, PIECE_BYTES, ROUND_BYTES, ROUNDS_BYTES, ROUNDS_IN_MEMORY, SLOT_BYTES, WHOLE_BYTES,
+};
 pub(crate) use layout::{Layout, RingChannel};
 use numbering::{CallNumber, StartedCalls};
 use ring::Ring;
@@ -210,7 +212,9 @@ impl HostMemory {
     fn schedule(&self, call: &Call) -> Schedule {
         let limits = Limits {
             slot_bytes: SLOT_BYTES,
+            piece_bytes: PIECE_BYTES,
             round_bytes: ROUND_BYTES,
+            chunk_bytes: CHUNK_BYTES,
             whole_bytes: WHOLE_BYTES,
             cached_bytes: CACHED_BYTES,
         };

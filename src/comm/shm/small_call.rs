@@ -1,10 +1,13 @@
-//! A small collective call, whose data fits in a slot or in one round. The caller's thread executes the steps of its
+//! A small collective call, whose data fits in a slot or in one round. In some kinds of calls the round has chunks: a rank
+//! fetches one while another rank publishes the next. The caller's thread executes the steps of its
 //! schedule directly, without a list of steps, while it waits for the call.
 
-use super::copy_reduce::{self, AreaAddress, Buffers, Location, PlainElements};
-use super::layout::{Counter, SLOTS};
+use std::cell::Cell;
+
+use super::copy_reduce::{self, AreaAddress, Buffers, Elements, Location, PlainElements};
+use super::layout::{Counter, SLOTS, SMALL_CHUNK_BYTES};
 use super::numbering::CallNumber;
-use super::schedule::{Area, Results, Schedule, Transfer};
+use super::schedule::{Area, Results, Schedule, Transfer, Transfers};
 use super::write::poll_stamp;
 use super::{AwaitedRanks, HostMemory};
 use crate::collectives::call::Call;
@@ -20,6 +23,8 @@ pub(crate) struct SmallCall {
     pub(super) call_number: CallNumber,
     pub(super) published: usize,
     area: AreaAddress,
+    /// The bytes fetched so far, if its round has chunks.
+    fetched: usize,
     /// The number of ranks whose call was found equal to this rank's so far.
     matched: usize,
 }
@@ -39,7 +44,8 @@ impl HostMemory {
     }
 
     /// Assigns a number to a call whose schedule is from [`small_schedule`](Self::small_schedule), writes this rank's
-    /// data to its slot, or to a round if `IN_ROUND` is true, and announces the call. It does not wake sleeping ranks.
+    /// data to its slot, or to a round if `IN_ROUND` is true, and announces the call. The caller must then wake sleeping
+    /// ranks.
     #[inline(always)]
     pub(crate) fn start_small<const IN_ROUND: bool>(
         &mut self,
@@ -52,21 +58,91 @@ impl HostMemory {
         let call_number = self.calls.start(call, seq, rounds, round_bytes);
         let area = if IN_ROUND { Area::Round(0) } else { Area::Slot };
         let area = AreaAddress::of(&call_number, &schedule, area);
-        let mut small = SmallCall { seq, schedule, call_number, published: 0, area, matched: 0 };
+        let mut small = SmallCall { seq, schedule, call_number, published: 0, area, fetched: 0, matched: 0 };
         let elements = PlainElements { buffers, kernel: None };
-        for Transfer { at, range, .. } in small.schedule.published() {
-            small.published += copy_reduce::publish(self, &elements, range, small.location(self.me, at));
+        if IN_ROUND && small.schedule.has_chunks() && small.schedule.has_data() {
+            self.publish_in_chunks(&mut small, &elements);
+        } else {
+            for Transfer { at, range, .. } in small.schedule.published() {
+                small.published += copy_reduce::publish(self, &elements, range, small.location(self.me, at));
+            }
+            self.announce(small.call_number.number, &small.call_number.header, None);
         }
-        self.announce(small.call_number.number, &small.call_number.header, None);
         fault_point("sent", small.seq, small.published);
         elements.buffers.copy_own();
         small
     }
 
+    /// Publishes the data of a call whose round has chunks, and announces the call after the first chunk.
+    fn publish_in_chunks(&mut self, small: &mut SmallCall, elements: &impl Elements) {
+        let (rounds, [mut chunk, later]) = (small.call_number.rounds, SMALL_CHUNK_BYTES);
+        let mut is_announced = false;
+        for Transfer { at, range, .. } in small.schedule.published_chunks() {
+            let mut rest = range.clone();
+            while !rest.is_empty() {
+                let end = rest.end.min(rest.start + chunk);
+                let location = small.location(self.me, at + rest.start - range.start);
+                small.published += copy_reduce::publish(self, elements, rest.start..end, location);
+                let published = at + end - range.start;
+                self.set_published(Counter::Published.after(rounds) + published as u64);
+                if !std::mem::replace(&mut is_announced, true) {
+                    self.announce(small.call_number.number, &small.call_number.header, None);
+                }
+                (rest.start, chunk) = (end, later);
+            }
+        }
+        self.store_counter(Counter::Published, Counter::Published.after(rounds + 1));
+    }
+
+    /// Fetches what has arrived of the data of a call whose round has chunks. Returns whether that was the rest.
+    fn fetch_chunks(
+        &mut self,
+        small: &mut SmallCall,
+        elements: &mut impl Elements,
+        transfers: Transfers,
+    ) -> bool {
+        let before = Counter::Published.after(small.call_number.rounds);
+        let mut skipped = 0;
+        for Transfer { rank, at, range } in transfers {
+            let total = range.len();
+            while small.fetched < skipped + total {
+                let done = small.fetched - skipped;
+                let counter = self.segment.word(self.layout.counter(rank, Counter::Published));
+                let published = Cell::new(0);
+                let has_more = |count: u64| {
+                    published.set(count.saturating_sub(before + at as u64));
+                    published.get() > done as u64
+                };
+                if !poll_stamp(counter, None, has_more) {
+                    return false;
+                }
+                let end = published.get().min(total as u64) as usize;
+                let (part, location) =
+                    (range.start + done..range.start + end, small.location(rank, at + done));
+                small.fetched += copy_reduce::fetch(self, elements, part, location, total);
+                fault_point("received", small.seq, small.fetched);
+            }
+            skipped += total;
+        }
+        true
+    }
+
+    /// Continues a call with what has arrived. Returns whether the call is done. The caller must then wake sleeping ranks, if
+    /// the call had a round.
+    #[inline(always)]
+    pub(crate) fn progress_small<const IN_ROUND: bool>(
+        &mut self,
+        small: &mut SmallCall,
+        buffers: &mut impl Buffers,
+        kernel: Option<&Kernel>,
+    ) -> Result<bool, ExecutionError> {
+        Ok(self.match_small(small)? && self.finish_small::<IN_ROUND>(small, buffers, kernel)?)
+    }
+
     /// Returns whether every rank whose data this rank needs has made the call, and an error if one of them
     /// made another collective call instead.
     #[inline(always)]
-    pub(crate) fn match_small(&mut self, small: &mut SmallCall) -> Result<bool, ExecutionError> {
+    fn match_small(&mut self, small: &mut SmallCall) -> Result<bool, ExecutionError> {
         let Some(sources) = small.schedule.sources() else { return Ok(true) };
         let these = sources.range(self.ranks.len());
         for rank in these.start + small.matched..these.end {
@@ -112,17 +188,23 @@ impl HostMemory {
         })
     }
 
-    /// Fetches or reduces the results into `buffers`, once [`Self::match_small`] has returned true. The caller must then
-    /// wake sleeping ranks, if the call had a round. The error is that of the program's reduction function.
+    /// Fetches or reduces the results into `buffers`, once the call [matches](Self::match_small). Returns false if not all
+    /// data has come. The error may be that of the program's reduction function.
     #[inline(always)]
-    pub(crate) fn finish_small(
+    fn finish_small<const IN_ROUND: bool>(
         &mut self,
-        small: &SmallCall,
+        small: &mut SmallCall,
         buffers: &mut impl Buffers,
         kernel: Option<&Kernel>,
-    ) -> Result<(), ExecutionError> {
+    ) -> Result<bool, ExecutionError> {
         let mut elements = PlainElements { buffers, kernel };
         let result = match small.schedule.results() {
+            Results::Fetched(transfers) if IN_ROUND && small.has_chunks() => {
+                if !self.fetch_chunks(small, &mut elements, transfers) {
+                    return Ok(false);
+                }
+                Ok(())
+            }
             Results::Fetched(transfers) => {
                 for Transfer { rank, at, range } in transfers {
                     let (location, total) = (small.location(rank, at), range.len());
@@ -140,7 +222,7 @@ impl HostMemory {
         if small.has_round() && result.is_ok() {
             self.store_counter(Counter::Done, small.call_number.rounds + 1);
         }
-        result
+        result.map(|()| true)
     }
 }
 
@@ -149,6 +231,15 @@ impl SmallCall {
     #[inline(always)]
     pub(crate) fn has_round(&self) -> bool {
         matches!(self.area, AreaAddress::Round(_))
+    }
+
+    fn has_chunks(&self) -> bool {
+        self.has_round() && self.schedule.has_chunks()
+    }
+
+    /// The bytes that were fetched so far, if the call's round has chunks.
+    pub(crate) fn fetched(&self) -> usize {
+        self.fetched
     }
 
     /// Returns the bytes of the call's round; 0 if its data is in a slot.

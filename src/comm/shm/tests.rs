@@ -9,7 +9,14 @@ use crate::collectives::dtype::{Dtype, ReduceOp};
 use convoke_testkit::Random;
 
 /// Limits so small that calls of a few elements have many rounds.
-const LIMITS: Limits = Limits { slot_bytes: 24, round_bytes: 192, whole_bytes: 64, cached_bytes: 700 };
+const LIMITS: Limits = Limits {
+    slot_bytes: 24,
+    piece_bytes: 192,
+    round_bytes: 300,
+    chunk_bytes: 48,
+    whole_bytes: 64,
+    cached_bytes: 700,
+};
 const ROUNDS_BYTES: usize = (ROUNDS_IN_MEMORY as usize + 2) * LIMITS.round_bytes;
 /// A number of slots so small that they are reused.
 const SLOTS: u32 = 8;
@@ -25,6 +32,29 @@ struct Memory {
     exposed: Vec<bool>,
     /// The buffers of all its calls.
     buffers: Vec<Vec<u8>>,
+}
+
+impl Memory {
+    /// The memory of rank `me` of `ranks` before its first call.
+    fn new(calls: &[Call], ranks: usize, me: usize) -> Self {
+        let buffer = |index: usize| {
+            (0..buffer_bytes(&calls[index], ranks)).map(|at| value(me, index, at)).collect::<Vec<u8>>()
+        };
+        Self {
+            stamp: 0,
+            slots: vec![vec![0; LIMITS.slot_bytes]; SLOTS as usize],
+            rounds: vec![0; ROUNDS_BYTES + LIMITS.round_bytes],
+            counters: [0; Counter::COUNT],
+            exposed: vec![false; SLOTS as usize],
+            buffers: (0..calls.len()).map(buffer).collect(),
+        }
+    }
+
+    fn count(&mut self, counter: Counter, count: u64) {
+        let now = &mut self.counters[counter as usize];
+        assert!(*now < count, "counters only grow");
+        *now = count;
+    }
 }
 
 /// The state of one rank within the sequence of calls.
@@ -176,14 +206,20 @@ impl Rank {
                 return (0..ranks)
                     .all(|rank| rank == me || all[rank].counters[Counter::Done as usize] >= count);
             }
+            ScheduleStep::AwaitPublished { round, end, from } => {
+                assert_ne!(from, me);
+                let count = Counter::Published.after(base + round) + end as u64;
+                return all[from].counters[Counter::Published as usize] >= count;
+            }
+            ScheduleStep::SetPublished { round, end } => {
+                all[me].count(Counter::Published, Counter::Published.after(base + round) + end as u64);
+            }
             ScheduleStep::AwaitCounter(counter, round, those) => {
-                let count = base + round + 1;
+                let count = counter.after(base + round + 1);
                 return peers(those).all(|rank| rank == me || all[rank].counters[counter as usize] >= count);
             }
             ScheduleStep::SetCounter(counter, round) => {
-                let counters = &mut all[me].counters[counter as usize];
-                assert!(*counters < base + round + 1, "counters only grow");
-                *counters = base + round + 1;
+                all[me].count(counter, counter.after(base + round + 1));
             }
             ScheduleStep::Publish { range: from, area, at } => {
                 area_mut(&mut all[me], area, position, number, at..at + from.len())
@@ -239,18 +275,7 @@ fn check(
     mut exposes: impl FnMut(usize, usize) -> bool,
     mut next: impl FnMut(&[usize]) -> usize,
 ) {
-    let buffer = |me: usize, index: usize| {
-        (0..buffer_bytes(&calls[index], ranks)).map(|at| value(me, index, at)).collect::<Vec<u8>>()
-    };
-    let memory = |me: usize| Memory {
-        stamp: 0,
-        slots: vec![vec![0; LIMITS.slot_bytes]; SLOTS as usize],
-        rounds: vec![0; ROUNDS_BYTES + LIMITS.round_bytes],
-        counters: [0; Counter::COUNT],
-        exposed: vec![false; SLOTS as usize],
-        buffers: (0..calls.len()).map(|index| buffer(me, index)).collect(),
-    };
-    let mut all: Vec<_> = (0..ranks).map(memory).collect();
+    let mut all: Vec<_> = (0..ranks).map(|me| Memory::new(calls, ranks, me)).collect();
     let exposed = |me: usize| (0..calls.len()).map(|index| exposes(me, index)).collect();
     let mut those: Vec<_> = (0..ranks).map(exposed).map(|exposes| Rank::new(calls, exposes)).collect();
     let mut able: Vec<usize> = (0..ranks).collect();
@@ -302,6 +327,28 @@ fn each_collective_is_correct_at_sizes_around_the_limits() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn rank_fetches_a_chunk_before_the_next_one_is_published() {
+    // The publishing rank, the fetching rank, and where its first chunk goes in its buffer.
+    for (kind, from, to, at) in
+        [(CallKind::Broadcast, 0, 1, 0), (CallKind::Scatter, 0, 1, 600), (CallKind::Gather, 1, 0, 600)]
+    {
+        let calls = [call(kind, Dtype::U8, 0, 600)];
+        let mut all: Vec<_> = (0..3).map(|me| Memory::new(&calls, 3, me)).collect();
+        let mut those: Vec<_> = (0..3).map(|_| Rank::new(&calls, vec![false])).collect();
+        for rank in (0..3).filter(|&rank| rank != from && rank != to) {
+            while those[rank].step(rank, &mut all) {}
+        }
+        while all[from].stamp == 0 {
+            assert!(those[from].step(from, &mut all));
+        }
+        while those[to].step(to, &mut all) {}
+        let expected: Vec<u8> = (at..at + LIMITS.chunk_bytes).map(|at| value(from, 0, at)).collect();
+        assert_eq!(all[to].buffers[0][at..at + LIMITS.chunk_bytes], expected, "{kind:?}");
+        assert!(those[from].step(from, &mut all), "most is not published yet");
     }
 }
 

@@ -10,7 +10,7 @@ use crate::flight;
 /// Attempts between two `pause` instructions, each of which takes about as long as the awaited data.
 const SPINS_PER_PAUSE: u32 = 8;
 /// Most times that one inline call moves data. Then it is queued, so that other events are polled too.
-const MAX_ROUNDS: u32 = 32;
+const MAX_ROUNDS: u32 = 128;
 
 /// Limits for how long an operation is tried inline.
 pub(super) struct RetryBudget {

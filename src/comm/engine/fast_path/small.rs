@@ -65,16 +65,13 @@ impl Engine {
         // The data is on its way now, so reading the time costs less than when it has come.
         let at_ns = now_ns();
         for _ in 0..if runs_function(call) { 0 } else { first_attempts(settings) } {
-            match node.match_small(&mut small) {
-                Ok(true) => match node.finish_small(&small, buffers, kernel) {
-                    Ok(()) => {
-                        fault_point("moved", seq, 0);
-                        let recorded = settings.flight.done(&small_entry(call, &small, at_ns));
-                        node.doorbells.wake_all_after(recorded);
-                        return SmallCallResult::Done;
-                    }
-                    Err(error) => return self.small_failed(call, small.clone(), error),
-                },
+            match node.progress_small::<IN_ROUND>(&mut small, buffers, kernel) {
+                Ok(true) => {
+                    fault_point("moved", seq, 0);
+                    let recorded = settings.flight.done(&small_entry(call, &small, at_ns));
+                    node.doorbells.wake_all_after(recorded);
+                    return SmallCallResult::Done;
+                }
                 Ok(false) => {}
                 Err(error) => return self.small_failed(call, small.clone(), error),
             }
@@ -99,19 +96,17 @@ impl Engine {
         let step = settings.flight.begin(&small_entry(call, &small, now_ns()));
         let mut budget = RetryBudget::new(settings, driver, small.round_bytes());
         let error = loop {
-            match node.match_small(&mut small) {
-                Ok(true) => match node.finish_small(&small, buffers, kernel) {
-                    Ok(()) => {
-                        fault_point("moved", small.seq, 0);
-                        budget.end(&step);
-                        if small.has_round() {
-                            node.doorbells.wake_all();
-                        }
-                        return SmallCallResult::Done;
+            let before = small.fetched();
+            match node.progress_small::<true>(&mut small, buffers, kernel) {
+                Ok(true) => {
+                    fault_point("moved", small.seq, 0);
+                    budget.end(&step);
+                    if small.has_round() {
+                        node.doorbells.wake_all();
                     }
-                    Err(error) => break Some(error),
-                },
-                Ok(false) if budget.may_retry(false, || node.should_yield(&small)) => {}
+                    return SmallCallResult::Done;
+                }
+                Ok(false) if budget.may_retry(small.fetched() > before, || node.should_yield(&small)) => {}
                 Ok(false) => break None,
                 Err(error) => break Some(error),
             }

@@ -7,13 +7,15 @@
 //!
 //! More data is handled in rounds, one piece in each; if it exceeds the caches, the last piece is first. In
 //! each round a rank publishes data, fetches or reduces what it needs, and advances its counters. It
-//! publishes one round ahead of what it fetches, so a small delay of one rank does not stall the others. In
-//! an all-reduce every rank owns a part of each round: it adds up all contributions to that part in rank
-//! order, and all ranks fetch the sum from this rank.
+//! publishes one round ahead of what it fetches, so a small delay of one rank does not stall the others. If some
+//! ranks only publish and others only fetch, a round is published and fetched in chunks. In an all-reduce every
+//! rank owns a part of each round: it adds up all contributions to that part in rank order, and all ranks fetch
+//! the sum from this rank.
 //!
 //! A slot or the memory of a round is reused when all ranks have shown that they no longer read it. All ranks
 //! count all rounds of all calls, also those in which they have no work, so counters are never reset.
 
+mod chunks;
 mod steps;
 mod transfers;
 
@@ -22,15 +24,14 @@ use std::ops::Range;
 use super::layout::Counter;
 use crate::collectives::call::{Call, CallKind};
 use crate::collectives::plan::block;
-pub(crate) use transfers::{Results, Transfer};
+pub(crate) use transfers::{Results, Transfer, Transfers};
 
 /// The alignment in bytes of data in the memory of a round: a cache line.
 const ALIGNMENT: usize = 64;
-/// The least number of rounds of a call in which one rank can read one round while another rank writes the
-/// next. These are calls where some ranks only write and others only read, and all-reduces of two ranks.
+/// The least number of rounds of an all-reduce of two ranks, so that one rank reads one round while the other rank
+/// writes the next.
 const MIN_COPY_ROUNDS: usize = 4;
-/// The least bytes of a round in a call that is cut so that one rank reads one round while another writes the
-/// next.
+/// The least bytes of such a round.
 const MIN_COPY_BYTES: usize = 16 << 10;
 
 /// Buffers of up to this size are usually still in the caches of the cores that wrote them.
@@ -41,9 +42,14 @@ pub(crate) const CACHED_BYTES: usize = 2 << 20;
 pub(crate) struct Limits {
     /// Maximum number of bytes that a rank publishes in the slot of a call.
     pub(crate) slot_bytes: usize,
-    /// Maximum number of bytes that a rank publishes in a round.
+    /// Maximum number of bytes that a rank publishes in a round of a call of several rounds.
+    pub(crate) piece_bytes: usize,
+    /// Maximum number of bytes that a rank publishes in the only round of a small call, in chunks.
     pub(crate) round_bytes: usize,
-    /// Maximum number of bytes that a rank publishes in the only round of a small call.
+    /// Number of bytes of a round that a rank publishes at a time, if its round [has chunks](Schedule::has_chunks).
+    pub(crate) chunk_bytes: usize,
+    /// Maximum number of bytes that a rank publishes in the only round of a small call, where some ranks publish whole
+    /// rounds and others only fetch or reduce.
     pub(crate) whole_bytes: usize,
     /// Maximum number of bytes that usually stay in the caches of the core that wrote them.
     pub(crate) cached_bytes: usize,
@@ -95,6 +101,10 @@ pub(crate) enum ScheduleStep {
     AwaitRound(u64),
     /// Sets this rank's counter so that it counts a round.
     SetCounter(Counter, u64),
+    /// Publishes that the first bytes of a round, up to an offset of its area, are there.
+    SetPublished { round: u64, end: usize },
+    /// Waits until rank `from` has published the bytes of a round up to an offset of its area.
+    AwaitPublished { round: u64, end: usize, from: usize },
     /// Waits until the counters of other ranks count a round.
     AwaitCounter(Counter, u64, Peers),
     /// Copies data that rank `from` published, at offset `at` of its area, to the bytes `range` of the
@@ -211,7 +221,17 @@ impl Schedule {
         self.kind != CallKind::AllReduce
             && !self.has_owners()
             && !self.fits_in_slot()
-            && self.fits_in(self.limits.whole_bytes)
+            && self.fits_in(self.most_in_one_round())
+    }
+
+    #[inline(always)]
+    fn most_in_one_round(&self) -> usize {
+        match self.kind {
+            _ if self.has_chunks() => self.limits.round_bytes,
+            // All ranks publish at the same time, and then all fetch.
+            CallKind::AllGather | CallKind::AllToAll | CallKind::ReduceScatter => self.limits.piece_bytes,
+            _ => self.limits.whole_bytes,
+        }
     }
 
     /// Returns the area where this rank publishes its data in a small call.
@@ -256,14 +276,12 @@ impl Schedule {
             return self.bytes;
         }
         let blocks = self.blocks();
-        let most = self.limits.round_bytes / blocks;
+        let most = if self.has_chunks() { self.limits.round_bytes } else { self.limits.piece_bytes } / blocks;
         let piece = match self.kind {
             CallKind::AllReduce if self.has_owners() => most,
-            CallKind::Broadcast | CallKind::Scatter | CallKind::Gather | CallKind::AllReduce => {
-                (self.bytes / MIN_COPY_ROUNDS).max(MIN_COPY_BYTES / blocks).min(most)
-            }
-            // More rounds gain nothing, as all ranks copy at the same time, and each round may cost a context
-            // switch.
+            CallKind::AllReduce => (self.bytes / MIN_COPY_ROUNDS).max(MIN_COPY_BYTES).min(most),
+            // More rounds gain nothing: all ranks copy at the same time, or the rounds have chunks. Each round may cost a
+            // context switch.
             _ => most,
         };
         let aligned = piece - piece % ALIGNMENT.max(self.element);
@@ -299,6 +317,13 @@ impl Schedule {
         let own = block(rank, self.ranks, part.len() / self.element);
         let at = own.start * self.element;
         (part.start + at..part.start + own.end * self.element, at)
+    }
+
+    /// Returns whether a rank publishes a round in chunks, so that another rank copies one chunk while it publishes the
+    /// next. These are calls in which a rank only publishes, or only fetches.
+    #[inline(always)]
+    pub(crate) fn has_chunks(&self) -> bool {
+        matches!(self.kind, CallKind::Broadcast | CallKind::Gather | CallKind::Scatter)
     }
 
     /// Returns whether every rank owns a part of each round, which it reduces for the other ranks.

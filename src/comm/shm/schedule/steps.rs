@@ -23,6 +23,14 @@ impl Schedule {
                 emit(ScheduleStep::AwaitRound(0));
             }
             Self::publish(self.published(), area, emit);
+            if area != Area::Slot && self.has_chunks() {
+                if self.has_data() {
+                    emit(ScheduleStep::SetCounter(Counter::Published, 0));
+                }
+                self.match_calls(emit);
+                self.fetch_chunks(0, emit);
+                return false;
+            }
             self.match_calls(emit);
             Self::consume(self.results(), area, emit);
             if area != Area::Slot {
@@ -33,8 +41,12 @@ impl Schedule {
         match index.checked_sub(1) {
             None => {
                 emit(ScheduleStep::AwaitSlot);
-                // If this rank exposes no elements, no rank reduces in place. The first round is published before
-                // the call, so ranks wait for each other once and not twice.
+                // If this rank exposes no elements, no rank reduces in place. The first round, or its first chunk, is
+                // published before the call, so ranks wait for each other once and not twice.
+                if self.has_chunks() {
+                    self.publish_chunks(0, true, emit);
+                    return true;
+                }
                 if !self.exposed {
                     self.publish_round(0, emit);
                 }
@@ -55,7 +67,7 @@ impl Schedule {
 
     /// Emits the steps that announce this rank's call, and that wait for the calls of the ranks whose data it
     /// needs.
-    fn match_calls(&self, emit: &mut impl FnMut(ScheduleStep)) {
+    pub(super) fn match_calls(&self, emit: &mut impl FnMut(ScheduleStep)) {
         emit(ScheduleStep::Announce);
         if let Some(peers) = self.sources() {
             emit(ScheduleStep::MatchCall(peers));
@@ -71,7 +83,11 @@ impl Schedule {
             return false;
         }
         if round + 1 < rounds {
-            self.publish_round(round + 1, emit);
+            if self.has_chunks() {
+                self.publish_chunks(round + 1, false, emit);
+            } else {
+                self.publish_round(round + 1, emit);
+            }
         }
         self.consume_round(round, emit);
         if let Some(before) = round.checked_sub(1).filter(|_| self.has_owners()) {
@@ -156,7 +172,7 @@ impl Schedule {
     /// Returns the blocks of this rank's buffer that other ranks need, each reduced to its piece `part`, and their
     /// positions in this rank's area, `stride` bytes apart. For a kind of call without blocks, it is the piece itself.
     #[inline(always)]
-    fn published_part(&self, part: Range<usize>, stride: usize) -> Transfers {
+    pub(super) fn published_part(&self, part: Range<usize>, stride: usize) -> Transfers {
         let len = part.len();
         match self.kind {
             CallKind::ReduceScatter | CallKind::Scatter | CallKind::AllToAll => {
@@ -172,7 +188,7 @@ impl Schedule {
 
     /// Returns what this rank takes of the piece `part` of each block, where the pieces are `stride` bytes apart.
     #[inline(always)]
-    fn results_part(&self, part: &Range<usize>, stride: usize) -> Results {
+    pub(super) fn results_part(&self, part: &Range<usize>, stride: usize) -> Results {
         let (len, own) = (part.len(), self.me * self.bytes + part.start);
         let at = self.block_index(self.me) * stride;
         match self.kind {
@@ -248,6 +264,9 @@ impl Schedule {
 
     /// Emits the steps that fetch or reduce the data of a round that this rank needs.
     fn consume_round(&self, round: u64, emit: &mut impl FnMut(ScheduleStep)) {
+        if self.has_chunks() {
+            return self.fetch_chunks(round, emit);
+        }
         let (part, area) = (self.round_range(round), Area::Round(round));
         if let Some(peers) = self.sources() {
             emit(ScheduleStep::AwaitCounter(Counter::Published, round, peers));
