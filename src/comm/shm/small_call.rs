@@ -88,6 +88,7 @@ impl HostMemory {
                 if !std::mem::replace(&mut is_announced, true) {
                     self.announce(small.call_number.number, &small.call_number.header, None);
                 }
+                fault_point("sent", small.seq, small.published);
                 (rest.start, chunk) = (end, later);
             }
         }
@@ -119,7 +120,8 @@ impl HostMemory {
                 let end = published.get().min(total as u64) as usize;
                 let (part, location) =
                     (range.start + done..range.start + end, small.location(rank, at + done));
-                small.fetched += copy_reduce::fetch(self, elements, part, location, total);
+                copy_reduce::fetch(self, elements, part, location, total);
+                small.fetched = skipped + end;
                 fault_point("received", small.seq, small.fetched);
             }
             skipped += total;

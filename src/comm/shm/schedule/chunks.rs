@@ -21,6 +21,7 @@ impl Schedule {
         stride: usize,
     ) -> impl Iterator<Item = Transfer> + Clone + use<> {
         let all = if self.has_data() { self.published_part(part, stride) } else { Transfers::NONE };
+        // These begin with the next rank, and rank 0 comes after the last one.
         let before = if all.left > 1 { self.me } else { 0 };
         Transfers { next: 0, left: before, ..all.clone() }.chain(Transfers { left: all.left - before, ..all })
     }
