@@ -95,8 +95,8 @@ REMOVALS = {
             (f"{COMM}/shm/doorbells.rs", "        full_fence();\n        self.wake_all_marked();\n", "        self.wake_all_marked();\n"),
             (
                 f"{COMM}/shm/doorbells.rs",
-                "    fn wake_all_marked(&self) {\n",
-                "    fn wake_all_marked(&self) {}\n\n    fn wake_everyone(&self) {\n",
+                "    pub(crate) fn wake_all_marked(&self) {\n",
+                "    pub(crate) fn wake_all_marked(&self) {}\n\n    fn wake_everyone(&self) {\n",
             ),
             (f"{COMM}/shm/doorbells.rs", "        if sleeping_ranks(self.segment.word(at)) & bit != 0 {\n", "        if at == usize::MAX && bit != 0 {\n"),
             # A rank that others do not wake would sleep for ever: each rank wakes all before it sleeps itself.
