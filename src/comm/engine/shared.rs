@@ -75,8 +75,8 @@ impl Shared {
             && self.try_with_engine(|engine| engine.try_send_by_cell(to, call, buffers)) == Some(true)
     }
 
-    /// Receives a message from a rank of this host, if it has at most [`MAX_ANNOUNCED_BYTES`] and no operation is queued, and
-    /// waits until it is done. Returns `None` if it cannot; nothing was started then. `limit` is evaluated if the receive must wait.
+    /// Receives a message of at most [`MAX_ANNOUNCED_BYTES`] from a rank of this host, if no operation is queued. Waits
+    /// until it is done. Returns `None` if it cannot; nothing was started then. `limit` is evaluated if the receive must wait.
     #[inline(always)]
     pub(crate) fn recv_by_cell(
         &self,

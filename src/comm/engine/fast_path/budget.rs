@@ -9,7 +9,8 @@ use crate::flight;
 
 /// Attempts between two `pause` instructions, each of which takes about as long as the awaited data.
 const SPINS_PER_PAUSE: u32 = 8;
-/// Most times that one inline call moves data. Then it is queued, so that other events are polled too.
+/// Most times that one inline call moves data. Then it is queued, so that other events are polled too. Each chunk of a
+/// collective counts: 1 MiB has 32.
 const MAX_ROUNDS: u32 = 128;
 
 /// Limits for how long an operation is tried inline.

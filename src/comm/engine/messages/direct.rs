@@ -1,7 +1,7 @@
 //! Fast path for messages: the calling thread sends and receives them if no earlier message is queued.
 //!
-//! A message of up to [`MAX_ANNOUNCED_BYTES`] inside a host is sent in a cell, or announced by one. The frames of all others are
-//! those of queued messages. All but the most common cases use the queues.
+//! A message of up to [`MAX_ANNOUNCED_BYTES`] inside a host is sent in a cell, or announced by one. The frames of all
+//! others are those of queued messages. All but the most common cases use the queues.
 
 use std::io::IoSlice;
 

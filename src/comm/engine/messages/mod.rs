@@ -117,7 +117,7 @@ impl PeerMessages {
         self.has_posted() || !self.outgoing.is_empty()
     }
 
-    /// Returns whether a message of `bytes` bytes usually comes before this rank has told the peer that a receive is posted.
+    /// Returns whether the peer usually sends a message of `bytes` bytes before it knows that a receive is posted.
     pub(crate) fn comes_at_once(&self, bytes: usize) -> bool {
         bytes <= EAGER_BYTES || self.conn.as_ref().is_some_and(|conn| bytes <= conn.most_announced())
     }

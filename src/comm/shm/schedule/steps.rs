@@ -83,11 +83,7 @@ impl Schedule {
             return false;
         }
         if round + 1 < rounds {
-            if self.has_chunks() {
-                self.publish_chunks(round + 1, false, emit);
-            } else {
-                self.publish_round(round + 1, emit);
-            }
+            self.publish_round(round + 1, emit);
         }
         self.consume_round(round, emit);
         if let Some(before) = round.checked_sub(1).filter(|_| self.has_owners()) {
@@ -246,6 +242,9 @@ impl Schedule {
 
     /// Emits the steps that publish the data of a round that other ranks need.
     fn publish_round(&self, round: u64, emit: &mut impl FnMut(ScheduleStep)) {
+        if self.has_chunks() {
+            return self.publish_chunks(round, false, emit);
+        }
         let area = Area::Round(round);
         if !self.has_owners() && !self.has_data() {
             return;
