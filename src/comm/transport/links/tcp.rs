@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::time::Duration;
 
 use nix::libc;
+use smallvec::SmallVec;
 use socket2::{Domain, Protocol, Socket, TcpKeepalive, Type};
 
 use super::Link;
@@ -14,6 +15,9 @@ use super::fork::CloseOnFork;
 
 /// Maximum number of connections that the kernel queues for a listening socket until the rank accepts them.
 const BACKLOG: i32 = 4096;
+
+/// Most bytes that are copied into one buffer before they are sent. The kernel takes one buffer faster than several.
+const MAX_JOINED_BYTES: usize = 2 << 10;
 
 /// A connected, nonblocking TCP socket.
 #[derive(Debug)]
@@ -97,7 +101,13 @@ impl Tcp {
 
 impl Link for Tcp {
     fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
-        self.socket.send_vectored_with_flags(parts, libc::MSG_NOSIGNAL)
+        let bytes: usize = parts.iter().map(|part| part.len()).sum();
+        if parts.len() < 2 || bytes > MAX_JOINED_BYTES {
+            return self.socket.send_vectored_with_flags(parts, libc::MSG_NOSIGNAL);
+        }
+        let mut joined = SmallVec::<[u8; MAX_JOINED_BYTES]>::new();
+        parts.iter().for_each(|part| joined.extend_from_slice(part));
+        self.socket.send_with_flags(&joined, libc::MSG_NOSIGNAL)
     }
 
     fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize> {
@@ -230,20 +240,48 @@ pub(crate) fn listen(address: SocketAddr) -> io::Result<Listener> {
 mod tests {
     use super::*;
 
-    #[test]
-    fn loopback_connections_are_not_paced() {
-        let listener = listen("127.0.0.1:0".parse().unwrap()).unwrap();
-        let dialled = Tcp::connect(listener.address().unwrap(), None).unwrap();
+    /// Calls `attempt` until it succeeds, for at most 10 s.
+    fn retry<T>(mut attempt: impl FnMut() -> io::Result<T>) -> T {
         let until = std::time::Instant::now() + Duration::from_secs(10);
-        let accepted = loop {
-            match listener.accept() {
-                Ok((tcp, _)) => break tcp,
+        loop {
+            match attempt() {
+                Ok(done) => return done,
                 Err(error) => assert_eq!(error.kind(), io::ErrorKind::WouldBlock),
             }
-            assert!(std::time::Instant::now() < until, "nobody came");
+            assert!(std::time::Instant::now() < until, "nothing came");
             std::thread::yield_now();
-        };
+        }
+    }
+
+    /// Returns a listener, and the two ends of a connection to it.
+    fn connected() -> (Listener, Tcp, Tcp) {
+        let listener = listen("127.0.0.1:0".parse().unwrap()).unwrap();
+        let dialled = Tcp::connect(listener.address().unwrap(), None).unwrap();
+        let (accepted, _) = retry(|| listener.accept());
         assert!(dialled.is_connected().unwrap());
+        (listener, dialled, accepted)
+    }
+
+    #[test]
+    fn parts_arrive_in_order_whether_they_are_joined_or_not() {
+        let (_listener, mut sender, mut receiver) = connected();
+        for bytes in [[0, 1, 0], [64, 4, 1], [64, MAX_JOINED_BYTES - 65, 1], [64, MAX_JOINED_BYTES, 7]] {
+            let sent: Vec<u8> = (0..bytes.iter().sum()).map(|index: usize| index as u8).collect();
+            let (first, rest) = sent.split_at(bytes[0]);
+            let (second, third) = rest.split_at(bytes[1]);
+            let parts = [first, second, third].map(IoSlice::new);
+            assert_eq!(sender.try_send(&parts).unwrap(), sent.len());
+            let (mut got, mut filled) = (vec![0; sent.len()], 0);
+            while filled < got.len() {
+                filled += retry(|| receiver.try_recv(&mut got[filled..]));
+            }
+            assert!(got == sent, "{bytes:?}");
+        }
+    }
+
+    #[test]
+    fn loopback_connections_are_not_paced() {
+        let (listener, dialled, accepted) = connected();
         // All sockets must begin with Reno, because a socket that was once paced stays paced.
         for socket in [&listener.socket, &dialled.socket, &accepted.socket] {
             assert_eq!(name(socket), "reno");
