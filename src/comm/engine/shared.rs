@@ -15,7 +15,7 @@ use crate::buffer::SendRecvBuffers;
 use crate::collectives::call::{Call, Status};
 use crate::collectives::kernels::Kernel;
 use crate::error::CommError;
-use crate::transport::links::MAX_ANNOUNCED_BYTES;
+use crate::transport::links::EAGER_BYTES;
 
 /// The engine of a group, shared by the threads that make calls of the group.
 pub(crate) type Shared = progress_lock::Shared<Engine>;
@@ -67,16 +67,16 @@ impl Shared {
         }
     }
 
-    /// Sends a message to a rank of this host, if it has at most [`MAX_ANNOUNCED_BYTES`] and can be sent at once. Returns whether it was sent; if
-    /// not, nothing has happened.
+    /// Sends a message to a rank of this host, if it has at most [`EAGER_BYTES`] and can be sent at once. Returns whether it
+    /// was sent; if not, nothing has happened.
     #[inline(always)]
     pub(crate) fn send_by_cell(&self, to: usize, call: Call, buffers: &SendRecvBuffers<'_>) -> bool {
-        call.bytes() <= MAX_ANNOUNCED_BYTES as u64
+        call.bytes() <= EAGER_BYTES as u64
             && self.try_with_engine(|engine| engine.try_send_by_cell(to, call, buffers)) == Some(true)
     }
 
-    /// Receives a message of at most [`MAX_ANNOUNCED_BYTES`] from a rank of this host, if no operation is queued. Waits
-    /// until it is done. Returns `None` if it cannot; nothing was started then. `limit` is evaluated if the receive must wait.
+    /// Receives a message of at most [`EAGER_BYTES`] from a rank of this host, if no operation is queued. Waits until it is
+    /// done. Returns `None` if it cannot; nothing was started then. `limit` is evaluated if the receive must wait.
     #[inline(always)]
     pub(crate) fn recv_by_cell(
         &self,
@@ -85,7 +85,7 @@ impl Shared {
         buffers: &mut SendRecvBuffers<'_>,
         limit: &dyn Fn() -> TimeLimit,
     ) -> Option<Result<Status, CommError>> {
-        if call.bytes() > MAX_ANNOUNCED_BYTES as u64 {
+        if call.bytes() > EAGER_BYTES as u64 {
             return None;
         }
         // SAFETY: as in `call`.

@@ -17,7 +17,7 @@ use convoke_env::Generation;
 /// First bytes of every frame.
 pub(crate) const MAGIC: [u8; 4] = *b"CVK1";
 /// Protocol version of all traffic between ranks.
-pub(crate) const VERSION: u8 = 5;
+pub(crate) const VERSION: u8 = 6;
 /// Size of a header in bytes.
 pub(crate) const HEADER_BYTES: usize = 64;
 /// Longest payload, in bytes, of a frame that is buffered instead of received into a posted buffer.
@@ -221,7 +221,7 @@ pub(crate) mod tests {
         };
         #[rustfmt::skip]
         let bytes = [
-            b'C', b'V', b'K', b'1', 5, 7, 0, 0,
+            b'C', b'V', b'K', b'1', 6, 7, 0, 0,
             0xA0, 0xA1, 0xA2, 0xA3, 0xA4, 0xA5, 0xA6, 0xA7, 0xA8, 0xA9, 0xAA, 0xAB, 0xAC, 0xAD, 0xAE, 0xAF,
             1, 2, 3, 4, 5, 6, 7, 8,
             0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x17, 0x18,

@@ -9,10 +9,9 @@ impl Group {
     /// Sends `buf` to rank `to`, which must receive it with equal tag and type, in a buffer that is not
     /// shorter.
     ///
-    /// Returns when `buf` may be reused. A message of up to 64 KiB is usually sent before its receive is posted
-    /// (eager). So two ranks may both send such a message before they receive. Inside a host, a message of up to
-    /// 256 KiB is often eager too. Larger messages wait for the receiver (rendezvous). Messages of one sender with one
-    /// tag are received in the order in which they were sent.
+    /// Returns when `buf` may be reused. A message of up to 256 KiB is usually sent before its receive is posted
+    /// (eager). So two ranks may both send such a message before they receive. Larger messages wait for the
+    /// receiver (rendezvous). Messages of one sender with one tag are received in the order in which they were sent.
     ///
     /// A rank may send to itself. Such a send never waits: if no receive is posted, the message is copied,
     /// whatever its length, and kept until it is received.

@@ -56,7 +56,7 @@ impl Engine {
             return RecvResult::NotInline;
         }
         let messages = &mut self.peers[from].messages;
-        if !messages.comes_at_once(call.bytes() as usize) {
+        if is_large(call) {
             return RecvResult::NotInline;
         }
         let mut into = buffers.received(0..call.bytes() as usize);
@@ -170,7 +170,7 @@ impl Engine {
         let (mut step, mut done) = (None, 0);
         let mut budget = RetryBudget::new(&self.settings, &self.driver, call.bytes());
         while let Ok(state @ (RecvProgress::Nothing | RecvProgress::Partial(_))) = received {
-            if !self.peers[from].messages.comes_at_once(call.bytes() as usize) {
+            if is_large(call) {
                 // A posted receive lets the sender send at once.
                 break;
             }

@@ -1,6 +1,6 @@
 //! Fast path for messages: the calling thread sends and receives them if no earlier message is queued.
 //!
-//! A message of up to [`MAX_ANNOUNCED_BYTES`] inside a host is sent in a cell, or announced by one. The frames of all
+//! A message of up to [`EAGER_BYTES`] inside a host is sent in a cell, or announced by one. The frames of all
 //! others are those of queued messages. All but the most common cases use the queues.
 
 use std::io::IoSlice;
@@ -14,7 +14,7 @@ use crate::collectives::call::Call;
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
 use crate::transport::links::conn::ConnError;
-use crate::transport::links::{CELL_BYTES, CellMessage, MAX_ANNOUNCED_BYTES};
+use crate::transport::links::{CELL_BYTES, CellMessage};
 
 /// The result of a direct send.
 #[derive(Debug)]
@@ -52,7 +52,7 @@ impl PeerMessages {
         if bytes.len() < len {
             return Ok(SendProgress::Nothing);
         }
-        if len <= MAX_ANNOUNCED_BYTES && self.send_cell(call, bytes)? {
+        if len <= EAGER_BYTES && self.send_cell(call, bytes)? {
             return Ok(SendProgress::Complete);
         }
         let (kind, cost) = if len <= EAGER_BYTES {
@@ -89,7 +89,7 @@ impl PeerMessages {
         self.outgoing.is_empty() && self.held == 0 && cost <= self.credit.left
     }
 
-    /// Sends a message of at most [`MAX_ANNOUNCED_BYTES`] by a cell. Returns whether it was sent. The link may announce
+    /// Sends a message of at most [`EAGER_BYTES`] by a cell. Returns whether it was sent. The link may announce
     /// less, have no free cell, or no space.
     #[inline(always)]
     pub(crate) fn send_cell(&mut self, call: Call, bytes: &[u8]) -> Result<bool, MessageError> {
@@ -179,13 +179,13 @@ impl PeerMessages {
         }
         let Some(conn) = &mut self.conn else { return Ok(RecvProgress::UseQueues) };
         let len = into.len();
-        let awaited = Some(len).filter(|&bytes| bytes <= MAX_ANNOUNCED_BYTES);
+        let awaited = Some(len).filter(|&bytes| bytes <= EAGER_BYTES);
         let Some(CellMessage { header, data_at }) = conn.cell(self.next_incoming, awaited) else {
             return Ok(RecvProgress::Nothing);
         };
         // The queues handle a message of another tag, or whose length differs from that of the buffer.
         let is_ours = header == call.encode() && call.bytes() == len as u64;
-        if !is_ours || len > if data_at.is_some() { MAX_ANNOUNCED_BYTES } else { CELL_BYTES } {
+        if !is_ours || len > if data_at.is_some() { EAGER_BYTES } else { CELL_BYTES } {
             if let Some(theirs) = Call::decode(header).ok().filter(|theirs| theirs.root == call.root) {
                 check_type(theirs, call, self.next_incoming)?;
             }

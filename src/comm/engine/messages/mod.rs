@@ -11,9 +11,9 @@
 //! sender's next message is for that receive, the sender sends it without an announcement. If it is not, or the sender
 //! has announced it already, the frame has no effect.
 //!
-//! Inside a host, a message of up to [`MAX_ANNOUNCED_BYTES`] goes through a cell of shared memory, or is announced by
-//! one, if the caller sends it directly ([`direct`]). So it is sent at once too. The sequence numbers tell the order of
-//! messages in cells and in the stream.
+//! Inside a host, a message of up to [`EAGER_BYTES`] goes through a cell of shared memory, or is announced by
+//! one, if the caller sends it directly ([`direct`]). The sequence numbers tell the order of messages in cells and in
+//! the stream.
 //!
 //! A message may be shorter than the buffer of its receive. If it is longer, the receive fails, and the rest
 //! of the message is read and discarded, so that the next message is in its place.
@@ -35,8 +35,7 @@ use crate::collectives::call::{Call, Status};
 use crate::engine::completion::Completion;
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, GroupId, HEADER_BYTES, Kind};
-#[cfg(doc)]
-use crate::transport::links::MAX_ANNOUNCED_BYTES;
+pub(crate) use crate::transport::links::EAGER_BYTES;
 use crate::transport::links::conn::Conn;
 pub(crate) use queues::{AnySourceQueue, DeadlineBounds, MessageError, PostedCall, Probe};
 use queues::{Match, OutgoingFrame, PendingRecv, PendingSend, ReadState, Stage, check_type, send_index};
@@ -44,16 +43,14 @@ use unexpected::{
     CREDIT_BYTES, Credit, MAX_ANNOUNCEMENTS, UnexpectedContent, UnexpectedMessage, UnexpectedQueue,
 };
 
-/// Largest message that is sent eagerly in the byte stream, before a receive matches it.
-pub(crate) const EAGER_BYTES: usize = 64 << 10;
-
 /// Returns whether a message waits for its receive before its elements are sent.
 pub(crate) fn is_large(call: Call) -> bool {
     call.bytes() > EAGER_BYTES as u64
 }
 
-/// Most bytes of a message that one write passes to the connection, so that other peers get their turn.
-const MAX_WRITE_BYTES: usize = 512 << 10;
+/// Most bytes of a message that one write passes to the connection, so that other peers get their turn. A socket takes at
+/// most what fits into its send buffer, 4 MiB in Linux. In several writes, a message takes up to a tenth longer.
+const MAX_WRITE_BYTES: usize = 4 << 20;
 
 /// All messages with one peer.
 #[derive(Debug)]
@@ -115,11 +112,6 @@ impl PeerMessages {
 
     pub(crate) fn is_busy(&self) -> bool {
         self.has_posted() || !self.outgoing.is_empty()
-    }
-
-    /// Returns whether the peer usually sends a message of `bytes` bytes before it knows that a receive is posted.
-    pub(crate) fn comes_at_once(&self, bytes: usize) -> bool {
-        bytes <= EAGER_BYTES || self.conn.as_ref().is_some_and(|conn| bytes <= conn.most_announced())
     }
 
     fn update_bounds(&mut self, completion: &Completion) {

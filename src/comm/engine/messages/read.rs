@@ -3,15 +3,18 @@
 use smallvec::{SmallVec, smallvec};
 
 use super::{
-    AnySourceQueue, EAGER_BYTES, Match, MessageError, PeerMessages, PendingRecv, ReadState, Stage,
-    UnexpectedContent, UnexpectedMessage, check_type, send_index,
+    AnySourceQueue, Match, MessageError, PeerMessages, PendingRecv, ReadState, Stage, UnexpectedContent,
+    UnexpectedMessage, check_type, is_large, send_index,
 };
 use crate::collectives::call::Call;
 use crate::error::PeerMisbehaved;
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
 use crate::transport::links::conn::{Conn, ConnError};
-use crate::transport::links::{CELL_BYTES, CellMessage, MAX_ANNOUNCED_BYTES};
+use crate::transport::links::{CELL_BYTES, CellMessage};
+
+/// Most bytes that are read ahead if the next message may be of any length.
+const READ_AHEAD_BYTES: usize = 64 << 10;
 
 impl PeerMessages {
     /// Reads available data with at most one system call, or the next message of a link that needs none. Returns
@@ -43,7 +46,7 @@ impl PeerMessages {
                     fault_point("message received", recv.id, recv.done);
                     got
                 }
-                None => match conn.fill(if reads_header { HEADER_BYTES } else { EAGER_BYTES }) {
+                None => match conn.fill(if reads_header { HEADER_BYTES } else { READ_AHEAD_BYTES }) {
                     Ok(got) => got,
                     // The peer may have filled a cell after the last look and before it closed the stream.
                     Err(ConnError::Closed) if self.read_cell(any_source, conn)? => {
@@ -102,7 +105,7 @@ impl PeerMessages {
         if let Some(at) = data_at {
             conn.take_header(at).map_err(MessageError::Broken)?;
             let frame = Frame { len: decoded.bytes(), call, ..self.frame(Kind::Eager, seq) };
-            self.handle_message(any_source, &frame, MAX_ANNOUNCED_BYTES)?;
+            self.handle_message(any_source, &frame)?;
             return Ok(true);
         }
         if decoded.bytes() > CELL_BYTES as u64 {
@@ -110,7 +113,7 @@ impl PeerMessages {
         }
         let mut data: SmallVec<[u8; 256]> = smallvec![0; decoded.bytes() as usize];
         let frame = Frame { len: data.len() as u64, call, ..self.frame(Kind::Eager, seq) };
-        self.handle_message(any_source, &frame, CELL_BYTES)?;
+        self.handle_message(any_source, &frame)?;
         conn.take_cell(&mut data).map_err(MessageError::Broken)?;
         if !matches!(self.reading, ReadState::Header) {
             self.deliver(&data);
@@ -181,7 +184,7 @@ impl PeerMessages {
             return Err(PeerMisbehaved::ForeignMessage { generation, group }.into());
         }
         match frame.kind {
-            Kind::Eager | Kind::Rts => return self.handle_message(any_source, frame, EAGER_BYTES),
+            Kind::Eager | Kind::Rts => return self.handle_message(any_source, frame),
             Kind::Cts => {
                 let index = send_index(&self.sends, seq);
                 let index = index.filter(|&index| self.sends[index].stage != Stage::Held);
@@ -240,14 +243,8 @@ impl PeerMessages {
         Ok(())
     }
 
-    /// Handles the header of a message that is sent at once, of at most `most` bytes, or a larger one's announcement:
-    /// matches it, or keeps it.
-    fn handle_message(
-        &mut self,
-        any_source: &mut AnySourceQueue,
-        frame: &Frame,
-        most: usize,
-    ) -> Result<(), MessageError> {
+    /// Handles the header of a message that is sent at once, or a larger one's announcement: matches it, or keeps it.
+    fn handle_message(&mut self, any_source: &mut AnySourceQueue, frame: &Frame) -> Result<(), MessageError> {
         let call = Call::decode(frame.call)?;
         let (seq, eager) = (frame.seq, frame.kind == Kind::Eager);
         if seq != self.next_incoming {
@@ -255,7 +252,7 @@ impl PeerMessages {
         }
         self.next_incoming += 1;
         let expected = if eager { call.bytes() } else { 0 };
-        if frame.len != expected || eager && call.bytes() > most as u64 {
+        if frame.len != expected || eager && is_large(call) {
             return Err(PeerMisbehaved::EagerLength { len: frame.len, call }.into());
         }
         if let Some(index) = self.match_recv(any_source, call.root) {

@@ -12,8 +12,8 @@ use crate::collectives::call::CallKind;
 use crate::collectives::dtype::Dtype;
 use crate::error::CommError;
 use crate::shm::ring;
+use crate::transport::links::CELL_BYTES;
 use crate::transport::links::fake::{self, FaultScript};
-use crate::transport::links::{CELL_BYTES, MAX_ANNOUNCED_BYTES};
 use convoke_testkit::Random;
 
 fn group() -> GroupId {
@@ -104,7 +104,7 @@ fn random_messages_keep_their_order_for_each_tag() {
                 let len = match random.below(5) {
                     0 => random.below(40),
                     4 if !small => random.below(2 * CELL_BYTES),
-                    1 if !small => EAGER_BYTES + random.below(MAX_ANNOUNCED_BYTES),
+                    1 if !small => EAGER_BYTES + random.below(EAGER_BYTES),
                     _ if small => random.below(300),
                     _ => random.below(EAGER_BYTES + 1),
                 };
@@ -176,7 +176,7 @@ fn random_messages_keep_their_order_for_each_tag() {
 
 /// Returns the two ends of messages between two ranks.
 fn ends() -> (PeerMessages, PeerMessages) {
-    let (a, b) = fake::pair(FaultScript::default());
+    let (a, b) = fake::pair(FaultScript { capacity: 1 << 20, ..FaultScript::default() });
     let (mut left, mut right) = (PeerMessages::new(1, group()), PeerMessages::new(0, group()));
     (left.conn, right.conn) = (Some(Conn::new(Box::new(a))), Some(Conn::new(Box::new(b))));
     (left, right)
@@ -220,9 +220,11 @@ fn large_message_for_a_posted_receive_is_sent_without_a_request() {
 }
 
 #[test]
-fn message_of_256_kib_inside_a_host_is_sent_before_its_receive_is_posted() {
-    for (bytes, at_once) in [(MAX_ANNOUNCED_BYTES, true), (MAX_ANNOUNCED_BYTES + 1, false)] {
-        let (mut left, mut right) = ends_in_memory();
+fn message_of_256_kib_is_sent_before_its_receive_is_posted() {
+    let links: [fn() -> (PeerMessages, PeerMessages); 2] = [ends, ends_in_memory];
+    let sizes = [(EAGER_BYTES, true), (EAGER_BYTES + 1, false)];
+    for (ends, (bytes, at_once)) in links.into_iter().flat_map(|link| sizes.map(|size| (link, size))) {
+        let (mut left, mut right) = ends();
         let (sent, got) = (vec![5; bytes], vec![0; bytes]);
         let mut message = Message { tag: 1, sent, got, sending: None, receiving: None };
         message.send(&mut left, true);
@@ -246,13 +248,13 @@ fn message_of_256_kib_inside_a_host_is_sent_before_its_receive_is_posted() {
 fn direct_receive_takes_credit_that_comes_before_its_message() {
     let (mut left, mut right) = ends_in_memory();
     for tag in 1..4 {
-        let (sent, got) = (vec![tag as u8; MAX_ANNOUNCED_BYTES], vec![0; MAX_ANNOUNCED_BYTES]);
+        let (sent, got) = (vec![tag as u8; EAGER_BYTES], vec![0; EAGER_BYTES]);
         let mut message = Message { tag, sent, got, sending: None, receiving: None };
         message.send(&mut left, true);
         message.recv(&mut right, true);
         assert!(message.receiving.is_some_and(|completion| completion.is_done()));
     }
-    let sent_bytes = 3 * (MAX_ANNOUNCED_BYTES + HEADER_BYTES);
+    let sent_bytes = 3 * (EAGER_BYTES + HEADER_BYTES);
     assert_eq!(left.credit.left, CREDIT_BYTES - sent_bytes);
     progress(&mut right);
     // The data of this message is in the stream, behind the credit.

@@ -4,11 +4,11 @@ use std::io::{self, IoSlice};
 use std::sync::atomic::Ordering;
 
 use super::{
-    FIRST_CHUNK_BYTES, MAX_CHUNK_BYTES, MAX_READ_BYTES, MESSAGES_IN_RING, MIN_CHUNK_BYTES,
-    PREFETCH_WITH_HEADER, READ_REPORTS_PER_RING, Ring, validated,
+    FIRST_CHUNK_BYTES, MAX_CHUNK_BYTES, MAX_READ_BYTES, MIN_CHUNK_BYTES, PREFETCH_WITH_HEADER,
+    READ_REPORTS_PER_RING, Ring, validated,
 };
 use crate::transport::frame::HEADER_BYTES;
-use crate::transport::links::{CELL_BYTES, CellHeader, CellMessage, Link, MAX_ANNOUNCED_BYTES};
+use crate::transport::links::{CELL_BYTES, CellHeader, CellMessage, Link};
 
 impl Link for Ring {
     fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
@@ -100,10 +100,6 @@ impl Link for Ring {
             self.doorbells.wake(self.peer);
         }
         Ok(sent)
-    }
-
-    fn most_announced(&self) -> usize {
-        self.cells.as_ref().map_or(0, |_| MAX_ANNOUNCED_BYTES.min(self.outgoing.bytes / MESSAGES_IN_RING))
     }
 
     fn cell(&mut self, stamp: u64, awaited: Option<usize>) -> Option<CellMessage> {

@@ -17,7 +17,7 @@ use super::doorbells::Doorbells;
 use super::layout::RingOffsets;
 use super::segment::Segment;
 use super::store_policy::StorePolicy;
-use crate::transport::links::{CellHeader, Link};
+use crate::transport::links::{CellHeader, EAGER_BYTES, Link};
 
 /// The writer publishes its count each time that it has copied an eighth of a write, within the last two bounds. The
 /// reader begins the earlier, the shorter a chunk is. But it then fetches lines that the writer is about to write. On two
@@ -207,12 +207,17 @@ impl Ring {
         self.doorbells.wake_marked(self.peer);
     }
 
+    /// Returns the most bytes of a message that a cell announces: the ring has space for several of them.
+    fn most_announced_bytes(&self) -> usize {
+        EAGER_BYTES.min(self.outgoing.bytes / MESSAGES_IN_RING)
+    }
+
     /// Writes a message into the ring, and announces it by a cell as soon as its first bytes are there. The cell comes
     /// before the count of these bytes. So a reader that sees the count finds the cell, and does not take the data for a
     /// header. Returns false if the message is too long, if no cell is free, or if the ring has no space for all of it.
     #[inline(never)]
     fn send_announced(&mut self, stamp: u64, header: CellHeader, data: &[u8]) -> io::Result<bool> {
-        if data.len() > self.most_announced() {
+        if data.len() > self.most_announced_bytes() {
             return Ok(false);
         }
         let Some(cells) = &mut self.cells else { return Ok(false) };

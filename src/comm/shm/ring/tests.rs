@@ -10,7 +10,7 @@ use crate::shm::layout::{Layout, RingChannel};
 use crate::shm::segment::create;
 use crate::transport::frame::HEADER_BYTES;
 use crate::transport::links::conn::{Conn, ConnError};
-use crate::transport::links::{CELL_BYTES, CellMessage, MAX_ANNOUNCED_BYTES};
+use crate::transport::links::{CELL_BYTES, CellMessage, EAGER_BYTES};
 
 /// Returns both ends of the rings and cells for messages between two ranks.
 pub(crate) fn pair() -> [Ring; 2] {
@@ -57,8 +57,7 @@ fn data_of_an_announced_message_is_read_after_the_bytes_before_it() {
     let [mut a, b] = pair();
     let (mut b, mut at) = (Conn::new(Box::new(b)), 0);
     // The ring wraps around several times, at other places each time.
-    for (seq, bytes) in (0..).zip([CELL_BYTES + 1, 8 << 10, 20_001, 64 << 10, MAX_ANNOUNCED_BYTES].repeat(20))
-    {
+    for (seq, bytes) in (0..).zip([CELL_BYTES + 1, 8 << 10, 20_001, 64 << 10, EAGER_BYTES].repeat(20)) {
         assert_eq!(a.try_send(&[IoSlice::new(&FRAME)]).unwrap(), HEADER_BYTES);
         let sent = data(bytes);
         assert!(a.try_send_cell(seq + 1, HEADER, &sent).unwrap());
@@ -127,12 +126,8 @@ fn ring_has_space_for_several_messages_that_cells_announce() {
     for ranks in [2, 4, 8, 32, 125] {
         let [mut a, _b] = pair();
         a.outgoing.bytes = Layout::dense(ranks).ring(RingChannel::Messages, 0, 1).bytes;
-        let longest = a.most_announced();
-        assert_eq!(
-            longest,
-            if ranks <= 4 { MAX_ANNOUNCED_BYTES } else { a.outgoing.bytes / 4 },
-            "{ranks} ranks"
-        );
+        let longest = a.most_announced_bytes();
+        assert_eq!(longest, if ranks <= 4 { EAGER_BYTES } else { a.outgoing.bytes / 4 }, "{ranks} ranks");
         for stamp in 1..=4 {
             assert!(!a.try_send_cell(stamp, HEADER, &data(longest.max(CELL_BYTES) + 1)).unwrap());
             assert!(a.try_send_cell(stamp, HEADER, &data(longest)).unwrap());

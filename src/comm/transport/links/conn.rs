@@ -119,11 +119,6 @@ impl Conn {
         self.link.try_send_cell(seq + 1, header, data).map_err(ConnError::Failed)
     }
 
-    /// Returns the most bytes of a message that the link announces by a cell; 0 if it has no cells.
-    pub(crate) fn most_announced(&self) -> usize {
-        self.link.most_announced()
-    }
-
     /// Returns message number `seq`, if it is in the next cell of the link. A caller that waits for it gives the number of
     /// bytes of data that it expects, as `awaited`. Then the link looks several times. A message whose data is in the
     /// stream is returned only when the data is next there.

@@ -286,16 +286,16 @@ mod tests {
         let ours = credentials(b"secret");
         assert_eq!(
             proof(&ours, Role::Connector),
-            "e11db6c329e9d0959caa2647a33ccb6a06eb5e4c42d84b4b8910979db09309d9"
+            "956b89dae9b13adef23ca13d2feacdeeb4272018e197bc73b8b45c7884350299"
         );
         assert_eq!(
             proof(&ours, Role::Acceptor),
-            "f3449a3e2ecca06b023cbf6fc5e2b67832b9ef386435b069fe6f1c5910d83565"
+            "c82ac2c61e58fd390a3bfc147d8c2a7c597b695e62cd1b29d3e4d09502e30c5c"
         );
         let open = Credentials::new(None, Generation::from_bytes([1; 16]), 0);
         assert_eq!(
             proof(&open, Role::Connector),
-            "98fd9505f4d40479f8edb8304e271d93f78463ce4aa0eb89770fcc46c9a4d864"
+            "1712f6a9e26b61e680b93cc85ba6abb0a8ca7e8d13e41fb7d393c9e7828b4386"
         );
     }
 

@@ -21,8 +21,9 @@ use std::time::Duration;
 /// Most bytes of data of a message in a cell.
 pub(crate) const CELL_BYTES: usize = 4 << 10;
 
-/// Most bytes of a message that a cell announces, whose data is in the byte stream. A link may announce less.
-pub(crate) const MAX_ANNOUNCED_BYTES: usize = 256 << 10;
+/// Largest message that is sent before its receive is known to be posted (eager). Its data is in a cell, or in the byte
+/// stream. A cell announces the data in the stream, unless the link's memory is too small.
+pub(crate) const EAGER_BYTES: usize = 256 << 10;
 
 /// The header of a message in a cell: the encoded descriptor of its call.
 pub(crate) type CellHeader = [u8; 16];
@@ -53,11 +54,6 @@ pub(crate) trait Link: fmt::Debug + Send {
     /// space. Each message has a larger `stamp` than the message before.
     fn try_send_cell(&mut self, _stamp: u64, _header: CellHeader, _data: &[u8]) -> io::Result<bool> {
         Ok(false)
-    }
-
-    /// Returns the most bytes of a message that a cell of this link announces; 0 if it has no cells.
-    fn most_announced(&self) -> usize {
-        0
     }
 
     /// Returns the message with the number `stamp`, if it is in the next cell. A caller that waits for it gives the number
