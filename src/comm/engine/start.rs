@@ -1,5 +1,7 @@
 //! Starts operations.
 
+use std::sync::Arc;
+
 use super::execution::Execution;
 use super::messages::PostedCall;
 use super::operation::{Operation, Task, Transport};
@@ -8,6 +10,7 @@ use super::streams::Streams;
 use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::Call;
 use crate::collectives::kernels::Kernel;
+use crate::collectives::plan::Plan;
 use crate::shm::collective::ShmCollective;
 use crate::transport::links::hello::ConnectionKind;
 
@@ -66,7 +69,7 @@ impl Engine {
         }
     }
 
-    /// Starts the next collective: opens the connections that it needs. Returns its sequence number too.
+    /// Starts the next collective. Returns its sequence number too.
     fn start_collective(
         &mut self,
         call: Call,
@@ -78,12 +81,25 @@ impl Engine {
             let run = self.start_in_memory(call, buffer, kernel);
             return (run.seq, Box::new(run));
         };
+        let (seq, streams) = self.start_over_connections(call, plan, buffer, kernel);
+        (seq, Box::new(streams))
+    }
+
+    /// Starts the next collective, which runs `plan` over connections: opens those that it needs. Returns its sequence number
+    /// too.
+    pub(super) fn start_over_connections(
+        &mut self,
+        call: Call,
+        plan: Arc<Plan>,
+        buffer: BorrowedBuffer<'static>,
+        kernel: Option<Kernel>,
+    ) -> (u64, Streams) {
         let (seq, ours) = (self.collectives.number(call), &self.settings.credentials);
         let streams = Streams::new(ours, call, seq, plan, buffer, kernel, self.settings.me);
-        for peer in streams.peers().collect::<Vec<_>>() {
+        for peer in streams.peers() {
             self.ensure_connected(peer, ConnectionKind::Collective);
         }
-        (seq, Box::new(streams))
+        (seq, streams)
     }
 
     /// Starts the next collective in shared memory.

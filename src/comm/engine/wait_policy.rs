@@ -40,6 +40,8 @@ const LARGE_BUSY_CORE_YIELDS: u32 = 4;
 
 /// Most spins of an inline call before it becomes a queued operation, if each rank has a core.
 const INLINE_SPINS: u32 = 1000;
+/// Most spins of an inline call over a connection, if each rank has a core. Each takes a system call: all take about 60 µs.
+const CONNECTION_SPINS: u32 = 200;
 /// Most spins of an inline call if there are more ranks than cores.
 const OVERSUBSCRIBED_INLINE_SPINS: u32 = 100;
 /// Most yields of an inline call if there are more ranks than cores.
@@ -53,6 +55,14 @@ pub(super) enum WaitAction {
     Spin,
     Yield,
     Sleep,
+}
+
+/// What an inline call waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum WaitMedium {
+    SharedMemory,
+    /// A connection, where each attempt costs a system call.
+    Connection,
 }
 
 /// The ratio of ranks and cores on a host.
@@ -139,19 +149,23 @@ impl WaitPolicy {
     /// Returns the policy for an inline call: instead of sleeping, the call becomes a queued operation, for
     /// which this policy holds. If there are more ranks than cores, the call spins only while no awaited rank
     /// [shares this core](Self::set_shares_core). `bytes` is the size of the operation.
-    pub(super) fn for_inline(&self, bytes: u64) -> Self {
-        let limits = match self.oversubscription {
-            Oversubscription::No => Limits { spins: INLINE_SPINS, yields: 0, idle_yields: 0 },
-            Oversubscription::Cores => Limits {
-                spins: OVERSUBSCRIBED_INLINE_SPINS,
+    pub(super) fn for_inline(&self, medium: WaitMedium, bytes: u64) -> Self {
+        let is_large = bytes >= LARGE_BYTES;
+        let busy_core = self.without_yields[usize::from(is_large)] > 0;
+        let spins_only = |spins| Limits { spins, yields: 0, idle_yields: 0 };
+        let limits = match (self.oversubscription, medium) {
+            (Oversubscription::No, WaitMedium::SharedMemory) => spins_only(INLINE_SPINS),
+            (Oversubscription::No, WaitMedium::Connection) if busy_core => spins_only(SPINS),
+            (Oversubscription::No, WaitMedium::Connection) => spins_only(CONNECTION_SPINS),
+            (Oversubscription::Cores, medium) => Limits {
+                spins: if medium == WaitMedium::SharedMemory { OVERSUBSCRIBED_INLINE_SPINS } else { 0 },
                 yields: INLINE_YIELDS,
                 idle_yields: INLINE_IDLE_YIELDS,
             },
-            Oversubscription::Sessions => {
+            (Oversubscription::Sessions, _) => {
                 Limits { spins: 0, yields: SESSIONS_IDLE_YIELDS, idle_yields: SESSIONS_IDLE_YIELDS }
             }
         };
-        let is_large = bytes >= LARGE_BYTES;
         Self { limits, without_yields: self.without_yields, is_large, ..Self::new(self.oversubscription) }
     }
 
@@ -354,7 +368,10 @@ mod tests {
             let yields_of = |steps: &[WaitAction]| count(steps, WaitAction::Yield);
             assert_eq!(yields_of(&until_sleep(&mut wait_policy, slice)), yields);
             for wait in 1..BUSY_CORE_WAITS {
-                assert_eq!(yields_of(&until_sleep(&mut wait_policy.for_inline(0), slice)), 0);
+                assert_eq!(
+                    yields_of(&until_sleep(&mut wait_policy.for_inline(WaitMedium::SharedMemory, 0), slice)),
+                    0
+                );
                 let steps = until_sleep(&mut wait_policy, slice);
                 assert_eq!(yields_of(&steps), 0, "{oversubscription:?}, wait {wait}");
             }
@@ -397,9 +414,10 @@ mod tests {
 
     #[test]
     fn oversubscribed_wait_yields_longer_if_others_then_run() {
-        for mut wait_policy in
-            [WaitPolicy::new(Oversubscription::Cores), WaitPolicy::new(Oversubscription::Cores).for_inline(0)]
-        {
+        for mut wait_policy in [
+            WaitPolicy::new(Oversubscription::Cores),
+            WaitPolicy::new(Oversubscription::Cores).for_inline(WaitMedium::SharedMemory, 0),
+        ] {
             let useful = count(&until_sleep(&mut wait_policy, SWITCHED), WaitAction::Yield);
             let idle_yields = count(&until_sleep(&mut wait_policy, IDLE_YIELD), WaitAction::Yield);
             assert!(useful > idle_yields, "{useful} and {idle_yields}");
@@ -421,7 +439,9 @@ mod tests {
 
     #[test]
     fn useless_yields_stop_early() {
-        for wait_policy in [WaitPolicy::new, |ratio| WaitPolicy::new(ratio).for_inline(0)] {
+        for wait_policy in
+            [WaitPolicy::new, |ratio| WaitPolicy::new(ratio).for_inline(WaitMedium::SharedMemory, 0)]
+        {
             let yields = |oversubscription| {
                 count(&until_sleep(&mut wait_policy(oversubscription), IDLE_YIELD), WaitAction::Yield)
             };
@@ -431,7 +451,8 @@ mod tests {
 
     #[test]
     fn brief_wait_spins_unless_the_peer_shares_the_core() {
-        let mut wait_policy = WaitPolicy::new(Oversubscription::Cores).for_inline(0);
+        let mut wait_policy =
+            WaitPolicy::new(Oversubscription::Cores).for_inline(WaitMedium::SharedMemory, 0);
         assert_eq!(
             phases(&until_sleep(&mut wait_policy, IDLE_YIELD)),
             [WaitAction::Spin, WaitAction::Yield, WaitAction::Sleep]
@@ -449,8 +470,27 @@ mod tests {
     }
 
     #[test]
+    fn brief_wait_over_a_connection_spins_only_on_a_core_of_its_own() {
+        let spins = |wait_policy: &WaitPolicy| {
+            let steps = until_sleep(&mut wait_policy.for_inline(WaitMedium::Connection, 0), IDLE_YIELD);
+            count(&steps, WaitAction::Spin)
+        };
+        let mut wait_policy = WaitPolicy::new(Oversubscription::No);
+        assert!(spins(&wait_policy) > SPINS as usize);
+        // A yield shows that another thread computes on this core.
+        until_sleep(&mut wait_policy, Duration::from_millis(4));
+        assert_eq!(spins(&wait_policy), SPINS as usize);
+        for oversubscription in [Oversubscription::Cores, Oversubscription::Sessions] {
+            assert_eq!(spins(&WaitPolicy::new(oversubscription)), 0);
+        }
+    }
+
+    #[test]
     fn brief_wait_with_enough_cores_spins_longer() {
-        let steps = until_sleep(&mut WaitPolicy::new(Oversubscription::No).for_inline(0), IDLE_YIELD);
+        let steps = until_sleep(
+            &mut WaitPolicy::new(Oversubscription::No).for_inline(WaitMedium::SharedMemory, 0),
+            IDLE_YIELD,
+        );
         assert_eq!(phases(&steps), [WaitAction::Spin, WaitAction::Sleep]);
         let long = until_sleep(&mut WaitPolicy::new(Oversubscription::No), IDLE_YIELD);
         assert!(

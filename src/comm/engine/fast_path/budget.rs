@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use crate::engine::settings::Settings;
 use crate::engine::state::Driver;
-use crate::engine::wait_policy::{Oversubscription, WaitAction, WaitPolicy};
+use crate::engine::wait_policy::{Oversubscription, WaitAction, WaitMedium, WaitPolicy};
 use crate::flight;
 
 /// Attempts between two `pause` instructions, each of which takes about as long as the awaited data.
@@ -12,11 +12,14 @@ const SPINS_PER_PAUSE: u32 = 8;
 /// Most times that one inline call moves data. Then it is queued, so that other events are polled too. Each chunk of a
 /// collective counts: 1 MiB has 32.
 const MAX_ROUNDS: u32 = 128;
+/// Most times that one inline call moves data over a connection: each may take as long as 4 MiB.
+const MAX_CONNECTION_ROUNDS: u32 = 32;
 
 /// Limits for how long an operation is tried inline.
 pub(super) struct RetryBudget {
     wait_policy: WaitPolicy,
-    rounds: u32,
+    /// How often the call may still move data.
+    rounds_left: u32,
     failed_spins: u32,
     /// There are more ranks than cores.
     oversubscribed: bool,
@@ -27,11 +30,14 @@ pub(super) struct RetryBudget {
 }
 
 impl RetryBudget {
-    pub(super) fn new(settings: &Settings, driver: &Driver, bytes: u64) -> Self {
+    pub(super) fn new(settings: &Settings, driver: &Driver, medium: WaitMedium, bytes: u64) -> Self {
         let oversubscribed = settings.sharing.oversubscription == Oversubscription::Cores;
         Self {
-            wait_policy: driver.wait_policy.for_inline(bytes),
-            rounds: 0,
+            wait_policy: driver.wait_policy.for_inline(medium, bytes),
+            rounds_left: match medium {
+                WaitMedium::SharedMemory => MAX_ROUNDS,
+                WaitMedium::Connection => MAX_CONNECTION_ROUNDS,
+            },
             failed_spins: 0,
             oversubscribed,
             check_core: oversubscribed,
@@ -44,10 +50,10 @@ impl RetryBudget {
     #[inline]
     pub(super) fn may_retry(&mut self, moved: bool, on_this_core: impl FnOnce() -> bool) -> bool {
         if moved {
-            self.rounds += 1;
+            self.rounds_left -= 1;
             self.only_spun = false;
             self.wait_policy.record_progress();
-            return self.rounds < MAX_ROUNDS;
+            return self.rounds_left > 0;
         }
         if std::mem::take(&mut self.check_core) {
             self.wait_policy.set_shares_core(on_this_core());

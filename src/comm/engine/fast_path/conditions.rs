@@ -6,12 +6,14 @@ use crate::collectives::call::Call;
 use crate::collectives::dtype::ReduceOp;
 use crate::engine::settings::Settings;
 use crate::engine::state::Engine;
-use crate::engine::wait_policy::Oversubscription;
+use crate::engine::wait_policy::{Oversubscription, WaitMedium};
 use crate::shm::HostMemory;
 
 /// Inline calls between two polls for goodbyes and unexpected messages. Failures need no poll: shared memory has
 /// a flag for them. A poll takes about 2 µs. One in 256 calls determined the 99th percentile of short messages.
 const CALLS_BETWEEN_POLLS: u32 = 1024;
+/// Inline calls over connections between two polls for failures and other events.
+const CONNECTION_CALLS_BETWEEN_POLLS: u32 = 64;
 /// Inline collectives between two checks whether this thread is on its assigned core, if there are more ranks
 /// than cores. Messages are checked less often, because the move does not make long messages faster.
 pub(super) const COLLECTIVES_BETWEEN_CORE_CHECKS: u32 = 16;
@@ -23,12 +25,15 @@ pub(super) const MESSAGES_BETWEEN_CORE_CHECKS: u32 = 256;
 const FIRST_ATTEMPTS: u32 = 8;
 
 impl Engine {
-    /// Counts an inline call. Returns whether the call may run inline: this rank uses shared memory, and nothing is
-    /// queued.
+    /// Counts an inline call. Returns whether the call may run inline: nothing is queued, and the group works.
     #[inline(always)]
-    pub(super) fn may_run_inline(&mut self, calls_between_core_checks: u32) -> bool {
+    pub(super) fn may_run_inline(&mut self, medium: WaitMedium, calls_between_core_checks: u32) -> bool {
+        let calls_between_polls = match medium {
+            WaitMedium::SharedMemory => CALLS_BETWEEN_POLLS,
+            WaitMedium::Connection => CONNECTION_CALLS_BETWEEN_POLLS,
+        };
         self.driver.rounds = self.driver.rounds.wrapping_add(1);
-        if self.driver.rounds.is_multiple_of(CALLS_BETWEEN_POLLS) {
+        if self.driver.rounds.is_multiple_of(calls_between_polls) {
             self.poll_events(Instant::now());
         }
         if self.driver.rounds.is_multiple_of(calls_between_core_checks) {
@@ -38,8 +43,13 @@ impl Engine {
         self.failure.is_none()
             && !self.lifecycle.left
             && self.collectives.queue.is_empty()
-            && self.host.memory.as_ref().is_some_and(|node| !node.has_failed())
+            && self.host.memory.as_ref().is_none_or(|node| !node.has_failed())
             && !self.submissions.has_submissions()
+    }
+
+    /// Returns how this rank waits for messages of `peer`.
+    pub(super) fn medium(&self, peer: usize) -> WaitMedium {
+        if self.host.ranks.contains(&peer) { WaitMedium::SharedMemory } else { WaitMedium::Connection }
     }
 }
 

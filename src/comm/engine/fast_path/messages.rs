@@ -1,4 +1,4 @@
-//! Messages between ranks of one host, run inline.
+//! Messages to and from one rank, run inline.
 
 use std::sync::Arc;
 
@@ -15,6 +15,7 @@ use crate::engine::messages::{MessageError, PostedCall, is_large};
 use crate::engine::operation::Operation;
 use crate::engine::recording::call_entry;
 use crate::engine::state::Engine;
+use crate::engine::wait_policy::WaitMedium;
 use crate::flight::{CallRecord, now_ns};
 use crate::shm::copy_reduce::Buffers;
 
@@ -29,7 +30,9 @@ impl Engine {
     /// has happened.
     #[inline]
     pub(crate) fn try_send_by_cell(&mut self, to: usize, call: Call, buffers: &SendRecvBuffers<'_>) -> bool {
-        if !self.may_run_inline(MESSAGES_BETWEEN_CORE_CHECKS) || !self.host.ranks.contains(&to) {
+        if !self.may_run_inline(WaitMedium::SharedMemory, MESSAGES_BETWEEN_CORE_CHECKS)
+            || !self.host.ranks.contains(&to)
+        {
             return false;
         }
         let bytes = buffers.sent(0..call.bytes() as usize);
@@ -52,7 +55,9 @@ impl Engine {
         buffers: &mut SendRecvBuffers<'static>,
         limit: &dyn Fn() -> TimeLimit,
     ) -> RecvResult {
-        if !self.may_run_inline(MESSAGES_BETWEEN_CORE_CHECKS) || !self.host.ranks.contains(&from) {
+        if !self.may_run_inline(WaitMedium::SharedMemory, MESSAGES_BETWEEN_CORE_CHECKS)
+            || !self.host.ranks.contains(&from)
+        {
             return RecvResult::NotInline;
         }
         let messages = &mut self.peers[from].messages;
@@ -168,7 +173,7 @@ impl Engine {
     ) -> Option<RecvRest> {
         let entry = || call_entry(layout::Operation::Recv, Some(from), call, now_ns());
         let (mut step, mut done) = (None, 0);
-        let mut budget = RetryBudget::new(&self.settings, &self.driver, call.bytes());
+        let mut budget = RetryBudget::new(&self.settings, &self.driver, self.medium(from), call.bytes());
         while let Ok(state @ (RecvProgress::Nothing | RecvProgress::Partial(_))) = received {
             if is_large(call) {
                 // A posted receive lets the sender send at once.
@@ -229,7 +234,7 @@ impl Engine {
     /// Moves messages with `peer` until `completion` is done; `Pending` if that requires a longer wait.
     fn progress_message(&mut self, peer: usize, call: Call, completion: Arc<Completion>) -> FastPath {
         self.driver.wait_policy.set_bytes(call.bytes());
-        let mut budget = RetryBudget::new(&self.settings, &self.driver, call.bytes());
+        let mut budget = RetryBudget::new(&self.settings, &self.driver, self.medium(peer), call.bytes());
         loop {
             match completion.take() {
                 Some(Ok(status)) => return FastPath::Done(status),

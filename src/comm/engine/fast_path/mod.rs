@@ -1,4 +1,4 @@
-//! Runs collectives and messages in shared memory inline: on the calling thread, while they need not wait.
+//! Runs collectives and messages inline: on the calling thread, while they need not wait.
 //!
 //! A call is run inline if no operation is queued. It then needs no task in the submission queue; a
 //! collective needs no completion either. If the other ranks do not arrive soon, it is queued.
@@ -15,8 +15,9 @@ use super::completion::{Completion, TimeLimit};
 use super::execution::{Execution, Paths};
 use super::operation::{Operation, Transport};
 use super::state::Engine;
+use super::wait_policy::WaitMedium;
 use crate::buffer::{BorrowedBuffer, CollectiveBuffers, SendRecvBuffers};
-use crate::collectives::call::Call;
+use crate::collectives::call::{Call, CallKind};
 use crate::collectives::kernels::Kernel;
 use crate::error::ExecutionError;
 use crate::fault::fault_point;
@@ -39,7 +40,7 @@ impl Engine {
         kernel: Option<&Kernel>,
         limit: &dyn Fn() -> TimeLimit,
     ) -> SmallResult {
-        if !self.may_run_inline(COLLECTIVES_BETWEEN_CORE_CHECKS) {
+        if !self.may_run_inline(WaitMedium::SharedMemory, COLLECTIVES_BETWEEN_CORE_CHECKS) {
             return SmallResult::NotInline;
         }
         match self.try_small_inline(call, buffers, kernel) {
@@ -52,22 +53,33 @@ impl Engine {
         }
     }
 
-    /// Runs `operation` inline if it uses shared memory and nothing is queued.
+    /// Runs `operation` inline if nothing is queued and it is a message to or from one rank, or a collective.
     pub(super) fn try_inline(&mut self, operation: &mut OperationSlot, limit: TimeLimit) -> FastPath {
-        let is_collective = matches!(operation, Some(Operation::Collective { .. }));
-        let between =
-            if is_collective { COLLECTIVES_BETWEEN_CORE_CHECKS } else { MESSAGES_BETWEEN_CORE_CHECKS };
-        if !self.may_run_inline(between) {
+        let (medium, between) = match operation {
+            Some(Operation::Collective { transport: Transport::SharedMemory, .. }) => {
+                (WaitMedium::SharedMemory, COLLECTIVES_BETWEEN_CORE_CHECKS)
+            }
+            // The driver exchanges the arrivals of a monitored barrier.
+            Some(Operation::Collective { call, .. }) if call.kind != CallKind::MonitoredBarrier => {
+                (WaitMedium::Connection, COLLECTIVES_BETWEEN_CORE_CHECKS)
+            }
+            Some(Operation::Send { to: peer, .. } | Operation::Recv { from: Some(peer), .. }) => {
+                (self.medium(*peer), MESSAGES_BETWEEN_CORE_CHECKS)
+            }
+            _ => return FastPath::NotInline,
+        };
+        if !self.may_run_inline(medium, between) {
             return FastPath::NotInline;
         }
         match operation {
             Some(Operation::Collective { transport: Transport::SharedMemory, .. }) => {
                 self.try_collective_inline(operation, limit)
             }
-            Some(Operation::Send { to: peer, .. }) if self.host.ranks.contains(peer) => {
+            Some(Operation::Collective { .. }) => self.try_connections_inline(operation, limit),
+            Some(Operation::Send { to: peer, .. }) if self.peers[*peer].messages.conn.is_some() => {
                 self.try_send_inline(operation, limit)
             }
-            Some(Operation::Recv { from: Some(peer), .. }) if self.host.ranks.contains(peer) => {
+            Some(Operation::Recv { from: Some(peer), .. }) if self.peers[*peer].messages.conn.is_some() => {
                 self.try_recv_inline(operation, limit)
             }
             _ => FastPath::NotInline,
@@ -94,10 +106,23 @@ impl Engine {
         match rest {
             Some(rest) => FastPath::Pending(self.enqueue_small(call, rest, buffer, kernel, limit)),
             None => {
+                let started_ns = now_ns();
                 let run = self.start_in_memory(call, buffer, kernel);
-                self.try_large_inline(run, limit)
+                self.run_inline((call, run.seq), run, WaitMedium::SharedMemory, started_ns, limit)
             }
         }
+    }
+
+    /// Runs a collective over connections as far as possible with short waits only.
+    fn try_connections_inline(&mut self, operation: &mut OperationSlot, limit: TimeLimit) -> FastPath {
+        let Some(Operation::Collective { call, transport: Transport::Connections(plan), buffers, kernel }) =
+            operation.take()
+        else {
+            unreachable!("the caller has seen that it is a collective over connections");
+        };
+        let started_ns = now_ns();
+        let (seq, run) = self.start_over_connections(call, plan, buffers.into_borrowed(call.kind), kernel);
+        self.run_inline((call, seq), run, WaitMedium::Connection, started_ns, limit)
     }
 
     /// Queues a small call that was begun inline.
@@ -112,23 +137,30 @@ impl Engine {
     ) -> Arc<Completion> {
         let Some(memory) = &mut self.host.memory else { unreachable!("the call was started in this memory") };
         let run = ShmCollective::from_small(memory, call, &small, buffer, kernel, error.is_some());
-        self.enqueue(run, limit, step, error)
+        self.enqueue((call, run.seq), Box::new(run), limit, step, error)
     }
 
     fn paths(&mut self) -> Paths<'_> {
         Paths { connections: &mut self.peers, memory: self.host.memory.as_mut() }
     }
 
-    fn try_large_inline(&mut self, mut run: ShmCollective, limit: TimeLimit) -> FastPath {
-        let (started_ns, call) = (now_ns(), (run.call, run.seq));
-        let recorded = runs_function(run.call).then(|| self.record_collective(call, &run, started_ns));
+    /// Runs a collective that was started, as far as possible with short waits only.
+    fn run_inline<E: Execution + 'static>(
+        &mut self,
+        (call, seq): (Call, u64),
+        mut run: E,
+        medium: WaitMedium,
+        started_ns: u64,
+        limit: TimeLimit,
+    ) -> FastPath {
+        let recorded = runs_function(call).then(|| self.record_collective((call, seq), &run, started_ns));
         let mut result = run.poll(self.paths());
-        let step = recorded.unwrap_or_else(|| self.record_collective(call, &run, started_ns));
-        let mut budget = RetryBudget::new(&self.settings, &self.driver, run.call.bytes());
+        let step = recorded.unwrap_or_else(|| self.record_collective((call, seq), &run, started_ns));
+        let mut budget = RetryBudget::new(&self.settings, &self.driver, medium, call.bytes());
         let error = loop {
             match result {
                 Ok(_) if run.is_finished() => {
-                    fault_point("moved", run.seq, 0);
+                    fault_point("moved", seq, 0);
                     step.end(true);
                     return FastPath::Done(None);
                 }
@@ -139,22 +171,23 @@ impl Engine {
             }
             result = run.poll(self.paths());
         };
-        FastPath::Pending(self.enqueue(run, limit, step, error))
+        FastPath::Pending(self.enqueue((call, seq), Box::new(run), limit, step, error))
     }
 
     /// Queues a collective that was begun inline, and handles the `error` that stopped it, if any.
     #[cold]
     fn enqueue(
         &mut self,
-        run: ShmCollective,
+        (call, seq): (Call, u64),
+        run: Box<dyn Execution>,
         limit: TimeLimit,
         step: flight::CallRecord,
         error: Option<ExecutionError>,
     ) -> Arc<Completion> {
         let completion = Arc::new(Completion::new(limit));
         let _ = completion.step.set(step);
-        self.driver.wait_policy.set_bytes(run.call.bytes());
-        self.collectives.push((run.call, run.seq), Box::new(run), Arc::clone(&completion));
+        self.driver.wait_policy.set_bytes(call.bytes());
+        self.collectives.push((call, seq), run, Arc::clone(&completion));
         self.compare_with_reports();
         if let Some(error) = error {
             self.execution_failed(error);

@@ -6,6 +6,7 @@ use crate::collectives::call::Call;
 use crate::collectives::kernels::Kernel;
 use crate::engine::recording::small_entry;
 use crate::engine::state::Engine;
+use crate::engine::wait_policy::WaitMedium;
 use crate::error::ExecutionError;
 use crate::fault::fault_point;
 use crate::flight::{self, now_ns};
@@ -94,7 +95,7 @@ impl Engine {
         let Some(node) = &mut host.memory else { return SmallCallResult::NotSmall };
         node.doorbells.wake_all();
         let step = settings.flight.begin(&small_entry(call, &small, now_ns()));
-        let mut budget = RetryBudget::new(settings, driver, small.round_bytes());
+        let mut budget = RetryBudget::new(settings, driver, WaitMedium::SharedMemory, small.round_bytes());
         let error = loop {
             let before = small.fetched();
             match node.progress_small::<true>(&mut small, buffers, kernel) {

@@ -5,6 +5,7 @@
 
 use std::io::IoSlice;
 
+use super::read::SHORT_BYTES;
 use super::{
     AnySourceQueue, EAGER_BYTES, MAX_WRITE_BYTES, Match, MessageError, OutgoingFrame, PeerMessages,
     PendingSend, PostedCall, ReadState, Stage, check_type,
@@ -128,7 +129,10 @@ impl PeerMessages {
         }
         let Some(conn) = &mut self.conn else { return Ok(RecvProgress::UseQueues) };
         if conn.unread().len() < HEADER_BYTES {
-            match conn.fill(HEADER_BYTES) {
+            // The elements of a short message are read with its header. Not more: no event would tell that the next message
+            // has been read.
+            let is_short = conn.reads_by_system_calls() && into.len() <= SHORT_BYTES;
+            match conn.fill(HEADER_BYTES + if is_short { into.len() } else { 0 }) {
                 Ok(_) => {}
                 // The peer may have filled a cell before it closed the stream.
                 Err(ConnError::Closed) => return Ok(RecvProgress::UseQueues),

@@ -268,6 +268,25 @@ fn direct_receive_takes_credit_that_comes_before_its_message() {
     assert_eq!(answer.got, answer.sent);
 }
 
+/// No event would tell a probe or a receive from any source that the next message has been read.
+#[test]
+fn direct_receive_over_a_connection_reads_nothing_of_the_next_message() {
+    for bytes in [0, 8, 20_000, EAGER_BYTES] {
+        let (mut left, mut right) = ends();
+        let message =
+            |tag| Message { tag, sent: vec![7; bytes], got: vec![0; bytes], sending: None, receiving: None };
+        let (mut first, mut second) = (message(1), message(2));
+        first.send(&mut left, true);
+        second.send(&mut left, true);
+        let received = right.recv_direct(&AnySourceQueue::default(), call(bytes, 1), &mut first.got).unwrap();
+        assert_eq!(received, RecvProgress::Complete);
+        assert!(first.got == first.sent);
+        assert!(right.conn.as_ref().unwrap().unread().is_empty());
+        progress(&mut right);
+        assert_eq!(right.unexpected(2).unwrap().1.count(), bytes);
+    }
+}
+
 #[test]
 fn receive_that_is_posted_has_no_effect_on_large_messages_of_another_tag() {
     let (mut left, mut right) = ends();
