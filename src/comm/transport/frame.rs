@@ -44,7 +44,7 @@ pub(crate) enum Kind {
     Cts,
     /// Elements of the large message `seq`.
     Message,
-    /// Flow control: the receiver has consumed `seq` bytes of small messages.
+    /// Nothing but the credit that each frame of messages can return.
     Credit,
     /// Request to open a data connection; `seq` is not a sequence number here but the number of the
     /// [`ConnectionKind`](crate::transport::links::hello::ConnectionKind). The lower rank of a pair sends it
@@ -98,7 +98,15 @@ impl Kind {
     pub(crate) const fn carries_elements(self) -> bool {
         matches!(self, Self::Data | Self::Eager | Self::Message)
     }
+
+    /// Returns true if the frame belongs to messages, so that it may return credit.
+    const fn returns_credit(self) -> bool {
+        matches!(self, Self::Eager | Self::Rts | Self::Cts | Self::Message | Self::Credit | Self::Ready)
+    }
 }
+
+/// Bytes of one unit of credit.
+pub(crate) const CREDIT_UNIT_BYTES: usize = 64;
 
 /// The generation and the number of a group.
 pub(crate) type GroupId = (Generation, u64);
@@ -107,6 +115,9 @@ pub(crate) type GroupId = (Generation, u64);
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Frame {
     pub(crate) kind: Kind,
+    /// Flow control of messages: so many units of [`CREDIT_UNIT_BYTES`] of small messages have been received since the
+    /// last frame that said so.
+    pub(crate) credit: u16,
     pub(crate) generation: Generation,
     pub(crate) group: u64,
     pub(crate) seq: u64,
@@ -134,7 +145,7 @@ pub(crate) enum FrameError {
 impl Frame {
     /// Returns a header without a call and with payload length 0.
     pub(crate) fn empty(kind: Kind, (generation, group): GroupId, seq: u64) -> Self {
-        Self { kind, generation, group, seq, call: [0; 16], len: 0 }
+        Self { kind, credit: 0, generation, group, seq, call: [0; 16], len: 0 }
     }
 
     pub(crate) fn group_id(&self) -> GroupId {
@@ -146,6 +157,7 @@ impl Frame {
         out[..4].copy_from_slice(&MAGIC);
         out[4] = VERSION;
         out[5] = self.kind.to_wire();
+        out[6..8].copy_from_slice(&self.credit.to_le_bytes());
         out[8..24].copy_from_slice(&self.generation.to_bytes());
         out[24..32].copy_from_slice(&self.group.to_le_bytes());
         out[32..40].copy_from_slice(&self.seq.to_le_bytes());
@@ -163,7 +175,8 @@ impl Frame {
             return Err(FrameError::Version(bytes[4]));
         }
         let kind = Kind::from_wire(bytes[5]).ok_or(FrameError::Kind(bytes[5]))?;
-        if bytes[6..8] != [0, 0] {
+        let credit = u16::from_le_bytes(bytes_at(bytes, 6));
+        if credit != 0 && !kind.returns_credit() {
             return Err(FrameError::Reserved(kind));
         }
         let len = u64::from_le_bytes(bytes_at(bytes, 56));
@@ -172,6 +185,7 @@ impl Frame {
         }
         Ok(Self {
             kind,
+            credit,
             generation: Generation::from_bytes(bytes_at(bytes, 8)),
             group: u64::from_le_bytes(bytes_at(bytes, 24)),
             seq: u64::from_le_bytes(bytes_at(bytes, 32)),
@@ -194,7 +208,8 @@ pub(crate) mod tests {
 
     pub(crate) fn frame(kind: Kind) -> Frame {
         let generation = Generation::from_bytes([9; 16]);
-        Frame { kind, generation, group: 3, seq: u64::MAX - 1, call: [5; 16], len: 17 }
+        let credit = if kind.returns_credit() { 0x0302 } else { 0 };
+        Frame { kind, credit, generation, group: 3, seq: u64::MAX - 1, call: [5; 16], len: 17 }
     }
 
     #[test]
@@ -213,6 +228,7 @@ pub(crate) mod tests {
         call.iter_mut().zip(0xC0..).for_each(|(byte, value)| *byte = value);
         let frame = Frame {
             kind: Kind::Rts,
+            credit: 0x3231,
             generation: Generation::from_bytes(generation),
             group: 0x0807_0605_0403_0201,
             seq: 0x1817_1615_1413_1211,
@@ -221,7 +237,7 @@ pub(crate) mod tests {
         };
         #[rustfmt::skip]
         let bytes = [
-            b'C', b'V', b'K', b'1', 6, 7, 0, 0,
+            b'C', b'V', b'K', b'1', 6, 7, 0x31, 0x32,
             0xA0, 0xA1, 0xA2, 0xA3, 0xA4, 0xA5, 0xA6, 0xA7, 0xA8, 0xA9, 0xAA, 0xAB, 0xAC, 0xAD, 0xAE, 0xAF,
             1, 2, 3, 4, 5, 6, 7, 8,
             0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x17, 0x18,

@@ -8,7 +8,7 @@ use std::io::IoSlice;
 use super::read::SHORT_BYTES;
 use super::{
     AnySourceQueue, EAGER_BYTES, MAX_WRITE_BYTES, Match, MessageError, OutgoingFrame, PeerMessages,
-    PendingSend, PostedCall, ReadState, Stage, check_type,
+    PendingSend, PostedCall, ReadState, Stage, check_type, credit_for,
 };
 use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::Call;
@@ -57,7 +57,7 @@ impl PeerMessages {
             return Ok(SendProgress::Complete);
         }
         let (kind, cost) = if len <= EAGER_BYTES {
-            (Kind::Eager, len + HEADER_BYTES)
+            (Kind::Eager, credit_for(len))
         } else if self.is_peer_ready(seq, call) {
             (Kind::Message, 0)
         } else {
@@ -67,8 +67,9 @@ impl PeerMessages {
             return Ok(SendProgress::Nothing);
         }
         let Some(conn) = &mut self.conn else { return Ok(SendProgress::Nothing) };
+        let credit = self.credit.owed_units();
         let frame = Frame::empty(kind, self.group, seq);
-        let header = Frame { len: len as u64, call: call.encode(), ..frame }.encode();
+        let header = Frame { credit, len: len as u64, call: call.encode(), ..frame }.encode();
         let parts = [IoSlice::new(&header), IoSlice::new(&bytes[..len.min(MAX_WRITE_BYTES)])];
         let sent = conn.send(&parts).map_err(MessageError::Broken)?;
         if sent == 0 {
@@ -76,6 +77,7 @@ impl PeerMessages {
         }
         self.next_seq += 1;
         self.credit.left -= cost;
+        self.credit.returned(credit);
         fault_point("message sent", seq, sent.saturating_sub(HEADER_BYTES));
         Ok(if sent == len + HEADER_BYTES {
             SendProgress::Complete
@@ -94,7 +96,7 @@ impl PeerMessages {
     /// less, have no free cell, or no space.
     #[inline(always)]
     pub(crate) fn send_cell(&mut self, call: Call, bytes: &[u8]) -> Result<bool, MessageError> {
-        let (cost, seq) = (bytes.len() + HEADER_BYTES, self.next_seq);
+        let (cost, seq) = (credit_for(bytes.len()), self.next_seq);
         if !self.can_send_now(cost) {
             return Ok(false);
         }
@@ -148,22 +150,25 @@ impl PeerMessages {
             return Ok(RecvProgress::Nothing);
         }
         let frame = Frame::decode(&bytes)?;
-        if frame.kind == Kind::Credit && frame.group_id() == self.group && self.held == 0 {
-            // The peer returns credit before its next message.
+        if frame.group_id() != self.group || frame.credit > 0 && self.held > 0 {
+            // The queues report the error, or send held messages with this credit.
+            return Ok(RecvProgress::UseQueues);
+        }
+        if frame.kind == Kind::Credit {
             conn.consume(HEADER_BYTES);
-            self.credit.restore(frame.seq)?;
+            self.credit.restore(frame.credit)?;
             return Ok(RecvProgress::Nothing);
         }
         let theirs = Call::decode(frame.call).ok().filter(|theirs| theirs.root == call.root);
         let is_next = frame.kind == Kind::Eager && frame.seq == self.next_incoming;
-        let is_ours = is_next && frame.group_id() == self.group;
-        let Some(theirs) = theirs.filter(|_| is_ours) else { return Ok(RecvProgress::UseQueues) };
+        let Some(theirs) = theirs.filter(|_| is_next) else { return Ok(RecvProgress::UseQueues) };
         check_type(theirs, call, frame.seq)?;
         // The queues handle a message whose length differs from that of the buffer.
         if frame.len != into.len() as u64 || frame.len > EAGER_BYTES as u64 {
             return Ok(RecvProgress::UseQueues);
         }
         conn.consume(HEADER_BYTES);
+        self.credit.restore(frame.credit)?;
         self.next_incoming += 1;
         self.recv_rest(0, into)
     }

@@ -185,6 +185,10 @@ impl PeerMessages {
         if (generation, group) != self.group {
             return Err(PeerMisbehaved::ForeignMessage { generation, group }.into());
         }
+        if frame.credit > 0 {
+            self.credit.restore(frame.credit)?;
+            self.send_held();
+        }
         match frame.kind {
             Kind::Eager | Kind::Rts => return self.handle_message(any_source, frame),
             Kind::Cts => {
@@ -213,10 +217,7 @@ impl PeerMessages {
                 }
                 self.reading = ReadState::Posted { id: recv.id, eager: false };
             }
-            Kind::Credit => {
-                self.credit.restore(seq)?;
-                self.send_held();
-            }
+            Kind::Credit => {}
             kind @ (Kind::Hello | Kind::Welcome | Kind::Proof | Kind::Refuse | Kind::Data | Kind::Open)
             | kind @ (Kind::State | Kind::StateQuery | Kind::Abort | Kind::Goodbye)
             | kind @ (Kind::Share | Kind::Close | Kind::Stream) => {

@@ -254,7 +254,7 @@ fn direct_receive_takes_credit_that_comes_before_its_message() {
         message.recv(&mut right, true);
         assert!(message.receiving.is_some_and(|completion| completion.is_done()));
     }
-    let sent_bytes = 3 * (EAGER_BYTES + HEADER_BYTES);
+    let sent_bytes = 3 * credit_for(EAGER_BYTES);
     assert_eq!(left.credit.left, CREDIT_BYTES - sent_bytes);
     progress(&mut right);
     // The data of this message is in the stream, behind the credit.
@@ -266,6 +266,24 @@ fn direct_receive_takes_credit_that_comes_before_its_message() {
     assert_eq!(left.credit.left + right.credit.owed, CREDIT_BYTES);
     assert_eq!(left.recv_direct(&any_source, call, &mut answer.got).unwrap(), RecvProgress::Complete);
     assert_eq!(answer.got, answer.sent);
+}
+
+#[test]
+fn messages_to_and_fro_need_no_frames_for_credit() {
+    let (mut left, mut right) = ends();
+    for round in 0..40 {
+        for to_right in [true, false] {
+            let (from, to) = if to_right { (&mut left, &mut right) } else { (&mut right, &mut left) };
+            let (sent, got) = (vec![round; 60_000], vec![0; 60_000]);
+            let mut message = Message { tag: 1, sent, got, sending: None, receiving: None };
+            message.send(from, true);
+            let received = to.recv_direct(&AnySourceQueue::default(), call(60_000, 1), &mut message.got);
+            assert_eq!(received.unwrap(), RecvProgress::Complete);
+            assert!(message.got == message.sent && to.outgoing.is_empty());
+        }
+    }
+    assert_eq!(left.credit.left + right.credit.owed, CREDIT_BYTES);
+    assert_eq!(right.credit.left + left.credit.owed, CREDIT_BYTES);
 }
 
 /// No event would tell a probe or a receive from any source that the next message has been read.
@@ -333,7 +351,7 @@ fn messages_beyond_the_announcement_limit_wait_at_the_sender() {
         let (a, b) = fake::pair(FaultScript::default());
         let (mut left, mut right) = (PeerMessages::new(1, group()), PeerMessages::new(0, group()));
         (left.conn, right.conn) = (Some(Conn::new(Box::new(a))), Some(Conn::new(Box::new(b))));
-        let eager = if len > EAGER_BYTES { 0 } else { CREDIT_BYTES / (len + HEADER_BYTES) };
+        let eager = if len > EAGER_BYTES { 0 } else { CREDIT_BYTES / credit_for(len) };
         let count = eager + 4 * MAX_ANNOUNCEMENTS;
         let mut messages: Vec<Message> = (0..count)
             .map(|index| {
@@ -388,6 +406,7 @@ fn random_frames_never_cause_a_panic() {
             let (kind, len) = (kinds[random.below(kinds.len())], random.below(3) * 50);
             let about = call(if random.below(2) == 0 { 100 } else { len }, random.below(3) as u32);
             let header = Frame {
+                credit: if random.below(3) == 0 { random.below(20) as u16 } else { 0 },
                 len: len as u64,
                 call: about.encode(),
                 ..Frame::empty(kind, group(), random.below(3) as u64)

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 
 use crate::collectives::call::Call;
 use crate::error::PeerMisbehaved;
-use crate::transport::frame::HEADER_BYTES;
+use crate::transport::frame::{CREDIT_UNIT_BYTES, HEADER_BYTES};
 
 /// Bytes of unexpected messages that a receiver keeps for each peer, headers included.
 pub(crate) const CREDIT_BYTES: usize = 1 << 20;
@@ -44,13 +44,18 @@ pub(super) struct UnexpectedQueue {
     pub(super) announcements: usize,
 }
 
-/// The credit for small messages, in bytes, headers included.
+/// The credit for small messages, in bytes. Each takes the credit that [`credit_for`] returns.
 #[derive(Debug)]
 pub(super) struct Credit {
     /// Bytes that this rank may send before the peer returns credit.
     pub(super) left: usize,
     /// Bytes that receives have taken and for which no credit was returned to the peer.
     pub(super) owed: usize,
+}
+
+/// Returns the credit that a small message of `bytes` bytes takes: header and elements, in whole units.
+pub(super) const fn credit_for(bytes: usize) -> usize {
+    (HEADER_BYTES + bytes).next_multiple_of(CREDIT_UNIT_BYTES)
 }
 
 impl UnexpectedMessage {
@@ -113,19 +118,29 @@ impl UnexpectedQueue {
 }
 
 impl Credit {
-    /// Adds credit that the peer has returned.
-    pub(super) fn restore(&mut self, bytes: u64) -> Result<(), PeerMisbehaved> {
-        let left = usize::try_from(bytes).unwrap_or(usize::MAX).saturating_add(self.left);
-        if left > CREDIT_BYTES {
-            return Err(PeerMisbehaved::CreditTooLarge { bytes });
+    /// Adds credit that the peer has returned, in units.
+    pub(super) fn restore(&mut self, units: u16) -> Result<(), PeerMisbehaved> {
+        let bytes = usize::from(units) * CREDIT_UNIT_BYTES;
+        if self.left + bytes > CREDIT_BYTES {
+            return Err(PeerMisbehaved::CreditTooLarge { bytes: bytes as u64 });
         }
-        self.left = left;
+        self.left += bytes;
         Ok(())
     }
 
-    /// Notes that a receive took a message of `bytes` bytes. Returns the credit to return, if worth a frame.
-    pub(super) fn owe(&mut self, bytes: usize) -> Option<u64> {
-        self.owed += bytes + HEADER_BYTES;
-        (self.owed >= CREDIT_BYTES / 2).then(|| std::mem::take(&mut self.owed) as u64)
+    /// Notes that a receive took a message of `bytes` bytes. Returns whether the credit owed is worth a frame.
+    pub(super) fn owe(&mut self, bytes: usize) -> bool {
+        self.owed += credit_for(bytes);
+        self.owed >= CREDIT_BYTES / 2
+    }
+
+    /// Returns the credit to return with the next frame, in units.
+    pub(super) fn owed_units(&self) -> u16 {
+        u16::try_from(self.owed / CREDIT_UNIT_BYTES).unwrap_or(u16::MAX)
+    }
+
+    /// Notes that a frame returns so many units.
+    pub(super) fn returned(&mut self, units: u16) {
+        self.owed -= usize::from(units) * CREDIT_UNIT_BYTES;
     }
 }

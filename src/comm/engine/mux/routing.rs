@@ -186,8 +186,7 @@ mod tests {
         // Each read returns one byte, so the last byte of the header is the last that one poll reads.
         assert!(HEADER_BYTES.is_multiple_of(FILLS as usize));
         let (mut peer, link) = fake::pair(FaultScript { step: 1, ..FaultScript::default() });
-        let frame =
-            Frame { kind: Kind::Goodbye, generation, group: 0, seq: 0, call: [0; 16], len: 0 }.encode();
+        let frame = Frame::empty(Kind::Goodbye, (generation, 0), 0).encode();
         for byte in frame {
             peer.try_send(&[IoSlice::new(&[byte])]).unwrap();
         }

@@ -304,6 +304,7 @@ fn garbage_instead_of_a_header_is_a_protocol_error() {
     let mut random = Random::new("garbage_instead_of_a_header");
     let good = Frame {
         kind: Kind::Data,
+        credit: 0,
         generation: credentials().generation,
         group: 0,
         seq: 0,

@@ -91,14 +91,14 @@ fn violations() -> Vec<(&'static str, ConnectionKind, Vec<u8>, &'static str)> {
         (
             "credit from nowhere",
             Message,
-            with(Frame { seq: 1, ..frame(Kind::Credit, 0) }, &[]),
-            "credit for 1 bytes",
+            with(Frame { credit: 1, ..frame(Kind::Credit, 0) }, &[]),
+            "credit for 64 bytes",
         ),
         (
-            "credit beyond counting",
+            "credit from nowhere with a message",
             Message,
-            with(Frame { seq: u64::MAX, ..frame(Kind::Credit, 0) }, &[]),
-            "credit for",
+            with(Frame { credit: u16::MAX, call: p2p(1, 0), ..frame(Kind::Eager, 1) }, &[0]),
+            "credit for 4194240 bytes",
         ),
         (
             "more than it has credit for",

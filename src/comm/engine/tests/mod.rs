@@ -129,7 +129,7 @@ impl ScriptedPeer {
 
 fn frame(kind: Kind, len: usize) -> Frame {
     let (generation, call) = (generation(), [0; 16]);
-    Frame { kind, generation, group: 0, seq: 0, call, len: len as u64 }
+    Frame { kind, credit: 0, generation, group: 0, seq: 0, call, len: len as u64 }
 }
 
 fn with(frame: Frame, payload: &[u8]) -> Vec<u8> {
