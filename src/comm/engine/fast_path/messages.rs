@@ -5,7 +5,7 @@ use std::sync::Arc;
 use convoke_recorder::layout;
 
 use super::budget::RetryBudget;
-use super::conditions::{MESSAGES_BETWEEN_CORE_CHECKS, first_attempts, shares_core};
+use super::conditions::{MESSAGES_BETWEEN_CORE_CHECKS, first_attempts, ready_attempts, shares_core};
 use super::results::{FastPath, OperationSlot, RecvResult};
 use crate::buffer::{BorrowedBuffer, SendRecvBuffers};
 use crate::collectives::call::{Call, Status};
@@ -111,10 +111,15 @@ impl Engine {
         let (to, call) = (*to, *call);
         let entry = || call_entry(layout::Operation::Send, Some(to), call, now_ns());
         if is_large(call) {
-            // The receiver may have told that it is ready.
-            self.progress_messages(to);
-            if self.failure.is_some() {
-                return FastPath::NotInline;
+            // The receiver may have told that it is ready, or may do so at once.
+            for _ in 0..ready_attempts(&self.settings) {
+                self.progress_messages(to);
+                if self.failure.is_some() {
+                    return FastPath::NotInline;
+                }
+                if !self.peers[to].messages.expects_ready() {
+                    break;
+                }
             }
         }
         let sent = self.peers[to].messages.send_direct(call, buffer);

@@ -76,6 +76,9 @@ impl PeerMessages {
             return Ok(SendProgress::Nothing);
         }
         self.next_seq += 1;
+        if kind == Kind::Message {
+            self.last_large = Some(seq);
+        }
         self.credit.left -= cost;
         self.credit.returned(credit);
         fault_point("message sent", seq, sent.saturating_sub(HEADER_BYTES));

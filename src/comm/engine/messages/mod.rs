@@ -78,6 +78,8 @@ pub(crate) struct PeerMessages {
     ready: Option<u64>,
     /// The message that this rank may send without an announcement, and the receive for which the peer is ready.
     peer_ready: Option<(u64, Call)>,
+    /// The last large message that was sent or announced.
+    last_large: Option<u64>,
     next_id: u64,
     /// The connection took no bytes at the last write, so this rank must wait until it is writable.
     pub(crate) write_blocked: bool,
@@ -102,6 +104,7 @@ impl PeerMessages {
             next_incoming: 0,
             ready: None,
             peer_ready: None,
+            last_large: None,
             next_id: 0,
             write_blocked: false,
         }
@@ -167,10 +170,19 @@ impl PeerMessages {
             } else {
                 return;
             }
+            if is_large(call) {
+                self.last_large = Some(seq);
+            }
             self.held -= 1;
             let header = Frame { len, call: call.encode(), ..self.frame(kind, seq) };
             self.push(header, (eager || is_awaited).then_some(seq));
         }
+    }
+
+    /// Returns whether the peer will probably tell that it is ready for the next large message, and has not: it has done so
+    /// for the last one, if only after that was announced.
+    pub(crate) fn expects_ready(&self) -> bool {
+        self.last_large.is_some_and(|last| self.peer_ready.is_some_and(|(seq, _)| seq == last))
     }
 
     /// Returns whether the peer has posted a receive for message number `seq` with this call, so that a large message

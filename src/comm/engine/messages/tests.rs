@@ -306,6 +306,40 @@ fn direct_receive_over_a_connection_reads_nothing_of_the_next_message() {
 }
 
 #[test]
+fn sender_expects_the_ready_frame_of_a_receiver_that_sent_one_for_the_last_large_message() {
+    let (mut left, mut right) = ends();
+    let mut messages: Vec<Message> = (1..4).map(large).collect();
+    let exchange = |left: &mut PeerMessages, right: &mut PeerMessages| {
+        while left.progress(&mut AnySourceQueue::default()).unwrap()
+            | right.progress(&mut AnySourceQueue::default()).unwrap()
+        {}
+    };
+    messages[0].send(&mut left, false);
+    assert!(!left.expects_ready());
+    // The receiver has not read the announcement yet.
+    messages[0].recv(&mut right, false);
+    exchange(&mut left, &mut right);
+    assert!(left.expects_ready());
+    messages[1].recv(&mut right, false);
+    exchange(&mut left, &mut right);
+    assert!(!left.expects_ready(), "the frame has come");
+    messages[1].send(&mut left, false);
+    exchange(&mut left, &mut right);
+    assert!(left.expects_ready());
+    // The receiver finds the announcement when it posts its receive.
+    messages[2].send(&mut left, false);
+    exchange(&mut left, &mut right);
+    messages[2].recv(&mut right, false);
+    exchange(&mut left, &mut right);
+    assert!(!left.expects_ready());
+    for message in messages {
+        assert!(
+            message.receiving.is_some_and(|completion| completion.is_done()) && message.got == message.sent
+        );
+    }
+}
+
+#[test]
 fn receive_that_is_posted_has_no_effect_on_large_messages_of_another_tag() {
     let (mut left, mut right) = ends();
     let (mut first, mut second) = (large(1), large(2));
