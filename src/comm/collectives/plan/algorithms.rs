@@ -20,6 +20,7 @@ named_enum! {
         Ring = "ring",
         Direct = "direct",
         Doubling = "doubling",
+        Halving = "halving",
         Binomial = "binomial",
         Chain = "chain",
         Flat = "flat",
@@ -192,6 +193,8 @@ collectives! {
         Ring => ring::reduce_scatter(input.rank, blocks, input.chunk(input.world())),
         /// `hierarchy`: inside the hosts first, then between them; on hosts with equally many ranks.
         Hierarchy => hierarchy::reduce_scatter(input.rank, input.topology, blocks, input.rail_chunk()),
+        /// `halving`: recursive halving; of 4, 8, 16, ... ranks.
+        Halving => doubling::reduce_scatter(input.rank, blocks),
     }
 }
 
@@ -265,7 +268,7 @@ mod tests {
         let tuning = Algorithms::from_str(" all_reduce:ring, broadcast:chain").unwrap();
         assert_eq!(
             tuning.to_string(),
-            "table 6, all_reduce:ring, broadcast:chain, reduce:table, all_gather:table, reduce_scatter:table"
+            "table 7, all_reduce:ring, broadcast:chain, reduce:table, all_gather:table, reduce_scatter:table"
         );
         assert_eq!(tuning.for_all_reduce(4, &Topology::one_host(2), Rounding::Stepwise), Algorithm::Ring);
         assert_eq!(tuning.for_broadcast(4), Algorithm::Chain);

@@ -1,4 +1,6 @@
-//! Recursive doubling: it has the fewest rounds, and sends a rank's whole data in each.
+//! Recursive doubling and halving: they have the fewest rounds among exchanges of pairs.
+
+use std::ops::Range;
 
 use super::{Apply, Blocks, Plan, Stream};
 
@@ -76,6 +78,38 @@ pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
         let theirs = order(partner, blocks.world());
         let pieces = of(&theirs[..had]).into_iter().map(|range| (range, Apply::Copy));
         came.push(plan.push(Stream::recv(partner, pieces)));
+    }
+    plan
+}
+
+/// Returns the plan of `rank` for a reduce-scatter in log2(P) exchanges; P is a power of two.
+///
+/// In each round a rank sends half of the blocks that it has to the rank at half of their distance, and adds the partial
+/// sums that it receives to the other half, in which its own block is. It sends and adds elements as soon as the sum of
+/// the round before has come.
+///
+/// ```text
+///          begin     round 0   round 1
+/// rank 0   0 1 2 3   0 1       0
+/// rank 1   0 1 2 3   0 1       1
+/// rank 2   0 1 2 3   2 3       2
+/// rank 3   0 1 2 3   2 3       3
+/// ```
+pub(super) fn reduce_scatter(rank: usize, blocks: &Blocks) -> Plan {
+    let mut plan = Plan::default();
+    let elements = |ranks: &Range<usize>| blocks.range(ranks.start).start..blocks.range(ranks.end - 1).end;
+    let (mut ours, mut before) = (0..blocks.world(), None);
+    while ours.len() > 1 {
+        let half = ours.len() / 2;
+        let (lower, upper) = (ours.start..ours.start + half, ours.start + half..ours.end);
+        let (kept, sent) = if lower.contains(&rank) { (lower, upper) } else { (upper, lower) };
+        // The stream of the round before begins with the first of our blocks.
+        let lead = |part: &Range<usize>| -(elements(part).start - elements(&ours).start).cast_signed();
+        plan.push(Stream::send(rank ^ half, [elements(&sent)]).after(before, lead(&sent)));
+        let apply = if half == 1 { Apply::ReduceLast } else { Apply::Reduce };
+        let recv = Stream::recv(rank ^ half, [(elements(&kept), apply)]).after(before, lead(&kept));
+        before = Some(plan.push(recv));
+        ours = kept;
     }
     plan
 }

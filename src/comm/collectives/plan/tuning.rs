@@ -6,14 +6,19 @@
 use super::{Algorithm, Algorithms, Rounding, Topology, WIDE_FACTOR};
 
 /// Version of the table below: ranks with different versions refuse to form a group.
-pub(crate) const TABLE_VERSION: u32 = 6;
+pub(crate) const TABLE_VERSION: u32 = 7;
 
-/// Largest all-reduce, in bytes, by recursive doubling, or by the flat algorithm if the reduction is ordered:
-/// for two ranks, and for more.
+/// Largest all-reduce by recursive doubling, in bytes: of two ranks, of more on one host, and of more on several hosts.
+/// There bytes count more than system calls.
 const DOUBLING_PAIR_BYTES: usize = 128 << 10;
-const DOUBLING_BYTES: usize = 8 << 10;
-/// Largest all-gather by recursive doubling, in bytes of all blocks.
-const DOUBLING_GATHER_BYTES: usize = 64 << 10;
+const DOUBLING_HOST_BYTES: usize = 64 << 10;
+const DOUBLING_BYTES: usize = 16 << 10;
+/// Largest all-reduce by the flat algorithm, in bytes, if the reduction is ordered: of two ranks, and of more.
+const FLAT_PAIR_BYTES: usize = 128 << 10;
+const FLAT_BYTES: usize = 8 << 10;
+/// Largest all-gather by recursive doubling, and largest reduce-scatter by recursive halving, in bytes of all blocks.
+const DOUBLING_GATHER_BYTES: usize = 256 << 10;
+const HALVING_BYTES: usize = 64 << 10;
 /// Most ranks for a direct exchange, which connects each rank to all others.
 const DIRECT_RANKS: usize = 8;
 /// Largest direct exchange, in bytes, if several hosts have several ranks: it sends the same data over the
@@ -39,11 +44,15 @@ impl Algorithms {
     /// Describes each choice that ranks on these hosts cannot use, with the algorithm that they use instead.
     pub(crate) fn unusable(&self, topology: &Topology) -> Vec<String> {
         let world = topology.world();
-        // With 2 ranks, doubling is the same as a direct exchange.
-        let doubling = self.all_gather == Some(Algorithm::Doubling) && world > 2 && !world.is_power_of_two();
-        let doubling = doubling.then(|| {
-            format!("all_gather:doubling needs 4, 8, 16, ... ranks; {world} ranks use all_gather:direct")
-        });
+        // With 2 ranks, doubling and halving are the same as a direct exchange.
+        let unpaired = |collective: &str, choice: Option<Algorithm>, pairs: Algorithm| {
+            (choice == Some(pairs) && world > 2 && !pairs_up(world)).then(|| {
+                let name = pairs.name();
+                format!(
+                    "{collective}:{name} needs 4, 8, 16, ... ranks; {world} ranks use {collective}:direct"
+                )
+            })
+        };
         let uneven = |collective: &str, choice: Option<Algorithm>| {
             (choice == Some(Algorithm::Hierarchy) && !topology.is_even()).then(|| {
                 format!(
@@ -51,17 +60,27 @@ impl Algorithms {
                 )
             })
         };
-        let gather = uneven("all_gather", self.all_gather);
-        [doubling, gather, uneven("reduce_scatter", self.reduce_scatter)].into_iter().flatten().collect()
+        let (gather, scatter) = (self.all_gather, self.reduce_scatter);
+        let described = [
+            unpaired("all_gather", gather, Algorithm::Doubling),
+            unpaired("reduce_scatter", scatter, Algorithm::Halving),
+            uneven("all_gather", gather),
+            uneven("reduce_scatter", scatter),
+        ];
+        described.into_iter().flatten().collect()
     }
 
     pub(crate) fn for_all_reduce(&self, bytes: usize, topology: &Topology, rounding: Rounding) -> Algorithm {
         let world = topology.world();
-        let doubling = if world == 2 { DOUBLING_PAIR_BYTES } else { DOUBLING_BYTES };
+        let (flat, doubling) = match (world, topology.hosts().len()) {
+            (2, _) => (FLAT_PAIR_BYTES, DOUBLING_PAIR_BYTES),
+            (_, 1) => (FLAT_BYTES, DOUBLING_HOST_BYTES),
+            _ => (FLAT_BYTES, DOUBLING_BYTES),
+        };
         let sent = bytes_on_wire(bytes, world, rounding);
         self.all_reduce.unwrap_or(match sent {
             _ if hierarchy_pays(bytes, topology, rounding) => Algorithm::Hierarchy,
-            _ if reduces_in_order(world, rounding) && sent <= doubling => Algorithm::Flat,
+            _ if reduces_in_order(world, rounding) && sent <= flat => Algorithm::Flat,
             _ if reduces_in_order(world, rounding) => Algorithm::Direct,
             _ if sent <= doubling => Algorithm::Doubling,
             _ if uses_direct(sent, DIRECT_BYTES, topology) => Algorithm::Direct,
@@ -85,12 +104,11 @@ impl Algorithms {
 
     /// Returns the algorithm of an all-gather of blocks of `bytes` bytes.
     pub(crate) fn for_all_gather(&self, bytes: usize, topology: &Topology) -> Algorithm {
-        let doubles = topology.world() > 2 && topology.world().is_power_of_two();
+        let (pairs, all) = (pairs_up(topology.world()), bytes.saturating_mul(topology.world()));
+        let uses_hierarchy = topology.is_even() && hierarchy_pays(all, topology, Rounding::Stepwise);
         match self.all_gather {
-            Some(Algorithm::Doubling) if !doubles => Algorithm::Direct,
-            None if doubles && bytes.saturating_mul(topology.world()) <= DOUBLING_GATHER_BYTES => {
-                Algorithm::Doubling
-            }
+            Some(Algorithm::Doubling) if !pairs => Algorithm::Direct,
+            None if pairs && all <= DOUBLING_GATHER_BYTES && !uses_hierarchy => Algorithm::Doubling,
             chosen => Self::block_algorithm(chosen, bytes, topology, Rounding::Stepwise),
         }
     }
@@ -102,7 +120,19 @@ impl Algorithms {
         topology: &Topology,
         rounding: Rounding,
     ) -> Algorithm {
-        Self::block_algorithm(self.reduce_scatter, bytes, topology, rounding)
+        let (world, pairs) = (topology.world(), pairs_up(topology.world()));
+        let sent = bytes_on_wire(bytes.saturating_mul(world), world, rounding);
+        match self.reduce_scatter {
+            Some(Algorithm::Halving) if !pairs => Algorithm::Direct,
+            None if pairs
+                && !reduces_in_order(world, rounding)
+                && sent <= HALVING_BYTES
+                && !hierarchy_pays(bytes.saturating_mul(world), topology, rounding) =>
+            {
+                Algorithm::Halving
+            }
+            chosen => Self::block_algorithm(chosen, bytes, topology, rounding),
+        }
     }
 
     fn rooted_algorithm(bytes: usize) -> Algorithm {
@@ -130,6 +160,11 @@ impl Algorithms {
             None => Algorithm::Ring,
         }
     }
+}
+
+/// Returns whether recursive doubling and halving can exchange the blocks of so many ranks, and save a round.
+fn pairs_up(world: usize) -> bool {
+    world > 2 && world.is_power_of_two()
 }
 
 /// Returns whether a reduction is ordered: the adding rank receives the contributions of all ranks, not
@@ -180,8 +215,9 @@ mod tests {
         let all_reduce =
             |bytes, world| tuning.for_all_reduce(bytes, &Topology::one_host(world), Rounding::Stepwise);
         assert_eq!(all_reduce(4, 4), Algorithm::Doubling);
-        assert_eq!(all_reduce(64 << 10, 4), Algorithm::Direct);
-        assert_eq!(all_reduce(64 << 10, 9), Algorithm::Ring);
+        assert_eq!(all_reduce(64 << 10, 9), Algorithm::Doubling);
+        assert_eq!(all_reduce(65 << 10, 4), Algorithm::Direct);
+        assert_eq!(all_reduce(65 << 10, 9), Algorithm::Ring);
         assert_eq!(all_reduce(64 << 20, 4), Algorithm::Ring);
         for (world, algorithm) in [(4, Algorithm::Direct), (9, Algorithm::Ring)] {
             let topology = Topology::one_host(world);
@@ -192,13 +228,30 @@ mod tests {
     }
 
     #[test]
+    fn small_reduce_scatter_uses_halving_for_powers_of_two() {
+        let (tuning, forced) =
+            (Algorithms::default(), Algorithms::from_str("reduce_scatter:halving").unwrap());
+        let scatter = |tuning: &Algorithms, bytes, world| {
+            tuning.for_reduce_scatter(bytes, &Topology::one_host(world), Rounding::Stepwise)
+        };
+        assert_eq!(scatter(&tuning, 16 << 10, 4), Algorithm::Halving);
+        assert_eq!(scatter(&tuning, 4, 64), Algorithm::Halving);
+        assert_eq!(scatter(&tuning, 17 << 10, 4), Algorithm::Direct);
+        assert_eq!((scatter(&tuning, 4, 3), scatter(&forced, 4, 3)), (Algorithm::Direct, Algorithm::Direct));
+        assert_eq!(scatter(&forced, 1 << 20, 4), Algorithm::Halving);
+        let once = Rounding::Once { wide_inputs: false };
+        assert_eq!(tuning.for_reduce_scatter(4, &Topology::one_host(16), once), Algorithm::Direct);
+        assert_eq!(tuning.for_reduce_scatter(4, &Topology::one_host(32), once), Algorithm::Halving);
+    }
+
+    #[test]
     fn small_all_gather_uses_doubling_for_powers_of_two() {
         let (tuning, forced) = (Algorithms::default(), Algorithms::from_str("all_gather:doubling").unwrap());
         let gather =
             |tuning: &Algorithms, bytes, world| tuning.for_all_gather(bytes, &Topology::one_host(world));
-        assert_eq!(gather(&tuning, 16 << 10, 4), Algorithm::Doubling);
+        assert_eq!(gather(&tuning, 64 << 10, 4), Algorithm::Doubling);
         assert_eq!(gather(&tuning, 4, 64), Algorithm::Doubling);
-        assert_eq!(gather(&tuning, 17 << 10, 4), Algorithm::Direct);
+        assert_eq!(gather(&tuning, 65 << 10, 4), Algorithm::Direct);
         assert_eq!((gather(&tuning, 4, 3), gather(&forced, 4, 3)), (Algorithm::Direct, Algorithm::Direct));
         assert_eq!(gather(&forced, 1 << 20, 4), Algorithm::Doubling);
     }
@@ -227,6 +280,8 @@ mod tests {
         let all_reduce =
             |hosts: &[usize], bytes| tuning.for_all_reduce(bytes, &Topology::new(hosts), Rounding::Stepwise);
         assert_eq!(all_reduce(&[0, 0, 1, 1], 4), Algorithm::Doubling);
+        assert_eq!(all_reduce(&[0, 1, 2], 16 << 10), Algorithm::Doubling);
+        assert_eq!(all_reduce(&[0, 1, 2], 17 << 10), Algorithm::Direct);
         assert_eq!(all_reduce(&[0, 0, 1, 1], 1 << 20), Algorithm::Hierarchy);
         assert_eq!(all_reduce(&[0, 0, 0, 1, 1], 1 << 20), Algorithm::Hierarchy);
         assert_eq!(all_reduce(&[0, 1, 0, 1], 1 << 20), Algorithm::Hierarchy);
@@ -266,6 +321,9 @@ mod tests {
             .reduce_scatter(ReduceScatter::Hierarchy)
             .all_reduce(AllReduce::Hierarchy);
         let describe = |hosts: &[usize]| chosen.unusable(&Topology::new(hosts)).join("\n");
+        let halving = Algorithms::new().reduce_scatter(ReduceScatter::Halving);
+        let described = halving.unusable(&Topology::one_host(6)).join("\n");
+        assert!(described.contains("6 ranks use reduce_scatter:direct"), "{described}");
         assert_eq!(describe(&[0, 0, 1, 1]), "");
         assert_eq!(describe(&[0, 1]), "");
         let described = describe(&[0, 0, 1]);
