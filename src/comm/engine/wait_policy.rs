@@ -57,11 +57,11 @@ pub(super) enum WaitAction {
     Sleep,
 }
 
-/// What an inline call waits for.
+/// The medium by which an inline call gets the data that it waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum WaitMedium {
     SharedMemory,
-    /// A connection, where each attempt costs a system call.
+    /// Each attempt to read from a connection costs a system call.
     Connection,
 }
 

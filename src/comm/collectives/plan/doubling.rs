@@ -84,8 +84,8 @@ pub(super) fn all_gather(rank: usize, blocks: &Blocks) -> Plan {
 
 /// Returns the plan of `rank` for a reduce-scatter in log2(P) exchanges; P is a power of two.
 ///
-/// In each round a rank sends half of the blocks that it has to the rank at half of their distance, and adds the partial
-/// sums that it receives to the other half, in which its own block is. It sends and adds elements as soon as the sum of
+/// In each round a rank keeps the half of its blocks that contains its own block. It sends the other half to the rank at
+/// that distance, and adds the partial sums that it receives from there. It sends and adds elements as soon as the sum of
 /// the round before has come.
 ///
 /// ```text

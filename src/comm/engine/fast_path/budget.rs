@@ -18,7 +18,7 @@ const MAX_CONNECTION_ROUNDS: u32 = 32;
 /// Limits for how long an operation is tried inline.
 pub(super) struct RetryBudget {
     wait_policy: WaitPolicy,
-    /// How often the call may still move data.
+    /// The number of times that the call may still move data.
     rounds_left: u32,
     failed_spins: u32,
     /// There are more ranks than cores.

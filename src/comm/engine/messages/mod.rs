@@ -179,8 +179,8 @@ impl PeerMessages {
         }
     }
 
-    /// Returns whether the peer will probably tell that it is ready for the next large message, and has not: it has done so
-    /// for the last one, if only after that was announced.
+    /// Returns whether the peer will probably send a Ready frame for the next large message. It sent one for the last large
+    /// message, maybe after that was announced, and none since.
     pub(crate) fn expects_ready(&self) -> bool {
         self.last_large.is_some_and(|last| self.peer_ready.is_some_and(|(seq, _)| seq == last))
     }
