@@ -38,7 +38,7 @@ NAMES = {"openmpi:tcp": "Open MPI", "torch-gloo:tcp": "gloo", "the better MPI:sh
          "the newest MPIs:tcp": "The best of Open MPI 5, MPICH 5 and Intel MPI in each cell"}
 # What is measured and compared, and not shown on its own.
 UNUSED = {"collectives the better MPI:tcp", "memory openmpi:shm", "memory mpich:shm", "memory convoke-alloc:shm"}
-UNUSED |= {f"{area} {mpi}:{way}" for mpi in ("openmpi5", "mpich5", "intel") for area, way in (("collectives", "tcp"), ("memory", "shm"))}
+UNUSED |= {f"{area} {peer}:{way}" for peer in ("openmpi5", "mpich5", "intel", "oneccl") for area, way in (("collectives", "tcp"), ("memory", "shm"))}
 # Title, test, metric.
 LAUNCH = [
     ("from exec to the first worker's first instruction, ms", "start", "first worker"),

@@ -115,7 +115,7 @@ REMOVALS = {
                 """        self.failure.is_none()
             && !self.lifecycle.left
             && self.collectives.queue.is_empty()
-            && self.host.memory.as_ref().is_some_and(|node| !node.has_failed())
+            && self.host.memory.as_ref().is_none_or(|node| !node.has_failed())
             && !self.submissions.has_submissions()
 """,
                 "        self.host.memory.is_some()\n",
@@ -144,7 +144,7 @@ REMOVALS = {
         [
             (
                 f"{COMM}/engine/fast_path/conditions.rs",
-                "        if self.driver.rounds.is_multiple_of(CALLS_BETWEEN_POLLS) {\n",
+                "        if self.driver.rounds.is_multiple_of(calls_between_polls) {\n",
                 "        if self.driver.rounds == 0 {\n",
             ),
             (
