@@ -30,8 +30,8 @@ impl Engine {
     /// has happened.
     #[inline]
     pub(crate) fn try_send_by_cell(&mut self, to: usize, call: Call, buffers: &SendRecvBuffers<'_>) -> bool {
-        if !self.may_run_inline(WaitMedium::SharedMemory, MESSAGES_BETWEEN_CORE_CHECKS)
-            || !self.host.ranks.contains(&to)
+        if !self.host.ranks.contains(&to)
+            || !self.may_run_inline(WaitMedium::SharedMemory, MESSAGES_BETWEEN_CORE_CHECKS)
         {
             return false;
         }
@@ -55,8 +55,8 @@ impl Engine {
         buffers: &mut SendRecvBuffers<'static>,
         limit: &dyn Fn() -> TimeLimit,
     ) -> RecvResult {
-        if !self.may_run_inline(WaitMedium::SharedMemory, MESSAGES_BETWEEN_CORE_CHECKS)
-            || !self.host.ranks.contains(&from)
+        if !self.host.ranks.contains(&from)
+            || !self.may_run_inline(WaitMedium::SharedMemory, MESSAGES_BETWEEN_CORE_CHECKS)
         {
             return RecvResult::NotInline;
         }
