@@ -7,6 +7,7 @@ use convoke_store::interrupt;
 
 use super::completion::{Completion, Outcome, TimeLimit};
 use super::fast_path::{FastPath, RecvResult, SmallResult};
+use super::messages::is_large;
 use super::operation::{Answer, LiveRanks, Operation, Request, Task};
 use super::progress_lock;
 use super::settings::ParentLinks;
@@ -15,6 +16,7 @@ use crate::buffer::SendRecvBuffers;
 use crate::collectives::call::{Call, Status};
 use crate::collectives::kernels::Kernel;
 use crate::error::CommError;
+#[cfg(doc)]
 use crate::transport::links::EAGER_BYTES;
 
 /// The engine of a group, shared by the threads that make calls of the group.
@@ -71,7 +73,7 @@ impl Shared {
     /// was sent; if not, nothing has happened.
     #[inline(always)]
     pub(crate) fn send_by_cell(&self, to: usize, call: Call, buffers: &SendRecvBuffers<'_>) -> bool {
-        call.bytes() <= EAGER_BYTES as u64
+        !is_large(call)
             && self.try_with_engine(|engine| engine.try_send_by_cell(to, call, buffers)) == Some(true)
     }
 
@@ -85,7 +87,7 @@ impl Shared {
         buffers: &mut SendRecvBuffers<'_>,
         limit: &dyn Fn() -> TimeLimit,
     ) -> Option<Result<Status, CommError>> {
-        if call.bytes() > EAGER_BYTES as u64 {
+        if is_large(call) {
             return None;
         }
         // SAFETY: as in `call`.

@@ -61,9 +61,6 @@ impl Engine {
             return RecvResult::NotInline;
         }
         let messages = &mut self.peers[from].messages;
-        if is_large(call) {
-            return RecvResult::NotInline;
-        }
         let mut into = buffers.received(0..call.bytes() as usize);
         // The message is on its way now, so reading the time costs less than when it has come.
         let entry = call_entry(layout::Operation::Recv, Some(from), call, now_ns());

@@ -7,14 +7,14 @@ use std::io::IoSlice;
 
 use super::read::SHORT_BYTES;
 use super::{
-    AnySourceQueue, EAGER_BYTES, MAX_WRITE_BYTES, Match, MessageError, OutgoingFrame, PeerMessages,
-    PendingSend, PostedCall, ReadState, Stage, check_type, credit_for,
+    AnySourceQueue, EAGER_BYTES, Match, MessageError, OutgoingFrame, PeerMessages, PendingSend, PostedCall,
+    ReadState, Stage, check_type, credit_for,
 };
 use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::Call;
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
-use crate::transport::links::conn::ConnError;
+use crate::transport::links::conn::{ConnError, MAX_WRITE_BYTES};
 use crate::transport::links::{CELL_BYTES, CellMessage};
 
 /// The result of a direct send.

@@ -37,7 +37,7 @@ use crate::engine::completion::Completion;
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, GroupId, HEADER_BYTES, Kind};
 pub(crate) use crate::transport::links::EAGER_BYTES;
-use crate::transport::links::conn::Conn;
+use crate::transport::links::conn::{Conn, MAX_WRITE_BYTES};
 pub(crate) use queues::{AnySourceQueue, DeadlineBounds, MessageError, PostedCall, Probe};
 use queues::{Match, OutgoingFrame, PendingRecv, PendingSend, ReadState, Stage, check_type, send_index};
 use unexpected::{
@@ -46,13 +46,10 @@ use unexpected::{
 };
 
 /// Returns whether a message waits for its receive before its elements are sent.
+#[inline]
 pub(crate) fn is_large(call: Call) -> bool {
     call.bytes() > EAGER_BYTES as u64
 }
-
-/// Most bytes of a message that one write passes to the connection, so that other peers get their turn. A socket takes at
-/// most what fits into its send buffer, 4 MiB in Linux. In several writes, a message takes up to a tenth longer.
-const MAX_WRITE_BYTES: usize = 4 << 20;
 
 /// All messages with one peer.
 #[derive(Debug)]

@@ -13,7 +13,7 @@ use crate::collectives::plan::{Algorithm, Apply, BufferPart, Direction, Plan};
 use crate::error::{ExecutionError, PeerMisbehaved};
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
-use crate::transport::links::conn::{Conn, MAX_READ_AHEAD_BYTES};
+use crate::transport::links::conn::{Conn, MAX_READ_AHEAD_BYTES, MAX_WRITE_BYTES};
 use crate::transport::links::hello::Credentials;
 use flow::Flow;
 
@@ -24,9 +24,6 @@ const DIRECT_BYTES: usize = 4 << 10;
 /// A rank that has sent everything, and gets at most this many bytes from each peer, waits for one peer after
 /// the other. It then holds up no sender.
 const SEQUENTIAL_BYTES: usize = 64 << 10;
-/// Most bytes that one send system call takes. A socket takes what fits into its send buffer, at most 4 MiB in Linux.
-/// Fewer system calls are faster: 4 MiB to one rank in calls of 256 KiB take up to 1.2 times as long.
-const MAX_WRITE_BYTES: usize = 4 << 20;
 /// Most bytes that one send system call takes if this rank also receives, and sends more than [`MAX_WRITE_BYTES`] to a
 /// peer. Long calls would hold up the receives: 16 MiB to and from one rank take 0.9 times as long in short calls.
 const MAX_SHORT_WRITE_BYTES: usize = 256 << 10;

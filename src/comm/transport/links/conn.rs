@@ -12,6 +12,11 @@ const MIN_READ_AHEAD_BYTES: usize = 16 << 10;
 /// system call can fill the buffer, and the buffer fits in the L2 cache.
 pub(crate) const MAX_READ_AHEAD_BYTES: usize = 256 << 10;
 
+/// Most bytes that one write passes to a connection, so that other peers get their turn. A socket takes at most the bytes
+/// that fit into its send buffer, 4 MiB in Linux. Few long writes are faster: 4 MiB in writes of 256 KiB take up to 1.2
+/// times as long.
+pub(crate) const MAX_WRITE_BYTES: usize = 4 << 20;
+
 /// Most bytes that are read before the read-ahead buffer exists.
 const FIRST_READ_BYTES: usize = 512;
 
