@@ -207,15 +207,20 @@ fn workers_of_a_slurm_job_share_a_token_that_munge_protects() {
 fn spare_node_of_the_allocation_replaces_a_host_that_has_failed_twice() {
     let Some(slurm) = Slurm::up_or_skip(3, "spare nodes of a Slurm job") else { return };
     let (convoke, job) = (launcher(), Job::new());
-    // The host that rank 1 has at first fails whenever it is used.
+    // The host that rank 1 has at first fails whenever it is used. It first fails when the spare node has joined.
     let worker = job.script(
-        "if [ $RANK = 1 ] && ! [ -e bad ]; then hostname > bad; fi\n\
+        "until [ -e spare ]; do sleep 0.02; done\n\
+         if [ $RANK = 1 ] && ! [ -e bad ]; then hostname > bad; fi\n\
          if [ $RANK = 1 ] && [ \"$(hostname)\" = \"$(cat bad)\" ]; then echo >> failures; exit 1; fi\n\
          until [ -e done ]; do sleep 0.02; done\n",
     );
     let flags = ["--nnodes=1:2", "--max-restarts=5", worker.to_str().unwrap()];
     let words = [&["srun", "-N3", "--ntasks-per-node=1", "--no-kill", &convoke][..], &flags].concat();
     let launcher = slurm.start(&job, &words, &[]);
+    wait_until("a node to wait as the spare one", || {
+        launcher.stderr().contains("waits as a standby node").then_some(())
+    });
+    fs::write(job.path("spare"), "").unwrap();
     wait_until("the host to be replaced", || {
         let replaced = "a spare node has replaced this one, because this host has ended two rounds";
         launcher.stderr().contains(replaced).then_some(())
