@@ -8,7 +8,8 @@
 //! it never takes an older message in the same cell for the new one. A message whose queue is full goes
 //! through the ring; its number tells the receiver where it belongs in the order.
 //!
-//! A cell can also announce a message whose data is too long for it. The data is in the ring, and the cell tells where.
+//! A cell can also announce a message whose data is too long for it. The data is in an exchange area or in the ring, and
+//! the cell tells where.
 //! So the receiver finds the first bytes of the data as soon as it has the cache line of the cell. It needs neither the
 //! writer's count nor a header in the ring.
 
@@ -29,18 +30,33 @@ const INLINE_OFFSET: usize = EMPTIED_OFFSET + size_of::<u64>();
 const LINE_BYTES: usize = 64;
 /// Most bytes of data in the first cache line of a cell.
 const INLINE_BYTES: usize = LINE_BYTES - INLINE_OFFSET;
-/// The offsets of [`RingData`] in the first line of a cell whose data is in the ring.
+/// The offsets of [`Announced`] in the first line of a cell whose data is elsewhere.
 const DATA_AT_OFFSET: usize = INLINE_OFFSET;
 const FIRST_BYTES_OFFSET: usize = DATA_AT_OFFSET + size_of::<u64>();
-/// The bit of a stamp that tells that the data is in the ring.
+const BYTES_OFFSET: usize = FIRST_BYTES_OFFSET + size_of::<u64>();
+/// The bits of a stamp that tell that the data is in the ring, or in exchange area 0 or 1.
 const IN_RING: u64 = 1 << 63;
+const IN_AREA: [u64; 2] = [1 << 62, 1 << 61];
+const IS_ELSEWHERE: u64 = IN_RING | IN_AREA[0] | IN_AREA[1];
 
-/// Data in a ring, which a cell announces: its position, and the number of its first bytes, which are in the ring
+/// Data that a cell announces: its position in the byte stream, and the number of its first bytes, which are there
 /// already.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct RingData {
+pub(super) struct Announced {
     pub(super) at: u64,
     pub(super) first_bytes: u64,
+    pub(super) place: Place,
+}
+
+/// The place of data that a cell announces.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Place {
+    Ring,
+    /// All of the data, `bytes` bytes, in an exchange area.
+    Area {
+        area: usize,
+        bytes: u64,
+    },
 }
 
 /// One rank's end of the two queues of cells between two ranks.
@@ -97,12 +113,19 @@ impl Cells {
         Ok(true)
     }
 
-    /// Announces a message whose data is in the ring. [`Self::has_room`] must have returned true.
-    pub(super) fn announce(&mut self, segment: &Segment, stamp: u64, header: CellHeader, data: RingData) {
+    /// Announces a message whose data is elsewhere. [`Self::has_room`] must have returned true.
+    pub(super) fn announce(&mut self, segment: &Segment, stamp: u64, header: CellHeader, data: Announced) {
         let at = self.write_header(segment, header);
+        let place = match data.place {
+            Place::Ring => IN_RING,
+            Place::Area { area, bytes } => {
+                segment.word(at + BYTES_OFFSET).store(bytes, Ordering::Relaxed);
+                IN_AREA[area]
+            }
+        };
         segment.word(at + DATA_AT_OFFSET).store(data.at, Ordering::Relaxed);
         segment.word(at + FIRST_BYTES_OFFSET).store(data.first_bytes, Ordering::Relaxed);
-        segment.word(at).store(stamp | IN_RING, Ordering::Release);
+        segment.word(at).store(stamp | place, Ordering::Release);
         self.filled += 1;
     }
 
@@ -177,11 +200,11 @@ impl Cells {
         }
         let word = segment.word(at);
         let is_there = match awaited {
-            None => word.load(Ordering::Acquire) & !IN_RING == stamp,
+            None => word.load(Ordering::Acquire) & !IS_ELSEWHERE == stamp,
             Some(bytes) => {
                 let data = (bytes > INLINE_BYTES && bytes <= CELL_BYTES)
                     .then(|| segment.view(at + data_offset(bytes), bytes));
-                poll_stamp(word, data, |found| found & !IN_RING == stamp)
+                poll_stamp(word, data, |found| found & !IS_ELSEWHERE == stamp)
             }
         };
         if !is_there {
@@ -192,16 +215,21 @@ impl Cells {
             let word = segment.word(at + HEADER_OFFSET + index * size_of::<u64>());
             *bytes = word.load(Ordering::Relaxed).to_ne_bytes();
         }
-        Some(CellMessage { header, data_at: self.ring_data(segment).map(|data| data.at) })
+        Some(CellMessage { header, data_at: self.announced(segment).map(|data| data.at) })
     }
 
-    /// Returns where the data of the message is that [`Self::next`] has returned, if it is in the ring.
+    /// Returns where the data of the message is that [`Self::next`] has returned, if it is not in the cell.
     #[inline]
-    pub(super) fn ring_data(&self, segment: &Segment) -> Option<RingData> {
+    pub(super) fn announced(&self, segment: &Segment) -> Option<Announced> {
         let at = self.incoming.cell(self.emptied);
         let word = |offset: usize| segment.word(at + offset).load(Ordering::Relaxed);
-        (word(0) & IN_RING != 0)
-            .then(|| RingData { at: word(DATA_AT_OFFSET), first_bytes: word(FIRST_BYTES_OFFSET) })
+        let bit = word(0) & IS_ELSEWHERE;
+        if bit == 0 {
+            return None;
+        }
+        let area = IN_AREA.iter().position(|&in_area| bit == in_area);
+        let place = area.map_or(Place::Ring, |area| Place::Area { area, bytes: word(BYTES_OFFSET) });
+        Some(Announced { at: word(DATA_AT_OFFSET), first_bytes: word(FIRST_BYTES_OFFSET), place })
     }
 
     /// Copies the data of the message that [`Self::next`] returned, and empties its cell. The length of `into` is that of
@@ -302,15 +330,16 @@ mod tests {
     }
 
     #[test]
-    fn cells_announce_data_in_the_ring() {
+    fn cells_announce_data_in_the_ring_and_in_areas() {
         let (segment, mut a, mut b) = pair();
         for stamp in 1..=100 {
-            let data = RingData { at: 1000 * stamp, first_bytes: stamp };
+            let places = [Place::Ring, Place::Area { area: 0, bytes: 9 }, Place::Area { area: 1, bytes: 7 }];
+            let data = Announced { at: 1000 * stamp, first_bytes: stamp, place: places[stamp as usize % 3] };
             assert!(a.has_room(&segment).unwrap());
             a.announce(&segment, stamp, HEADER, data);
             let message = CellMessage { header: HEADER, data_at: Some(1000 * stamp) };
             assert_eq!(b.next(&segment, stamp, Some(50_000)), Some(message));
-            assert_eq!(b.ring_data(&segment), Some(data));
+            assert_eq!(b.announced(&segment), Some(data));
             b.take(&segment, &mut []).unwrap();
             assert_eq!(b.next(&segment, stamp + 1, None), None);
         }

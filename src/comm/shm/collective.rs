@@ -49,7 +49,7 @@ impl ShmCollective {
         kernel: Option<Kernel>,
     ) -> Self {
         let schedule = memory.schedule(&call);
-        let call_number = memory.calls.start(&call, seq, schedule.rounds(), schedule.round_bytes());
+        let call_number = memory.calls.start_rounds(&call, seq, &schedule);
         let mut collective =
             Self::with_schedule(memory, (call, seq), (buffer, kernel), schedule, call_number);
         let range = collective.buffer.single_range().filter(|_| collective.schedule.may_be_direct());

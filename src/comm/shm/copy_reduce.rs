@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::HostMemory;
 use super::allocations::Direct;
-use super::layout::{INLINE_BYTES, INLINE_OFFSET, ROUND_BYTES, SLOT_HEADER};
+use super::layout::{EXCHANGE_BYTES, INLINE_BYTES, INLINE_OFFSET, ROUND_BYTES, SLOT_HEADER};
 use super::numbering::CallNumber;
 use super::schedule::{Area, CACHED_BYTES, Schedule};
 use super::segment::View;
@@ -104,6 +104,8 @@ pub(super) enum AreaAddress {
     Slot { number: u32, inline: bool },
     /// The memory of a round, as its distance in bytes from the first round of all collective calls.
     Round(u64),
+    /// Offset `at` of the exchange area of each of the two ranks of the host.
+    Exchange { areas: [u8; 2], at: u32 },
 }
 
 impl AreaAddress {
@@ -112,7 +114,10 @@ impl AreaAddress {
     pub(super) fn of(call: &CallNumber, schedule: &Schedule, area: Area) -> Self {
         match area {
             Area::Slot => Self::Slot { number: call.number, inline: schedule.fits_in(INLINE_BYTES) },
-            Area::Round(round) => Self::Round(call.position + round * call.round_bytes),
+            Area::Round(round) => match call.exchange {
+                None => Self::Round(call.position + round * call.round_bytes),
+                Some(areas) => Self::Exchange { areas, at: (round * call.round_bytes) as u32 },
+            },
         }
     }
 }
@@ -127,6 +132,10 @@ impl Location {
             AreaAddress::Round(position) => {
                 debug_assert!(self.at + bytes <= ROUND_BYTES);
                 memory.layout.round(self.rank, position)
+            }
+            AreaAddress::Exchange { areas, at } => {
+                debug_assert!(at as usize + self.at + bytes <= EXCHANGE_BYTES);
+                memory.layout.exchange(areas[self.rank].into()) + at as usize
             }
         };
         memory.segment.view(start + self.at, bytes)

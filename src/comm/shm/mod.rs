@@ -28,6 +28,7 @@ mod cells;
 pub(crate) mod collective;
 pub(crate) mod copy_reduce;
 pub(crate) mod doorbells;
+mod exchange;
 pub(crate) mod fd_passing;
 mod layout;
 #[cfg(all(test, loom))]
@@ -61,11 +62,12 @@ use bootstrap::SharedResources;
 use cells::Cells;
 use doorbells::{Doorbells, HostProcesses};
 use layout::{
-    CHUNK_BYTES, Counter, PIECE_BYTES, ROUND_BYTES, ROUNDS_BYTES, ROUNDS_IN_MEMORY, SLOT_BYTES, WHOLE_BYTES,
+    CHUNK_BYTES, Counter, EXCHANGE_BYTES, PIECE_BYTES, ROUND_BYTES, ROUNDS_BYTES, ROUNDS_IN_MEMORY,
+    SLOT_BYTES, WHOLE_BYTES,
 };
 pub(crate) use layout::{Layout, RingChannel};
 use numbering::{CallNumber, StartedCalls};
-use ring::Ring;
+use ring::{MessageAreas, Ring};
 pub(crate) use schedule::is_supported;
 use schedule::{CACHED_BYTES, Limits, Peers, Schedule, ScheduleStep};
 use segment::Segment;
@@ -106,12 +108,13 @@ pub(crate) struct HostShare {
     processes: HostProcesses,
 }
 
-/// The memory of a sparse layout whose pages are allocated: the number of rows of slots, and the bytes of
-/// this rank's rounds.
+/// The memory of a sparse layout whose pages are allocated: the number of rows of slots, the bytes of this rank's
+/// rounds, and its exchange area, if there are two ranks.
 #[derive(Debug, Clone, Copy, Default)]
 struct Allocated {
     slot_rows: u32,
     rounds: usize,
+    exchange: bool,
 }
 
 /// The ranks that a collective call waits for.
@@ -188,13 +191,16 @@ impl HostMemory {
             (self.layout.ring(channel, self.me, local_rank), self.layout.ring(channel, local_rank, self.me));
         let is_sparse = self.allocated.is_some();
         let allocated = if is_sparse { 0 } else { out.bytes };
-        let cells = (channel == RingChannel::Messages).then(|| {
-            let (out, into) =
-                (self.layout.cells(self.me, local_rank), self.layout.cells(local_rank, self.me));
-            Cells::new(out, into, !is_sparse)
+        let messages = (channel == RingChannel::Messages).then(|| {
+            let (me, layout) = (self.me, self.layout);
+            let (out, into) = (layout.cells(me, local_rank), layout.cells(local_rank, me));
+            let (first, second) = (me.min(local_rank), me.max(local_rank));
+            let areas = [layout.message_area(first, second), layout.message_area(second, first)];
+            let areas = MessageAreas::new(areas, usize::from(me > local_rank), !is_sparse);
+            (Cells::new(out, into, !is_sparse), areas)
         });
         let (segment, doorbells) = (Arc::clone(&self.segment), Arc::clone(&self.doorbells));
-        Ring::new(segment, doorbells, local_rank, (out, allocated), into, cells)
+        Ring::new(segment, doorbells, local_rank, (out, allocated), into, messages)
     }
 
     /// Sets the failure flag, which all ranks of the host read. Control connections report the reason of the
@@ -233,7 +239,8 @@ impl HostMemory {
     fn has_next_round(&mut self, bytes: u64) -> bool {
         let (rounds, position) = self.calls.rounds();
         let needed = Layout::rounds_until(position.saturating_add(bytes));
-        self.allocated.is_none_or(|allocated| needed <= allocated.rounds)
+        let has_area = |allocated: Allocated| allocated.exchange || self.ranks.len() != 2;
+        self.allocated.is_none_or(|allocated| needed <= allocated.rounds && has_area(allocated))
             && self
                 .first_behind(Peers::All, Counter::Done, (rounds + 1).saturating_sub(ROUNDS_IN_MEMORY))
                 .is_none()
@@ -258,6 +265,11 @@ impl HostMemory {
             if bytes == all.len() {
                 self.segment.collapse(all.start..all.start + ROUNDS_BYTES);
             }
+        }
+        if rounds > 0 && self.ranks.len() == 2 && !allocated.exchange {
+            let start = self.layout.exchange(self.me);
+            self.segment.commit(start..start + EXCHANGE_BYTES).map_err(failed)?;
+            allocated.exchange = true;
         }
         self.allocated = Some(allocated);
         Ok(())

@@ -1,6 +1,9 @@
 //! The numbers of collective calls and of their rounds. All ranks make their calls in the same order, so
 //! these numbers agree. Pure.
 
+use super::exchange::ExchangeAreas;
+use super::layout::EXCHANGE_BYTES;
+use super::schedule::Schedule;
 use crate::collectives::call::Call;
 
 /// The description of a call that a rank publishes in its slot.
@@ -18,11 +21,13 @@ pub(super) struct Header {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CallNumber {
     pub(super) number: u32,
-    /// The number of rounds of all earlier calls, and the total bytes of these rounds.
+    /// The number of rounds of all earlier calls, and the total bytes of those in the memory for rounds.
     pub(super) rounds: u64,
     pub(super) position: u64,
     /// The distance in bytes from each round of this call to the next.
     pub(super) round_bytes: u64,
+    /// The exchange areas in which the two ranks of the host publish the data of all rounds.
+    pub(super) exchange: Option<[u8; 2]>,
     pub(super) header: Header,
 }
 
@@ -30,9 +35,10 @@ pub(super) struct CallNumber {
 #[derive(Debug, Default)]
 pub(super) struct StartedCalls {
     calls: u32,
-    /// The number of their rounds, and the total bytes of these rounds.
+    /// The number of their rounds, and the total bytes of those in the memory for rounds.
     rounds: u64,
     round_bytes: u64,
+    exchange: ExchangeAreas,
     /// A digest of the calls.
     history: u64,
 }
@@ -44,22 +50,35 @@ impl StartedCalls {
         self.calls.wrapping_add(1)
     }
 
-    /// The number of rounds of all calls so far, and the total bytes of these rounds.
+    /// The number of rounds of all calls so far, and the total bytes of those in the memory for rounds.
     #[inline]
     pub(super) fn rounds(&self) -> (u64, u64) {
         (self.rounds, self.round_bytes)
     }
 
-    /// Numbers a call and its rounds.
-    #[inline]
-    pub(super) fn start(&mut self, call: &Call, seq: u64, rounds: u64, round_bytes: usize) -> CallNumber {
+    /// Numbers a call that has no rounds.
+    #[inline(always)]
+    pub(super) fn start(&mut self, call: &Call, seq: u64) -> CallNumber {
         self.calls = self.next();
         let header = Header { call: call.encode(), seq: seq as u32, history: self.history };
         self.history = header.digest();
-        let (number, position, round_bytes) = (self.calls, self.round_bytes, round_bytes as u64);
-        let call_number = CallNumber { number, rounds: self.rounds, position, round_bytes, header };
+        let (number, position) = (self.calls, self.round_bytes);
+        CallNumber { number, rounds: self.rounds, position, round_bytes: 0, exchange: None, header }
+    }
+
+    /// Numbers a call and its rounds.
+    #[inline]
+    pub(super) fn start_rounds(&mut self, call: &Call, seq: u64, schedule: &Schedule) -> CallNumber {
+        let (rounds, round_bytes) = (schedule.rounds(), schedule.round_bytes() as u64);
+        let all_bytes = rounds * round_bytes;
+        let publishes =
+            schedule.publishing_ranks().filter(|_| (1..=EXCHANGE_BYTES as u64).contains(&all_bytes));
+        let exchange = publishes.and_then(|publishes| self.exchange.next_call(publishes));
+        let call_number = CallNumber { round_bytes, exchange, ..self.start(call, seq) };
         self.rounds += rounds;
-        self.round_bytes += rounds * round_bytes;
+        if exchange.is_none() {
+            self.round_bytes += all_bytes;
+        }
         call_number
     }
 }

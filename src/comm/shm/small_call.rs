@@ -54,8 +54,11 @@ impl HostMemory {
         seq: u64,
         buffers: &mut impl Buffers,
     ) -> SmallCall {
-        let (rounds, round_bytes) = if IN_ROUND { (1, schedule.round_bytes()) } else { (0, 0) };
-        let call_number = self.calls.start(call, seq, rounds, round_bytes);
+        let call_number = if IN_ROUND {
+            self.calls.start_rounds(call, seq, &schedule)
+        } else {
+            self.calls.start(call, seq)
+        };
         let area = if IN_ROUND { Area::Round(0) } else { Area::Slot };
         let area = AreaAddress::of(&call_number, &schedule, area);
         let mut small = SmallCall { seq, schedule, call_number, published: 0, area, fetched: 0, matched: 0 };
@@ -232,7 +235,7 @@ impl SmallCall {
     /// Returns whether the data of the call is in a round, not in slots.
     #[inline(always)]
     pub(crate) fn has_round(&self) -> bool {
-        matches!(self.area, AreaAddress::Round(_))
+        !matches!(self.area, AreaAddress::Slot { .. })
     }
 
     fn has_chunks(&self) -> bool {

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 
+use super::exchange::ExchangeAreas;
 use super::layout::{Counter, ROUNDS_IN_MEMORY};
 use super::schedule::{Area, Limits, Peers, Schedule, ScheduleStep, is_supported};
 use crate::collectives::call::{Call, CallKind};
@@ -18,6 +19,8 @@ const LIMITS: Limits = Limits {
     cached_bytes: 700,
 };
 const ROUNDS_BYTES: usize = (ROUNDS_IN_MEMORY as usize + 2) * LIMITS.round_bytes;
+/// The size of an exchange area.
+const EXCHANGE_BYTES: usize = 300;
 /// A number of slots so small that they are reused.
 const SLOTS: u32 = 8;
 
@@ -27,6 +30,8 @@ struct Memory {
     stamp: u32,
     slots: Vec<Vec<u8>>,
     rounds: Vec<u8>,
+    /// The exchange area of the rank's number, for ranks 0 and 1.
+    exchange: Vec<u8>,
     counters: [u64; Counter::COUNT],
     /// A flag for each slot: true if the rank has exposed its elements.
     exposed: Vec<bool>,
@@ -44,6 +49,7 @@ impl Memory {
             stamp: 0,
             slots: vec![vec![0; LIMITS.slot_bytes]; SLOTS as usize],
             rounds: vec![0; ROUNDS_BYTES + LIMITS.round_bytes],
+            exchange: vec![0; EXCHANGE_BYTES],
             counters: [0; Counter::COUNT],
             exposed: vec![false; SLOTS as usize],
             buffers: (0..calls.len()).map(buffer).collect(),
@@ -70,13 +76,15 @@ struct Rank {
     more: bool,
     base: u64,
     at: Position,
+    areas: ExchangeAreas,
 }
 
-/// The position of a call's first round, and the distance between rounds.
+/// The position of a call's first round, and the distance between rounds. The rounds of a call may be in exchange areas.
 #[derive(Debug, Clone, Copy, Default)]
 struct Position {
     first: u64,
     each: u64,
+    exchange: Option<[u8; 2]>,
 }
 
 /// The value of byte `at` of the buffer of rank `rank` at the beginning of call `call`.
@@ -124,7 +132,8 @@ impl Rank {
     fn new(calls: &[Call], exposes: Vec<bool>) -> Self {
         let calls = calls.to_vec();
         let (call, batch, base, at) = (0, 0, 0, Position::default());
-        Self { calls, exposes, direct: false, call, batch, steps: Vec::new(), more: true, base, at }
+        let (steps, areas) = (Vec::new(), ExchangeAreas::default());
+        Self { calls, exposes, direct: false, call, batch, steps, more: true, base, at, areas }
     }
 
     /// Does the next step. Returns `false` if it has to wait or all calls are done.
@@ -142,9 +151,16 @@ impl Rank {
         if self.steps.is_empty() {
             if !self.more {
                 self.base += schedule.rounds();
-                self.at.first += schedule.rounds() * self.at.each;
+                if self.at.exchange.is_none() {
+                    self.at.first += schedule.rounds() * self.at.each;
+                }
                 (self.call, self.batch, self.more, self.direct) = (self.call + 1, 0, true, false);
                 return true;
+            }
+            if self.batch == 0 {
+                let bytes = (schedule.rounds() * self.at.each) as usize;
+                let publishes = schedule.publishing_ranks().filter(|_| (1..=EXCHANGE_BYTES).contains(&bytes));
+                self.at.exchange = publishes.and_then(|publishes| self.areas.next_call(publishes));
             }
             self.more = schedule.batch(self.batch, &mut self.steps);
             self.batch += 1;
@@ -222,25 +238,22 @@ impl Rank {
                 all[me].count(counter, counter.after(base + round + 1));
             }
             ScheduleStep::Publish { range: from, area, at } => {
-                area_mut(&mut all[me], area, position, number, at..at + from.len())
-                    .copy_from_slice(&buffer[from]);
+                area_mut(all, me, area, position, number, at..at + from.len()).copy_from_slice(&buffer[from]);
             }
             ScheduleStep::Fetch { from, area, at, range: into } => {
                 assert_ne!(from, me);
-                let published =
-                    area_mut(&mut all[from], area, position, number, at..at + into.len()).to_vec();
+                let published = area_mut(all, from, area, position, number, at..at + into.len()).to_vec();
                 buffer[into].copy_from_slice(&published);
             }
             ScheduleStep::Reduce { area, at, range: into, publishes } => {
                 let mut sums = buffer[into.clone()].to_vec();
                 for rank in (0..ranks).filter(|&rank| rank != me) {
-                    let share = area_mut(&mut all[rank], area, position, number, at..at + into.len());
+                    let share = area_mut(all, rank, area, position, number, at..at + into.len());
                     sums.iter_mut().zip(share).for_each(|(sum, share)| *sum = sum.wrapping_add(*share));
                 }
                 buffer[into.clone()].copy_from_slice(&sums);
                 if publishes {
-                    area_mut(&mut all[me], area, position, number, at..at + into.len())
-                        .copy_from_slice(&sums);
+                    area_mut(all, me, area, position, number, at..at + into.len()).copy_from_slice(&sums);
                 }
             }
         }
@@ -248,19 +261,25 @@ impl Rank {
     }
 }
 
+/// Returns bytes of the area of `rank`.
 fn area_mut(
-    memory: &mut Memory,
+    all: &mut [Memory],
+    rank: usize,
     area: Area,
     position: Position,
     number: u32,
     range: Range<usize>,
 ) -> &mut [u8] {
     match area {
-        Area::Slot => &mut memory.slots[(number % SLOTS) as usize][range],
+        Area::Slot => &mut all[rank].slots[(number % SLOTS) as usize][range],
         Area::Round(round) => {
             assert!(range.end <= LIMITS.round_bytes);
-            let start = (position.first + round * position.each) as usize % ROUNDS_BYTES;
-            &mut memory.rounds[start + range.start..start + range.end]
+            let before = round * position.each;
+            let (memory, start) = match position.exchange {
+                None => (&mut all[rank].rounds, (position.first + before) as usize % ROUNDS_BYTES),
+                Some(areas) => (&mut all[usize::from(areas[rank])].exchange, before as usize),
+            };
+            &mut memory[start + range.start..start + range.end]
         }
     }
 }

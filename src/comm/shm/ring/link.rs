@@ -3,10 +3,12 @@
 use std::io::{self, IoSlice};
 use std::sync::atomic::Ordering;
 
+use super::areas::MIN_AREA_BYTES;
 use super::{
     FIRST_CHUNK_BYTES, MAX_CHUNK_BYTES, MAX_READ_BYTES, MIN_CHUNK_BYTES, PREFETCH_WITH_HEADER,
     READ_REPORTS_PER_RING, Ring, validated,
 };
+use crate::shm::cells::{Announced, Place};
 use crate::transport::frame::HEADER_BYTES;
 use crate::transport::links::{CELL_BYTES, CellHeader, CellMessage, Link};
 
@@ -41,6 +43,12 @@ impl Link for Ring {
     }
 
     fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        if let Some((_, areas)) = &mut self.messages
+            && areas.is_reading()
+        {
+            let got = areas.read(&self.segment, into)?;
+            return if got > 0 { Ok(got) } else { self.nothing_received() };
+        }
         // `total` is what is missing of the message: its last bytes, below the limit, go to the caches.
         let (mut got, total) = (0, into.len());
         let most = total.min(MAX_READ_BYTES);
@@ -67,17 +75,7 @@ impl Link for Ring {
                 self.publish_read();
             }
         }
-        if got > 0 {
-            return Ok(got);
-        }
-        if self.segment.word(self.incoming.closed).load(Ordering::Acquire) == 0 {
-            return Err(io::ErrorKind::WouldBlock.into());
-        }
-        // The peer may have written more bytes between the first check and its end-of-stream flag.
-        match self.readable()? {
-            (0, _) => Ok(0),
-            _ => Err(io::ErrorKind::Interrupted.into()),
-        }
+        if got > 0 { Ok(got) } else { self.nothing_received() }
     }
 
     fn reads_by_system_calls(&self) -> bool {
@@ -89,8 +87,8 @@ impl Link for Ring {
     }
 
     fn try_send_cell(&mut self, stamp: u64, header: CellHeader, data: &[u8]) -> io::Result<bool> {
-        let Some(cells) = &mut self.cells else { return Ok(false) };
-        if data.len() > CELL_BYTES {
+        let Some((cells, areas)) = &mut self.messages else { return Ok(false) };
+        if data.len() > CELL_BYTES || data.len() > MIN_AREA_BYTES && areas.owns_any() {
             return self.send_announced(stamp, header, data);
         }
         let sent = cells.send(&self.segment, stamp, header, data)?;
@@ -103,26 +101,51 @@ impl Link for Ring {
     }
 
     fn cell(&mut self, stamp: u64, awaited: Option<usize>) -> Option<CellMessage> {
-        self.cells.as_mut()?.next(&self.segment, stamp, awaited)
+        self.messages.as_mut()?.0.next(&self.segment, stamp, awaited)
     }
 
     fn take_cell(&mut self, into: &mut [u8]) -> io::Result<()> {
-        let Some(cells) = &mut self.cells else { return Ok(()) };
-        if let Some(data) = cells.ring_data(&self.segment) {
-            let most = self.read + self.incoming.bytes as u64;
-            // These bytes may have been read already, behind an earlier message.
-            let end = validated(data.at.saturating_add(data.first_bytes), 0, most)?;
-            self.peer_written = self.peer_written.max(end);
+        let Some((cells, areas)) = &mut self.messages else { return Ok(()) };
+        match cells.announced(&self.segment) {
+            None => {}
+            Some(Announced { at, first_bytes, place: Place::Ring }) => {
+                let most = self.read + self.incoming.bytes as u64;
+                // These bytes may have been read already, behind an earlier message.
+                let end = validated(at.saturating_add(first_bytes).saturating_sub(areas.read), 0, most)?;
+                self.peer_written = self.peer_written.max(end);
+            }
+            Some(Announced { first_bytes, place: Place::Area { area, bytes }, .. }) => {
+                areas.begin(area, bytes, first_bytes)?;
+            }
         }
         cells.take(&self.segment, into)
     }
 
     fn received(&self) -> u64 {
-        self.read
+        self.read + self.messages.as_ref().map_or(0, |(_, areas)| areas.read)
+    }
+
+    fn reads_elsewhere(&self) -> bool {
+        self.messages.as_ref().is_some_and(|(_, areas)| areas.is_reading())
     }
 
     /// Always true: bytes in shared memory stay readable as long as the reader has mapped the memory.
     fn is_flushed(&self) -> bool {
         true
+    }
+}
+
+impl Ring {
+    /// Returns why nothing was received: the peer has written nothing, or has closed its end.
+    fn nothing_received(&mut self) -> io::Result<usize> {
+        if self.segment.word(self.incoming.closed).load(Ordering::Acquire) == 0 {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        // The peer may have written more bytes between the first check and its end-of-stream flag.
+        let has_more = match &self.messages {
+            Some((_, areas)) if areas.is_reading() => areas.has_more(&self.segment),
+            _ => self.readable()?.0 > 0,
+        };
+        if has_more { Err(io::ErrorKind::Interrupted.into()) } else { Ok(0) }
     }
 }

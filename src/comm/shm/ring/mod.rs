@@ -4,6 +4,9 @@
 //! level. The writer publishes its count in steps, so that the reader copies out while the writer still
 //! copies in.
 
+#[cfg(test)]
+mod area_tests;
+mod areas;
 mod link;
 #[cfg(test)]
 pub(crate) mod tests;
@@ -12,12 +15,13 @@ use std::io;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use super::cells::{Cells, RingData};
+use super::cells::{Announced, Cells, Place};
 use super::doorbells::Doorbells;
 use super::layout::RingOffsets;
 use super::segment::Segment;
 use super::store_policy::StorePolicy;
 use crate::transport::links::{CellHeader, EAGER_BYTES, Link};
+pub(crate) use areas::MessageAreas;
 
 /// The writer publishes its count each time that it has copied an eighth of a write, within the last two bounds. The
 /// reader begins the earlier, the shorter a chunk is. But it then fetches lines that the writer is about to write. On two
@@ -73,8 +77,8 @@ pub(crate) struct Ring {
     /// The count of bytes read that this end last published to the peer.
     reported_read: u64,
     policy: StorePolicy,
-    /// The queues of short messages, if the rings carry messages.
-    cells: Option<Cells>,
+    /// The queues of short messages, and the areas of longer ones, if the rings carry messages.
+    messages: Option<(Cells, MessageAreas)>,
 }
 
 impl Ring {
@@ -86,7 +90,7 @@ impl Ring {
         peer: usize,
         (outgoing, allocated): (RingOffsets, usize),
         incoming: RingOffsets,
-        cells: Option<Cells>,
+        messages: Option<(Cells, MessageAreas)>,
     ) -> Self {
         Self {
             segment,
@@ -102,7 +106,7 @@ impl Ring {
             peer_written: 0,
             reported_read: 0,
             policy: StorePolicy::default(),
-            cells,
+            messages,
         }
     }
 
@@ -216,25 +220,31 @@ impl Ring {
         EAGER_BYTES.min(self.outgoing.bytes / MESSAGES_IN_RING)
     }
 
-    /// Writes a message into the ring, and announces it by a cell as soon as its first bytes are there. The cell comes
-    /// before the count of these bytes. So a reader that sees the count finds the cell, and does not take the data for a
-    /// header. Returns false if the message is too long, if no cell is free, or if the ring has no space for all of it.
+    /// Writes a message into an area that this rank owns, or else into the ring, and announces it by a cell as soon as its
+    /// first bytes are there. The cell comes before the ring's count of these bytes. So a reader that sees the count finds
+    /// the cell, and does not take the data for a header. Returns false if the message is too long, if no cell is free, or
+    /// if the ring has no space for all of it.
     #[inline(never)]
     fn send_announced(&mut self, stamp: u64, header: CellHeader, data: &[u8]) -> io::Result<bool> {
-        if data.len() > self.most_announced_bytes() {
+        let Some((cells, areas)) = &mut self.messages else { return Ok(false) };
+        if !cells.has_room(&self.segment)? {
             return Ok(false);
         }
-        let Some(cells) = &mut self.cells else { return Ok(false) };
-        if !cells.has_room(&self.segment)? || !self.has_space(data.len())? {
+        let chunk = (data.len() / 4).clamp(MIN_ANNOUNCED_CHUNK_BYTES, MAX_ANNOUNCED_CHUNK_BYTES);
+        let (first, rest) = data.split_at(chunk.min(data.len()));
+        if let Some(area) = areas.next(&self.segment, data.len())? {
+            self.send_in_area(area, (stamp, header), first, rest);
+            return Ok(true);
+        }
+        if data.len() > self.most_announced_bytes() || !self.has_space(data.len())? {
             return Ok(false);
         }
         self.allocate_for(data.len())?;
         let (bytes, at) = (data.len(), self.written);
-        let chunk = (bytes / 4).clamp(MIN_ANNOUNCED_CHUNK_BYTES, MAX_ANNOUNCED_CHUNK_BYTES);
-        let (first, rest) = data.split_at(chunk.min(bytes));
         self.write_all(first)?;
-        let Some(cells) = &mut self.cells else { unreachable!("these rings have cells, see above") };
-        cells.announce(&self.segment, stamp, header, RingData { at, first_bytes: first.len() as u64 });
+        let Some((cells, areas)) = &mut self.messages else { unreachable!("see above") };
+        let (at, first_bytes) = (at + areas.written, first.len() as u64);
+        cells.announce(&self.segment, stamp, header, Announced { at, first_bytes, place: Place::Ring });
         for next in rest.chunks(chunk) {
             self.publish_part();
             self.write_all(next)?;
@@ -242,6 +252,24 @@ impl Ring {
         self.publish(self.outgoing.written, self.written);
         self.prefetch_next(bytes);
         Ok(true)
+    }
+
+    /// Sends a message, which begins with `first`, in an area that this rank owns.
+    fn send_in_area(&mut self, area: usize, (stamp, header): (u64, CellHeader), first: &[u8], rest: &[u8]) {
+        let Some((cells, areas)) = &mut self.messages else { unreachable!("areas are for messages") };
+        let (bytes, first_bytes) = (first.len() + rest.len(), first.len() as u64);
+        areas.write(&self.segment, area, 0, first);
+        let (at, place) = (self.written + areas.written, Place::Area { area, bytes: bytes as u64 });
+        cells.announce(&self.segment, stamp, header, Announced { at, first_bytes, place });
+        let mut done = first.len();
+        for next in rest.chunks(first.len()) {
+            self.doorbells.wake_marked(self.peer);
+            areas.write(&self.segment, area, done, next);
+            done += next.len();
+            areas.publish(&self.segment, area, done);
+        }
+        areas.sent(area, bytes);
+        self.doorbells.wake(self.peer);
     }
 
     fn publish(&self, at: usize, value: u64) {

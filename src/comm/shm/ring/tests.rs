@@ -29,20 +29,34 @@ fn pair_with(allocated: usize) -> [Ring; 2] {
         let rings = |from, to| layout.ring(RingChannel::Messages, from, to);
         let cells = Cells::new(layout.cells(me, peer), layout.cells(peer, me), true);
         let out = rings(me, peer);
-        Ring::new(segment, doorbells, peer, (out, allocated.min(out.bytes)), rings(peer, me), Some(cells))
+        let areas = [layout.message_area(0, 1), layout.message_area(1, 0)];
+        let messages = Some((cells, MessageAreas::new(areas, me, allocated > 0)));
+        Ring::new(segment, doorbells, peer, (out, allocated.min(out.bytes)), rings(peer, me), messages)
     })
 }
 
-const HEADER: CellHeader = *b"sixteen bytes ok";
+/// Returns what [`pair`] returns, but the first end owns no exchange area, so that its messages go into the ring.
+fn pair_without_area() -> [Ring; 2] {
+    let [mut a, b] = pair();
+    send_area(&mut a);
+    [a, b]
+}
+
+fn send_area(ring: &mut Ring) {
+    let Some((_, areas)) = &mut ring.messages else { unreachable!("these rings carry messages") };
+    areas.sent(0, 0);
+}
+
+pub(super) const HEADER: CellHeader = *b"sixteen bytes ok";
 /// The bytes of a header in the stream.
 const FRAME: [u8; HEADER_BYTES] = [7; HEADER_BYTES];
 
-fn data(bytes: usize) -> Vec<u8> {
+pub(super) fn data(bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| (at * 7 + 1) as u8).collect()
 }
 
 /// Reads `bytes` bytes of the stream.
-fn read(conn: &mut Conn, bytes: usize) -> Vec<u8> {
+pub(super) fn read(conn: &mut Conn, bytes: usize) -> Vec<u8> {
     let (mut into, mut done) = (vec![0; bytes], 0);
     while done < bytes {
         let got = conn.read(&mut into[done..]).unwrap();
@@ -54,7 +68,7 @@ fn read(conn: &mut Conn, bytes: usize) -> Vec<u8> {
 
 #[test]
 fn data_of_an_announced_message_is_read_after_the_bytes_before_it() {
-    let [mut a, b] = pair();
+    let [mut a, b] = pair_without_area();
     let (mut b, mut at) = (Conn::new(Box::new(b)), 0);
     // The ring wraps around several times, at other places each time.
     for (seq, bytes) in (0..).zip([CELL_BYTES + 1, 8 << 10, 20_001, 64 << 10, EAGER_BYTES].repeat(20)) {
@@ -74,6 +88,7 @@ fn data_of_an_announced_message_is_read_after_the_bytes_before_it() {
 #[test]
 fn pages_of_an_announced_message_are_allocated_before_its_first_byte_is_written() {
     let [mut a, mut b] = pair_with(0);
+    send_area(&mut a);
     let (bytes, mut into) = (64 << 10, vec![0; 64 << 10]);
     a.allocate_for(bytes).unwrap();
     assert_eq!((a.allocated, a.written), (bytes, 0));
@@ -93,7 +108,7 @@ fn pages_of_an_announced_message_are_allocated_before_its_first_byte_is_written(
 
 #[test]
 fn reader_that_sees_the_first_bytes_of_a_message_finds_its_cell() {
-    let [mut a, b] = pair();
+    let [mut a, b] = pair_without_area();
     let (mut b, sent) = (Conn::new(Box::new(b)), data(10_000));
     assert_eq!(b.cell(0, None), None);
     assert!(a.try_send_cell(1, HEADER, &sent).unwrap());
@@ -106,7 +121,7 @@ fn reader_that_sees_the_first_bytes_of_a_message_finds_its_cell() {
 
 #[test]
 fn message_is_announced_only_if_the_ring_has_space_for_all_of_it() {
-    let [mut a, mut b] = pair();
+    let [mut a, mut b] = pair_without_area();
     let (bytes, longest) = (a.outgoing.bytes, 64 << 10);
     let mut into = vec![0; bytes];
     for stamp in 1..=4 {
@@ -124,7 +139,7 @@ fn message_is_announced_only_if_the_ring_has_space_for_all_of_it() {
 #[test]
 fn ring_has_space_for_several_messages_that_cells_announce() {
     for ranks in [2, 4, 8, 32, 125] {
-        let [mut a, _b] = pair();
+        let [mut a, _b] = pair_without_area();
         a.outgoing.bytes = Layout::dense(ranks).ring(RingChannel::Messages, 0, 1).bytes;
         let longest = a.most_announced_bytes();
         assert_eq!(longest, if ranks <= 4 { EAGER_BYTES } else { a.outgoing.bytes / 4 }, "{ranks} ranks");
@@ -138,14 +153,15 @@ fn ring_has_space_for_several_messages_that_cells_announce() {
 #[test]
 fn impossible_places_of_data_are_errors() {
     let invalid = |error: ConnError| matches!(error, ConnError::Failed(error) if error.kind() == io::ErrorKind::InvalidData);
-    let [mut a, b] = pair();
+    let [mut a, b] = pair_without_area();
     let mut conn = Conn::new(Box::new(b));
     assert!(a.try_send_cell(1, HEADER, &data(10_000)).unwrap());
     assert!(invalid(conn.take_header(1).unwrap_err()), "the data is elsewhere");
 
-    let [mut a, mut b] = pair();
-    let Some(cells) = &mut a.cells else { unreachable!("these rings have cells") };
+    let [mut a, mut b] = pair_without_area();
+    let Some((cells, _)) = &mut a.messages else { unreachable!("these rings have cells") };
     assert!(cells.has_room(&a.segment).unwrap());
-    cells.announce(&a.segment, 1, HEADER, RingData { at: 0, first_bytes: a.outgoing.bytes as u64 + 1 });
+    let first_bytes = a.outgoing.bytes as u64 + 1;
+    cells.announce(&a.segment, 1, HEADER, Announced { at: 0, first_bytes, place: Place::Ring });
     assert_eq!(b.take_cell(&mut []).unwrap_err().kind(), io::ErrorKind::InvalidData);
 }

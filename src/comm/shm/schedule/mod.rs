@@ -28,11 +28,6 @@ pub(crate) use transfers::{Results, Transfer, Transfers};
 
 /// The alignment in bytes of data in the memory of a round: a cache line.
 const ALIGNMENT: usize = 64;
-/// The least number of rounds of an all-reduce of two ranks, so that one rank reads one round while the other rank
-/// writes the next.
-const MIN_COPY_ROUNDS: usize = 4;
-/// The least bytes of such a round.
-const MIN_COPY_BYTES: usize = 16 << 10;
 
 /// Buffers of up to this size are usually still in the caches of the cores that wrote them.
 pub(crate) const CACHED_BYTES: usize = 2 << 20;
@@ -276,14 +271,10 @@ impl Schedule {
             return self.bytes;
         }
         let blocks = self.blocks();
-        let most = if self.has_chunks() { self.limits.round_bytes } else { self.limits.piece_bytes } / blocks;
-        let piece = match self.kind {
-            CallKind::AllReduce if self.has_owners() => most,
-            CallKind::AllReduce => (self.bytes / MIN_COPY_ROUNDS).max(MIN_COPY_BYTES).min(most),
-            // More rounds gain nothing: all ranks copy at the same time, or the rounds have chunks. Each round may cost a
-            // context switch.
-            _ => most,
-        };
+        // More rounds gain nothing: all ranks copy at the same time, or the rounds have chunks. Each round may cost a
+        // context switch.
+        let piece =
+            if self.has_chunks() { self.limits.round_bytes } else { self.limits.piece_bytes } / blocks;
         let aligned = piece - piece % ALIGNMENT.max(self.element);
         if aligned > 0 { aligned } else { (piece - piece % self.element).max(self.element) }
     }

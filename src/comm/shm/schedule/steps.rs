@@ -158,11 +158,22 @@ impl Schedule {
     /// round.
     #[inline(always)]
     pub(crate) fn has_data(&self) -> bool {
+        self.publishes(self.me)
+    }
+
+    #[inline(always)]
+    fn publishes(&self, rank: usize) -> bool {
         match self.kind {
-            CallKind::Broadcast | CallKind::Scatter => self.is_root(),
-            CallKind::Gather | CallKind::Reduce => !self.is_root(),
+            CallKind::Broadcast | CallKind::Scatter => rank == self.root,
+            CallKind::Gather | CallKind::Reduce => rank != self.root,
             _ => true,
         }
+    }
+
+    /// Returns which of two ranks publish data, all of which the other rank reads; `None` if there are more ranks.
+    #[inline]
+    pub(crate) fn publishing_ranks(&self) -> Option<[bool; 2]> {
+        (self.ranks == 2).then(|| [0, 1].map(|rank| self.publishes(rank)))
     }
 
     /// Returns the blocks of this rank's buffer that other ranks need, each reduced to its piece `part`, and their

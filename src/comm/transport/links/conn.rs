@@ -39,11 +39,13 @@ pub(crate) struct Conn {
     /// Unused bytes are `buffer[start..end]`.
     start: usize,
     end: usize,
+    /// Bytes that were read ahead, and that follow the message which the link [reads elsewhere](Link::reads_elsewhere).
+    later: Vec<u8>,
 }
 
 impl Conn {
     pub(crate) fn new(link: Box<dyn Link>) -> Self {
-        Self { link, buffer: Vec::new(), start: 0, end: 0 }
+        Self { link, buffer: Vec::new(), start: 0, end: 0, later: Vec::new() }
     }
 
     /// Returns the bytes that were read and not consumed.
@@ -72,7 +74,7 @@ impl Conn {
             // Most connections of most groups never have data, or only a little. So the buffer is made when
             // data comes, and gets its full size at the next read.
             let mut first = [0; FIRST_READ_BYTES];
-            let bytes = recv(&mut *self.link, &mut first[..limit.min(FIRST_READ_BYTES)])?;
+            let bytes = recv(&mut *self.link, &mut self.later, &mut first[..limit.min(FIRST_READ_BYTES)])?;
             self.buffer.extend_from_slice(&first[..bytes]);
             self.end = bytes;
             return Ok(bytes);
@@ -85,7 +87,7 @@ impl Conn {
             (self.start, self.end) = (0, unread);
         }
         let target = &mut self.buffer[self.end..self.start + limit];
-        let bytes = recv(&mut *self.link, target)?;
+        let bytes = recv(&mut *self.link, &mut self.later, target)?;
         self.end += bytes;
         Ok(bytes)
     }
@@ -93,7 +95,7 @@ impl Conn {
     /// Reads from the link into `into`; the read-ahead buffer must be empty. Returns how many bytes, maybe 0.
     pub(crate) fn recv(&mut self, into: &mut [u8]) -> Result<usize, ConnError> {
         debug_assert_eq!(self.start, self.end);
-        recv(&mut *self.link, into)
+        recv(&mut *self.link, &mut self.later, into)
     }
 
     /// Moves bytes that were read ahead to `into`; if there are none, reads from the link. Returns how many.
@@ -148,12 +150,18 @@ impl Conn {
             let what = "shared memory is corrupt: a message has its data where other data was";
             return Err(ConnError::Failed(io::Error::new(io::ErrorKind::InvalidData, what)));
         }
-        self.take_cell(&mut [])
+        self.take_cell(&mut [])?;
+        if self.link.reads_elsewhere() && self.start < self.end {
+            let ahead = self.end - self.start;
+            self.later.splice(..0, self.buffer[self.start..self.end].iter().copied());
+            self.consume(ahead);
+        }
+        Ok(())
     }
 
     /// Returns the number of bytes of the stream that were consumed.
     fn consumed(&self) -> u64 {
-        self.link.received() - (self.end - self.start) as u64
+        self.link.received() - (self.end - self.start + self.later.len()) as u64
     }
 
     /// Reads and discards available bytes. Returns true if the peer has closed its end or the link failed.
@@ -185,7 +193,15 @@ impl DerefMut for Conn {
     }
 }
 
-fn recv(link: &mut dyn Link, into: &mut [u8]) -> Result<usize, ConnError> {
+/// Receives bytes from the link, or from `later` those that it has returned too early.
+#[inline]
+fn recv(link: &mut dyn Link, later: &mut Vec<u8>, into: &mut [u8]) -> Result<usize, ConnError> {
+    if !later.is_empty() && !link.reads_elsewhere() {
+        let bytes = later.len().min(into.len());
+        into[..bytes].copy_from_slice(&later[..bytes]);
+        later.drain(..bytes);
+        return Ok(bytes);
+    }
     loop {
         match link.try_recv(into) {
             Ok(0) => return Err(ConnError::Closed),

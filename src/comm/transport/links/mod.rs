@@ -73,6 +73,12 @@ pub(crate) trait Link: fmt::Debug + Send {
         0
     }
 
+    /// Returns whether the next bytes to receive are those of a message that [`Self::take_cell`] took, and are not where
+    /// the bytes before and behind them are. So the bytes behind them may have been received before.
+    fn reads_elsewhere(&self) -> bool {
+        false
+    }
+
     /// Returns whether each read costs a system call. Then it is better to read more bytes than are needed now. If not,
     /// such bytes would only be copied twice.
     fn reads_by_system_calls(&self) -> bool {

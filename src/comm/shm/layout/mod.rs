@@ -12,11 +12,14 @@
 //! use. So it puts together what a first short call needs of all ranks.
 //!
 //! Only the rank that owns a part of the memory writes to it. Exceptions: the sleep bits, the challenge of
-//! the bootstrap, and the read counter of a ring, which the rank that reads the ring writes.
+//! the bootstrap, the read counter of a ring, which the rank that reads the ring writes, and exchange areas,
+//! which two ranks own in turn.
+
+mod messages;
 
 use std::ops::Range;
 
-use crate::transport::links::CELL_BYTES;
+pub(crate) use messages::{AreaOffsets, CELL_DATA, CellOffsets, RingChannel, RingOffsets};
 
 /// The alignment of words that one rank writes and other ranks poll. It is two cache lines, since processors
 /// fetch lines in pairs.
@@ -63,23 +66,12 @@ pub(crate) const SMALL_CHUNK_BYTES: [usize; 2] = [8 << 10, 16 << 10];
 /// 1 MiB of cache each) an all-reduce of 64 KiB takes 14.0 µs with 512 KiB here. It takes 7.2 µs with 1 MiB,
 /// 5.7 with 2 MiB, and 7.6 with 8 MiB, where large calls take twice as long.
 pub(crate) const ROUNDS_BYTES: usize = (ROUNDS_IN_MEMORY as usize + 2) * ROUND_BYTES;
+/// The size of an exchange area. Two ranks publish the data of a call there if all its rounds fit: see
+/// [`exchange`](super::exchange). Longer data no longer fits in the caches next to the buffers.
+pub(crate) const EXCHANGE_BYTES: usize = ROUND_BYTES;
 /// Maximum number of ranks of a host that can share memory: one message on a unix socket carries two file
 /// descriptors of each rank, besides those of the memory and the arena.
 pub(crate) const MAX_RANKS: usize = 125;
-/// The least size of a ring's data in bytes.
-const MIN_RING_BYTES: usize = 8 << 10;
-
-/// The offset of the data of a message that does not fit in the first line of a cell.
-pub(crate) const CELL_DATA: usize = LINE;
-/// The size of a cell.
-pub(crate) const CELL_STEP: usize = (CELL_DATA + CELL_BYTES).next_multiple_of(LINE);
-/// Most cells of one queue. The number is low, so that the cells stay in the caches of both cores. A C program
-/// with this layout passes 4 KiB in 0.72 µs with 8 cells and in 0.85 with 64 (Xeon, Sapphire Rapids).
-const MOST_CELLS: usize = 8;
-const MIN_CELLS: usize = 2;
-/// The approximate size of all cells of one rank.
-const ALL_CELLS_BYTES: usize = 512 << 10;
-
 /// The counters that a rank publishes for the other ranks of its host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Counter {
@@ -110,69 +102,6 @@ pub(crate) enum Proof {
     Response,
 }
 
-/// The position of one ring in shared memory. A ring carries bytes from one rank to another.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct RingOffsets {
-    /// The offsets of the writer's count of bytes written, and of its end-of-stream flag.
-    pub(crate) written: usize,
-    pub(crate) closed: usize,
-    /// The offset of the reader's count of bytes read.
-    pub(crate) read: usize,
-    pub(crate) data: usize,
-    /// The size of the data in bytes, a power of two.
-    pub(crate) bytes: usize,
-}
-
-/// The position of the cells for the messages from one rank to another.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct CellOffsets {
-    /// The offset of the flag that the writer sets when the pages of the cells are allocated.
-    pub(crate) allocated: usize,
-    /// The offset of the reader's count of emptied cells.
-    pub(crate) emptied: usize,
-    start: usize,
-    /// The number of cells, a power of two.
-    pub(crate) count: u64,
-}
-
-impl CellOffsets {
-    /// The offset of the cell for message number `index`, counted from 0 and over all cells.
-    #[inline(always)]
-    pub(crate) fn cell(self, index: u64) -> usize {
-        self.start + (index & (self.count - 1)) as usize * CELL_STEP
-    }
-
-    pub(crate) fn range(self) -> Range<usize> {
-        self.start..self.start + self.count as usize * CELL_STEP
-    }
-}
-
-/// The data that a ring carries.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum RingChannel {
-    Messages,
-    /// Collectives that run as the streams of a plan instead of a shared-memory schedule.
-    Collectives,
-}
-
-impl RingChannel {
-    const ALL: [Self; 2] = [Self::Messages, Self::Collectives];
-
-    /// The size of one ring on a host of `ranks` ranks. Rings of messages are large: their bytes are
-    /// rewritten only when the reader's core no longer has them in its cache (see [`ROUNDS_BYTES`]). A
-    /// message of 1 MiB between two pairs of ranks on two cores takes 142 µs with 512 KiB each. It takes 36
-    /// µs with 1 MiB and 41 with 2 MiB. Rings of collectives are small, since few collectives use streams
-    /// where there is shared memory.
-    fn ring_bytes(self, ranks: usize) -> usize {
-        // The approximate size of all rings of one rank, and the largest size of one ring.
-        let (all, most): (usize, usize) = match self {
-            Self::Messages => (4 << 20, 1 << 20),
-            Self::Collectives => (512 << 10, 128 << 10),
-        };
-        (all / ranks.next_power_of_two()).clamp(MIN_RING_BYTES, most)
-    }
-}
-
 /// The parts of one kind that the ranks have: the offset of that of the first rank, and the distance from
 /// each rank's part to that of the next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -197,6 +126,8 @@ pub(crate) struct Layout {
     /// The distance from a rank's slot of one call to its slot of the next call.
     slot_step: usize,
     rounds: Parts,
+    /// The exchange areas, if there are two ranks.
+    exchange: Parts,
     ring_counters: Parts,
     ring_data: Parts,
     cells: Parts,
@@ -217,8 +148,8 @@ const ALL_SLOTS: usize = (SLOTS as usize * SLOT).next_multiple_of(PAGE);
 // A round may begin just before the wrap-around, so its data ends behind it. Two rounds that share bytes are
 // nearly `ROUNDS_BYTES` apart, so they are never in memory at the same time.
 const ALL_ROUNDS: usize = ROUNDS_BYTES + ROUND_BYTES;
-/// The size of the counters of one ring: a line for each end.
-const RING_COUNTERS: usize = 2 * LINE;
+// In the sparse layout, an exchange area is behind the memory for rounds of its rank.
+const _: () = assert!(ALL_ROUNDS + EXCHANGE_BYTES <= ALL_ROUNDS.next_multiple_of(HUGE_PAGE_BYTES));
 
 impl Layout {
     /// The offset of the word that is set when the group has failed, behind the sleep bits of the first page.
@@ -232,7 +163,8 @@ impl Layout {
         let (cells_in_queue, cells_bytes) = Self::cell_sizes(ranks);
         let slots = PAGE + CONTROL;
         let rounds = slots + ALL_SLOTS;
-        let ring_counters = rounds + ALL_ROUNDS;
+        let exchange = rounds + ALL_ROUNDS;
+        let ring_counters = exchange + if ranks == 2 { EXCHANGE_BYTES } else { 0 };
         let ring_data = ring_counters + counters;
         let cells = ring_data + data;
         let step = (cells + cells_bytes - PAGE).next_multiple_of(PAGE);
@@ -243,6 +175,7 @@ impl Layout {
             slots: parts(slots),
             slot_step: SLOT,
             rounds: parts(rounds),
+            exchange: parts(exchange),
             ring_counters: parts(ring_counters),
             ring_data: parts(ring_data),
             cells: parts(cells),
@@ -261,6 +194,8 @@ impl Layout {
         let slot_step = ranks * SLOT;
         let rounds = (slots.start + SLOTS as usize * slot_step).next_multiple_of(HUGE_PAGE_BYTES);
         let rounds = Parts { start: rounds, step: ALL_ROUNDS.next_multiple_of(HUGE_PAGE_BYTES) };
+        // The rounds of a rank end long before those of the next rank begin.
+        let exchange = Parts { start: rounds.start + ALL_ROUNDS, step: rounds.step };
         let ring_data = Parts { start: rounds.of(ranks), step: data.next_multiple_of(PAGE) };
         let (cells_in_queue, cells_bytes) = Self::cell_sizes(ranks);
         let cells = Parts { start: ring_data.of(ranks), step: cells_bytes.next_multiple_of(PAGE) };
@@ -271,6 +206,7 @@ impl Layout {
             slots,
             slot_step,
             rounds,
+            exchange,
             ring_counters,
             ring_data,
             cells,
@@ -278,19 +214,6 @@ impl Layout {
             bytes,
             is_sparse: true,
         }
-    }
-
-    /// Returns the sizes of the counters and of the data of all rings that one rank writes.
-    fn ring_sizes(ranks: usize) -> (usize, usize) {
-        let data: usize = RingChannel::ALL.iter().map(|channel| ranks * channel.ring_bytes(ranks)).sum();
-        (RingChannel::ALL.len() * ranks * RING_COUNTERS, data)
-    }
-
-    /// Returns the number of cells of one queue, and the bytes of all cells that one rank writes.
-    fn cell_sizes(ranks: usize) -> (usize, usize) {
-        let fit = ALL_CELLS_BYTES / CELL_STEP / ranks.next_power_of_two();
-        let cells = (fit.max(1).next_power_of_two()).clamp(MIN_CELLS, MOST_CELLS);
-        (cells, ranks * cells * CELL_STEP)
     }
 
     /// The byte range of the part of `rank` in the dense layout.
@@ -376,37 +299,17 @@ impl Layout {
         self.rounds.of(rank) + (position % ROUNDS_BYTES as u64) as usize
     }
 
-    /// The position of the ring from rank `from` to rank `to`.
-    pub(crate) fn ring(self, channel: RingChannel, from: usize, to: usize) -> RingOffsets {
-        let ranks = self.ranks;
-        let before = RingChannel::ALL.iter().take_while(|&&other| other != channel);
-        let data_before: usize = before.clone().map(|channel| ranks * channel.ring_bytes(ranks)).sum();
-        let bytes = channel.ring_bytes(ranks);
-        let written = self.ring_counters.of(from) + (before.count() * ranks + to) * RING_COUNTERS;
-        RingOffsets {
-            written,
-            closed: written + size_of::<u64>(),
-            read: written + LINE,
-            data: self.ring_data.of(from) + data_before + to * bytes,
-            bytes,
-        }
-    }
-
-    /// The position of the cells for messages from rank `from` to rank `to`. Their counters are beside those
-    /// of the ring for messages.
-    pub(crate) fn cells(self, from: usize, to: usize) -> CellOffsets {
-        let ring = self.ring(RingChannel::Messages, from, to);
-        CellOffsets {
-            allocated: ring.closed + size_of::<u64>(),
-            emptied: ring.read + size_of::<u64>(),
-            start: self.cells.of(from) + to * self.cells_in_queue * CELL_STEP,
-            count: self.cells_in_queue as u64,
-        }
+    /// The offset of an exchange area, 0 or 1. Rank 0 or 1 of two ranks allocates it and writes to it first.
+    #[inline(always)]
+    pub(crate) fn exchange(self, area: usize) -> usize {
+        debug_assert!(self.ranks == 2 && area < 2);
+        self.exchange.of(area)
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use super::messages::CELL_STEP;
     use super::*;
 
     /// The ranges of all fields.
@@ -430,6 +333,10 @@ mod tests {
                 let at = layout.slot(rank, number);
                 at..at + SLOT_HEADER + SLOT_BYTES
             }));
+            if layout.ranks == 2 {
+                let at = layout.exchange(rank);
+                ranges.push(at..at + EXCHANGE_BYTES);
+            }
             ranges.push(layout.round(rank, 0)..layout.round(rank, ROUNDS_BYTES as u64 - 1) + ROUND_BYTES);
             for (channel, to) in RingChannel::ALL
                 .into_iter()
@@ -438,6 +345,8 @@ mod tests {
                 let ring = layout.ring(channel, rank, to);
                 if channel == RingChannel::Messages {
                     let cells = layout.cells(rank, to);
+                    let area = layout.message_area(rank, to);
+                    ranges.extend([area.count..area.count + 8, area.data..area.data + area.bytes]);
                     assert!((ring.closed + 8..ring.written + LINE).contains(&cells.allocated));
                     assert!((ring.read + 8..ring.read + LINE).contains(&cells.emptied));
                     assert!(cells.cell(0) == cells.range().start && cells.count.is_power_of_two());
@@ -445,7 +354,7 @@ mod tests {
                     ranges.push(cells.range());
                     assert!(layout.is_sparse || layout.rank_range(rank).end >= cells.range().end);
                 }
-                ranges.push(ring.written..ring.written + LINE);
+                ranges.push(ring.written..ring.written + LINE / 2);
                 ranges.push(ring.read..ring.read + LINE);
                 ranges.push(ring.data..ring.data + ring.bytes);
                 assert!(ring.bytes.is_power_of_two());

@@ -1,0 +1,94 @@
+//! Two ranks of a host pass all kinds of data to each other in memory, in random orders and lengths.
+
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+mod common;
+
+use common::{Group, ReduceOp, op, run_ranks};
+use convoke_testkit::Random;
+
+/// Around the limits of slots, cells, exchange areas and rounds.
+const SIZES: [usize; 9] = [1, 3000, 4097, 16_385, 40_000, 65_537, 131_073, 262_144, 400_000];
+
+fn content(rank: usize, call: usize, bytes: usize) -> Vec<u8> {
+    (0..bytes).map(|at| (rank * 89 + call * 31 + at * 7 + at / 256) as u8).collect()
+}
+
+/// Makes call number `call`, of a kind that `random` chooses alike on both ranks, and checks its result.
+fn check(group: &Group, call: usize, random: &mut Random) {
+    let (me, root) = (group.rank(), random.below(2));
+    let bytes = SIZES[random.below(SIZES.len())] - random.below(2);
+    let data = |rank: usize| content(rank, call, bytes);
+    let (mine, theirs) = (data(me), data(1 - me));
+    let mut got = vec![0; bytes];
+    match random.below(8) {
+        0 => {
+            let mut all = vec![0; 2 * bytes];
+            group.all_gather(&mine, &mut all).unwrap();
+            assert!(all == [data(0), data(1)].concat());
+        }
+        1 => {
+            let mut sum = mine;
+            group.all_reduce(&mut sum, ReduceOp::Max).unwrap();
+            assert!(sum.iter().zip(data(0).iter().zip(data(1))).all(|(&sum, (&a, b))| sum == a.max(b)));
+        }
+        2 => {
+            let mut all = vec![0; if me == root { 2 * bytes } else { 0 }];
+            group.gather(&mine, &mut all, root).unwrap();
+            assert!(me != root || all == [data(0), data(1)].concat());
+        }
+        3 => {
+            let mut data = if me == root { mine } else { got };
+            group.broadcast(&mut data, root).unwrap();
+            assert!(data == content(root, call, bytes));
+        }
+        4 => {
+            let mut all = vec![0; 2 * bytes];
+            group.all_to_all(&[data(2 * me), data(2 * me + 1)].concat(), &mut all).unwrap();
+            assert!(all == [data(me), data(2 + me)].concat());
+        }
+        5 if me == root => group.send(&mine, 1 - me, 7).unwrap(),
+        5 => {
+            group.recv(&mut got, root, 7).unwrap();
+            assert!(got == theirs);
+        }
+        6 => {
+            // Both send at the same time.
+            group
+                .scope(|scope| {
+                    scope.start(op::recv(&mut got[..], 1 - me).tag(7))?;
+                    scope.start(op::send(&mine[..], 1 - me).tag(7)).map(drop)
+                })
+                .unwrap();
+            assert!(got == theirs);
+        }
+        _ => {
+            for turn in 0..4 {
+                if (turn + root + me) % 2 == 0 {
+                    group.send(&mine, 1 - me, 7).unwrap();
+                } else {
+                    group.recv(&mut got, 1 - me, 7).unwrap();
+                    assert!(got == theirs, "turn {turn}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn two_ranks_of_a_host_exchange_data_of_all_lengths_in_any_order() {
+    let mut seeds = Random::new("two_ranks_of_a_host_exchange_data_of_all_lengths_in_any_order");
+    let (first, second) = (seeds.next(), seeds.next());
+    // The memory of the first group of a host is allocated at once, that of a later group when it is used.
+    run_ranks(3, |world| {
+        let pair = world.subgroup(&[2, 0]).unwrap();
+        if let Some(pair) = &pair {
+            let mut random = Random::from_seed(first);
+            (0..400).for_each(|call| check(pair, call, &mut random));
+        }
+    });
+    run_ranks(2, |world| {
+        let mut random = Random::from_seed(second);
+        (0..400).for_each(|call| check(&world, call, &mut random));
+    });
+}
