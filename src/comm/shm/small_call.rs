@@ -5,7 +5,7 @@
 use std::cell::Cell;
 
 use super::copy_reduce::{self, AreaAddress, Buffers, Elements, Location, PlainElements};
-use super::layout::{Counter, SLOTS, SMALL_CHUNK_BYTES};
+use super::layout::{Counter, SLOTS, small_chunks};
 use super::numbering::CallNumber;
 use super::schedule::{Area, Results, Schedule, Transfer, Transfers};
 use super::write::poll_stamp;
@@ -78,7 +78,8 @@ impl HostMemory {
 
     /// Publishes the data of a call whose round has chunks, and announces the call after the first chunk.
     fn publish_in_chunks(&mut self, small: &mut SmallCall, elements: &impl Elements) {
-        let (rounds, [mut chunk, later]) = (small.call_number.rounds, SMALL_CHUNK_BYTES);
+        let (rounds, bytes) = (small.call_number.rounds, small.schedule.volume().0 as usize);
+        let [mut chunk, later] = small_chunks(bytes);
         let mut is_announced = false;
         for Transfer { at, range, .. } in small.schedule.published_chunks() {
             let mut rest = range.clone();

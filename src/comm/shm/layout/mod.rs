@@ -59,8 +59,12 @@ pub(crate) const ROUND_BYTES: usize = 256 << 10;
 /// The bytes of a round that a rank publishes at a time, where one rank copies while another still publishes. The steps of a
 /// call of several rounds take more time, so its chunks are longer.
 pub(crate) const CHUNK_BYTES: usize = 32 << 10;
-/// The bytes of the first and of each later chunk of a small call.
-pub(crate) const SMALL_CHUNK_BYTES: [usize; 2] = [8 << 10, 16 << 10];
+/// Returns the bytes of the first and of each later chunk of `bytes` bytes, which another rank reads while this rank writes
+/// them. The reader begins the earlier, the shorter a chunk is, and each chunk costs two ways between the cores.
+#[inline]
+pub(crate) fn small_chunks(bytes: usize) -> [usize; 2] {
+    [4 << 10, (bytes / 8).clamp(8 << 10, 16 << 10)]
+}
 /// The size of the memory for the data of successive rounds, which wraps around. A core takes far longer to
 /// write a line that another core has read lately and still has in its cache. On two cores of an EPYC (Zen 4,
 /// 1 MiB of cache each) an all-reduce of 64 KiB takes 14.0 µs with 512 KiB here. It takes 7.2 µs with 1 MiB,

@@ -17,7 +17,7 @@ use std::sync::atomic::Ordering;
 
 use super::cells::{Announced, Cells, Place};
 use super::doorbells::Doorbells;
-use super::layout::RingOffsets;
+use super::layout::{RingOffsets, small_chunks};
 use super::segment::Segment;
 use super::store_policy::StorePolicy;
 use crate::transport::links::{CellHeader, EAGER_BYTES, Link};
@@ -30,7 +30,7 @@ pub(crate) use areas::MessageAreas;
 const FIRST_CHUNK_BYTES: usize = 8 << 10;
 const MIN_CHUNK_BYTES: usize = 16 << 10;
 const MAX_CHUNK_BYTES: usize = 64 << 10;
-/// The writer of a message that a cell announces publishes its count after each quarter, within these bounds. Each count
+/// The writer of a message in the ring that a cell announces publishes its count after each quarter, within these bounds. Each count
 /// costs two ways between the cores: without a common cache, 256 KiB in chunks of 16 KiB take a tenth longer.
 const MIN_ANNOUNCED_CHUNK_BYTES: usize = 8 << 10;
 const MAX_ANNOUNCED_CHUNK_BYTES: usize = 32 << 10;
@@ -230,16 +230,16 @@ impl Ring {
         if !cells.has_room(&self.segment)? {
             return Ok(false);
         }
-        let chunk = (data.len() / 4).clamp(MIN_ANNOUNCED_CHUNK_BYTES, MAX_ANNOUNCED_CHUNK_BYTES);
-        let (first, rest) = data.split_at(chunk.min(data.len()));
         if let Some(area) = areas.next(&self.segment, data.len())? {
-            self.send_in_area(area, (stamp, header), first, rest);
+            self.send_in_area(area, (stamp, header), data);
             return Ok(true);
         }
         if data.len() > self.most_announced_bytes() || !self.has_space(data.len())? {
             return Ok(false);
         }
         self.allocate_for(data.len())?;
+        let chunk = (data.len() / 4).clamp(MIN_ANNOUNCED_CHUNK_BYTES, MAX_ANNOUNCED_CHUNK_BYTES);
+        let (first, rest) = data.split_at(chunk.min(data.len()));
         let (bytes, at) = (data.len(), self.written);
         self.write_all(first)?;
         let Some((cells, areas)) = &mut self.messages else { unreachable!("see above") };
@@ -254,15 +254,18 @@ impl Ring {
         Ok(true)
     }
 
-    /// Sends a message, which begins with `first`, in an area that this rank owns.
-    fn send_in_area(&mut self, area: usize, (stamp, header): (u64, CellHeader), first: &[u8], rest: &[u8]) {
+    /// Sends a message in an area that this rank owns.
+    fn send_in_area(&mut self, area: usize, (stamp, header): (u64, CellHeader), data: &[u8]) {
         let Some((cells, areas)) = &mut self.messages else { unreachable!("areas are for messages") };
-        let (bytes, first_bytes) = (first.len() + rest.len(), first.len() as u64);
+        let bytes = data.len();
+        let [first, chunk] = small_chunks(bytes);
+        let (first, rest) = data.split_at(first.min(bytes));
         areas.write(&self.segment, area, 0, first);
         let (at, place) = (self.written + areas.written, Place::Area { area, bytes: bytes as u64 });
-        cells.announce(&self.segment, stamp, header, Announced { at, first_bytes, place });
+        let announced = Announced { at, first_bytes: first.len() as u64, place };
+        cells.announce(&self.segment, stamp, header, announced);
         let mut done = first.len();
-        for next in rest.chunks(first.len()) {
+        for next in rest.chunks(chunk) {
             self.doorbells.wake_marked(self.peer);
             areas.write(&self.segment, area, done, next);
             done += next.len();
