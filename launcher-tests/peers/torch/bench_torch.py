@@ -63,7 +63,7 @@ def main():
             if ranks > 1 and "ddp" in o.what:
                 runs += [("gloo", "ddp", "1", {}), ("convoke", "ddp", "1", {})]
                 runs += [("convoke", "ddp-average", "1", {})]
-                runs += [("convoke", what, "1", {"DDP_DISABLE_COMM_MEM": "0"}) for what in ("ddp-shared", "ddp-average-shared")]
+                runs += [("convoke", "ddp-shared", "1", {"DDP_DISABLE_COMM_MEM": "0"}), ("convoke", "ddp-average-shared", "1", {})]
                 runs += [("gloo", "ddp", "all", {}), ("convoke", "ddp", "all", {})]
             for backend, what, threads, variables in runs if number % 2 == 0 else reversed(runs):
                 for cell in worker(o, ranks, backend, what, threads, **variables):

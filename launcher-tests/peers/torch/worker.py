@@ -61,11 +61,16 @@ def collectives(size, memory):
 def ddp(shared, average):
     """What the synchronization adds to a step of 25 million f32."""
     model = torch.nn.Sequential(*[torch.nn.Linear(1000, 1000, bias=False) for _ in range(25)])
-    parallel = DDP(model, gradient_as_bucket_view=True)
-    if average:
+    if shared and average:
         import convoke_dist.torch
 
-        parallel.register_comm_hook(None, convoke_dist.torch.average_hook)
+        parallel = convoke_dist.torch.data_parallel(model)
+    else:
+        parallel = DDP(model, gradient_as_bucket_view=True)
+        if average:
+            import convoke_dist.torch
+
+            parallel.register_comm_hook(None, convoke_dist.torch.average_hook)
     x = torch.randn(8, 1000)
 
     def step():
@@ -87,6 +92,7 @@ def ddp(shared, average):
     added = torch.tensor([statistics.median(with_sync) - statistics.median(without), statistics.median(with_sync)])
     dist.all_reduce(added, dist.ReduceOp.MAX)
     name = (", average_hook" if average else "") + (", buckets in memory of the group" if shared else "")
+    name = ", data_parallel" if shared and average else name
     report(f"DDP adds to a step{name}", added[0].item() * 1e6)
     report(f"DDP step{name}", added[1].item() * 1e6)
 

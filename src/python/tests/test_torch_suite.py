@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 # Imported before ranks are forked: some take seconds.
+import convoke_dist.torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed._functional_collectives  # noqa: E402
@@ -220,6 +221,25 @@ def _ddp_memory(rank, size):
 
 def test_ddp_with_buckets_in_memory_of_the_group():
     run(_ddp_memory, 2)
+
+
+def _data_parallel(rank, size):
+    os.environ.pop("DDP_DISABLE_COMM_MEM", None)
+    model, plain = net(), net()
+    plain.load_state_dict(model.state_dict())
+    ours, ddp = convoke_dist.torch.data_parallel(model), DDP(plain)
+    assert os.environ["DDP_DISABLE_COMM_MEM"] == "0"
+    for step in range(3):
+        for wrapped in (ours, ddp):
+            wrapped.zero_grad()
+            wrapped(data(rank + step)).square().sum().backward()
+        for mine, theirs in zip(model.parameters(), plain.parameters()):
+            close(mine.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_data_parallel_gives_the_gradients_of_ddp_itself(size):
+    run(_data_parallel, size)
 
 
 def _zero(rank, size):

@@ -27,7 +27,17 @@ from torch._C._distributed_c10d import ProcessGroup
 from .. import _core
 from ..errors import ConvokeError, from_json
 
-__all__ = ["average_hook", "empty", "failure", "make_default", "mode", "process_group", "register", "replace_gloo"]
+__all__ = [
+    "average_hook",
+    "data_parallel",
+    "empty",
+    "failure",
+    "make_default",
+    "mode",
+    "process_group",
+    "register",
+    "replace_gloo",
+]
 
 _lock = threading.Lock()
 _mode: str | None = None
@@ -229,6 +239,22 @@ def average_hook(group: ProcessGroup | None, bucket: dist.GradBucket) -> torch.f
 
 # DDP compares them, and takes no text.
 average_hook.__annotations__ |= {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+
+
+def data_parallel(module: torch.nn.Module, process_group: ProcessGroup | None = None, **options: Any) -> Any:
+    """Returns `DistributedDataParallel(module, ...)` whose gradients are averaged where they are.
+
+    The buckets are in memory of the group, the gradients are views of them (`gradient_as_bucket_view`, unless `options`
+    say otherwise), and `average_hook` averages them. So nothing is copied between the ranks of a host, and DDP does not
+    divide the gradients first. It sets DDP_DISABLE_COMM_MEM=0 in this process, unless the variable is set. DDP takes one
+    hook only: to register another, make the DDP yourself. With a torch that does not know the variable, or if the ranks do
+    not share memory, the buckets are ordinary memory.
+    """
+    os.environ.setdefault("DDP_DISABLE_COMM_MEM", "0")
+    options.setdefault("gradient_as_bucket_view", True)
+    model = torch.nn.parallel.DistributedDataParallel(module, process_group=process_group, **options)
+    model.register_comm_hook(process_group, average_hook)
+    return model
 
 
 def failure(group: ProcessGroup | None = None) -> ConvokeError | None:
