@@ -109,12 +109,12 @@ pub(crate) struct HostShare {
 }
 
 /// The memory of a sparse layout whose pages are allocated: the number of rows of slots, the bytes of this rank's
-/// rounds, and its exchange area, if there are two ranks.
+/// rounds, and the bytes of each exchange area.
 #[derive(Debug, Clone, Copy, Default)]
 struct Allocated {
     slot_rows: u32,
     rounds: usize,
-    exchange: bool,
+    exchange: usize,
 }
 
 /// The ranks that a collective call waits for.
@@ -239,8 +239,8 @@ impl HostMemory {
     fn has_next_round(&mut self, bytes: u64) -> bool {
         let (rounds, position) = self.calls.rounds();
         let needed = Layout::rounds_until(position.saturating_add(bytes));
-        let has_area = |allocated: Allocated| allocated.exchange || self.ranks.len() != 2;
-        self.allocated.is_none_or(|allocated| needed <= allocated.rounds && has_area(allocated))
+        let in_area = self.bytes_in_area(bytes);
+        self.allocated.is_none_or(|allocated| needed <= allocated.rounds && in_area <= allocated.exchange)
             && self
                 .first_behind(Peers::All, Counter::Done, (rounds + 1).saturating_sub(ROUNDS_IN_MEMORY))
                 .is_none()
@@ -266,13 +266,24 @@ impl HostMemory {
                 self.segment.collapse(all.start..all.start + ROUNDS_BYTES);
             }
         }
-        if rounds > 0 && self.ranks.len() == 2 && !allocated.exchange {
-            let start = self.layout.exchange(self.me);
-            self.segment.commit(start..start + EXCHANGE_BYTES).map_err(failed)?;
-            allocated.exchange = true;
+        let in_area = self.bytes_in_area(rounds * call_number.round_bytes);
+        if in_area > allocated.exchange {
+            // The other rank may not have come to this call yet, so each rank allocates the pages of both areas.
+            let end = in_area.next_power_of_two().max(PIECE_BYTES);
+            for area in [0, 1] {
+                let start = self.layout.exchange(area);
+                self.segment.commit(start + allocated.exchange..start + end).map_err(failed)?;
+            }
+            allocated.exchange = end;
         }
         self.allocated = Some(allocated);
         Ok(())
+    }
+
+    /// Returns the bytes that a rank may publish in an exchange area in a call whose rounds have `bytes` bytes.
+    #[inline]
+    fn bytes_in_area(&self, bytes: u64) -> usize {
+        if self.ranks.len() == 2 && bytes <= EXCHANGE_BYTES as u64 { bytes as usize } else { 0 }
     }
 
     /// Returns whether one of `ranks` last waited on the core of this rank, so that it can run only if this

@@ -8,7 +8,7 @@ use common::{Group, ReduceOp, op, run_ranks};
 use convoke_testkit::Random;
 
 /// Around the limits of slots, cells, exchange areas and rounds.
-const SIZES: [usize; 9] = [1, 3000, 4097, 16_385, 40_000, 65_537, 131_073, 262_144, 400_000];
+const SIZES: [usize; 10] = [1, 3000, 4097, 16_385, 40_000, 65_537, 131_073, 262_144, 600_000, 1_100_000];
 
 fn content(rank: usize, call: usize, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| (rank * 89 + call * 31 + at * 7 + at / 256) as u8).collect()
@@ -84,11 +84,11 @@ fn two_ranks_of_a_host_exchange_data_of_all_lengths_in_any_order() {
         let pair = world.subgroup(&[2, 0]).unwrap();
         if let Some(pair) = &pair {
             let mut random = Random::from_seed(first);
-            (0..400).for_each(|call| check(pair, call, &mut random));
+            (0..250).for_each(|call| check(pair, call, &mut random));
         }
     });
     run_ranks(2, |world| {
         let mut random = Random::from_seed(second);
-        (0..400).for_each(|call| check(&world, call, &mut random));
+        (0..250).for_each(|call| check(&world, call, &mut random));
     });
 }
