@@ -9,7 +9,9 @@ use std::time::Instant;
 
 use super::segment::View;
 use super::store_policy::{self, StorePolicy};
-use crate::collectives::kernels::{TWO_PLACES_BYTES, copy, copy_non_temporal, is_uncached, store_fence};
+use crate::collectives::kernels::{
+    TWO_PLACES_BYTES, copy, copy_non_temporal, is_made_by, is_uncached, store_fence,
+};
 
 /// Copies of at least this many bytes prefetch cache lines of the target, this many bytes at a time.
 const PREFETCH_BYTES: usize = 512;
@@ -188,15 +190,7 @@ pub(super) fn poll_stamp(
 ///
 /// On an EPYC (Zen 5) copies with prefetching are a tenth to a third slower. Only processors that are known to
 /// gain use these ways.
-static IS_INTEL: LazyLock<bool> = LazyLock::new(|| {
-    #[cfg(target_arch = "x86_64")]
-    {
-        let vendor = std::arch::x86_64::__cpuid(0);
-        [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).as_flattened() == b"GenuineIntel"
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    false
-});
+static IS_INTEL: LazyLock<bool> = LazyLock::new(|| is_made_by(b"GenuineIntel"));
 
 /// Asks the processor to fetch the cache lines of `bytes` bytes for writing. It ignores unmapped addresses.
 #[inline(always)]

@@ -163,7 +163,7 @@ pub(crate) unsafe fn copy(from: *const u8, into: *mut u8, len: usize) {
     if cfg!(target_arch = "x86_64") && len >= MIN_VECTOR_COPY_BYTES && is_slow_case {
         // SAFETY: the caller guarantees the conditions of this function.
         unsafe { copy_by_vectors(from, into, len) };
-    } else if len > PIECE_BYTES && *COPIES_IN_PIECES {
+    } else if len > COPY_PIECE_BYTES && *COPIES_IN_PIECES {
         // SAFETY: the caller guarantees the conditions of this function.
         unsafe { copy_in_pieces(from, into, len) };
     } else {
@@ -173,7 +173,7 @@ pub(crate) unsafe fn copy(from: *const u8, into: *mut u8, len: usize) {
 }
 
 /// The bytes that one `memcpy` copies on processors that copy in pieces.
-const PIECE_BYTES: usize = 256 << 10;
+const COPY_PIECE_BYTES: usize = 256 << 10;
 
 /// True on AMD's Zen 5 and later. Above the size of the L2 cache, glibc copies by vectors there, and `rep movsb`, by which it
 /// copies fewer bytes, is faster. On two cores of an EPYC (Zen 5), 1 MiB in pieces takes 14.5 instead of 17.7 µs, and 16
@@ -181,16 +181,28 @@ const PIECE_BYTES: usize = 256 << 10;
 static COPIES_IN_PIECES: LazyLock<bool> = LazyLock::new(|| {
     #[cfg(target_arch = "x86_64")]
     {
-        let (vendor, version) = (std::arch::x86_64::__cpuid(0), std::arch::x86_64::__cpuid(1).eax);
-        let is_amd =
-            [vendor.ebx, vendor.edx, vendor.ecx].map(u32::to_le_bytes).as_flattened() == b"AuthenticAMD";
+        let version = std::arch::x86_64::__cpuid(1).eax;
         // The family is the sum of two fields on all processors of AMD since 2003.
         let family = (version >> 8 & 0xF) + (version >> 20 & 0xFF);
-        is_amd && family >= 26
+        is_made_by(b"AuthenticAMD") && family >= 26
     }
     #[cfg(not(target_arch = "x86_64"))]
     false
 });
+
+/// Returns whether the processor is of this vendor, as `cpuid` names it.
+pub(crate) fn is_made_by(vendor: &[u8; 12]) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        let found = std::arch::x86_64::__cpuid(0);
+        [found.ebx, found.edx, found.ecx].map(u32::to_le_bytes).as_flattened() == vendor
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        let _ = vendor;
+        false
+    }
+}
 
 /// Copies `len` bytes by several calls of `memcpy`.
 ///
@@ -199,9 +211,9 @@ static COPIES_IN_PIECES: LazyLock<bool> = LazyLock::new(|| {
 #[allow(unsafe_code)]
 #[inline(never)]
 unsafe fn copy_in_pieces(from: *const u8, into: *mut u8, len: usize) {
-    for at in (0..len).step_by(PIECE_BYTES) {
+    for at in (0..len).step_by(COPY_PIECE_BYTES) {
         // SAFETY: the piece lies within both ranges.
-        unsafe { std::ptr::copy_nonoverlapping(from.add(at), into.add(at), PIECE_BYTES.min(len - at)) };
+        unsafe { std::ptr::copy_nonoverlapping(from.add(at), into.add(at), COPY_PIECE_BYTES.min(len - at)) };
     }
 }
 
@@ -352,8 +364,8 @@ mod tests {
     #[test]
     #[allow(unsafe_code)]
     fn copies_in_pieces_are_exact_at_all_lengths_and_offsets() {
-        let from: Vec<u8> = (0..3 * PIECE_BYTES + 700).map(|at| (at * 7 + at / 256) as u8).collect();
-        let piece = PIECE_BYTES;
+        let from: Vec<u8> = (0..3 * COPY_PIECE_BYTES + 700).map(|at| (at * 7 + at / 256) as u8).collect();
+        let piece = COPY_PIECE_BYTES;
         for copy in [copy, copy_in_pieces] {
             for len in [0, 1, piece - 1, piece, piece + 1, 2 * piece + 300, 3 * piece] {
                 for (begin, at) in [(0, 0), (300, 0), (0, 300), (63, 1)] {
