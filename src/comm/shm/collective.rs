@@ -131,7 +131,7 @@ impl ShmCollective {
     /// Does all steps that are possible now, at most one batch. Returns whether it did any step.
     pub(crate) fn progress(&mut self, memory: &mut HostMemory) -> Result<bool, ExecutionError> {
         if self.batch == 0 {
-            memory.allocate(&self.call_number, self.schedule.rounds())?;
+            memory.allocate(&self.call_number, &self.schedule)?;
         }
         self.buffer.begin();
         let mut any = false;

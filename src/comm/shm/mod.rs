@@ -222,6 +222,7 @@ impl HostMemory {
             round_bytes: ROUND_BYTES,
             chunk_bytes: CHUNK_BYTES,
             whole_bytes: WHOLE_BYTES,
+            exchange_bytes: EXCHANGE_BYTES,
             cached_bytes: CACHED_BYTES,
         };
         let root = self.ranks.iter().position(|&rank| rank == call.root as usize).unwrap_or(0);
@@ -234,13 +235,15 @@ impl HostMemory {
         self.allocated.is_none_or(|allocated| Layout::slot_row(number) < allocated.slot_rows)
     }
 
-    /// Returns whether the next call can publish its only round, of `bytes` bytes: the pages are allocated, and no rank
+    /// Returns whether the next call can publish its only round: the pages are allocated, and no rank
     /// still reads the round whose memory it reuses.
-    fn has_next_round(&mut self, bytes: u64) -> bool {
+    fn has_next_round(&mut self, schedule: &Schedule) -> bool {
         let (rounds, position) = self.calls.rounds();
-        let needed = Layout::rounds_until(position.saturating_add(bytes));
-        let in_area = self.bytes_in_area(bytes);
-        self.allocated.is_none_or(|allocated| needed <= allocated.rounds && in_area <= allocated.exchange)
+        let needed = Layout::rounds_until(position.saturating_add(schedule.round_bytes() as u64));
+        let has_pages = |allocated: Allocated| {
+            needed <= allocated.rounds && schedule.bytes_in_area() <= allocated.exchange
+        };
+        self.allocated.is_none_or(has_pages)
             && self
                 .first_behind(Peers::All, Counter::Done, (rounds + 1).saturating_sub(ROUNDS_IN_MEMORY))
                 .is_none()
@@ -248,8 +251,9 @@ impl HostMemory {
 
     /// Allocates the pages that call `number` may access on all ranks, apart from the rounds of other ranks,
     /// which those allocate before they publish them. Fails if there is not enough memory.
-    fn allocate(&mut self, call_number: &CallNumber, rounds: u64) -> Result<(), ExecutionError> {
+    fn allocate(&mut self, call_number: &CallNumber, schedule: &Schedule) -> Result<(), ExecutionError> {
         let Some(mut allocated) = self.allocated else { return Ok(()) };
+        let rounds = schedule.rounds();
         let failed = |source| ExecutionError::OutOfMemory(source);
         if !self.has_slots(call_number.number) {
             let rows = (Layout::slot_row(call_number.number) + 1).next_power_of_two();
@@ -266,7 +270,7 @@ impl HostMemory {
                 self.segment.collapse(all.start..all.start + ROUNDS_BYTES);
             }
         }
-        let in_area = self.bytes_in_area(rounds * call_number.round_bytes);
+        let in_area = schedule.bytes_in_area();
         if in_area > allocated.exchange {
             // The other rank may not have come to this call yet, so each rank allocates the pages of both areas.
             let end = in_area.next_power_of_two().max(PIECE_BYTES);
@@ -278,12 +282,6 @@ impl HostMemory {
         }
         self.allocated = Some(allocated);
         Ok(())
-    }
-
-    /// Returns the bytes that a rank may publish in an exchange area in a call whose rounds have `bytes` bytes.
-    #[inline]
-    fn bytes_in_area(&self, bytes: u64) -> usize {
-        if self.ranks.len() == 2 && bytes <= EXCHANGE_BYTES as u64 { bytes as usize } else { 0 }
     }
 
     /// Returns whether one of `ranks` last waited on the core of this rank, so that it can run only if this

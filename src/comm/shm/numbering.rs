@@ -2,7 +2,6 @@
 //! these numbers agree. Pure.
 
 use super::exchange::ExchangeAreas;
-use super::layout::EXCHANGE_BYTES;
 use super::schedule::Schedule;
 use crate::collectives::call::Call;
 
@@ -70,14 +69,11 @@ impl StartedCalls {
     #[inline]
     pub(super) fn start_rounds(&mut self, call: &Call, seq: u64, schedule: &Schedule) -> CallNumber {
         let (rounds, round_bytes) = (schedule.rounds(), schedule.round_bytes() as u64);
-        let all_bytes = rounds * round_bytes;
-        let publishes =
-            schedule.publishing_ranks().filter(|_| (1..=EXCHANGE_BYTES as u64).contains(&all_bytes));
-        let exchange = publishes.and_then(|publishes| self.exchange.next_call(publishes));
+        let exchange = schedule.exchanging_ranks().and_then(|publishes| self.exchange.next_call(publishes));
         let call_number = CallNumber { round_bytes, exchange, ..self.start(call, seq) };
         self.rounds += rounds;
         if exchange.is_none() {
-            self.round_bytes += all_bytes;
+            self.round_bytes += rounds * round_bytes;
         }
         call_number
     }

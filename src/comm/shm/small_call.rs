@@ -38,8 +38,7 @@ impl HostMemory {
         let has_slots = self.has_slots(self.calls.next());
         let is_small = if IN_ROUND { schedule.has_one_round() } else { schedule.fits_in_slot() };
         let may_start = is_small && has_slots && self.is_next_slot_free();
-        let may_publish =
-            !IN_ROUND || !schedule.has_data() || self.has_next_round(schedule.round_bytes() as u64);
+        let may_publish = !IN_ROUND || !schedule.has_data() || self.has_next_round(&schedule);
         (may_start && may_publish).then_some(schedule)
     }
 

@@ -16,11 +16,10 @@ const LIMITS: Limits = Limits {
     round_bytes: 300,
     chunk_bytes: 48,
     whole_bytes: 64,
+    exchange_bytes: 300,
     cached_bytes: 700,
 };
 const ROUNDS_BYTES: usize = (ROUNDS_IN_MEMORY as usize + 2) * LIMITS.round_bytes;
-/// The size of an exchange area.
-const EXCHANGE_BYTES: usize = 300;
 /// A number of slots so small that they are reused.
 const SLOTS: u32 = 8;
 
@@ -49,7 +48,7 @@ impl Memory {
             stamp: 0,
             slots: vec![vec![0; LIMITS.slot_bytes]; SLOTS as usize],
             rounds: vec![0; ROUNDS_BYTES + LIMITS.round_bytes],
-            exchange: vec![0; EXCHANGE_BYTES],
+            exchange: vec![0; LIMITS.exchange_bytes],
             counters: [0; Counter::COUNT],
             exposed: vec![false; SLOTS as usize],
             buffers: (0..calls.len()).map(buffer).collect(),
@@ -158,8 +157,7 @@ impl Rank {
                 return true;
             }
             if self.batch == 0 {
-                let bytes = (schedule.rounds() * self.at.each) as usize;
-                let publishes = schedule.publishing_ranks().filter(|_| (1..=EXCHANGE_BYTES).contains(&bytes));
+                let publishes = schedule.exchanging_ranks();
                 self.at.exchange = publishes.and_then(|publishes| self.areas.next_call(publishes));
             }
             self.more = schedule.batch(self.batch, &mut self.steps);

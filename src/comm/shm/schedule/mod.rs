@@ -46,6 +46,8 @@ pub(crate) struct Limits {
     /// Maximum number of bytes that a rank publishes in the only round of a small call, where some ranks publish whole
     /// rounds and others only fetch or reduce.
     pub(crate) whole_bytes: usize,
+    /// Size of an exchange area.
+    pub(crate) exchange_bytes: usize,
     /// Maximum number of bytes that usually stay in the caches of the core that wrote them.
     pub(crate) cached_bytes: usize,
 }
@@ -283,6 +285,13 @@ impl Schedule {
     #[inline(always)]
     pub(crate) fn round_bytes(&self) -> usize {
         (self.stride() * self.blocks()).next_multiple_of(ALIGNMENT)
+    }
+
+    /// Returns the bytes of all rounds if two ranks may publish them in exchange areas, else 0.
+    #[inline(always)]
+    pub(crate) fn bytes_in_area(&self) -> usize {
+        let bytes = self.rounds() as usize * self.round_bytes();
+        if self.ranks == 2 && bytes <= self.limits.exchange_bytes { bytes } else { 0 }
     }
 
     /// The distance in bytes between the pieces of two blocks in the memory of a round, if a rank publishes

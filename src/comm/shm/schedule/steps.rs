@@ -170,10 +170,10 @@ impl Schedule {
         }
     }
 
-    /// Returns which of two ranks publish data, all of which the other rank reads; `None` if there are more ranks.
+    /// Returns which of two ranks publish data, all of which the other rank reads, if this data may be in exchange areas.
     #[inline]
-    pub(crate) fn publishing_ranks(&self) -> Option<[bool; 2]> {
-        (self.ranks == 2).then(|| [0, 1].map(|rank| self.publishes(rank)))
+    pub(crate) fn exchanging_ranks(&self) -> Option<[bool; 2]> {
+        (self.bytes_in_area() > 0).then(|| [0, 1].map(|rank| self.publishes(rank)))
     }
 
     /// Returns the blocks of this rank's buffer that other ranks need, each reduced to its piece `part`, and their
