@@ -91,8 +91,8 @@ def ddp(shared, average):
             times.append(time.perf_counter() - began)
     added = torch.tensor([statistics.median(with_sync) - statistics.median(without), statistics.median(with_sync)])
     dist.all_reduce(added, dist.ReduceOp.MAX)
-    name = (", average_hook" if average else "") + (", buckets in memory of the group" if shared else "")
-    name = ", data_parallel" if shared and average else name
+    names = {(True, True): ", data_parallel", (False, True): ", average_hook", (True, False): ", buckets in memory of the group"}
+    name = names.get((shared, average), "")
     report(f"DDP adds to a step{name}", added[0].item() * 1e6)
     report(f"DDP step{name}", added[1].item() * 1e6)
 
