@@ -207,12 +207,12 @@ impl ShmCollective {
                     fault_point("sent", self.seq, self.published as usize);
                 }
             }
-            ScheduleStep::Publish { range, area, at } => {
-                let location = self.location(memory.me, area, at);
+            ScheduleStep::Publish { range, area, at, to } => {
+                let location = self.location(memory.me, to, area, at);
                 self.published += copy_reduce::publish(memory, &self.buffer, range, location) as u64;
             }
             ScheduleStep::Fetch { from, area, at, range } => {
-                let location = self.location(from, area, at);
+                let location = self.location(from, memory.me, area, at);
                 let total = self.uncached_bytes();
                 self.fetched += copy_reduce::fetch(memory, &mut self.buffer, range, location, total) as u64;
                 fault_point("received", self.seq, self.fetched as usize);
@@ -225,7 +225,7 @@ impl ShmCollective {
                 self.record_reduced(added)?;
             }
             ScheduleStep::Reduce { area, at, range, publishes } => {
-                let location = self.location(memory.me, area, at);
+                let location = self.location(memory.me, memory.me, area, at);
                 let added = copy_reduce::reduce(memory, &mut self.buffer, range, location, publishes);
                 self.record_reduced(added)?;
             }
@@ -288,8 +288,8 @@ impl ShmCollective {
         Ok(self.waits.is_empty())
     }
 
-    /// The location at which `rank` publishes the byte `at` of an area.
-    fn location(&self, rank: usize, area: Area, at: usize) -> Location {
-        Location { rank, at, area: AreaAddress::of(&self.call_number, &self.schedule, area) }
+    /// The location at which `rank` publishes the byte `at` of an area for `reader`.
+    fn location(&self, rank: usize, reader: usize, area: Area, at: usize) -> Location {
+        Location { rank, reader, at, area: AreaAddress::of(&self.call_number, &self.schedule, area) }
     }
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use super::HostMemory;
 use super::allocations::Direct;
-use super::layout::{EXCHANGE_BYTES, INLINE_BYTES, INLINE_OFFSET, ROUND_BYTES, SLOT_HEADER};
+use super::layout::{INLINE_BYTES, INLINE_OFFSET, ROUND_BYTES, SLOT_HEADER};
 use super::numbering::CallNumber;
 use super::schedule::{Area, CACHED_BYTES, Schedule};
 use super::segment::View;
@@ -89,10 +89,11 @@ impl Elements for PlanBuffer<'_> {
     }
 }
 
-/// A position in shared memory: byte `at` of an area of one rank.
+/// A position in shared memory: byte `at` of an area in which `rank` publishes data for `reader`, and possibly for others.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Location {
     pub(super) rank: usize,
+    pub(super) reader: usize,
     pub(super) at: usize,
     pub(super) area: AreaAddress,
 }
@@ -104,7 +105,7 @@ pub(super) enum AreaAddress {
     Slot { number: u32, inline: bool },
     /// The memory of a round, as its distance in bytes from the first round of all collective calls.
     Round(u64),
-    /// Offset `at` of the exchange area of each of the two ranks of the host.
+    /// Offset `at` of the exchange area in which the lower rank of each pair publishes, and of that of the higher rank.
     Exchange { areas: [u8; 2], at: u32 },
 }
 
@@ -116,7 +117,10 @@ impl AreaAddress {
             Area::Slot => Self::Slot { number: call.number, inline: schedule.fits_in(INLINE_BYTES) },
             Area::Round(round) => match call.exchange {
                 None => Self::Round(call.position + round * call.round_bytes),
-                Some(areas) => Self::Exchange { areas, at: (round * call.round_bytes) as u32 },
+                Some(exchange) => {
+                    let (areas, position) = exchange.of_round(round);
+                    Self::Exchange { areas, at: (position * call.round_bytes) as u32 }
+                }
             },
         }
     }
@@ -134,8 +138,10 @@ impl Location {
                 memory.layout.round(self.rank, position)
             }
             AreaAddress::Exchange { areas, at } => {
-                debug_assert!(at as usize + self.at + bytes <= EXCHANGE_BYTES);
-                memory.layout.exchange(areas[self.rank].into()) + at as usize
+                let (rank, reader) = (self.rank, self.reader);
+                debug_assert!(at as usize + self.at + bytes <= memory.layout.exchange_bytes());
+                let area = areas[usize::from(rank > reader)];
+                memory.layout.exchange(rank.min(reader), rank.max(reader), area.into()) + at as usize
             }
         };
         memory.segment.view(start + self.at, bytes)
@@ -143,7 +149,7 @@ impl Location {
 
     #[inline(always)]
     fn at_rank(self, rank: usize, further: usize) -> Self {
-        Self { rank, at: self.at + further, area: self.area }
+        Self { rank, at: self.at + further, ..self }
     }
 }
 

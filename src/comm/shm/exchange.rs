@@ -43,7 +43,45 @@ impl OwnAreas {
     }
 }
 
-/// The areas of both ranks of a host, as both ranks compute them from the sequence of their collective calls.
+/// The number of successive rounds that are in an area at a time, if both ranks publish each round. A rank publishes one
+/// round ahead of what it has read, so it has read round `r` before it publishes round `r` + 2.
+const WINDOW_ROUNDS: u64 = 2;
+
+/// The number of rounds for which an area has space, of a call of `rounds` rounds in which both ranks publish.
+pub(super) fn rounds_in_area(rounds: u64) -> u64 {
+    rounds.min(WINDOW_ROUNDS + 1)
+}
+
+/// Returns the window of a call that has the round. The last of an odd number of rounds has no window of its own. So the last
+/// window has the last two rounds. Only these may be unread when a call ends, and their reader then owns their areas.
+fn window_of(round: u64, rounds: u64) -> u64 {
+    round.min(rounds.saturating_sub(2)) / WINDOW_ROUNDS
+}
+
+/// The areas in which the two ranks of a pair publish the rounds of a call. The first rank is the lower one.
+///
+/// If both ranks publish, they swap the areas after each [window](WINDOW_ROUNDS). So few bytes of shared memory are in use,
+/// and they stay in the caches of both cores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct CallAreas {
+    /// The areas of the first rounds.
+    first: [u8; 2],
+    /// The number of rounds, if both ranks publish.
+    swapped_rounds: Option<u64>,
+}
+
+impl CallAreas {
+    /// Returns the areas in which the two ranks publish a round, and the position of the round in them.
+    #[inline]
+    pub(super) fn of_round(self, round: u64) -> ([u8; 2], u64) {
+        let window = self.swapped_rounds.map_or(0, |rounds| window_of(round, rounds));
+        let [first, second] = self.first;
+        let areas = if window.is_multiple_of(2) { [first, second] } else { [second, first] };
+        (areas, round - window * WINDOW_ROUNDS)
+    }
+}
+
+/// The areas of both ranks of a pair, as both ranks compute them from the sequence of their collective calls.
 #[derive(Debug)]
 pub(super) struct ExchangeAreas([OwnAreas; 2]);
 
@@ -54,11 +92,11 @@ impl Default for ExchangeAreas {
 }
 
 impl ExchangeAreas {
-    /// Returns the areas in which the two ranks publish their data of the next call, and passes these areas to the other rank.
-    /// `publishes` tells which ranks publish. The other rank reads all of this data. `None` if a rank that publishes owns
-    /// no area: the data of this call is elsewhere.
+    /// Returns the areas in which the two ranks publish the `rounds` rounds of the next call. Each area passes to the rank that
+    /// reads the last data in it. `publishes` tells which ranks publish. The other rank reads all of this data. `None` if a rank
+    /// that publishes owns no area: the data of this call is elsewhere.
     #[inline]
-    pub(super) fn next_call(&mut self, publishes: [bool; 2]) -> Option<[u8; 2]> {
+    pub(super) fn next_call(&mut self, publishes: [bool; 2], rounds: u64) -> Option<CallAreas> {
         let areas = match publishes {
             [true, true] => {
                 let areas = [self.0[0].next(), self.0[1].next()];
@@ -74,13 +112,16 @@ impl ExchangeAreas {
             [false, false] => [None; 2],
         };
         let [Some(first), Some(second)] = areas else { return None };
-        for (rank, area) in [(0, first), (1, second)] {
+        let swapped_rounds = (publishes == [true, true]).then_some(rounds);
+        let call = CallAreas { first: [first as u8, second as u8], swapped_rounds };
+        let (last, _) = call.of_round(rounds.saturating_sub(1));
+        for rank in [0, 1] {
             if publishes[rank] {
-                self.0[rank].send(area);
-                self.0[1 - rank].receive(area);
+                self.0[rank].send(last[rank].into());
+                self.0[1 - rank].receive(last[rank].into());
             }
         }
-        Some([first as u8, second as u8])
+        Some(call)
     }
 }
 
@@ -88,26 +129,59 @@ impl ExchangeAreas {
 mod tests {
     use super::*;
 
+    /// The areas of the first round of the next call, which has one round.
+    fn next_call(areas: &mut ExchangeAreas, publishes: [bool; 2]) -> Option<[u8; 2]> {
+        areas.next_call(publishes, 1).map(|call| call.of_round(0).0)
+    }
+
     #[test]
     fn rank_publishes_where_it_has_read_last() {
         let mut areas = ExchangeAreas::default();
-        assert_eq!(areas.next_call([true, true]), Some([0, 1]));
-        assert_eq!(areas.next_call([true, true]), Some([1, 0]));
-        assert_eq!(areas.next_call([true, false]), Some([0, 0]));
-        assert_eq!(areas.next_call([false, true]), Some([0, 0]), "of two, the one that it received last");
-        assert_eq!(areas.next_call([false, false]), None);
+        assert_eq!(next_call(&mut areas, [true, true]), Some([0, 1]));
+        assert_eq!(next_call(&mut areas, [true, true]), Some([1, 0]));
+        assert_eq!(next_call(&mut areas, [true, false]), Some([0, 0]));
+        let both = "of two, the one that it received last";
+        assert_eq!(next_call(&mut areas, [false, true]), Some([0, 0]), "{both}");
+        assert_eq!(next_call(&mut areas, [false, false]), None);
     }
 
     #[test]
     fn rank_without_an_area_publishes_elsewhere_until_it_gets_one() {
+        let areas = &mut ExchangeAreas::default();
+        assert_eq!(next_call(areas, [true, false]), Some([0, 0]));
+        assert_eq!(next_call(areas, [true, false]), None);
+        assert_eq!(next_call(areas, [true, true]), None, "rank 0 still owns none");
+        assert_eq!(next_call(areas, [true, true]), Some([0, 1]), "then each rank has its first area again");
+        assert_eq!(next_call(areas, [true, false]), Some([1, 1]));
+        assert_eq!(next_call(areas, [true, false]), None);
+        assert_eq!(next_call(areas, [false, true]), Some([1, 1]));
+        assert_eq!(next_call(areas, [true, false]), Some([1, 1]));
+    }
+
+    #[test]
+    fn rounds_of_a_call_use_few_places_and_no_place_that_the_other_rank_may_still_read() {
         let mut areas = ExchangeAreas::default();
-        assert_eq!(areas.next_call([true, false]), Some([0, 0]));
-        assert_eq!(areas.next_call([true, false]), None);
-        assert_eq!(areas.next_call([true, true]), None, "rank 0 still owns none");
-        assert_eq!(areas.next_call([true, true]), Some([0, 1]), "then each rank has its first area again");
-        assert_eq!(areas.next_call([true, false]), Some([1, 1]));
-        assert_eq!(areas.next_call([true, false]), None);
-        assert_eq!(areas.next_call([false, true]), Some([1, 1]));
-        assert_eq!(areas.next_call([true, false]), Some([1, 1]));
+        // For each area and position: the rank that published there last, and the number of that round among all rounds.
+        let mut places = [[None; 3]; 2];
+        let mut total = 0;
+        for rounds in [1, 2, 3, 4, 5, 6, 7, 1, 8, 9, 2, 2, 13, 3] {
+            let call = areas.next_call([true, true], rounds).unwrap();
+            for round in 0..rounds {
+                let (of_ranks, position) = call.of_round(round);
+                assert!(position < rounds_in_area(rounds), "round {round} of {rounds}");
+                assert_ne!(of_ranks[0], of_ranks[1]);
+                // Before it publishes a round, a rank has read all rounds of earlier calls, and all but the last one of
+                // this call. The other rank had read all but two of these when it published the last of them.
+                let read = if round == 0 { total } else { total + round - 1 };
+                for rank in [0, 1] {
+                    let place = &mut places[usize::from(of_ranks[rank])][position as usize];
+                    if let Some((by, earlier)) = place.replace((rank, total + round)) {
+                        let unread = if by == rank { 2 } else { 0 };
+                        assert!(earlier + unread < read, "round {round} of {rounds}");
+                    }
+                }
+            }
+            total += rounds;
+        }
     }
 }

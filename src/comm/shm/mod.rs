@@ -63,7 +63,7 @@ use cells::Cells;
 use doorbells::{Doorbells, HostProcesses};
 use layout::{
     CHUNK_BYTES, Counter, EXCHANGE_BYTES, PIECE_BYTES, ROUND_BYTES, ROUNDS_BYTES, ROUNDS_IN_MEMORY,
-    SLOT_BYTES, WHOLE_BYTES,
+    SLOT_BYTES, SWAPPING_SLOT_BYTES, WHOLE_BYTES,
 };
 pub(crate) use layout::{Layout, RingChannel};
 use numbering::{CallNumber, StartedCalls};
@@ -218,6 +218,7 @@ impl HostMemory {
     fn schedule(&self, call: &Call) -> Schedule {
         let limits = Limits {
             slot_bytes: SLOT_BYTES,
+            swapping_slot_bytes: SWAPPING_SLOT_BYTES,
             piece_bytes: PIECE_BYTES,
             round_bytes: ROUND_BYTES,
             chunk_bytes: CHUNK_BYTES,
@@ -272,11 +273,13 @@ impl HostMemory {
         }
         let in_area = schedule.bytes_in_area();
         if in_area > allocated.exchange {
-            // The other rank may not have come to this call yet, so each rank allocates the pages of both areas.
-            let end = in_area.next_power_of_two().max(PIECE_BYTES);
-            for area in [0, 1] {
-                let start = self.layout.exchange(area);
-                self.segment.commit(start + allocated.exchange..start + end).map_err(failed)?;
+            // The other ranks may not have come to this call yet, so each rank allocates the pages of both areas of its pairs.
+            let end = in_area.next_power_of_two().max(PIECE_BYTES).min(self.layout.exchange_bytes());
+            for other in (0..self.ranks.len()).filter(|&other| other != self.me) {
+                for area in [0, 1] {
+                    let start = self.layout.exchange(self.me.min(other), self.me.max(other), area);
+                    self.segment.commit(start + allocated.exchange..start + end).map_err(failed)?;
+                }
             }
             allocated.exchange = end;
         }

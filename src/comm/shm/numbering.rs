@@ -1,7 +1,7 @@
 //! The numbers of collective calls and of their rounds. All ranks make their calls in the same order, so
 //! these numbers agree. Pure.
 
-use super::exchange::ExchangeAreas;
+use super::exchange::{CallAreas, ExchangeAreas};
 use super::schedule::Schedule;
 use crate::collectives::call::Call;
 
@@ -25,8 +25,8 @@ pub(super) struct CallNumber {
     pub(super) position: u64,
     /// The distance in bytes from each round of this call to the next.
     pub(super) round_bytes: u64,
-    /// The exchange areas in which the two ranks of the host publish the data of all rounds.
-    pub(super) exchange: Option<[u8; 2]>,
+    /// The exchange areas in which the ranks of each pair publish the data of all rounds.
+    pub(super) exchange: Option<CallAreas>,
     pub(super) header: Header,
 }
 
@@ -69,7 +69,8 @@ impl StartedCalls {
     #[inline]
     pub(super) fn start_rounds(&mut self, call: &Call, seq: u64, schedule: &Schedule) -> CallNumber {
         let (rounds, round_bytes) = (schedule.rounds(), schedule.round_bytes() as u64);
-        let exchange = schedule.exchanging_ranks().and_then(|publishes| self.exchange.next_call(publishes));
+        let exchange =
+            schedule.exchanging_ranks().and_then(|publishes| self.exchange.next_call(publishes, rounds));
         let call_number = CallNumber { round_bytes, exchange, ..self.start(call, seq) };
         self.rounds += rounds;
         if exchange.is_none() {

@@ -65,8 +65,9 @@ impl HostMemory {
         if IN_ROUND && small.schedule.has_chunks() && small.schedule.has_data() {
             self.publish_in_chunks(&mut small, &elements);
         } else {
-            for Transfer { at, range, .. } in small.schedule.published() {
-                small.published += copy_reduce::publish(self, &elements, range, small.location(self.me, at));
+            for Transfer { rank: to, at, range } in small.schedule.published() {
+                let location = small.location(self.me, to, at);
+                small.published += copy_reduce::publish(self, &elements, range, location);
             }
             self.announce(small.call_number.number, &small.call_number.header, None);
         }
@@ -80,11 +81,11 @@ impl HostMemory {
         let (rounds, bytes) = (small.call_number.rounds, small.schedule.volume().0 as usize);
         let [mut chunk, later] = small_chunks(bytes);
         let mut is_announced = false;
-        for Transfer { at, range, .. } in small.schedule.published_chunks() {
+        for Transfer { rank: to, at, range } in small.schedule.published_chunks() {
             let mut rest = range.clone();
             while !rest.is_empty() {
                 let end = rest.end.min(rest.start + chunk);
-                let location = small.location(self.me, at + rest.start - range.start);
+                let location = small.location(self.me, to, at + rest.start - range.start);
                 small.published += copy_reduce::publish(self, elements, rest.start..end, location);
                 let published = at + end - range.start;
                 self.set_published(Counter::Published.after(rounds) + published as u64);
@@ -121,8 +122,8 @@ impl HostMemory {
                     return false;
                 }
                 let end = published.get().min(total as u64) as usize;
-                let (part, location) =
-                    (range.start + done..range.start + end, small.location(rank, at + done));
+                let part = range.start + done..range.start + end;
+                let location = small.location(rank, self.me, at + done);
                 copy_reduce::fetch(self, elements, part, location, total);
                 small.fetched = skipped + end;
                 fault_point("received", small.seq, small.fetched);
@@ -169,7 +170,7 @@ impl HostMemory {
         let is_inline = matches!(small.area, AreaAddress::Slot { inline: true, .. });
         let data = (!is_inline).then(|| {
             let (at, bytes) = small.schedule.awaited_bytes();
-            small.location(rank, at).view(self, bytes)
+            small.location(rank, self.me, at).view(self, bytes)
         });
         let stamp = self.segment.word(self.layout.slot(rank, number));
         poll_stamp(stamp, data, |stamp| stamp as u32 == number)
@@ -212,14 +213,15 @@ impl HostMemory {
             }
             Results::Fetched(transfers) => {
                 for Transfer { rank, at, range } in transfers {
-                    let (location, total) = (small.location(rank, at), range.len());
+                    let (location, total) = (small.location(rank, self.me, at), range.len());
                     let bytes = copy_reduce::fetch(self, &mut elements, range, location, total);
                     fault_point("received", small.seq, bytes);
                 }
                 Ok(())
             }
             Results::Reduced(Transfer { at, range, .. }) => {
-                let added = copy_reduce::reduce(self, &mut elements, range, small.location(0, at), false);
+                let location = small.location(self.me, self.me, at);
+                let added = copy_reduce::reduce(self, &mut elements, range, location, false);
                 fault_point("received", small.seq, added.as_ref().map_or(0, |&bytes| bytes));
                 added.map(drop).map_err(ExecutionError::Function)
             }
@@ -253,7 +255,7 @@ impl SmallCall {
     }
 
     #[inline(always)]
-    fn location(&self, rank: usize, at: usize) -> Location {
-        Location { rank, at, area: self.area }
+    fn location(&self, rank: usize, reader: usize, at: usize) -> Location {
+        Location { rank, reader, at, area: self.area }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::exchange::ExchangeAreas;
+use super::exchange::{CallAreas, ExchangeAreas, rounds_in_area};
 use super::layout::{Counter, ROUNDS_IN_MEMORY};
 use super::schedule::{Area, Limits, Peers, Schedule, ScheduleStep, is_supported};
 use crate::collectives::call::{Call, CallKind};
@@ -12,11 +12,12 @@ use convoke_testkit::Random;
 /// Limits so small that calls of a few elements have many rounds.
 const LIMITS: Limits = Limits {
     slot_bytes: 24,
+    swapping_slot_bytes: 16,
     piece_bytes: 192,
     round_bytes: 300,
     chunk_bytes: 48,
     whole_bytes: 64,
-    exchange_bytes: 300,
+    exchange_bytes: 600,
     cached_bytes: 700,
 };
 const ROUNDS_BYTES: usize = (ROUNDS_IN_MEMORY as usize + 2) * LIMITS.round_bytes;
@@ -29,8 +30,8 @@ struct Memory {
     stamp: u32,
     slots: Vec<Vec<u8>>,
     rounds: Vec<u8>,
-    /// The exchange area of the rank's number, for ranks 0 and 1.
-    exchange: Vec<u8>,
+    /// The exchange areas that the rank writes to first, by the other rank of the pair.
+    exchange: Vec<Vec<u8>>,
     counters: [u64; Counter::COUNT],
     /// A flag for each slot: true if the rank has exposed its elements.
     exposed: Vec<bool>,
@@ -48,7 +49,7 @@ impl Memory {
             stamp: 0,
             slots: vec![vec![0; LIMITS.slot_bytes]; SLOTS as usize],
             rounds: vec![0; ROUNDS_BYTES + LIMITS.round_bytes],
-            exchange: vec![0; LIMITS.exchange_bytes],
+            exchange: vec![vec![0; exchange_bytes(ranks)]; ranks],
             counters: [0; Counter::COUNT],
             exposed: vec![false; SLOTS as usize],
             buffers: (0..calls.len()).map(buffer).collect(),
@@ -83,7 +84,16 @@ struct Rank {
 struct Position {
     first: u64,
     each: u64,
-    exchange: Option<[u8; 2]>,
+    exchange: Option<CallAreas>,
+}
+
+/// The size of the exchange areas of `ranks` ranks.
+fn exchange_bytes(ranks: usize) -> usize {
+    if ranks == 2 {
+        LIMITS.exchange_bytes
+    } else {
+        (LIMITS.round_bytes / ranks).next_multiple_of(64) * rounds_in_area(u64::MAX) as usize
+    }
 }
 
 /// The value of byte `at` of the buffer of rank `rank` at the beginning of call `call`.
@@ -157,8 +167,9 @@ impl Rank {
                 return true;
             }
             if self.batch == 0 {
-                let publishes = schedule.exchanging_ranks();
-                self.at.exchange = publishes.and_then(|publishes| self.areas.next_call(publishes));
+                let (publishes, rounds) = (schedule.exchanging_ranks(), schedule.rounds());
+                self.at.exchange = publishes.and_then(|publishes| self.areas.next_call(publishes, rounds));
+                assert!(schedule.bytes_in_area() <= exchange_bytes(ranks));
             }
             self.more = schedule.batch(self.batch, &mut self.steps);
             self.batch += 1;
@@ -235,23 +246,26 @@ impl Rank {
             ScheduleStep::SetCounter(counter, round) => {
                 all[me].count(counter, counter.after(base + round + 1));
             }
-            ScheduleStep::Publish { range: from, area, at } => {
-                area_mut(all, me, area, position, number, at..at + from.len()).copy_from_slice(&buffer[from]);
+            ScheduleStep::Publish { range: from, area, at, to } => {
+                let into = area_mut(all, (me, to), area, position, number, at..at + from.len());
+                into.copy_from_slice(&buffer[from]);
             }
             ScheduleStep::Fetch { from, area, at, range: into } => {
                 assert_ne!(from, me);
-                let published = area_mut(all, from, area, position, number, at..at + into.len()).to_vec();
+                let published =
+                    area_mut(all, (from, me), area, position, number, at..at + into.len()).to_vec();
                 buffer[into].copy_from_slice(&published);
             }
             ScheduleStep::Reduce { area, at, range: into, publishes } => {
                 let mut sums = buffer[into.clone()].to_vec();
                 for rank in (0..ranks).filter(|&rank| rank != me) {
-                    let share = area_mut(all, rank, area, position, number, at..at + into.len());
+                    let share = area_mut(all, (rank, me), area, position, number, at..at + into.len());
                     sums.iter_mut().zip(share).for_each(|(sum, share)| *sum = sum.wrapping_add(*share));
                 }
                 buffer[into.clone()].copy_from_slice(&sums);
                 if publishes {
-                    area_mut(all, me, area, position, number, at..at + into.len()).copy_from_slice(&sums);
+                    area_mut(all, (me, me), area, position, number, at..at + into.len())
+                        .copy_from_slice(&sums);
                 }
             }
         }
@@ -259,10 +273,10 @@ impl Rank {
     }
 }
 
-/// Returns bytes of the area of `rank`.
+/// Returns bytes of the area in which `rank` publishes for `reader`.
 fn area_mut(
     all: &mut [Memory],
-    rank: usize,
+    (rank, reader): (usize, usize),
     area: Area,
     position: Position,
     number: u32,
@@ -272,10 +286,20 @@ fn area_mut(
         Area::Slot => &mut all[rank].slots[(number % SLOTS) as usize][range],
         Area::Round(round) => {
             assert!(range.end <= LIMITS.round_bytes);
-            let before = round * position.each;
             let (memory, start) = match position.exchange {
-                None => (&mut all[rank].rounds, (position.first + before) as usize % ROUNDS_BYTES),
-                Some(areas) => (&mut all[usize::from(areas[rank])].exchange, before as usize),
+                None => {
+                    let before = position.first + round * position.each;
+                    (&mut all[rank].rounds, before as usize % ROUNDS_BYTES)
+                }
+                Some(areas) => {
+                    let (areas, at) = areas.of_round(round);
+                    let (lower, higher) = (rank.min(reader), rank.max(reader));
+                    let memory = match areas[usize::from(rank > reader)] {
+                        0 => &mut all[lower].exchange[higher],
+                        _ => &mut all[higher].exchange[lower],
+                    };
+                    (memory, (at * position.each) as usize)
+                }
             };
             &mut memory[start + range.start..start + range.end]
         }

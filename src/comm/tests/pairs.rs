@@ -1,4 +1,4 @@
-//! Two ranks of a host pass all kinds of data to each other in memory, in random orders and lengths.
+//! Pairs of ranks of a host pass all kinds of data to each other in memory, in random orders and lengths.
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
@@ -9,6 +9,9 @@ use convoke_testkit::Random;
 
 /// Around the limits of slots, cells, exchange areas and rounds.
 const SIZES: [usize; 10] = [1, 3000, 4097, 16_385, 40_000, 65_537, 131_073, 262_144, 600_000, 1_100_000];
+
+/// Lengths of blocks around the limits of slots and exchange areas of more than two ranks.
+const BLOCKS: [usize; 9] = [1, 410, 690, 4097, 5462, 52_429, 87_382, 170_000, 300_000];
 
 fn content(rank: usize, call: usize, bytes: usize) -> Vec<u8> {
     (0..bytes).map(|at| (rank * 89 + call * 31 + at * 7 + at / 256) as u8).collect()
@@ -91,4 +94,55 @@ fn two_ranks_of_a_host_exchange_data_of_all_lengths_in_any_order() {
         let mut random = Random::from_seed(second);
         (0..250).for_each(|call| check(&world, call, &mut random));
     });
+}
+
+/// Makes call number `call` of several ranks, of a kind that `random` chooses alike on all ranks, and checks its result.
+fn check_blocks(group: &Group, call: usize, random: &mut Random) {
+    let (me, ranks) = (group.rank(), group.size());
+    let (kind, root, bytes) =
+        (random.below(6), random.below(ranks), BLOCKS[random.below(BLOCKS.len())] - random.below(2));
+    let data = |from: usize, to: usize| content(from * ranks + to, call, bytes);
+    let mine = (0..ranks).flat_map(|to| data(me, to)).collect::<Vec<_>>();
+    match kind {
+        0 | 1 => {
+            let mut all = vec![0; ranks * bytes];
+            group.all_to_all(&mine, &mut all).unwrap();
+            assert!(all == (0..ranks).flat_map(|from| data(from, me)).collect::<Vec<_>>(), "call {call}");
+        }
+        2 | 3 => {
+            let mut most = vec![0; bytes];
+            group.reduce_scatter(&mine, &mut most, ReduceOp::Max).unwrap();
+            let all: Vec<_> = (0..ranks).map(|from| data(from, me)).collect();
+            let expected = |at: usize| all.iter().map(|data| data[at]).max();
+            assert!(most.iter().enumerate().all(|(at, &most)| Some(most) == expected(at)), "call {call}");
+        }
+        4 => {
+            let mut data = if me == root { mine } else { vec![0; ranks * bytes] };
+            group.broadcast(&mut data, root).unwrap();
+            assert!(data[..bytes] == content(root * ranks, call, bytes), "call {call}");
+        }
+        _ => {
+            let mut all = vec![0; ranks * ranks * bytes];
+            group.all_gather(&mine, &mut all).unwrap();
+            let expected = (0..ranks).flat_map(|from| (0..ranks).flat_map(move |to| data(from, to)));
+            assert!(all.into_iter().eq(expected), "call {call}");
+        }
+    }
+}
+
+#[test]
+fn several_ranks_of_a_host_exchange_blocks_of_all_lengths_in_any_order() {
+    let mut seeds = Random::new("several_ranks_of_a_host_exchange_blocks_of_all_lengths_in_any_order");
+    for ranks in [3, 4, 5] {
+        let (first, second) = (seeds.next(), seeds.next());
+        run_ranks(ranks, |world| {
+            let chosen: Vec<_> = (0..ranks).rev().collect();
+            let later = world.subgroup(&chosen).unwrap().unwrap();
+            let [mut random, mut later_random] = [first, second].map(Random::from_seed);
+            for call in 0..30 {
+                check_blocks(&world, call, &mut random);
+                check_blocks(&later, call, &mut later_random);
+            }
+        });
+    }
 }

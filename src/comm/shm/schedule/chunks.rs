@@ -39,10 +39,10 @@ impl Schedule {
         if last.is_some() {
             emit(ScheduleStep::AwaitRound(round));
         }
-        for Transfer { at, range, .. } in transfers {
+        for Transfer { rank: to, at, range } in transfers {
             for (range, at) in self.chunks(range, at) {
                 let end = at + range.len();
-                emit(ScheduleStep::Publish { range, area: Area::Round(round), at });
+                emit(ScheduleStep::Publish { range, area: Area::Round(round), at, to });
                 emit(if Some(end) == last {
                     ScheduleStep::SetCounter(Counter::Published, round)
                 } else {

@@ -21,6 +21,7 @@ mod transfers;
 
 use std::ops::Range;
 
+use super::exchange;
 use super::layout::Counter;
 use crate::collectives::call::{Call, CallKind};
 use crate::collectives::plan::block;
@@ -37,9 +38,13 @@ pub(crate) const CACHED_BYTES: usize = 2 << 20;
 pub(crate) struct Limits {
     /// Maximum number of bytes that a rank publishes in the slot of a call.
     pub(crate) slot_bytes: usize,
-    /// Maximum number of bytes that a rank publishes in a round of a call of several rounds.
+    /// Maximum number of bytes that a rank publishes in the slot of a call in which [pairs](Schedule::swaps_areas) could swap
+    /// exchange areas.
+    pub(crate) swapping_slot_bytes: usize,
+    /// Maximum number of bytes that a rank publishes in a round.
     pub(crate) piece_bytes: usize,
-    /// Maximum number of bytes that a rank publishes in the only round of a small call, in chunks.
+    /// Maximum number of bytes that a rank publishes in a round [in chunks](Schedule::has_chunks), or in the exchange areas of
+    /// [several pairs](Schedule::is_pairwise).
     pub(crate) round_bytes: usize,
     /// Number of bytes of a round that a rank publishes at a time, if its round [has chunks](Schedule::has_chunks).
     pub(crate) chunk_bytes: usize,
@@ -83,9 +88,9 @@ impl Peers {
 pub(crate) enum ScheduleStep {
     /// Waits until no rank reads the slot that this rank uses for the call.
     AwaitSlot,
-    /// Copies the bytes `range` of the buffer to offset `at` of this rank's area, where other ranks read
-    /// them.
-    Publish { range: Range<usize>, area: Area, at: usize },
+    /// Copies the bytes `range` of the buffer to offset `at` of this rank's area, where rank `to` reads them. Other ranks
+    /// may read them too.
+    Publish { range: Range<usize>, area: Area, at: usize, to: usize },
     /// Publishes that this rank has made the call.
     Announce,
     /// Waits until these ranks have announced the call, and compares their descriptions of it with this
@@ -208,26 +213,38 @@ impl Schedule {
     /// Returns whether the data of every rank fits in a slot.
     #[inline(always)]
     pub(crate) fn fits_in_slot(&self) -> bool {
-        self.fits_in(self.limits.slot_bytes)
+        self.fits_in(if self.swaps_areas() {
+            self.limits.swapping_slot_bytes
+        } else {
+            self.limits.slot_bytes
+        })
     }
 
-    /// Returns whether the data does not fit in a slot, but the call is small. All-reduces have no such calls, because
-    /// they may reduce in place.
+    /// Returns whether the data does not fit in a slot, but the call is small.
     #[inline(always)]
     pub(crate) fn has_one_round(&self) -> bool {
-        self.kind != CallKind::AllReduce
-            && !self.has_owners()
-            && !self.fits_in_slot()
-            && self.fits_in(self.most_in_one_round())
+        !self.has_owners() && !self.fits_in_slot() && self.fits_in(self.most_in_one_round())
     }
 
     #[inline(always)]
     fn most_in_one_round(&self) -> usize {
         match self.kind {
-            _ if self.has_chunks() => self.limits.round_bytes,
             // All ranks publish at the same time, and then all fetch.
-            CallKind::AllGather | CallKind::AllToAll | CallKind::ReduceScatter => self.limits.piece_bytes,
+            CallKind::AllGather | CallKind::AllToAll | CallKind::ReduceScatter => self.most_in_a_round(),
+            _ if self.has_chunks() => self.most_in_a_round(),
+            // A longer all-reduce may reduce in place.
+            CallKind::AllReduce => self.limits.slot_bytes,
             _ => self.limits.whole_bytes,
+        }
+    }
+
+    /// Returns the maximum number of bytes that a rank publishes in one of several rounds.
+    #[inline(always)]
+    fn most_in_a_round(&self) -> usize {
+        if self.has_chunks() || self.is_pairwise() {
+            self.limits.round_bytes
+        } else {
+            self.limits.piece_bytes
         }
     }
 
@@ -248,7 +265,7 @@ impl Schedule {
     /// small call.
     #[inline(always)]
     pub(crate) fn awaited_bytes(&self) -> (usize, usize) {
-        (self.block_index(self.me) * self.bytes, self.bytes)
+        (self.me * self.block_step(self.bytes), self.bytes)
     }
 
     /// The number of blocks for which a rank has room in one round: one for each rank, its own included, or of two
@@ -261,10 +278,12 @@ impl Schedule {
         }
     }
 
-    /// The position among the published [blocks](Self::blocks) of the block for `rank`.
+    /// Returns the distance in bytes between two published [blocks](Self::blocks), where several of them in one area are `stride`
+    /// bytes apart; 0 if each block has an area of its own.
     #[inline(always)]
-    fn block_index(&self, rank: usize) -> usize {
-        if self.blocks() > 1 { rank } else { 0 }
+    fn block_step(&self, stride: usize) -> usize {
+        let is_alone = self.blocks() == 1 || self.is_pairwise() && !self.fits_in_slot();
+        if is_alone { 0 } else { stride }
     }
 
     /// The bytes of the buffer, or of each block, that one round works on.
@@ -275,8 +294,7 @@ impl Schedule {
         let blocks = self.blocks();
         // More rounds gain nothing: all ranks copy at the same time, or the rounds have chunks. Each round may cost a
         // context switch.
-        let piece =
-            if self.has_chunks() { self.limits.round_bytes } else { self.limits.piece_bytes } / blocks;
+        let piece = self.most_in_a_round() / blocks;
         let aligned = piece - piece % ALIGNMENT.max(self.element);
         if aligned > 0 { aligned } else { (piece - piece % self.element).max(self.element) }
     }
@@ -284,14 +302,35 @@ impl Schedule {
     /// The distance in bytes between the memory of one round and of the next; equal on all ranks.
     #[inline(always)]
     pub(crate) fn round_bytes(&self) -> usize {
-        (self.stride() * self.blocks()).next_multiple_of(ALIGNMENT)
+        let blocks = if self.is_pairwise() { 1 } else { self.blocks() };
+        (self.stride() * blocks).next_multiple_of(ALIGNMENT)
     }
 
-    /// Returns the bytes of all rounds if two ranks may publish them in exchange areas, else 0.
+    /// Returns whether each block that a rank publishes in a round is in the exchange areas of a pair: one rank reads it.
+    #[inline(always)]
+    fn is_pairwise(&self) -> bool {
+        self.ranks > 2 && matches!(self.kind, CallKind::ReduceScatter | CallKind::AllToAll)
+    }
+
+    /// Returns whether both ranks of each pair publish data that only the other one reads. Then they swap exchange areas.
+    #[inline(always)]
+    pub(super) fn swaps_areas(&self) -> bool {
+        match self.kind {
+            CallKind::AllToAll | CallKind::ReduceScatter => true,
+            CallKind::AllGather | CallKind::AllReduce => self.ranks == 2,
+            _ => false,
+        }
+    }
+
+    /// Returns the bytes of an exchange area that the call uses, if the ranks of each pair may publish their data there, else 0.
     #[inline(always)]
     pub(crate) fn bytes_in_area(&self) -> usize {
-        let bytes = self.rounds() as usize * self.round_bytes();
-        if self.ranks == 2 && bytes <= self.limits.exchange_bytes { bytes } else { 0 }
+        let rounds = match self.exchanging_ranks() {
+            None => 0,
+            Some([true, true]) => exchange::rounds_in_area(self.rounds()),
+            Some(_) => self.rounds(),
+        };
+        rounds as usize * self.round_bytes()
     }
 
     /// The distance in bytes between the pieces of two blocks in the memory of a round, if a rank publishes

@@ -94,7 +94,7 @@ impl Schedule {
 
     /// Returns whether the call may reduce in place: then ranks publish the locations of their elements.
     pub(crate) fn may_be_direct(&self) -> bool {
-        self.kind == CallKind::AllReduce && !self.fits_in_slot()
+        self.kind == CallKind::AllReduce && !self.fits_in(self.limits.slot_bytes)
     }
 
     /// Lets this rank publish the location of its elements, which are in a shared allocation.
@@ -170,10 +170,17 @@ impl Schedule {
         }
     }
 
-    /// Returns which of two ranks publish data, all of which the other rank reads, if this data may be in exchange areas.
+    /// Returns which ranks of each pair publish data that only the other rank reads, if this data may be in exchange areas.
     #[inline]
     pub(crate) fn exchanging_ranks(&self) -> Option<[bool; 2]> {
-        (self.bytes_in_area() > 0).then(|| [0, 1].map(|rank| self.publishes(rank)))
+        match self.rounds() {
+            0 => None,
+            _ if self.swaps_areas() => Some([true, true]),
+            rounds => {
+                let fits = rounds as usize * self.round_bytes() <= self.limits.exchange_bytes;
+                (self.ranks == 2 && fits).then(|| [0, 1].map(|rank| self.publishes(rank)))
+            }
+        }
     }
 
     /// Returns the blocks of this rank's buffer that other ranks need, each reduced to its piece `part`, and their
@@ -183,13 +190,13 @@ impl Schedule {
         let len = part.len();
         match self.kind {
             CallKind::ReduceScatter | CallKind::Scatter | CallKind::AllToAll => {
-                let at_step = if self.blocks() > 1 { stride } else { 0 };
+                let at_step = self.block_step(stride);
                 Transfers { at_step, ..self.with_others(part.start, self.bytes, len) }
             }
             CallKind::AllGather | CallKind::Gather => {
-                Transfers::one(self.me, 0, self.me * self.bytes + part.start, len)
+                Transfers::one(self.next_rank(), 0, self.me * self.bytes + part.start, len)
             }
-            _ => Transfers::one(self.me, 0, part.start, len),
+            _ => Transfers::one(self.next_rank(), 0, part.start, len),
         }
     }
 
@@ -197,7 +204,7 @@ impl Schedule {
     #[inline(always)]
     pub(super) fn results_part(&self, part: &Range<usize>, stride: usize) -> Results {
         let (len, own) = (part.len(), self.me * self.bytes + part.start);
-        let at = self.block_index(self.me) * stride;
+        let at = self.me * self.block_step(stride);
         match self.kind {
             CallKind::Broadcast if !self.is_root() => {
                 Results::Fetched(Transfers::one(self.root, 0, part.start, len))
@@ -222,9 +229,14 @@ impl Schedule {
     /// rank. The one with rank r has the `len` bytes from `start` + r * `step` on.
     #[inline(always)]
     fn with_others(&self, start: usize, step: usize, len: usize) -> Transfers {
-        let next = if self.me + 1 == self.ranks { 0 } else { self.me + 1 };
         let left = if len == 0 { 0 } else { self.ranks - 1 };
-        Transfers { next, left, ranks: self.ranks, at: 0, at_step: 0, start, step, len }
+        Transfers { next: self.next_rank(), left, ranks: self.ranks, at: 0, at_step: 0, start, step, len }
+    }
+
+    /// The rank after this one; the rank after the last one is rank 0.
+    #[inline(always)]
+    fn next_rank(&self) -> usize {
+        if self.me + 1 == self.ranks { 0 } else { self.me + 1 }
     }
 
     /// The other ranks, beginning with the next one, so that not all ranks begin with the same rank.
@@ -235,7 +247,9 @@ impl Schedule {
 
     /// Emits the steps that publish `transfers` in an area.
     fn publish(transfers: Transfers, area: Area, emit: &mut impl FnMut(ScheduleStep)) {
-        transfers.for_each(|Transfer { at, range, .. }| emit(ScheduleStep::Publish { range, area, at }));
+        transfers.for_each(|Transfer { rank: to, at, range }| {
+            emit(ScheduleStep::Publish { range, area, at, to });
+        });
     }
 
     /// Emits the steps that fetch or reduce `results` from an area.
@@ -264,7 +278,7 @@ impl Schedule {
         if self.has_owners() {
             for rank in self.others() {
                 let (range, at) = self.owned_part(rank, round);
-                emit(ScheduleStep::Publish { range, area, at });
+                emit(ScheduleStep::Publish { range, area, at, to: rank });
             }
         } else {
             Self::publish(self.published_part(self.round_range(round), self.stride()), area, emit);
