@@ -62,8 +62,8 @@ use bootstrap::SharedResources;
 use cells::Cells;
 use doorbells::{Doorbells, HostProcesses};
 use layout::{
-    CHUNK_BYTES, Counter, EXCHANGE_BYTES, PIECE_BYTES, ROUND_BYTES, ROUNDS_BYTES, ROUNDS_IN_MEMORY,
-    SLOT_BYTES, SWAPPING_SLOT_BYTES, WHOLE_BYTES,
+    CHUNK_BYTES, Counter, EXCHANGE_BYTES, ONE_WAY_SLOT_BYTES, PIECE_BYTES, ROUND_BYTES, ROUNDS_BYTES,
+    ROUNDS_IN_MEMORY, SLOT_BYTES, SWAPPING_SLOT_BYTES, WHOLE_BYTES,
 };
 pub(crate) use layout::{Layout, RingChannel};
 use numbering::{CallNumber, StartedCalls};
@@ -219,6 +219,7 @@ impl HostMemory {
         let limits = Limits {
             slot_bytes: SLOT_BYTES,
             swapping_slot_bytes: SWAPPING_SLOT_BYTES,
+            one_way_slot_bytes: ONE_WAY_SLOT_BYTES,
             piece_bytes: PIECE_BYTES,
             round_bytes: ROUND_BYTES,
             chunk_bytes: CHUNK_BYTES,

@@ -13,6 +13,7 @@ use convoke_testkit::Random;
 const LIMITS: Limits = Limits {
     slot_bytes: 24,
     swapping_slot_bytes: 16,
+    one_way_slot_bytes: 20,
     piece_bytes: 192,
     round_bytes: 300,
     chunk_bytes: 48,

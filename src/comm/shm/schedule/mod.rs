@@ -41,6 +41,8 @@ pub(crate) struct Limits {
     /// Maximum number of bytes that a rank publishes in the slot of a call in which [pairs](Schedule::swaps_areas) could swap
     /// exchange areas.
     pub(crate) swapping_slot_bytes: usize,
+    /// Maximum number of bytes that one of two ranks publishes in the slot of a call in which only one rank publishes.
+    pub(crate) one_way_slot_bytes: usize,
     /// Maximum number of bytes that a rank publishes in a round.
     pub(crate) piece_bytes: usize,
     /// Maximum number of bytes that a rank publishes in a round [in chunks](Schedule::has_chunks), or in the exchange areas of
@@ -213,10 +215,10 @@ impl Schedule {
     /// Returns whether the data of every rank fits in a slot.
     #[inline(always)]
     pub(crate) fn fits_in_slot(&self) -> bool {
-        self.fits_in(if self.swaps_areas() {
-            self.limits.swapping_slot_bytes
-        } else {
-            self.limits.slot_bytes
+        self.fits_in(match self.ranks {
+            _ if self.swaps_areas() => self.limits.swapping_slot_bytes,
+            2 => self.limits.one_way_slot_bytes,
+            _ => self.limits.slot_bytes,
         })
     }
 
