@@ -224,9 +224,10 @@ impl ShmCollective {
                 fault_point("sent", self.seq, self.published as usize);
                 self.record_reduced(added)?;
             }
-            ScheduleStep::Reduce { area, at, range, publishes } => {
+            ScheduleStep::Reduce { area, at, range, sums } => {
                 let location = self.location(memory.me, memory.me, area, at);
-                let added = copy_reduce::reduce(memory, &mut self.buffer, range, location, publishes);
+                let sums = sums.map(|area| self.location(memory.me, memory.me, area, 0));
+                let added = copy_reduce::reduce(memory, &mut self.buffer, range, location, sums);
                 self.record_reduced(added)?;
             }
         }

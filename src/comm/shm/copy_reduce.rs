@@ -8,6 +8,7 @@ use super::layout::{INLINE_BYTES, INLINE_OFFSET, ROUND_BYTES, SLOT_HEADER};
 use super::numbering::CallNumber;
 use super::schedule::{Area, CACHED_BYTES, Schedule};
 use super::segment::View;
+use super::store_policy::StorePolicy;
 use crate::buffer::{BorrowedBuffer, BytesMut, PlanBuffer, SendRecvBuffers};
 use crate::collectives::kernels::{Contributors, Kernel, Scratch, store_fence};
 
@@ -116,12 +117,13 @@ impl AreaAddress {
         match area {
             Area::Slot => Self::Slot { number: call.number, inline: schedule.fits_in(INLINE_BYTES) },
             Area::Round(round) => match call.exchange {
-                None => Self::Round(call.position + round * call.round_bytes),
+                None => Self::of(call, schedule, Area::Sums(round)),
                 Some(exchange) => {
                     let (areas, position) = exchange.of_round(round);
                     Self::Exchange { areas, at: (position * call.round_bytes) as u32 }
                 }
             },
+            Area::Sums(round) => Self::Round(call.position + round * call.round_bytes),
         }
     }
 }
@@ -147,6 +149,15 @@ impl Location {
         memory.segment.view(start + self.at, bytes)
     }
 
+    /// Returns the policy for stores to the memory of this location. Areas are in the caches more often than rounds.
+    #[inline(always)]
+    fn store_policy(self, memory: &HostMemory) -> &StorePolicy {
+        match self.area {
+            AreaAddress::Exchange { .. } => &memory.area_policy,
+            AreaAddress::Slot { .. } | AreaAddress::Round(_) => &memory.store_policy,
+        }
+    }
+
     #[inline(always)]
     fn at_rank(self, rank: usize, further: usize) -> Self {
         Self { rank, at: self.at + further, ..self }
@@ -168,7 +179,7 @@ pub(super) fn publish(
             break;
         }
         let into = location.at_rank(location.rank, range.start - start).view(memory, bytes.len());
-        into.write_with(&memory.store_policy, bytes);
+        into.write_with(location.store_policy(memory), bytes);
         range.start += bytes.len();
     }
     range.start - start
@@ -198,15 +209,15 @@ pub(super) fn fetch(
 }
 
 /// Reduces the contributions of all ranks: those of other ranks at `location` in each rank's shared memory,
-/// this rank's own in `range` of `elements`. The result replaces `range`. If `publishes` is set, it is also
-/// written to `location` in this rank's shared memory. Returns the bytes of one contribution, or the error of
+/// this rank's own in `range` of `elements`. The result replaces `range`. If `sums` is set, it is also
+/// written there in this rank's shared memory. Returns the bytes of one contribution, or the error of
 /// the program's reduction function.
 pub(super) fn reduce(
     memory: &mut HostMemory,
     elements: &mut impl Elements,
     mut range: Range<usize>,
     location: Location,
-    publishes: bool,
+    sums: Option<Location>,
 ) -> Result<usize, String> {
     let start = range.start;
     let mut scratch = Scratch::default();
@@ -221,10 +232,11 @@ pub(super) fn reduce(
         let location_at = |rank: usize, at: usize| location.at_rank(rank, range.start - start + at);
         let contribution =
             |rank: usize, at: usize, len: usize| location_at(rank, at).view(host, len).source();
-        let publish_sums = |at: usize, sums: &[u8]| {
-            if publishes {
-                let into = location_at(host.me, at).view(host, sums.len());
-                non_temporal |= into.write_part(&host.store_policy, sums);
+        let publish_sums = |at: usize, result: &[u8]| {
+            if let Some(into) = sums {
+                let policy = into.store_policy(host);
+                let into = into.at_rank(host.me, range.start - start + at).view(host, result.len());
+                non_temporal |= into.write_part(policy, result);
             }
         };
         result = kernel.reduce_all(ranks, &mut own, &mut scratch, contribution, publish_sums);

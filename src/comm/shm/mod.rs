@@ -91,8 +91,9 @@ pub(crate) struct HostMemory {
     core: u64,
     calls: StartedCalls,
     peers: PeerProgress,
-    /// For writes that all ranks read, and for writes that one rank reads, by local rank.
+    /// For writes to slots and rounds, to exchange areas, and to allocations of other ranks, by local rank.
     store_policy: StorePolicy,
+    area_policy: StorePolicy,
     rank_policies: Vec<StorePolicy>,
     /// The memory of programs that the ranks created together.
     pub(crate) allocations: Arc<Allocations>,
@@ -172,6 +173,7 @@ impl HostMemory {
             calls: StartedCalls::default(),
             peers: PeerProgress::new(ranks.len()),
             store_policy: StorePolicy::default(),
+            area_policy: StorePolicy::default(),
             rank_policies: ranks.iter().map(|_| StorePolicy::default()).collect(),
             allocations: Arc::default(),
             steps: Vec::new(),

@@ -73,7 +73,7 @@ impl StartedCalls {
             schedule.exchanging_ranks().and_then(|publishes| self.exchange.next_call(publishes, rounds));
         let call_number = CallNumber { round_bytes, exchange, ..self.start(call, seq) };
         self.rounds += rounds;
-        if exchange.is_none() {
+        if exchange.is_none() || schedule.has_owners() {
             self.round_bytes += rounds * round_bytes;
         }
         call_number

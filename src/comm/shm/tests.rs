@@ -3,7 +3,7 @@
 use std::ops::Range;
 
 use super::exchange::{CallAreas, ExchangeAreas, rounds_in_area};
-use super::layout::{Counter, ROUNDS_IN_MEMORY};
+use super::layout::{Counter, EXCHANGE_BYTES, Layout, MAX_RANKS, PIECE_BYTES, ROUND_BYTES, ROUNDS_IN_MEMORY};
 use super::schedule::{Area, Limits, Peers, Schedule, ScheduleStep, is_supported};
 use crate::collectives::call::{Call, CallKind};
 use crate::collectives::dtype::{Dtype, ReduceOp};
@@ -161,7 +161,7 @@ impl Rank {
         if self.steps.is_empty() {
             if !self.more {
                 self.base += schedule.rounds();
-                if self.at.exchange.is_none() {
+                if self.at.exchange.is_none() || schedule.has_owners() {
                     self.at.first += schedule.rounds() * self.at.each;
                 }
                 (self.call, self.batch, self.more, self.direct) = (self.call + 1, 0, true, false);
@@ -257,16 +257,15 @@ impl Rank {
                     area_mut(all, (from, me), area, position, number, at..at + into.len()).to_vec();
                 buffer[into].copy_from_slice(&published);
             }
-            ScheduleStep::Reduce { area, at, range: into, publishes } => {
+            ScheduleStep::Reduce { area, at, range: into, sums: published } => {
                 let mut sums = buffer[into.clone()].to_vec();
                 for rank in (0..ranks).filter(|&rank| rank != me) {
                     let share = area_mut(all, (rank, me), area, position, number, at..at + into.len());
                     sums.iter_mut().zip(share).for_each(|(sum, share)| *sum = sum.wrapping_add(*share));
                 }
                 buffer[into.clone()].copy_from_slice(&sums);
-                if publishes {
-                    area_mut(all, (me, me), area, position, number, at..at + into.len())
-                        .copy_from_slice(&sums);
+                if let Some(area) = published {
+                    area_mut(all, (me, me), area, position, number, 0..into.len()).copy_from_slice(&sums);
                 }
             }
         }
@@ -285,9 +284,10 @@ fn area_mut(
 ) -> &mut [u8] {
     match area {
         Area::Slot => &mut all[rank].slots[(number % SLOTS) as usize][range],
-        Area::Round(round) => {
+        Area::Round(round) | Area::Sums(round) => {
             assert!(range.end <= LIMITS.round_bytes);
-            let (memory, start) = match position.exchange {
+            let exchange = position.exchange.filter(|_| matches!(area, Area::Round(_)));
+            let (memory, start) = match exchange {
                 None => {
                     let before = position.first + round * position.each;
                     (&mut all[rank].rounds, before as usize % ROUNDS_BYTES)
@@ -423,5 +423,27 @@ fn consecutive_calls_work_in_any_event_order() {
             }
             *able.iter().find(|&&rank| rank == first).unwrap_or(&able[random.below(able.len())])
         });
+    }
+}
+
+#[test]
+fn exchange_areas_have_space_for_calls_of_any_number_of_ranks() {
+    let limits = Limits {
+        piece_bytes: PIECE_BYTES,
+        round_bytes: ROUND_BYTES,
+        exchange_bytes: EXCHANGE_BYTES,
+        ..LIMITS
+    };
+    for ranks in 2..=MAX_RANKS {
+        let space = Layout::dense(ranks).exchange_bytes();
+        for kind in kinds() {
+            for dtype in Dtype::ALL {
+                for bytes in [PIECE_BYTES, ROUND_BYTES, 4 * EXCHANGE_BYTES] {
+                    let schedule =
+                        Schedule::new(&call(kind, dtype, 0, bytes / dtype.size_bytes()), 0, ranks, limits);
+                    assert!(schedule.bytes_in_area() <= space, "{kind:?} of {bytes} bytes by {ranks} ranks");
+                }
+            }
+        }
     }
 }

@@ -100,7 +100,7 @@ fn two_ranks_of_a_host_exchange_data_of_all_lengths_in_any_order() {
 fn check_blocks(group: &Group, call: usize, random: &mut Random) {
     let (me, ranks) = (group.rank(), group.size());
     let (kind, root, bytes) =
-        (random.below(6), random.below(ranks), BLOCKS[random.below(BLOCKS.len())] - random.below(2));
+        (random.below(7), random.below(ranks), BLOCKS[random.below(BLOCKS.len())] - random.below(2));
     let data = |from: usize, to: usize| content(from * ranks + to, call, bytes);
     let mine = (0..ranks).flat_map(|to| data(me, to)).collect::<Vec<_>>();
     match kind {
@@ -120,6 +120,14 @@ fn check_blocks(group: &Group, call: usize, random: &mut Random) {
             let mut data = if me == root { mine } else { vec![0; ranks * bytes] };
             group.broadcast(&mut data, root).unwrap();
             assert!(data[..bytes] == content(root * ranks, call, bytes), "call {call}");
+        }
+        5 => {
+            let mut most = mine;
+            group.all_reduce(&mut most, ReduceOp::Max).unwrap();
+            let all: Vec<_> =
+                (0..ranks).map(|from| (0..ranks).flat_map(|to| data(from, to)).collect::<Vec<_>>()).collect();
+            let expected = |at: usize| all.iter().map(|data| data[at]).max();
+            assert!(most.iter().enumerate().all(|(at, &most)| Some(most) == expected(at)), "call {call}");
         }
         _ => {
             let mut all = vec![0; ranks * ranks * bytes];

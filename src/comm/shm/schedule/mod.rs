@@ -64,8 +64,10 @@ pub(crate) struct Limits {
 pub(crate) enum Area {
     /// The rank's slot for the call.
     Slot,
-    /// The rank's memory for a round, numbered from 0 within the call.
+    /// The rank's memory for a round, numbered from 0 within the call, or its exchange areas.
     Round(u64),
+    /// The rank's memory for the sums of a round, all of whose other data is in exchange areas.
+    Sums(u64),
 }
 
 /// The ranks that a step waits for.
@@ -118,9 +120,9 @@ pub(crate) enum ScheduleStep {
     /// buffers.
     ReduceDirect { range: Range<usize> },
     /// Reduces the contributions of all ranks: those of other ranks at offset `at` of their areas, this
-    /// rank's in the bytes `range` of the buffer. If `publishes` is set, it also writes the result to this
-    /// rank's area, where other ranks fetch it.
-    Reduce { area: Area, at: usize, range: Range<usize>, publishes: bool },
+    /// rank's in the bytes `range` of the buffer. If `sums` is set, it also writes the result to this area of
+    /// this rank, where other ranks fetch it.
+    Reduce { area: Area, at: usize, range: Range<usize>, sums: Option<Area> },
 }
 
 /// The schedule of one rank for one call.
@@ -216,6 +218,8 @@ impl Schedule {
     #[inline(always)]
     pub(crate) fn fits_in_slot(&self) -> bool {
         self.fits_in(match self.ranks {
+            // More data would have several rounds.
+            _ if self.has_owners() => self.limits.slot_bytes,
             _ if self.swaps_areas() => self.limits.swapping_slot_bytes,
             2 => self.limits.one_way_slot_bytes,
             _ => self.limits.slot_bytes,
@@ -304,23 +308,29 @@ impl Schedule {
     /// The distance in bytes between the memory of one round and of the next; equal on all ranks.
     #[inline(always)]
     pub(crate) fn round_bytes(&self) -> usize {
-        let blocks = if self.is_pairwise() { 1 } else { self.blocks() };
-        (self.stride() * blocks).next_multiple_of(ALIGNMENT)
+        let bytes = match self.is_pairwise() {
+            _ if self.has_owners() => (self.piece() / self.element).div_ceil(self.ranks) * self.element,
+            true => self.stride(),
+            false => self.stride() * self.blocks(),
+        };
+        bytes.next_multiple_of(ALIGNMENT)
     }
 
-    /// Returns whether each block that a rank publishes in a round is in the exchange areas of a pair: one rank reads it.
+    /// Returns whether each of several ranks reads one block of what a rank publishes in a round. These blocks are in exchange
+    /// areas.
     #[inline(always)]
     fn is_pairwise(&self) -> bool {
-        self.ranks > 2 && matches!(self.kind, CallKind::ReduceScatter | CallKind::AllToAll)
+        self.has_owners()
+            || self.ranks > 2 && matches!(self.kind, CallKind::ReduceScatter | CallKind::AllToAll)
     }
 
     /// Returns whether both ranks of each pair publish data that only the other one reads. Then they swap exchange areas.
     #[inline(always)]
     pub(super) fn swaps_areas(&self) -> bool {
         match self.kind {
-            CallKind::AllToAll | CallKind::ReduceScatter => true,
-            CallKind::AllGather | CallKind::AllReduce => self.ranks == 2,
-            _ => false,
+            CallKind::AllToAll | CallKind::ReduceScatter | CallKind::AllReduce => true,
+            CallKind::AllGather => self.ranks == 2,
+            _ => self.has_owners(),
         }
     }
 
@@ -352,12 +362,11 @@ impl Schedule {
     }
 
     /// Returns the bytes of a round that `rank` reduces for all ranks, if each rank [owns](Self::has_owners)
-    /// a part, and their offset in the round.
-    fn owned_part(&self, rank: usize, round: u64) -> (Range<usize>, usize) {
+    /// a part.
+    fn owned_part(&self, rank: usize, round: u64) -> Range<usize> {
         let part = self.round_range(round);
         let own = block(rank, self.ranks, part.len() / self.element);
-        let at = own.start * self.element;
-        (part.start + at..part.start + own.end * self.element, at)
+        part.start + own.start * self.element..part.start + own.end * self.element
     }
 
     /// Returns whether a rank publishes a round in chunks, so that another rank copies one chunk while it publishes the
@@ -369,7 +378,7 @@ impl Schedule {
 
     /// Returns whether every rank owns a part of each round, which it reduces for the other ranks.
     #[inline(always)]
-    fn has_owners(&self) -> bool {
+    pub(crate) fn has_owners(&self) -> bool {
         matches!(self.kind, CallKind::AllReduce | CallKind::Reduce) && self.ranks > 2
     }
 

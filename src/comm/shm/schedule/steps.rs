@@ -257,7 +257,7 @@ impl Schedule {
         match results {
             Results::Reduced(Transfer { range, .. }) if range.is_empty() => {}
             Results::Reduced(Transfer { at, range, .. }) => {
-                emit(ScheduleStep::Reduce { area, at, range, publishes: false });
+                emit(ScheduleStep::Reduce { area, at, range, sums: None });
             }
             Results::Fetched(transfers) => transfers.for_each(|Transfer { rank: from, at, range }| {
                 emit(ScheduleStep::Fetch { from, area, at, range });
@@ -277,8 +277,8 @@ impl Schedule {
         emit(ScheduleStep::AwaitRound(round));
         if self.has_owners() {
             for rank in self.others() {
-                let (range, at) = self.owned_part(rank, round);
-                emit(ScheduleStep::Publish { range, area, at, to: rank });
+                let range = self.owned_part(rank, round);
+                emit(ScheduleStep::Publish { range, area, at: 0, to: rank });
             }
         } else {
             Self::publish(self.published_part(self.round_range(round), self.stride()), area, emit);
@@ -296,14 +296,14 @@ impl Schedule {
             emit(ScheduleStep::AwaitCounter(Counter::Published, round, peers));
         }
         if self.has_owners() {
-            let (range, at) = self.owned_part(self.me, round);
-            let publishes = self.kind != CallKind::Reduce || !self.is_root();
-            emit(ScheduleStep::Reduce { area, at, range, publishes });
+            let range = self.owned_part(self.me, round);
+            let is_read = self.kind != CallKind::Reduce || !self.is_root();
+            emit(ScheduleStep::Reduce { area, at: 0, range, sums: is_read.then_some(Area::Sums(round)) });
             emit(ScheduleStep::SetCounter(Counter::Reduced, round));
             return;
         }
         if self.reduces_all() {
-            emit(ScheduleStep::Reduce { area, at: 0, range: part, publishes: false });
+            emit(ScheduleStep::Reduce { area, at: 0, range: part, sums: None });
         } else {
             Self::consume(self.results_part(&part, self.stride()), area, emit);
         }
@@ -314,9 +314,9 @@ impl Schedule {
     fn fetch_sums(&self, round: u64, emit: &mut impl FnMut(ScheduleStep)) {
         if self.kind == CallKind::AllReduce || self.is_root() {
             for from in self.others() {
-                let (range, at) = self.owned_part(from, round);
+                let range = self.owned_part(from, round);
                 emit(ScheduleStep::AwaitCounter(Counter::Reduced, round, Peers::One(from)));
-                emit(ScheduleStep::Fetch { from, area: Area::Round(round), at, range });
+                emit(ScheduleStep::Fetch { from, area: Area::Sums(round), at: 0, range });
             }
         }
         emit(ScheduleStep::SetCounter(Counter::Done, round));
