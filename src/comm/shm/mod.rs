@@ -62,8 +62,8 @@ use bootstrap::SharedResources;
 use cells::Cells;
 use doorbells::{Doorbells, HostProcesses};
 use layout::{
-    CHUNK_BYTES, Counter, EXCHANGE_BYTES, ONE_WAY_SLOT_BYTES, PIECE_BYTES, ROUND_BYTES, ROUNDS_BYTES,
-    ROUNDS_IN_MEMORY, SLOT_BYTES, SWAPPING_SLOT_BYTES, WHOLE_BYTES,
+    CHUNK_BYTES, Counter, EXCHANGE_BYTES, FIRST_BYTES, ONE_WAY_SLOT_BYTES, PIECE_BYTES, ROUND_BYTES,
+    ROUNDS_BYTES, ROUNDS_IN_MEMORY, SLOT_BYTES, SWAPPING_SLOT_BYTES, WHOLE_BYTES,
 };
 pub(crate) use layout::{Layout, RingChannel};
 use numbering::{CallNumber, StartedCalls};
@@ -277,7 +277,7 @@ impl HostMemory {
         let in_area = schedule.bytes_in_area();
         if in_area > allocated.exchange {
             // The other ranks may not have come to this call yet, so each rank allocates the pages of both areas of its pairs.
-            let end = in_area.next_power_of_two().max(PIECE_BYTES).min(self.layout.exchange_bytes());
+            let end = in_area.next_power_of_two().max(FIRST_BYTES).min(self.layout.exchange_bytes());
             for other in (0..self.ranks.len()).filter(|&other| other != self.me) {
                 for area in [0, 1] {
                     let start = self.layout.exchange(self.me.min(other), self.me.max(other), area);

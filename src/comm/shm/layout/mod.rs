@@ -60,6 +60,8 @@ pub(crate) const WHOLE_BYTES: usize = 64 << 10;
 /// The number of rounds whose data is in memory at a time. A round handles one piece of a large collective
 /// call.
 pub(crate) const ROUNDS_IN_MEMORY: u64 = 6;
+/// The bytes of rounds, and of exchange areas, that are allocated first in a group that allocates its memory before its first use.
+pub(crate) const FIRST_BYTES: usize = 16 << 10;
 /// Maximum number of bytes that a rank publishes in a round.
 pub(crate) const PIECE_BYTES: usize = 128 << 10;
 /// Maximum number of bytes that a rank publishes in a round in chunks, or in the exchange areas of several pairs. On two cores
@@ -259,7 +261,7 @@ impl Layout {
     /// counted from the first round of all calls.
     pub(crate) fn rounds_until(end: u64) -> usize {
         let fits = usize::try_from(end).ok().filter(|&end| end <= ROUNDS_BYTES);
-        fits.map_or(ALL_ROUNDS, |end| end.max(PIECE_BYTES).next_power_of_two())
+        fits.map_or(ALL_ROUNDS, |end| end.max(FIRST_BYTES).next_power_of_two())
     }
 
     /// The range of the memory for rounds of `rank`.
