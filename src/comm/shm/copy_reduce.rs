@@ -90,7 +90,7 @@ impl Elements for PlanBuffer<'_> {
     }
 }
 
-/// A position in shared memory: byte `at` of an area in which `rank` publishes data for `reader`, and possibly for others.
+/// A position in shared memory: byte `at` of an area in which `rank` publishes data. `reader` reads it, and others may.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Location {
     pub(super) rank: usize,
@@ -114,16 +114,15 @@ impl AreaAddress {
     /// Returns the address of an area of a call.
     #[inline(always)]
     pub(super) fn of(call: &CallNumber, schedule: &Schedule, area: Area) -> Self {
-        match area {
-            Area::Slot => Self::Slot { number: call.number, inline: schedule.fits_in(INLINE_BYTES) },
-            Area::Round(round) => match call.exchange {
-                None => Self::of(call, schedule, Area::Sums(round)),
-                Some(exchange) => {
-                    let (areas, position) = exchange.of_round(round);
-                    Self::Exchange { areas, at: (position * call.round_bytes) as u32 }
-                }
-            },
-            Area::Sums(round) => Self::Round(call.position + round * call.round_bytes),
+        match (area, call.exchange) {
+            (Area::Slot, _) => Self::Slot { number: call.number, inline: schedule.fits_in(INLINE_BYTES) },
+            (Area::Round(round), Some(exchange)) => {
+                let (areas, position) = exchange.of_round(round);
+                Self::Exchange { areas, at: (position * call.round_bytes) as u32 }
+            }
+            (Area::Round(round) | Area::Sums(round), _) => {
+                Self::Round(call.position + round * call.round_bytes)
+            }
         }
     }
 }

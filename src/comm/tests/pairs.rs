@@ -96,6 +96,11 @@ fn two_ranks_of_a_host_exchange_data_of_all_lengths_in_any_order() {
     });
 }
 
+/// The largest byte of all ranks at each position.
+fn largest(all: &[Vec<u8>]) -> Vec<u8> {
+    (0..all[0].len()).map(|at| all.iter().map(|data| data[at]).max().unwrap()).collect()
+}
+
 /// Makes call number `call` of several ranks, of a kind that `random` chooses alike on all ranks, and checks its result.
 fn check_blocks(group: &Group, call: usize, random: &mut Random) {
     let (me, ranks) = (group.rank(), group.size());
@@ -113,8 +118,7 @@ fn check_blocks(group: &Group, call: usize, random: &mut Random) {
             let mut most = vec![0; bytes];
             group.reduce_scatter(&mine, &mut most, ReduceOp::Max).unwrap();
             let all: Vec<_> = (0..ranks).map(|from| data(from, me)).collect();
-            let expected = |at: usize| all.iter().map(|data| data[at]).max();
-            assert!(most.iter().enumerate().all(|(at, &most)| Some(most) == expected(at)), "call {call}");
+            assert!(most == largest(&all), "call {call}");
         }
         4 => {
             let mut data = if me == root { mine } else { vec![0; ranks * bytes] };
@@ -126,8 +130,7 @@ fn check_blocks(group: &Group, call: usize, random: &mut Random) {
             group.all_reduce(&mut most, ReduceOp::Max).unwrap();
             let all: Vec<_> =
                 (0..ranks).map(|from| (0..ranks).flat_map(|to| data(from, to)).collect::<Vec<_>>()).collect();
-            let expected = |at: usize| all.iter().map(|data| data[at]).max();
-            assert!(most.iter().enumerate().all(|(at, &most)| Some(most) == expected(at)), "call {call}");
+            assert!(most == largest(&all), "call {call}");
         }
         _ => {
             let mut all = vec![0; ranks * ranks * bytes];

@@ -60,7 +60,7 @@ pub(crate) const WHOLE_BYTES: usize = 64 << 10;
 /// The number of rounds whose data is in memory at a time. A round handles one piece of a large collective
 /// call.
 pub(crate) const ROUNDS_IN_MEMORY: u64 = 6;
-/// The bytes of rounds, and of exchange areas, that are allocated first in a group that allocates its memory before its first use.
+/// The bytes of a rank's rounds, and of an exchange area, that a sparse layout allocates first.
 pub(crate) const FIRST_BYTES: usize = 16 << 10;
 /// Maximum number of bytes that a rank publishes in a round.
 pub(crate) const PIECE_BYTES: usize = 128 << 10;

@@ -328,9 +328,12 @@ impl Schedule {
     #[inline(always)]
     pub(super) fn swaps_areas(&self) -> bool {
         match self.kind {
-            CallKind::AllToAll | CallKind::ReduceScatter | CallKind::AllReduce => true,
-            CallKind::AllGather => self.ranks == 2,
-            _ => self.has_owners(),
+            CallKind::AllToAll | CallKind::ReduceScatter | CallKind::AllReduce | CallKind::AllGather
+                if self.ranks == 2 =>
+            {
+                true
+            }
+            _ => self.is_pairwise(),
         }
     }
 
