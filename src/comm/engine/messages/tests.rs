@@ -305,6 +305,27 @@ fn direct_receive_over_a_connection_reads_nothing_of_the_next_message() {
     }
 }
 
+/// A direct receive reads the elements with the header, which may be that of another message.
+#[test]
+fn elements_of_another_message_reach_its_receive() {
+    for other in [100, 13_000, 19_999, 20_001, 200_000] {
+        let (mut left, mut right) = ends();
+        let message = |tag, bytes: usize| {
+            let sent = (0..bytes).map(|at| (at % 251) as u8 + tag as u8).collect();
+            Message { tag, sent, got: vec![0; bytes], sending: None, receiving: None }
+        };
+        let (mut first, mut second) = (message(1, other), message(2, 20_000));
+        first.send(&mut left, true);
+        second.send(&mut left, true);
+        second.recv(&mut right, true);
+        first.recv(&mut right, true);
+        while !second.receiving.as_ref().unwrap().is_done() || !first.receiving.as_ref().unwrap().is_done() {
+            progress(&mut right);
+        }
+        assert!(first.got == first.sent && second.got == second.sent, "{other} bytes before");
+    }
+}
+
 #[test]
 fn sender_expects_the_ready_frame_of_a_receiver_that_sent_one_for_the_last_large_message() {
     let (mut left, mut right) = ends();

@@ -6,7 +6,7 @@
 //! more to send asks for a connection of the link's own. When that is open, each rank ends its Stream frames
 //! with an empty one, and sends the rest over the new connection.
 
-use std::io::{self, IoSlice};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
@@ -107,6 +107,13 @@ fn moved(result: Result<usize, ConnError>) -> io::Result<usize> {
     }
 }
 
+fn received_on_own(result: Result<usize, ConnError>) -> io::Result<usize> {
+    match result {
+        Err(ConnError::Closed) => Ok(0),
+        received => moved(received),
+    }
+}
+
 impl Link for DataLink {
     fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
         if self.own.is_some() && !self.sends_on_own {
@@ -134,9 +141,15 @@ impl Link for DataLink {
         if !own.unread().is_empty() {
             self.channel.mux.lock().announce_data(self.channel.group, self.channel.rank);
         }
-        match received {
-            Err(ConnError::Closed) => Ok(0),
-            received => moved(received),
+        received_on_own(received)
+    }
+
+    fn try_recv_vectored(&mut self, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        match &mut self.own {
+            Some(own) if self.receives_on_own && own.unread().is_empty() => {
+                received_on_own(own.recv_vectored(parts))
+            }
+            _ => self.try_recv(&mut parts[0]),
         }
     }
 

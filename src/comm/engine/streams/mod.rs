@@ -290,22 +290,32 @@ impl Streams {
         }
     }
 
-    /// Reads the header of a flow and compares it with this rank's call, before any received element is used.
-    /// Returns whether anything moved.
+    /// Reads the header of a flow and compares it with this rank's call, before any received element is used. The same
+    /// system call reads elements behind the header into the buffer, if they need no reduction. Returns whether anything
+    /// moved.
     fn recv_header(&mut self, index: usize, conn: &mut Conn) -> Result<bool, ExecutionError> {
         let Flow { peer, total, .. } = self.flows[index];
-        let mut any = false;
-        if conn.unread().len() < HEADER_BYTES {
-            let reduces = self.current_range(index).is_some_and(|(_, apply)| apply != Apply::Copy);
-            let with = if total <= SHORT_BYTES || reduces { total } else { 0 };
-            let got = conn.fill(HEADER_BYTES + with);
-            any = got.map_err(|why| ExecutionError::Broken { peer, why })? > 0;
+        let (mut any, mut done) = (false, 0);
+        let before = conn.unread().len();
+        if before < HEADER_BYTES {
+            let next = self.current_range(index);
+            let allowance = self.allowance(&self.flows[index]);
+            let filled = match next {
+                Some((range, Apply::Copy)) if total > SHORT_BYTES => {
+                    let range = range.start..range.end.min(range.start.saturating_add(allowance));
+                    conn.fill_header(HEADER_BYTES, &mut self.buffer.bytes_mut(range))
+                }
+                _ => conn.fill(HEADER_BYTES + total).map(|_| 0),
+            };
+            done = filled.map_err(|why| ExecutionError::Broken { peer, why })?;
+            any = conn.unread().len() > before;
             self.flows[index].blocked = !any;
         }
         let Some(bytes) = conn.unread().first_chunk::<HEADER_BYTES>() else { return Ok(any) };
         self.check(peer, bytes, total)?;
         conn.consume(HEADER_BYTES);
         self.flows[index].header = HEADER_BYTES;
+        self.advance(index, done);
         Ok(true)
     }
 

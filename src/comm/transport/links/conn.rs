@@ -1,6 +1,6 @@
 //! A connection: a link, and a buffer of bytes that were read from it before they are needed (read-ahead).
 
-use std::io::{self, IoSlice};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::ops::{Deref, DerefMut};
 
 use super::{CellHeader, CellMessage, Link};
@@ -90,6 +90,37 @@ impl Conn {
         let bytes = recv(&mut *self.link, &mut self.later, target)?;
         self.end += bytes;
         Ok(bytes)
+    }
+
+    /// Reads a header of `header` bytes into the read-ahead buffer, which has less, and the bytes behind it into `into`, by
+    /// one system call. Returns the number of bytes in `into`. If they belong elsewhere, [`Self::put_back`] takes them.
+    pub(crate) fn fill_header(&mut self, header: usize, into: &mut [u8]) -> Result<usize, ConnError> {
+        if self.buffer.len() < header || self.start > 0 || !self.later.is_empty() {
+            return self.fill(header).map(|_| 0);
+        }
+        let most = into.len().min(MAX_READ_AHEAD_BYTES - header);
+        let ahead = self.end;
+        let parts =
+            &mut [IoSliceMut::new(&mut self.buffer[ahead..header]), IoSliceMut::new(&mut into[..most])];
+        let bytes = received(|| self.link.try_recv_vectored(parts))?;
+        self.end = header.min(ahead + bytes);
+        Ok(ahead + bytes - self.end)
+    }
+
+    /// Appends bytes that [`Self::fill_header`] has read to the read-ahead buffer.
+    pub(crate) fn put_back(&mut self, bytes: &[u8]) {
+        let end = self.end + bytes.len();
+        if self.buffer.len() < end {
+            self.buffer.resize(end.next_power_of_two(), 0);
+        }
+        self.buffer[self.end..end].copy_from_slice(bytes);
+        self.end = end;
+    }
+
+    /// Reads from the link into `parts`; the read-ahead buffer must be empty. Returns how many bytes, maybe 0.
+    pub(crate) fn recv_vectored(&mut self, parts: &mut [IoSliceMut<'_>]) -> Result<usize, ConnError> {
+        debug_assert_eq!(self.start, self.end);
+        received(|| self.link.try_recv_vectored(parts))
     }
 
     /// Reads from the link into `into`; the read-ahead buffer must be empty. Returns how many bytes, maybe 0.
@@ -202,8 +233,14 @@ fn recv(link: &mut dyn Link, later: &mut Vec<u8>, into: &mut [u8]) -> Result<usi
         later.drain(..bytes);
         return Ok(bytes);
     }
+    received(|| link.try_recv(into))
+}
+
+/// Calls `receive` until it is not interrupted. Returns the number of received bytes, maybe 0.
+#[inline]
+fn received(mut receive: impl FnMut() -> io::Result<usize>) -> Result<usize, ConnError> {
     loop {
-        match link.try_recv(into) {
+        match receive() {
             Ok(0) => return Err(ConnError::Closed),
             Ok(bytes) => return Ok(bytes),
             // Checked first: a rank that waits asks again and again.
@@ -227,6 +264,39 @@ fn check_interrupted(error: io::Error) -> Result<(), ConnError> {
 mod tests {
     use super::*;
     use crate::transport::links::fake;
+
+    #[test]
+    fn bytes_behind_a_header_are_read_with_it_and_can_be_put_back() {
+        const HEADER: usize = 72;
+        let mut random = convoke_testkit::Random::new("bytes_behind_a_header_are_read_with_it");
+        let script = fake::FaultScript { step: 400, seed: random.next(), ..fake::FaultScript::default() };
+        let (mut a, b) = fake::pair(script);
+        let mut conn = Conn::new(Box::new(b));
+        let sent: Vec<u8> = (0..100_000_u32).map(|i| (i % 251) as u8).collect();
+        let (mut at, mut got, mut direct) = (0, Vec::new(), 0);
+        while got.len() < sent.len() {
+            if at < sent.len() {
+                at += a.try_send(&[IoSlice::new(&sent[at..])]).unwrap_or(0);
+            }
+            let mut into = vec![0; random.below(300)];
+            if conn.unread().len() < HEADER {
+                let behind = conn.fill_header(HEADER, &mut into).unwrap();
+                if behind > 0 && random.below(2) == 0 {
+                    direct += behind;
+                    got.extend_from_slice(conn.unread());
+                    got.extend_from_slice(&into[..behind]);
+                    conn.consume(conn.unread().len());
+                    continue;
+                }
+                conn.put_back(&into[..behind]);
+            }
+            let used = conn.unread().len().min(random.below(200) + usize::from(at == sent.len()));
+            got.extend_from_slice(&conn.unread()[..used]);
+            conn.consume(used);
+        }
+        assert_eq!(got, sent);
+        assert!(direct > 0, "no byte was read behind a header");
+    }
 
     #[test]
     fn read_ahead_keeps_order_when_the_buffer_moves() {

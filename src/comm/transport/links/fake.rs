@@ -1,7 +1,7 @@
 //! Links inside one process, with faults that a test injects.
 
 use std::collections::VecDeque;
-use std::io::{self, IoSlice};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::sync::{Arc, Mutex};
 
 use super::Link;
@@ -89,13 +89,17 @@ impl Link for FakeLink {
     }
 
     fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize> {
-        let most = self.next()?.min(into.len());
+        self.try_recv_vectored(&mut [IoSliceMut::new(into)])
+    }
+
+    fn try_recv_vectored(&mut self, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        let most = self.next()?.min(parts.iter().map(|part| part.len()).sum());
         let mut pipe = self.into.lock().unwrap();
         if pipe.bytes.is_empty() {
             return if pipe.closed { Ok(0) } else { Err(io::ErrorKind::WouldBlock.into()) };
         }
         let most = most.min(pipe.bytes.len());
-        for (slot, byte) in into.iter_mut().zip(pipe.bytes.drain(..most)) {
+        for (slot, byte) in parts.iter_mut().flat_map(|part| part.iter_mut()).zip(pipe.bytes.drain(..most)) {
             *slot = byte;
         }
         Ok(most)

@@ -14,7 +14,7 @@ pub(crate) mod tcp;
 mod wrapper;
 
 use std::fmt;
-use std::io::{self, IoSlice};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
@@ -48,6 +48,12 @@ pub(crate) trait Link: fmt::Debug + Send {
     /// Receives bytes into `into` (not empty), and returns their number; 0 if the peer has closed its end. `into` may
     /// be the space for all missing bytes of a message. Each link bounds the bytes of one call itself.
     fn try_recv(&mut self, into: &mut [u8]) -> io::Result<usize>;
+
+    /// Receives bytes into `parts`, one after the other, like [`Self::try_recv`]. A link may receive into the first part
+    /// (not empty) only.
+    fn try_recv_vectored(&mut self, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        self.try_recv(&mut parts[0])
+    }
 
     /// Sends a message with the number `stamp` in a cell. Data of more than [`CELL_BYTES`] goes through the byte stream,
     /// all of it at once. Returns false if the link has no cells, if none is free, or if the stream has too little

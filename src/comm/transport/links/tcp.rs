@@ -1,6 +1,6 @@
 //! TCP connections.
 
-use std::io::{self, IoSlice};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::net::{Shutdown, SocketAddr};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::time::Duration;
@@ -119,6 +119,10 @@ impl Link for Tcp {
         // their turn.
         let most = into.len().min(MAX_READ_AHEAD_BYTES);
         Ok(rustix::net::recv(&self.socket, &mut into[..most], RecvFlags::empty())?.0)
+    }
+
+    fn try_recv_vectored(&mut self, parts: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
+        Ok(rustix::io::readv(&self.socket, parts)?)
     }
 
     fn close_write(&mut self) {
