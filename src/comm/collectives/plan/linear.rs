@@ -7,26 +7,25 @@ use super::{Apply, Blocks, Plan, Stream};
 /// The buffer has one block for each rank; ranks other than the root need only their own block of it.
 pub(crate) fn gather(rank: usize, blocks: &Blocks, root: usize) -> Plan {
     let recv = |peer: usize| Stream::recv(peer, [(blocks.range(peer), Apply::Copy)]);
-    plan(rank, blocks.world(), root, recv, Stream::send(root, [blocks.range(rank)]))
+    let streams = if rank == root {
+        (0..blocks.world()).filter(|&peer| peer != root).map(recv).collect()
+    } else {
+        vec![Stream::send(root, [blocks.range(rank)])]
+    };
+    Plan { streams, ..Plan::default() }
 }
 
 /// Returns the plan of `rank` for a scatter of one block from `root` to each rank: the gather in reverse.
+///
+/// The root sends to the rank after it first. So if each rank is the root in turn, the next root waits for one send only.
 pub(crate) fn scatter(rank: usize, blocks: &Blocks, root: usize) -> Plan {
     let send = |peer: usize| Stream::send(peer, [blocks.range(peer)]);
-    plan(rank, blocks.world(), root, send, Stream::recv(root, [(blocks.range(rank), Apply::Copy)]))
-}
-
-/// Returns a plan with the stream `at_root(peer)` for each peer of the root, and `elsewhere` for another
-/// rank.
-fn plan(
-    rank: usize,
-    world: usize,
-    root: usize,
-    at_root: impl Fn(usize) -> Stream,
-    elsewhere: Stream,
-) -> Plan {
-    let peers = (0..world).filter(|&peer| peer != root);
-    let streams = if rank == root { peers.map(at_root).collect() } else { vec![elsewhere] };
+    let streams = if rank == root {
+        let world = blocks.world();
+        (1..world).map(|distance| send((root + distance) % world)).collect()
+    } else {
+        vec![Stream::recv(root, [(blocks.range(rank), Apply::Copy)])]
+    };
     Plan { streams, ..Plan::default() }
 }
 
