@@ -1,5 +1,7 @@
 //! One direction of a collective's data between this rank and one peer.
 
+use smallvec::{SmallVec, smallvec};
+
 use crate::collectives::plan::Direction;
 
 /// All streams of the plan in one direction between this rank and one peer. They share one header.
@@ -8,7 +10,7 @@ pub(super) struct Flow {
     pub(super) peer: usize,
     pub(super) direction: Direction,
     /// Indices of the flow's streams in the plan; `streams[current]` is being moved.
-    pub(super) streams: Vec<usize>,
+    pub(super) streams: SmallVec<[usize; 2]>,
     pub(super) current: usize,
     /// The position within the current stream: the index of its part, and (`offset`) the bytes of that part
     /// that are done.
@@ -31,7 +33,7 @@ impl Flow {
         Self {
             peer,
             direction,
-            streams: vec![stream],
+            streams: smallvec![stream],
             current: 0,
             segment: 0,
             offset: 0,

@@ -5,6 +5,8 @@ mod flow;
 use std::io::IoSlice;
 use std::sync::Arc;
 
+use smallvec::{SmallVec, smallvec};
+
 use super::execution::{Execution, Paths, PeerConnections};
 use crate::buffer::{BorrowedBuffer, Fragment, PlanBuffer};
 use crate::collectives::call::Call;
@@ -40,8 +42,8 @@ pub(crate) struct Streams {
     rank: usize,
     header: Frame,
     /// Bytes that each stream of the plan has sent or received; in whole elements if it reduces.
-    moved: Vec<usize>,
-    flows: Vec<Flow>,
+    moved: SmallVec<[usize; 6]>,
+    flows: SmallVec<[Flow; 4]>,
     unfinished: usize,
     /// Number of flows to peers that are not finished.
     unsent: usize,
@@ -64,7 +66,7 @@ impl Streams {
         rank: usize,
     ) -> Self {
         let buffer = PlanBuffer::new(buffer, kernel, call.dtype.size_bytes(), &plan);
-        let mut flows: Vec<Flow> = Vec::new();
+        let mut flows: SmallVec<[Flow; 4]> = SmallVec::new();
         for (index, stream) in plan.streams.iter().enumerate() {
             let bytes = stream.len() * buffer.element_bytes;
             let same = |flow: &&mut Flow| flow.peer == stream.peer && flow.direction == stream.direction;
@@ -76,7 +78,7 @@ impl Streams {
             }
         }
         let header = Frame { call: call.encode(), ..Frame::empty(Kind::Data, credentials.group_id(), seq) };
-        let (moved, unfinished) = (vec![0; plan.streams.len()], flows.len());
+        let (moved, unfinished) = (smallvec![0; plan.streams.len()], flows.len());
         let unsent = flows.iter().filter(|flow| flow.direction == Direction::Send).count();
         let long = |flow: &Flow| flow.direction == Direction::Recv && flow.total > SEQUENTIAL_BYTES;
         let short = !flows.iter().any(long);
