@@ -133,73 +133,47 @@ impl PeerMessages {
             received => return Ok(received),
         }
         let Some(conn) = &mut self.conn else { return Ok(RecvProgress::UseQueues) };
-        let mut done = 0;
         if conn.unread().len() < HEADER_BYTES {
-            // The elements are read with their header. Not more: no event would tell that the next message has been read.
-            let filled = match conn.reads_by_system_calls() {
-                true if into.len() > SHORT_BYTES => conn.fill_header(HEADER_BYTES, into),
-                true => conn.fill(HEADER_BYTES + into.len()).map(|_| 0),
-                false => conn.fill(HEADER_BYTES).map(|_| 0),
-            };
-            done = match filled {
-                Ok(done) => done,
+            // The elements of a short message are read with its header. Not more: no event would tell that the next message
+            // has been read.
+            let is_short = conn.reads_by_system_calls() && into.len() <= SHORT_BYTES;
+            match conn.fill(HEADER_BYTES + if is_short { into.len() } else { 0 }) {
+                Ok(_) => {}
                 // The peer may have filled a cell before it closed the stream.
                 Err(ConnError::Closed) => return Ok(RecvProgress::UseQueues),
                 Err(error) => return Err(MessageError::Broken(error)),
-            };
-        }
-        let other = match self.take_header(call, into.len()) {
-            Ok(None) => {
-                if done > 0 {
-                    fault_point("message received", self.next_id, done);
-                }
-                return self.recv_rest(done, into);
             }
-            Ok(Some(progress)) => Ok(progress),
-            Err(error) => Err(error),
-        };
-        if let Some(conn) = &mut self.conn {
-            // They are elements of another message.
-            conn.put_back(&into[..done]);
         }
-        other
-    }
-
-    /// Consumes the header of the message that `call` asks for, if it is next in the stream and has `len` bytes. Otherwise
-    /// returns the result of the receive.
-    #[inline]
-    fn take_header(&mut self, call: Call, len: usize) -> Result<Option<RecvProgress>, MessageError> {
-        let Some(conn) = &mut self.conn else { return Ok(Some(RecvProgress::UseQueues)) };
         let Some(bytes) = conn.unread().first_chunk::<HEADER_BYTES>() else {
-            return Ok(Some(RecvProgress::Nothing));
+            return Ok(RecvProgress::Nothing);
         };
         let bytes = *bytes;
         if conn.cell(self.next_incoming, None).is_some() {
             // A cell has come after the last look. The bytes may be the data that it announces.
-            return Ok(Some(RecvProgress::Nothing));
+            return Ok(RecvProgress::Nothing);
         }
         let frame = Frame::decode(&bytes)?;
         if frame.group_id() != self.group || frame.credit > 0 && self.held > 0 {
             // The queues report the error, or send held messages with this credit.
-            return Ok(Some(RecvProgress::UseQueues));
+            return Ok(RecvProgress::UseQueues);
         }
         if frame.kind == Kind::Credit {
             conn.consume(HEADER_BYTES);
             self.credit.restore(frame.credit)?;
-            return Ok(Some(RecvProgress::Nothing));
+            return Ok(RecvProgress::Nothing);
         }
         let theirs = Call::decode(frame.call).ok().filter(|theirs| theirs.root == call.root);
         let is_next = frame.kind == Kind::Eager && frame.seq == self.next_incoming;
-        let Some(theirs) = theirs.filter(|_| is_next) else { return Ok(Some(RecvProgress::UseQueues)) };
+        let Some(theirs) = theirs.filter(|_| is_next) else { return Ok(RecvProgress::UseQueues) };
         check_type(theirs, call, frame.seq)?;
         // The queues handle a message whose length differs from that of the buffer.
-        if frame.len != len as u64 || frame.len > EAGER_BYTES as u64 {
-            return Ok(Some(RecvProgress::UseQueues));
+        if frame.len != into.len() as u64 || frame.len > EAGER_BYTES as u64 {
+            return Ok(RecvProgress::UseQueues);
         }
         conn.consume(HEADER_BYTES);
         self.credit.restore(frame.credit)?;
         self.next_incoming += 1;
-        Ok(None)
+        self.recv_rest(0, into)
     }
 
     /// Receives what has arrived of the message that `call` asks for, if it is in the next cell. If no message is there,

@@ -14,7 +14,7 @@ use crate::transport::links::conn::{Conn, ConnError};
 use crate::transport::links::{CELL_BYTES, CellMessage};
 
 /// Most bytes of a message that are read ahead together with the header, if a read costs a system call.
-pub(super) const SHORT_BYTES: usize = 12 << 10;
+pub(super) const SHORT_BYTES: usize = 32 << 10;
 /// Most bytes that are read ahead if the next message may be of any length.
 const READ_AHEAD_BYTES: usize = 64 << 10;
 
