@@ -26,11 +26,10 @@ fn partners(index: usize, parties: usize, round: usize) -> (usize, usize) {
 
 /// Returns the plan of `rank` for a barrier, over a buffer of [`barrier_elements`] one-byte elements.
 ///
-/// In round k a rank sends one byte to the rank 2^k places further on its host, or to the rank whose index differs in bit
-/// k; the value does not matter. The byte says that the sender, and all ranks of whose arrival it knows, have arrived. Once every rank
-/// knows this of all ranks of its host, the hosts do the same among each other, where each rank sends to its
-/// counterpart. So only log2(H) rounds use the network. The streams of a round wait for the round before,
-/// because what the byte says is true only then.
+/// In round k a rank sends one byte to a [partner](partners) on its host; the value does not matter. The byte says that
+/// the sender, and all ranks of whose arrival it knows, have arrived. Once every rank knows this of all ranks of its
+/// host, the hosts do the same among each other, where each rank sends to its counterpart. So only log2(H) rounds use
+/// the network. The streams of a round wait for the round before, because what the byte says is true only then.
 ///
 /// Hensgen, Finkel & Manber 1988, doi:10.1007/BF01379320.
 pub(crate) fn barrier(rank: usize, topology: &Topology) -> Plan {

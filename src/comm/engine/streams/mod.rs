@@ -43,6 +43,7 @@ pub(crate) struct Streams {
     header: Frame,
     /// Bytes that each stream of the plan has sent or received; in whole elements if it reduces.
     moved: SmallVec<[usize; 6]>,
+    /// One for each peer and direction. Calls with few peers allocate nothing for them.
     flows: SmallVec<[Flow; 4]>,
     unfinished: usize,
     /// Number of flows to peers that are not finished.
