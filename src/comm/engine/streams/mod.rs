@@ -19,7 +19,8 @@ use crate::transport::links::conn::{Conn, MAX_READ_AHEAD_BYTES, MAX_WRITE_BYTES}
 use crate::transport::links::hello::Credentials;
 use flow::Flow;
 
-/// If a peer sends at most this many bytes in all, they are read together with their header.
+/// If a peer sends at most this many bytes in all, they are read ahead with their header, and copied. Of more bytes, those
+/// that need no reduction are read into the operation's buffer by the system call that reads the header.
 const SHORT_BYTES: usize = 12 << 10;
 /// Pieces of at least this size are received straight into the operation's buffer, not read ahead.
 const DIRECT_BYTES: usize = 4 << 10;

@@ -253,11 +253,11 @@ fn check_interrupted(error: io::Error) -> Result<(), ConnError> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::transport::frame::HEADER_BYTES;
     use crate::transport::links::fake;
 
     #[test]
     fn bytes_behind_a_header_are_read_with_it() {
-        const HEADER: usize = 72;
         let mut random = convoke_testkit::Random::new("bytes_behind_a_header_are_read_with_it");
         let script = fake::FaultScript { step: 400, seed: random.next(), ..fake::FaultScript::default() };
         let (mut a, b) = fake::pair(script);
@@ -269,13 +269,20 @@ mod tests {
                 at += a.try_send(&[IoSlice::new(&sent[at..])]).unwrap_or(0);
             }
             let mut into = vec![0; random.below(300)];
-            let used =
-                if conn.unread().len() < HEADER { conn.fill_header(HEADER, &mut into).unwrap() } else { 0 };
+            let used = if conn.unread().len() < HEADER_BYTES {
+                conn.fill_header(HEADER_BYTES, &mut into).unwrap()
+            } else {
+                0
+            };
             if used > 0 {
-                assert_eq!(conn.unread().len(), HEADER, "the header is whole if bytes behind it were read");
+                assert_eq!(
+                    conn.unread().len(),
+                    HEADER_BYTES,
+                    "the header is whole if bytes behind it were read"
+                );
                 behind += used;
             }
-            let take = if used > 0 { HEADER } else { conn.unread().len().min(random.below(200)) };
+            let take = if used > 0 { HEADER_BYTES } else { conn.unread().len().min(random.below(200)) };
             let take = if at == sent.len() { conn.unread().len() } else { take };
             got.extend_from_slice(&conn.unread()[..take]);
             got.extend_from_slice(&into[..used]);
