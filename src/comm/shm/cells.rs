@@ -106,8 +106,18 @@ impl Cells {
         if data.len() > CELL_BYTES || !self.has_room(segment)? {
             return Ok(false);
         }
-        let at = self.write_header(segment, header);
-        segment.view(at + data_offset(data.len()), data.len()).write(data);
+        let at = self.outgoing.cell(self.filled);
+        let view = segment.view(at + data_offset(data.len()), data.len());
+        // The receiver polls the first line and takes it away between two writes to it that are far apart. So the lines of
+        // short data, which the receiver polls too, are written before the first line. Longer data is written after the
+        // header, since the processor then fetches the first line at the same time as those of the data.
+        if view.is_polled() {
+            view.write(data);
+            self.write_header(segment, at, header);
+        } else {
+            self.write_header(segment, at, header);
+            view.write(data);
+        }
         segment.word(at).store(stamp, Ordering::Release);
         self.filled += 1;
         Ok(true)
@@ -115,7 +125,8 @@ impl Cells {
 
     /// Announces a message whose data is elsewhere. [`Self::has_room`] must have returned true.
     pub(super) fn announce(&mut self, segment: &Segment, stamp: u64, header: CellHeader, data: Announced) {
-        let at = self.write_header(segment, header);
+        let at = self.outgoing.cell(self.filled);
+        self.write_header(segment, at, header);
         let place = match data.place {
             Place::Ring => IN_RING,
             Place::Area { area, bytes } => {
@@ -129,17 +140,15 @@ impl Cells {
         self.filled += 1;
     }
 
-    /// Writes all of the next cell's first line but stamp and data. Returns the offset of the cell.
+    /// Writes all of the first line of the cell at offset `at` but stamp and data.
     #[inline]
-    fn write_header(&mut self, segment: &Segment, header: CellHeader) -> usize {
-        let at = self.outgoing.cell(self.filled);
+    fn write_header(&mut self, segment: &Segment, at: usize, header: CellHeader) {
         for (index, bytes) in header.as_chunks().0.iter().enumerate() {
             let word = segment.word(at + HEADER_OFFSET + index * size_of::<u64>());
             word.store(u64::from_ne_bytes(*bytes), Ordering::Relaxed);
         }
         segment.word(at + EMPTIED_OFFSET).store(self.emptied, Ordering::Relaxed);
         self.reported = self.emptied;
-        at
     }
 
     /// Fetches the cache lines that the next send needs if it sends as many bytes as the last one, `bytes`. The

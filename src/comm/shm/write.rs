@@ -80,9 +80,15 @@ impl View<'_> {
     /// stamp, instead of one transfer later.
     #[inline(always)]
     fn prefetch_awaited(self) {
-        if self.bytes <= MOST_AWAITED_BYTES {
+        if self.is_polled() {
             self.prefetch_for_read();
         }
+    }
+
+    /// Returns whether a rank that polls the stamp of this data also fetches its lines.
+    #[inline(always)]
+    pub(super) fn is_polled(self) -> bool {
+        self.bytes <= MOST_AWAITED_BYTES
     }
 
     /// Copies `bytes`, one of several parts of the data, into the view. Returns whether it used non-temporal
