@@ -87,7 +87,12 @@ impl<'m> PlanBuffer<'m> {
     /// Makes a bounded part of the copies that [`BorrowedBuffer::add_copy`] requested. Returns whether it
     /// copied. It is called when no data moves.
     pub(crate) fn copy_some(&mut self) -> bool {
-        self.buffer.copy_some(MAX_READ_AHEAD_BYTES) > 0
+        self.copy_bytes(MAX_READ_AHEAD_BYTES) > 0
+    }
+
+    /// Makes at most `most` bytes of these copies, from the end of a block on. Returns the number of bytes.
+    pub(crate) fn copy_bytes(&mut self, most: usize) -> usize {
+        self.buffer.copy_some(most)
     }
 
     /// Finishes the operation: writes the results from the copy to the caller's memory, if there is a copy.

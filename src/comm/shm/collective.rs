@@ -209,7 +209,11 @@ impl ShmCollective {
             }
             ScheduleStep::Publish { range, area, at, to } => {
                 let location = self.location(memory.me, to, area, at);
-                self.published += copy_reduce::publish(memory, &self.buffer, range, location) as u64;
+                let bytes = copy_reduce::publish(memory, &self.buffer, range, location);
+                self.published += bytes as u64;
+                if self.schedule.copies_own_block_with_rounds() {
+                    self.buffer.copy_bytes(bytes);
+                }
             }
             ScheduleStep::Fetch { from, area, at, range } => {
                 let location = self.location(from, memory.me, area, at);

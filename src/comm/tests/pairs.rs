@@ -157,3 +157,27 @@ fn several_ranks_of_a_host_exchange_blocks_of_all_lengths_in_any_order() {
         });
     }
 }
+
+/// Blocks around the limits from which rounds begin at the end, and from which results bypass the caches.
+#[test]
+fn blocks_longer_than_the_caches_arrive_whole_and_so_does_the_own_one() {
+    const CACHED: usize = 2 << 20;
+    const BYPASS: usize = 8 << 20;
+    for ranks in [2, 3] {
+        run_ranks(ranks, |group| {
+            let me = group.rank();
+            for (call, bytes) in [CACHED - 3, CACHED, CACHED + 77, BYPASS + 5].into_iter().enumerate() {
+                let blocks: Vec<_> = (0..ranks).map(|rank| content(rank, call, bytes)).collect();
+                let mut all = vec![0; ranks * bytes];
+                group.all_gather(&blocks[me], &mut all).unwrap();
+                assert!(all == blocks.concat(), "{bytes} bytes of {ranks} ranks");
+                let mut mine = vec![0; bytes];
+                group.scatter(if me == 1 { &all } else { &[] }, &mut mine, 1).unwrap();
+                assert!(mine == blocks[me], "{bytes} bytes to {ranks} ranks");
+                let mut gathered = vec![0; if me == 1 { ranks * bytes } else { 0 }];
+                group.gather(&mine, &mut gathered, 1).unwrap();
+                assert!(me != 1 || gathered == all, "{bytes} bytes from {ranks} ranks");
+            }
+        });
+    }
+}

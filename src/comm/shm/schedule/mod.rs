@@ -30,7 +30,7 @@ pub(crate) use transfers::{Results, Transfer, Transfers};
 /// The alignment in bytes of data in the memory of a round: a cache line.
 const ALIGNMENT: usize = 64;
 
-/// Buffers of up to this size are usually still in the caches of the cores that wrote them.
+/// Buffers below this size are usually still in the caches of the cores that wrote them.
 pub(crate) const CACHED_BYTES: usize = 2 << 20;
 
 /// The sizes that decide how a call is split.
@@ -55,7 +55,7 @@ pub(crate) struct Limits {
     pub(crate) whole_bytes: usize,
     /// Size of an exchange area.
     pub(crate) exchange_bytes: usize,
-    /// Maximum number of bytes that usually stay in the caches of the core that wrote them.
+    /// Buffers below this size usually stay in the caches of the core that wrote them.
     pub(crate) cached_bytes: usize,
 }
 
@@ -358,10 +358,19 @@ impl Schedule {
     /// caches, the last bytes come first, since the program wrote them last and they are still cached.
     fn round_range(&self, round: u64) -> Range<usize> {
         let piece = self.piece();
-        let from_end = self.bytes > self.limits.cached_bytes;
-        let index = if from_end { self.rounds() - 1 - round } else { round };
+        let index = if self.begins_at_end() { self.rounds() - 1 - round } else { round };
         let start = (index as usize).saturating_mul(piece);
         start.min(self.bytes)..(start.saturating_add(piece)).min(self.bytes)
+    }
+
+    fn begins_at_end(&self) -> bool {
+        self.bytes >= self.limits.cached_bytes
+    }
+
+    /// Returns whether a rank copies its own block to the result round by round, when it has just published the bytes of a
+    /// round. They are in its cache then. Shorter data is in the cache anyway, and other ranks wait for the next round.
+    pub(crate) fn copies_own_block_with_rounds(&self) -> bool {
+        self.kind == CallKind::AllGather && self.begins_at_end()
     }
 
     /// Returns the bytes of a round that `rank` reduces for all ranks, if each rank [owns](Self::has_owners)
