@@ -395,6 +395,20 @@ fn rank_fetches_a_chunk_before_the_next_one_is_published() {
 }
 
 #[test]
+fn ranks_get_their_blocks_of_a_long_scatter_before_the_last_rank_has_made_the_call() {
+    let calls = [call(CallKind::Scatter, Dtype::U8, 1, 690)];
+    let mut all: Vec<_> = (0..5).map(|me| Memory::new(&calls, 5, me)).collect();
+    let mut those: Vec<_> = (0..5).map(|_| Rank::new(&calls, vec![false])).collect();
+    // Rank 0, whose turn is the last one, has not made the call.
+    while (1..5).any(|rank| those[rank].step(rank, &mut all)) {}
+    for rank in 2..5 {
+        for (at, value) in expected(&calls[0], 0, 5, rank) {
+            assert_eq!(all[rank].buffers[0][at], value, "byte {at} of rank {rank}");
+        }
+    }
+}
+
+#[test]
 fn consecutive_calls_work_in_any_event_order() {
     let mut random = Random::new("consecutive_calls_work_in_any_event_order");
     let kinds = kinds();

@@ -105,7 +105,7 @@ fn largest(all: &[Vec<u8>]) -> Vec<u8> {
 fn check_blocks(group: &Group, call: usize, random: &mut Random) {
     let (me, ranks) = (group.rank(), group.size());
     let (kind, root, bytes) =
-        (random.below(7), random.below(ranks), BLOCKS[random.below(BLOCKS.len())] - random.below(2));
+        (random.below(8), random.below(ranks), BLOCKS[random.below(BLOCKS.len())] - random.below(2));
     let data = |from: usize, to: usize| content(from * ranks + to, call, bytes);
     let mine = (0..ranks).flat_map(|to| data(me, to)).collect::<Vec<_>>();
     match kind {
@@ -131,6 +131,11 @@ fn check_blocks(group: &Group, call: usize, random: &mut Random) {
             let all: Vec<_> =
                 (0..ranks).map(|from| (0..ranks).flat_map(|to| data(from, to)).collect::<Vec<_>>()).collect();
             assert!(most == largest(&all), "call {call}");
+        }
+        6 => {
+            let mut block = vec![0; bytes];
+            group.scatter(if me == root { &mine } else { &[] }, &mut block, root).unwrap();
+            assert!(block == data(root, me), "call {call}");
         }
         _ => {
             let mut all = vec![0; ranks * ranks * bytes];

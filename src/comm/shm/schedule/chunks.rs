@@ -4,23 +4,31 @@
 use std::ops::Range;
 
 use super::transfers::{Results, Transfer, Transfers};
-use super::{Area, Schedule, ScheduleStep};
-use crate::shm::layout::Counter;
+use super::{Area, Peers, Schedule, ScheduleStep};
+use crate::shm::layout::{Counter, ROUNDS_IN_MEMORY};
 
 impl Schedule {
     /// Returns what this rank publishes in its area in a small call whose round [has chunks](Self::has_chunks).
     pub(crate) fn published_chunks(&self) -> impl Iterator<Item = Transfer> + Clone + use<> {
-        self.published_in_order(0..self.bytes, self.bytes)
+        self.published_in_order(0, 0..self.bytes, self.bytes)
     }
 
     /// Returns what [`Self::published_part`] returns, in the order of the positions in this rank's area; nothing if other
-    /// ranks need no data of this rank.
+    /// ranks need no data of this rank. If the ranks [have turns](Self::has_turns), it is the data of one of them.
     fn published_in_order(
         &self,
+        round: u64,
         part: Range<usize>,
         stride: usize,
     ) -> impl Iterator<Item = Transfer> + Clone + use<> {
-        let all = if self.has_data() { self.published_part(part, stride) } else { Transfers::NONE };
+        let all = if !self.has_data() {
+            Transfers::NONE
+        } else if self.has_turns() {
+            let to = self.turn(round);
+            Transfers::one(to, 0, to * self.bytes + part.start, part.len())
+        } else {
+            self.published_part(part, stride)
+        };
         // These begin with the next rank, and rank 0 comes after the last one.
         let before = if all.left > 1 { self.me } else { 0 };
         Transfers { next: 0, left: before, ..all.clone() }.chain(Transfers { left: all.left - before, ..all })
@@ -34,10 +42,10 @@ impl Schedule {
         mut announces: bool,
         emit: &mut impl FnMut(ScheduleStep),
     ) {
-        let transfers = self.published_in_order(self.round_range(round), self.stride());
+        let transfers = self.published_in_order(round, self.round_range(round), self.stride());
         let last = transfers.clone().last().map(|Transfer { at, range, .. }| at + range.len());
         if last.is_some() {
-            emit(ScheduleStep::AwaitRound(round));
+            self.await_round(round, emit);
         }
         for Transfer { rank: to, at, range } in transfers {
             for (range, at) in self.chunks(range, at) {
@@ -58,9 +66,24 @@ impl Schedule {
         }
     }
 
+    /// Emits the steps that wait until the memory of a round can be reused.
+    fn await_round(&self, round: u64, emit: &mut impl FnMut(ScheduleStep)) {
+        let Some(read) = round.checked_sub(ROUNDS_IN_MEMORY).filter(|_| self.has_turns()) else {
+            return emit(ScheduleStep::AwaitRound(round));
+        };
+        // A rank whose turn is later has read no round of this call. It may not even have made the call.
+        for turn in 0..=read / self.pieces() {
+            let reader = Peers::One(self.turn(turn * self.pieces()));
+            emit(ScheduleStep::AwaitCounter(Counter::Done, read, reader));
+        }
+    }
+
     /// Emits the steps that fetch the data of a round that [has chunks](Self::has_chunks).
     pub(super) fn fetch_chunks(&self, round: u64, emit: &mut impl FnMut(ScheduleStep)) {
-        if let Results::Fetched(transfers) = self.results_part(&self.round_range(round), self.stride()) {
+        let is_mine = !self.has_turns() || self.turn(round) == self.me;
+        if is_mine
+            && let Results::Fetched(transfers) = self.results_part(&self.round_range(round), self.stride())
+        {
             for Transfer { rank: from, at, range } in transfers {
                 for (range, at) in self.chunks(range, at) {
                     emit(ScheduleStep::AwaitPublished { round, end: at + range.len(), from });

@@ -182,7 +182,27 @@ impl Schedule {
     /// The number of rounds; 0 if the data fits in a slot.
     #[inline(always)]
     pub(crate) fn rounds(&self) -> u64 {
-        if self.fits_in_slot() { 0 } else { self.bytes.div_ceil(self.piece()) as u64 }
+        match self.fits_in_slot() {
+            true => 0,
+            false if self.has_turns() => (self.ranks as u64 - 1) * self.pieces(),
+            false => self.pieces(),
+        }
+    }
+
+    /// The number of pieces of the buffer, or of each block.
+    fn pieces(&self) -> u64 {
+        self.bytes.div_ceil(self.piece()) as u64
+    }
+
+    /// Returns whether each round has data for one rank only, and the ranks get their blocks one after the other. Most ranks
+    /// then have their block before the root has published the last one. Longer blocks gain nothing.
+    fn has_turns(&self) -> bool {
+        self.kind == CallKind::Scatter && self.ranks > 2 && !self.is_small() && !self.begins_at_end()
+    }
+
+    /// The rank that gets data in this round, if the ranks [have turns](Self::has_turns). The rank after the root is first.
+    fn turn(&self, round: u64) -> usize {
+        (self.root + 1 + (round / self.pieces()) as usize) % self.ranks
     }
 
     /// Returns the approximate numbers of bytes that this rank publishes, and that it fetches or reduces.
@@ -274,8 +294,13 @@ impl Schedule {
         (self.me * self.block_step(self.bytes), self.bytes)
     }
 
-    /// The number of blocks for which a rank has room in one round: one for each rank, its own included, or of two
-    /// ranks one for the other rank.
+    /// The number of blocks for which a rank has room in one round.
+    fn blocks_in_round(&self) -> usize {
+        if self.has_turns() { 1 } else { self.blocks() }
+    }
+
+    /// The number of blocks that a rank publishes, for each of which it has room in a small call: one for each rank, its own
+    /// included, or of two ranks one for the other rank.
     #[inline(always)]
     fn blocks(&self) -> usize {
         match self.kind {
@@ -288,7 +313,7 @@ impl Schedule {
     /// bytes apart; 0 if each block has an area of its own.
     #[inline(always)]
     fn block_step(&self, stride: usize) -> usize {
-        let is_alone = self.blocks() == 1 || self.is_pairwise() && !self.fits_in_slot();
+        let is_alone = self.blocks() == 1 || !self.fits_in_slot() && (self.is_pairwise() || self.has_turns());
         if is_alone { 0 } else { stride }
     }
 
@@ -297,7 +322,7 @@ impl Schedule {
         if self.has_one_round() {
             return self.bytes;
         }
-        let blocks = self.blocks();
+        let blocks = self.blocks_in_round();
         // More rounds gain nothing: all ranks copy at the same time, or the rounds have chunks. Each round may cost a
         // context switch.
         let piece = self.most_in_a_round() / blocks;
@@ -311,7 +336,7 @@ impl Schedule {
         let bytes = match self.is_pairwise() {
             _ if self.has_owners() => (self.piece() / self.element).div_ceil(self.ranks) * self.element,
             true => self.stride(),
-            false => self.stride() * self.blocks(),
+            false => self.stride() * self.blocks_in_round(),
         };
         bytes.next_multiple_of(ALIGNMENT)
     }
@@ -358,7 +383,8 @@ impl Schedule {
     /// caches, the last bytes come first, since the program wrote them last and they are still cached.
     fn round_range(&self, round: u64) -> Range<usize> {
         let piece = self.piece();
-        let index = if self.begins_at_end() { self.rounds() - 1 - round } else { round };
+        let (pieces, round) = (self.pieces(), round % self.pieces());
+        let index = if self.begins_at_end() { pieces - 1 - round } else { round };
         let start = (index as usize).saturating_mul(piece);
         start.min(self.bytes)..(start.saturating_add(piece)).min(self.bytes)
     }
