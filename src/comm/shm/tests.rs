@@ -401,9 +401,9 @@ fn ranks_get_their_blocks_of_a_long_scatter_before_the_last_rank_has_made_the_ca
     let mut those: Vec<_> = (0..5).map(|_| Rank::new(&calls, vec![false])).collect();
     // Rank 0, whose turn is the last one, has not made the call.
     while (1..5).any(|rank| those[rank].step(rank, &mut all)) {}
-    for rank in 2..5 {
+    for (rank, memory) in all.iter().enumerate().skip(2) {
         for (at, value) in expected(&calls[0], 0, 5, rank) {
-            assert_eq!(all[rank].buffers[0][at], value, "byte {at} of rank {rank}");
+            assert_eq!(memory.buffers[0][at], value, "byte {at} of rank {rank}");
         }
     }
 }
