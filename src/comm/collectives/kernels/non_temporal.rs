@@ -56,9 +56,9 @@ pub(crate) fn is_uncached(bytes: usize) -> bool {
 /// The least value of [`UNCACHED_BYTES`]. Short data is compared with it alone, without reading the system's files.
 const MIN_UNCACHED_BYTES: usize = 4 << 20;
 
-/// The largest value of [`UNCACHED_BYTES`]. Many cores share a larger cache, and a rank has a small part of it. On two cores
-/// of a Xeon (Emerald Rapids, 300 MiB for all its cores) a `gather` of 16 MiB takes 1.5 instead of 2.4 ms by stores past the
-/// caches, and a message of 16 MiB 2.7 instead of 3.8 ms.
+/// The largest value of [`UNCACHED_BYTES`]. Many cores share a larger cache, and a rank has a small part of it. A Xeon
+/// (Emerald Rapids) has 300 MiB for all its cores. A `gather` of 16 MiB takes 1.5 instead of 2.4 ms by stores past the
+/// caches. A message of 16 MiB takes 2.7 instead of 3.8 ms.
 const MOST_UNCACHED_BYTES: usize = 8 << 20;
 
 /// The least number of bytes of a copy whose data is written past the caches: a quarter of the last cache, at most 8 MiB. More

@@ -299,8 +299,8 @@ impl Schedule {
         if self.has_turns() { 1 } else { self.blocks() }
     }
 
-    /// The number of blocks that a rank publishes, for each of which it has room in a small call: one for each rank, its own
-    /// included, or of two ranks one for the other rank.
+    /// The number of blocks for which a rank has room in a small call. There is one for each rank, its own included. Of two
+    /// ranks, it is one for the other rank.
     #[inline(always)]
     fn blocks(&self) -> usize {
         match self.kind {
