@@ -24,7 +24,7 @@ impl Schedule {
         let all = if !self.has_data() {
             Transfers::NONE
         } else if self.has_turns() {
-            let to = self.turn(round);
+            let to = self.reader(self.turn(round));
             Transfers::one(to, 0, to * self.bytes + part.start, part.len())
         } else {
             self.published_part(part, stride)
@@ -72,15 +72,14 @@ impl Schedule {
             return emit(ScheduleStep::AwaitRound(round));
         };
         // A rank whose turn is later has read no round of this call. It may not even have made the call.
-        for turn in 0..=read / self.pieces() {
-            let reader = Peers::One(self.turn(turn * self.pieces()));
-            emit(ScheduleStep::AwaitCounter(Counter::Done, read, reader));
+        for turn in 0..=self.turn(read) {
+            emit(ScheduleStep::AwaitCounter(Counter::Done, read, Peers::One(self.reader(turn))));
         }
     }
 
     /// Emits the steps that fetch the data of a round that [has chunks](Self::has_chunks).
     pub(super) fn fetch_chunks(&self, round: u64, emit: &mut impl FnMut(ScheduleStep)) {
-        let is_mine = !self.has_turns() || self.turn(round) == self.me;
+        let is_mine = !self.has_turns() || self.reader(self.turn(round)) == self.me;
         if is_mine
             && let Results::Fetched(transfers) = self.results_part(&self.round_range(round), self.stride())
         {

@@ -200,9 +200,14 @@ impl Schedule {
         self.kind == CallKind::Scatter && self.ranks > 2 && !self.is_small() && !self.begins_at_end()
     }
 
-    /// The rank that gets data in this round, if the ranks [have turns](Self::has_turns). The rank after the root is first.
+    /// The turn to which this round belongs, if the ranks [have turns](Self::has_turns).
     fn turn(&self, round: u64) -> usize {
-        (self.root + 1 + (round / self.pieces()) as usize) % self.ranks
+        (round / self.pieces()) as usize
+    }
+
+    /// The rank that gets data in this turn. The rank after the root is first.
+    fn reader(&self, turn: usize) -> usize {
+        (self.root + 1 + turn) % self.ranks
     }
 
     /// Returns the approximate numbers of bytes that this rank publishes, and that it fetches or reduces.
