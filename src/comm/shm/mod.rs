@@ -202,7 +202,7 @@ impl HostMemory {
             (Cells::new(out, into, !is_sparse), areas)
         });
         let (segment, doorbells) = (Arc::clone(&self.segment), Arc::clone(&self.doorbells));
-        Ring::new(segment, doorbells, local_rank, (out, allocated), into, messages)
+        Ring::new(segment, doorbells, (local_rank, self.ranks.len()), (out, allocated), into, messages)
     }
 
     /// Sets the failure flag, which all ranks of the host read. Control connections report the reason of the

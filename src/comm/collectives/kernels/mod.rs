@@ -30,7 +30,7 @@ use arith::{Arith, Multiply};
 pub(crate) use contributions::{Contributors, Scratch};
 pub(crate) use custom::{ReductionFn, is_in_reduction_function, wrap_function};
 pub(crate) use half_precision::{ACCUMULATOR_BYTES, F32Conversion};
-pub(crate) use non_temporal::{copy_non_temporal, is_uncached, store_fence};
+pub(crate) use non_temporal::{copy_non_temporal, is_uncached, store_fence, uncached_message_bytes};
 pub(crate) use simd::{SourceBytes, TWO_PLACES_BYTES, copy, is_made_by};
 use simd::{map_in_place, zip_in_place};
 

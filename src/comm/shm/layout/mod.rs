@@ -325,8 +325,15 @@ impl Layout {
     #[inline(always)]
     pub(crate) fn exchange(self, lower: usize, higher: usize, area: usize) -> usize {
         debug_assert!(lower < higher && area < 2);
-        let (first, index) = if area == 0 { (lower, higher - 1) } else { (higher, lower) };
-        self.exchange.of(first) + index * self.exchange_bytes
+        let (first, other) = if area == 0 { (lower, higher) } else { (higher, lower) };
+        self.exchange.of(first) + Self::peer_index(first, other) * self.exchange_bytes
+    }
+
+    /// The place of `peer` among the ranks other than `rank`.
+    #[inline(always)]
+    fn peer_index(rank: usize, peer: usize) -> usize {
+        debug_assert!(rank != peer, "a rank shares no memory with itself");
+        peer - usize::from(peer > rank)
     }
 
     /// The size of each exchange area.
@@ -377,6 +384,7 @@ mod tests {
             for (channel, to) in RingChannel::ALL
                 .into_iter()
                 .flat_map(|channel| (0..layout.ranks).map(move |to| (channel, to)))
+                .filter(|&(_, to)| to != rank)
             {
                 let ring = layout.ring(channel, rank, to);
                 if channel == RingChannel::Messages {
@@ -428,7 +436,7 @@ mod tests {
             let first = layout.first_pages();
             for rank in 0..ranks {
                 assert!(first.contains(&(layout.counter(rank, Counter::Done) + LINE - 1)));
-                let ring = layout.ring(RingChannel::Collectives, rank, ranks - 1);
+                let ring = layout.ring(RingChannel::Collectives, rank, (rank + 1) % ranks);
                 assert!(first.contains(&(ring.read + LINE - 1)) && !first.contains(&ring.data));
                 assert!(layout.slot_rows(0..1).contains(&layout.slot(rank, 1)));
                 assert!(layout.slot_rows(1..3).contains(&layout.slot(rank, SLOTS + 3)));

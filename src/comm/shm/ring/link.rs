@@ -16,6 +16,7 @@ impl Link for Ring {
     fn try_send(&mut self, parts: &[IoSlice<'_>]) -> io::Result<usize> {
         let (mut sent, mut reported) = (0, 0);
         let total: usize = parts.iter().map(|part| part.len()).sum();
+        self.writing.begin_part(total);
         let longest = (total / 8).clamp(MIN_CHUNK_BYTES, MAX_CHUNK_BYTES);
         let mut chunk = FIRST_CHUNK_BYTES;
         'parts: for part in parts {
@@ -37,6 +38,7 @@ impl Link for Ring {
         if sent > 0 {
             self.publish(self.outgoing.written, self.written);
         }
+        self.writing.end_part(sent);
         self.prefetch_next(sent);
         let empty = parts.iter().all(|part| part.is_empty());
         if sent > 0 || empty { Ok(sent) } else { Err(io::ErrorKind::WouldBlock.into()) }
@@ -49,8 +51,8 @@ impl Link for Ring {
             let got = areas.read(&self.segment, into)?;
             return if got > 0 { Ok(got) } else { self.nothing_received() };
         }
-        // `total` is what is missing of the message: its last bytes, below the limit, go to the caches.
         let (mut got, total) = (0, into.len());
+        self.reading.begin_part(total);
         let most = total.min(MAX_READ_BYTES);
         while got < most {
             let (readable, at) = self.readable()?;
@@ -64,7 +66,9 @@ impl Link for Ring {
                 self.segment.view(at, readable.min(PREFETCH_WITH_HEADER)).prefetch_for_read();
             }
             let (view, target) = (self.segment.view(at, now), &mut into[got..got + now]);
-            if total > MIN_CHUNK_BYTES {
+            if self.reading.is_long() {
+                view.read_past_the_caches(target)
+            } else if total > MIN_CHUNK_BYTES {
                 view.read_part(target, total)
             } else {
                 view.read(target)
@@ -75,6 +79,7 @@ impl Link for Ring {
                 self.publish_read();
             }
         }
+        self.reading.end_part(got);
         if got > 0 { Ok(got) } else { self.nothing_received() }
     }
 

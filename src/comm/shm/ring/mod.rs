@@ -8,6 +8,7 @@
 mod area_tests;
 mod areas;
 mod link;
+mod long_message;
 #[cfg(test)]
 pub(crate) mod tests;
 
@@ -22,6 +23,7 @@ use super::segment::Segment;
 use super::store_policy::StorePolicy;
 use crate::transport::links::{CellHeader, EAGER_BYTES, Link};
 pub(crate) use areas::MessageAreas;
+use long_message::LongMessage;
 
 /// The writer publishes its count each time that it has copied an eighth of a write, within the last two bounds. The
 /// reader begins the earlier, the shorter a chunk is. But it then fetches lines that the writer is about to write. On two
@@ -38,7 +40,10 @@ const MAX_ANNOUNCED_CHUNK_BYTES: usize = 32 << 10;
 const MAX_READ_BYTES: usize = 512 << 10;
 /// The reader publishes its count of bytes read this many times per size of the ring. Publishing costs as much as
 /// reading a short message.
-const READ_REPORTS_PER_RING: usize = 4;
+const READ_REPORTS_PER_RING: usize = 8;
+/// Most unread bytes in a ring, unless they are of a message that the reader stores past the caches. More would displace other
+/// data: between two pairs of ranks on two cores (EPYC, Zen 4), a message of 2 MiB takes 176 µs with 2 MiB, and 78 with 1 MiB.
+const MOST_CACHED_BYTES: usize = 1 << 20;
 
 /// The ring has space for this many of the longest messages that cells announce. Such a message is written as a whole,
 /// so it needs free space.
@@ -76,18 +81,21 @@ pub(crate) struct Ring {
     peer_written: u64,
     /// The count of bytes read that this end last published to the peer.
     reported_read: u64,
+    /// The messages that are being written and read.
+    writing: LongMessage,
+    reading: LongMessage,
     policy: StorePolicy,
     /// The queues of short messages, and the areas of longer ones, if the rings carry messages.
     messages: Option<(Cells, MessageAreas)>,
 }
 
 impl Ring {
-    /// Makes the end that writes to `outgoing` and reads from `incoming`. Of the outgoing data, the pages of
-    /// the first `allocated` bytes are allocated.
+    /// Makes the end that writes to `outgoing` and reads from `incoming`, on a host of `ranks` ranks. Of the outgoing data, the
+    /// pages of the first `allocated` bytes are allocated.
     pub(super) fn new(
         segment: Arc<Segment>,
         doorbells: Arc<Doorbells>,
-        peer: usize,
+        (peer, ranks): (usize, usize),
         (outgoing, allocated): (RingOffsets, usize),
         incoming: RingOffsets,
         messages: Option<(Cells, MessageAreas)>,
@@ -105,6 +113,8 @@ impl Ring {
             peer_count: 0,
             peer_written: 0,
             reported_read: 0,
+            writing: LongMessage::of_host(ranks),
+            reading: LongMessage::of_host(ranks),
             policy: StorePolicy::default(),
             messages,
         }
@@ -114,15 +124,22 @@ impl Ring {
     /// memory.
     fn writable(&mut self) -> io::Result<(usize, usize)> {
         let RingOffsets { bytes, data, .. } = self.outgoing;
-        if self.written - self.peer_read == bytes as u64 {
+        let most = self.most_unread_bytes();
+        if self.written - self.peer_read >= most as u64 {
             self.update_peer_read()?;
         }
         let at = self.written as usize & (bytes - 1);
-        let free = (bytes - (self.written - self.peer_read) as usize).min(bytes - at);
+        let free = most.saturating_sub((self.written - self.peer_read) as usize).min(bytes - at);
         if at + free > self.allocated {
             self.allocate(at)?;
         }
         Ok((free.min(self.allocated - at), data + at))
+    }
+
+    /// Returns the number of bytes by which this end may be ahead of the reader.
+    fn most_unread_bytes(&self) -> usize {
+        let bytes = self.outgoing.bytes;
+        if self.writing.is_long() { bytes } else { bytes.min(MOST_CACHED_BYTES) }
     }
 
     fn update_peer_read(&mut self) -> io::Result<()> {
@@ -133,7 +150,7 @@ impl Ring {
 
     /// Returns whether `len` bytes can be written now.
     fn has_space(&mut self, len: usize) -> io::Result<bool> {
-        let must_be_read = (self.written + len as u64).saturating_sub(self.outgoing.bytes as u64);
+        let must_be_read = (self.written + len as u64).saturating_sub(self.most_unread_bytes() as u64);
         if must_be_read > self.peer_read {
             self.update_peer_read()?;
         }
@@ -217,7 +234,7 @@ impl Ring {
 
     /// Returns the most bytes of a message that a cell announces: the ring has space for several of them.
     fn most_announced_bytes(&self) -> usize {
-        EAGER_BYTES.min(self.outgoing.bytes / MESSAGES_IN_RING)
+        EAGER_BYTES.min(self.most_unread_bytes() / MESSAGES_IN_RING)
     }
 
     /// Writes a message into an area that this rank owns, or else into the ring, and announces it by a cell as soon as its

@@ -5,6 +5,7 @@ use std::io::IoSlice;
 use nix::sys::eventfd::EventFd;
 
 use super::*;
+use crate::collectives::kernels::uncached_message_bytes;
 use crate::shm::doorbells::HostProcesses;
 use crate::shm::layout::{Layout, RingChannel};
 use crate::shm::segment::create;
@@ -31,7 +32,7 @@ fn pair_with(allocated: usize) -> [Ring; 2] {
         let out = rings(me, peer);
         let areas = [layout.message_area(0, 1), layout.message_area(1, 0)];
         let messages = Some((cells, MessageAreas::new(areas, me, allocated > 0)));
-        Ring::new(segment, doorbells, peer, (out, allocated.min(out.bytes)), rings(peer, me), messages)
+        Ring::new(segment, doorbells, (peer, 2), (out, allocated.min(out.bytes)), rings(peer, me), messages)
     })
 }
 
@@ -122,7 +123,7 @@ fn reader_that_sees_the_first_bytes_of_a_message_finds_its_cell() {
 #[test]
 fn message_is_announced_only_if_the_ring_has_space_for_all_of_it() {
     let [mut a, mut b] = pair_without_area();
-    let (bytes, longest) = (a.outgoing.bytes, 64 << 10);
+    let (bytes, longest) = (a.most_unread_bytes(), 64 << 10);
     let mut into = vec![0; bytes];
     for stamp in 1..=4 {
         assert_eq!(a.try_send(&[IoSlice::new(&vec![1; bytes - longest + 1])]).unwrap(), bytes - longest + 1);
@@ -138,15 +139,38 @@ fn message_is_announced_only_if_the_ring_has_space_for_all_of_it() {
 
 #[test]
 fn ring_has_space_for_several_messages_that_cells_announce() {
-    for ranks in [2, 4, 8, 32, 125] {
+    for (ranks, longest) in [(2, 256), (4, 256), (8, 256), (32, 64), (125, 16)] {
+        let longest = longest << 10;
         let [mut a, _b] = pair_without_area();
         a.outgoing.bytes = Layout::dense(ranks).ring(RingChannel::Messages, 0, 1).bytes;
-        let longest = a.most_announced_bytes();
-        assert_eq!(longest, if ranks <= 4 { EAGER_BYTES } else { a.outgoing.bytes / 4 }, "{ranks} ranks");
+        assert_eq!(a.most_announced_bytes(), longest, "{ranks} ranks");
         for stamp in 1..=4 {
             assert!(!a.try_send_cell(stamp, HEADER, &data(longest.max(CELL_BYTES) + 1)).unwrap());
             assert!(a.try_send_cell(stamp, HEADER, &data(longest)).unwrap());
         }
+    }
+}
+
+#[test]
+fn only_a_message_beyond_the_caches_fills_the_whole_ring() {
+    let [mut a, mut b] = pair();
+    let (most, ring) = (MOST_CACHED_BYTES, a.outgoing.bytes);
+    assert!(most < ring);
+    // The reader publishes its count after each of these.
+    let unreported = ring / READ_REPORTS_PER_RING;
+    let long = uncached_message_bytes(2);
+    for (bytes, expected) in [(ring, most), (long - 1, most), (long, ring), (3 * most, most)] {
+        let (sent, mut into, mut done) = (data(bytes), vec![0; bytes], 0);
+        while done < bytes {
+            let rest = bytes - done;
+            let part = a.try_send(&[IoSlice::new(&sent[done..])]).unwrap();
+            let allowed = rest.min(expected - unreported)..=rest.min(expected);
+            assert!(allowed.contains(&part), "{part} bytes of {bytes} after {done}");
+            while done < bytes - rest + part {
+                done += b.try_recv(&mut into[done..]).unwrap();
+            }
+        }
+        assert!(into == sent, "{bytes} bytes");
     }
 }
 
