@@ -107,7 +107,8 @@ pub(super) enum AreaAddress {
     /// The memory of a round, as its distance in bytes from the first round of all collective calls.
     Round(u64),
     /// Offset `at` of the exchange area in which the lower rank of each pair publishes, and of that of the higher rank.
-    Exchange { areas: [u8; 2], at: u32 },
+    /// `is_warm`: a core writes the lines there [fast](super::exchange::CallAreas::is_warm).
+    Exchange { areas: [u8; 2], at: u32, is_warm: bool },
 }
 
 impl AreaAddress {
@@ -118,7 +119,8 @@ impl AreaAddress {
             (Area::Slot, _) => Self::Slot { number: call.number, inline: schedule.fits_in(INLINE_BYTES) },
             (Area::Round(round), Some(exchange)) => {
                 let (areas, position) = exchange.of_round(round);
-                Self::Exchange { areas, at: (position * call.round_bytes) as u32 }
+                let is_warm = exchange.is_warm(position);
+                Self::Exchange { areas, at: (position * call.round_bytes) as u32, is_warm }
             }
             (Area::Round(round) | Area::Sums(round), _) => {
                 Self::Round(call.position + round * call.round_bytes)
@@ -138,7 +140,7 @@ impl Location {
                 debug_assert!(self.at + bytes <= ROUND_BYTES);
                 memory.layout.round(self.rank, position)
             }
-            AreaAddress::Exchange { areas, at } => {
+            AreaAddress::Exchange { areas, at, .. } => {
                 let (rank, reader) = (self.rank, self.reader);
                 debug_assert!(at as usize + self.at + bytes <= memory.layout.exchange_bytes());
                 let area = areas[usize::from(rank > reader)];
@@ -148,10 +150,11 @@ impl Location {
         memory.segment.view(start + self.at, bytes)
     }
 
-    /// Returns the policy for stores to the memory of this location. Areas are in the caches more often than rounds.
+    /// Returns the policy for stores to the memory of this location.
     #[inline(always)]
     fn store_policy(self, memory: &HostMemory) -> &StorePolicy {
         match self.area {
+            AreaAddress::Exchange { is_warm: true, .. } => &memory.warm_policy,
             AreaAddress::Exchange { .. } => &memory.area_policy,
             AreaAddress::Slot { .. } | AreaAddress::Round(_) => &memory.store_policy,
         }

@@ -91,9 +91,10 @@ pub(crate) struct HostMemory {
     core: u64,
     calls: StartedCalls,
     peers: PeerProgress,
-    /// For writes to slots and rounds, to exchange areas, and to allocations of other ranks, by local rank.
+    /// For writes to slots and rounds, to exchange areas and to warm ones, and to allocations of other ranks, by local rank.
     store_policy: StorePolicy,
     area_policy: StorePolicy,
+    warm_policy: StorePolicy,
     rank_policies: Vec<StorePolicy>,
     /// The memory of programs that the ranks created together.
     pub(crate) allocations: Arc<Allocations>,
@@ -174,6 +175,7 @@ impl HostMemory {
             peers: PeerProgress::new(ranks.len()),
             store_policy: StorePolicy::default(),
             area_policy: StorePolicy::default(),
+            warm_policy: StorePolicy::patient(),
             rank_policies: ranks.iter().map(|_| StorePolicy::default()).collect(),
             allocations: Arc::default(),
             steps: Vec::new(),

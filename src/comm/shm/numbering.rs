@@ -69,8 +69,9 @@ impl StartedCalls {
     #[inline]
     pub(super) fn start_rounds(&mut self, call: &Call, seq: u64, schedule: &Schedule) -> CallNumber {
         let (rounds, round_bytes) = (schedule.rounds(), schedule.round_bytes() as u64);
-        let exchange =
-            schedule.exchanging_ranks().and_then(|publishes| self.exchange.next_call(publishes, rounds));
+        let exchange = schedule
+            .exchanging_ranks()
+            .and_then(|publishes| self.exchange.next_call(publishes, rounds, round_bytes));
         let call_number = CallNumber { round_bytes, exchange, ..self.start(call, seq) };
         self.rounds += rounds;
         if exchange.is_none() || schedule.has_owners() {

@@ -32,6 +32,8 @@ const SLOW_BYTES_PER_NS: u64 = 5;
 /// The number of slow measurements in a row after which non-temporal stores are tried. A single slow one may
 /// be caused by another process on the core.
 const SLOW_IN_A_ROW: u32 = 2;
+/// The number of slow measurements in a row for memory where each line may be slow to write once, but not again.
+const PATIENT_SLOW_IN_A_ROW: u32 = 128;
 /// After non-temporal stores were measured, the number of bytes written before normal stores are measured
 /// again.
 const RETRY_BYTES: usize = 4 << 20;
@@ -48,6 +50,7 @@ pub(super) struct StoreMode {
 /// read.
 #[derive(Debug)]
 pub(super) struct StorePolicy {
+    slow_in_a_row: u32,
     stage: Cell<Stage>,
     /// The number of slow measurements of normal stores in a row, and the nanoseconds that 16 KiB took in the
     /// last one.
@@ -73,12 +76,21 @@ impl Stage {
 
 impl Default for StorePolicy {
     fn default() -> Self {
-        let stage = Stage::Untimed { non_temporal: false, left: UNTIMED_BYTES };
-        Self { stage: Cell::new(stage), slow: Cell::new(0), slow_ns: Cell::new(0), random: Cell::new(0) }
+        Self::after(SLOW_IN_A_ROW)
     }
 }
 
 impl StorePolicy {
+    /// Returns a policy that tries non-temporal stores only if normal stores were slow for 2 MiB.
+    pub(super) fn patient() -> Self {
+        Self::after(PATIENT_SLOW_IN_A_ROW)
+    }
+
+    fn after(slow_in_a_row: u32) -> Self {
+        let stage = Cell::new(Stage::Untimed { non_temporal: false, left: UNTIMED_BYTES });
+        Self { slow_in_a_row, stage, slow: Cell::new(0), slow_ns: Cell::new(0), random: Cell::new(0) }
+    }
+
     /// Returns which store instructions the next write uses, which has `bytes` bytes, and whether to time it.
     #[inline]
     pub(super) fn mode(&self, bytes: usize) -> StoreMode {
@@ -123,14 +135,14 @@ impl StorePolicy {
     fn measured_slow(&self, ns: u64) -> Stage {
         self.slow.set(self.slow.get() + 1);
         self.slow_ns.set(ns);
-        Stage::timed(self.slow.get() >= SLOW_IN_A_ROW)
+        Stage::timed(self.slow.get() >= self.slow_in_a_row)
     }
 
     fn measured_non_temporal(&self, ns: u64) -> Stage {
         let gains = ns < self.slow_ns.get();
         // If non-temporal stores are faster, one slow measurement is enough when normal stores are tried
         // again.
-        self.slow.set(if gains { SLOW_IN_A_ROW - 1 } else { 0 });
+        self.slow.set(if gains { self.slow_in_a_row - 1 } else { 0 });
         Stage::Untimed { non_temporal: gains, left: RETRY_BYTES }
     }
 }
@@ -205,6 +217,21 @@ mod tests {
             policy.record(BYTES, Duration::from_nanos(SLOW_NS));
             assert_eq!(write(&policy, 5, &[BYTES], FAST_NS, NON_TEMPORAL_NS), [4 * BYTES, BYTES, 0]);
         }
+    }
+
+    #[test]
+    fn patient_policy_changes_only_if_all_writes_are_slow_for_long() {
+        let policy = StorePolicy::patient();
+        let measured = |ns: u64| {
+            assert!((0..100).any(|_| policy.mode(BYTES).is_timed));
+            policy.record(BYTES, Duration::from_nanos(ns));
+            policy.mode(BYTES).non_temporal
+        };
+        for slow in [1, 2, 127] {
+            assert!((0..slow).all(|_| !measured(SLOW_NS)), "{slow} slow ones");
+            assert!(!measured(FAST_NS));
+        }
+        assert!((0..127).all(|_| !measured(SLOW_NS)) && measured(SLOW_NS));
     }
 
     #[test]

@@ -169,7 +169,7 @@ impl Rank {
             }
             if self.batch == 0 {
                 let (publishes, rounds) = (schedule.exchanging_ranks(), schedule.rounds());
-                self.at.exchange = publishes.and_then(|publishes| self.areas.next_call(publishes, rounds));
+                self.at.exchange = publishes.and_then(|publishes| self.areas.next_call(publishes, rounds, 1));
                 assert!(schedule.bytes_in_area() <= exchange_bytes(ranks));
             }
             self.more = schedule.batch(self.batch, &mut self.steps);
