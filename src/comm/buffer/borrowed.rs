@@ -23,7 +23,8 @@ pub(crate) struct BorrowedBuffer<'a> {
     /// The parts in order; they do not overlap.
     parts: SmallVec<[Part; 2]>,
     /// Copies that are still to be made between slices outside `parts`.
-    copies: SmallVec<[PendingCopy; 1]>,
+    /// The copies to make, and which of them bypass the caches.
+    copies: SmallVec<[(PendingCopy, bool); 1]>,
     /// Owned memory to which one or two of the parts point.
     scratch: Option<Box<[u128]>>,
     /// The elements are `bool`, for which not every byte is valid.
@@ -110,7 +111,8 @@ impl<'a> BorrowedBuffer<'a> {
     /// Requests that the operation makes the copy.
     pub(super) fn add_copy(&mut self, copy: PendingCopy) {
         if copy.len > 0 {
-            self.copies.push(copy);
+            let bypasses_caches = is_uncached(copy.len);
+            self.copies.push((copy, bypasses_caches));
         }
     }
 
@@ -173,7 +175,7 @@ impl BorrowedBuffer<'_> {
     pub(crate) fn copy_some(&mut self, most: usize) -> usize {
         let (mut done, mut is_non_temporal) = (0, false);
         while done < most {
-            let Some(last) = self.copies.last_mut() else { break };
+            let Some((last, bypasses_caches)) = self.copies.last_mut() else { break };
             let step = last.len.min(most - done);
             last.len -= step;
             // SAFETY:
@@ -183,7 +185,7 @@ impl BorrowedBuffer<'_> {
             //   copied.
             unsafe {
                 let (from, into) = (last.from.add(last.len), last.into.add(last.len));
-                if is_uncached(last.len + step) {
+                if *bypasses_caches {
                     copy_non_temporal(from, into, step);
                     is_non_temporal = true;
                 } else {
