@@ -22,8 +22,7 @@ use crate::collectives::kernels::{copy, copy_non_temporal, is_uncached, store_fe
 pub(crate) struct BorrowedBuffer<'a> {
     /// The parts in order; they do not overlap.
     parts: SmallVec<[Part; 2]>,
-    /// Copies that are still to be made between slices outside `parts`.
-    /// The copies to make, and which of them bypass the caches.
+    /// Copies that are still to be made between slices outside `parts`, and whether each of them bypasses the caches.
     copies: SmallVec<[(PendingCopy, bool); 1]>,
     /// Owned memory to which one or two of the parts point.
     scratch: Option<Box<[u128]>>,

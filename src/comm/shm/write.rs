@@ -33,7 +33,7 @@ impl View<'_> {
     #[inline(always)]
     pub(super) fn read_part(self, into: &mut [u8], total: usize) {
         if is_uncached(total) {
-            self.read_past_the_caches(into);
+            self.read_non_temporal(into);
         } else if into.len() >= TWO_PLACES_BYTES && *IS_INTEL {
             self.source().copy_from_two_places(into);
         } else {
@@ -125,7 +125,7 @@ impl View<'_> {
 
     /// Copies the bytes into `into`, which has the length of this view, with non-temporal stores. The target then
     /// does not displace other data from the caches, and its lines are not read before they are written.
-    pub(super) fn read_past_the_caches(self, into: &mut [u8]) {
+    pub(super) fn read_non_temporal(self, into: &mut [u8]) {
         assert_eq!(into.len(), self.bytes);
         // SAFETY: the owner of this memory has published it, so nobody writes it, and nobody else uses `into`.
         unsafe { copy_non_temporal(self.start, into.as_mut_ptr(), self.bytes) };
@@ -264,7 +264,7 @@ mod tests {
         for at in 0..130 {
             for len in [0, 1, 15, 16, 63, 64, 65, 127, 128, 200, 1000] {
                 let mut into = [0; 1200];
-                segment.view(at * 7, len).read_past_the_caches(&mut into[at..at + len]);
+                segment.view(at * 7, len).read_non_temporal(&mut into[at..at + len]);
                 assert_eq!(into[at..at + len], bytes[at * 7..][..len], "{len} at {at}");
                 let others = into[..at].iter().chain(&into[at + len..]);
                 assert!(others.into_iter().all(|&byte| byte == 0), "{len} at {at}");

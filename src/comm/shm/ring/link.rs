@@ -5,8 +5,8 @@ use std::sync::atomic::Ordering;
 
 use super::areas::MIN_AREA_BYTES;
 use super::{
-    FIRST_CHUNK_BYTES, MAX_CHUNK_BYTES, MAX_READ_BYTES, MIN_CHUNK_BYTES, PREFETCH_WITH_HEADER,
-    READ_REPORTS_PER_RING, Ring, validated,
+    FIRST_CHUNK_BYTES, MAX_CHUNK_BYTES, MAX_READ_BYTES, MIN_CHUNK_BYTES, MOST_CACHED_BYTES,
+    PREFETCH_WITH_HEADER, READ_REPORTS, Ring, validated,
 };
 use crate::shm::cells::{Announced, Place};
 use crate::transport::frame::HEADER_BYTES;
@@ -67,7 +67,7 @@ impl Link for Ring {
             }
             let (view, target) = (self.segment.view(at, now), &mut into[got..got + now]);
             if self.reading.is_long() {
-                view.read_past_the_caches(target)
+                view.read_non_temporal(target)
             } else if total > MIN_CHUNK_BYTES {
                 view.read_part(target, total)
             } else {
@@ -75,7 +75,9 @@ impl Link for Ring {
             }
             self.read += now as u64;
             got += now;
-            if self.read - self.reported_read >= (self.incoming.bytes / READ_REPORTS_PER_RING) as u64 {
+            if self.read - self.reported_read
+                >= (self.incoming.bytes.min(MOST_CACHED_BYTES) / READ_REPORTS) as u64
+            {
                 self.publish_read();
             }
         }

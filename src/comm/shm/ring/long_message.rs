@@ -2,8 +2,8 @@
 
 use crate::collectives::kernels::uncached_message_bytes;
 
-/// A message that is written or read in parts, if it is long: if its receiver copies it past the caches. Each part tells how
-/// many bytes of the message are left, so the last parts alone do not tell that the message is long.
+/// The message that a rank writes or reads in parts now, if the receiver copies it past the caches. Such a message is long.
+/// A part tells only how many bytes of its message are left, which in the last parts are few.
 #[derive(Debug)]
 pub(super) struct LongMessage {
     /// The least number of bytes of a long message.

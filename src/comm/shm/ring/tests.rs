@@ -157,7 +157,7 @@ fn only_a_message_beyond_the_caches_fills_the_whole_ring() {
     let (most, ring) = (MOST_CACHED_BYTES, a.outgoing.bytes);
     assert!(most < ring);
     // The reader publishes its count after each of these.
-    let unreported = ring / READ_REPORTS_PER_RING;
+    let unreported = most / READ_REPORTS;
     let long = uncached_message_bytes(2);
     for (bytes, expected) in [(ring, most), (long - 1, most), (long, ring), (3 * most, most)] {
         let (sent, mut into, mut done) = (data(bytes), vec![0; bytes], 0);
