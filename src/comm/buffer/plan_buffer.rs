@@ -43,6 +43,7 @@ pub(crate) struct Fragment<'a> {
 
 impl<'m> PlanBuffer<'m> {
     /// Makes a buffer of the elements in `buffer` for `plan`; `kernel` is `Some` if the plan reduces.
+    #[inline(always)]
     pub(crate) fn new(
         buffer: BorrowedBuffer<'m>,
         kernel: Option<Kernel>,

@@ -137,6 +137,11 @@ impl<'a> SendRecvBuffers<'a> {
         Self { send, recv, own: PendingCopy::NONE, bools, borrowed: PhantomData }
     }
 
+    /// Returns whether there are no bytes to send or to fill.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.send.len == 0 && self.recv.len == 0
+    }
+
     /// Returns whether one buffer is sent and filled.
     fn is_in_place(&self) -> bool {
         self.send.start == self.recv.start && self.send.len == self.recv.len

@@ -87,6 +87,7 @@ impl Engine {
 
     /// Starts the next collective, which runs `plan` over connections: opens those that it needs. Returns its sequence number
     /// too.
+    #[inline(always)]
     pub(super) fn start_over_connections(
         &mut self,
         call: Call,

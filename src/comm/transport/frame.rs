@@ -195,6 +195,12 @@ impl Frame {
     }
 }
 
+/// Returns an encoded header with another payload length.
+pub(crate) fn with_length(mut header: [u8; HEADER_BYTES], len: u64) -> [u8; HEADER_BYTES] {
+    header[56..64].copy_from_slice(&len.to_le_bytes());
+    header
+}
+
 /// Returns the `N` bytes at `at`; the caller ensures that they exist.
 pub(super) fn bytes_at<const N: usize>(bytes: &[u8], at: usize) -> [u8; N] {
     let mut out = [0; N];

@@ -7,6 +7,7 @@ use super::{
     Transfer, UntypedReduction, ValueType, call, check_len, untyped,
 };
 use crate::collectives::dtype::Dtype;
+use crate::collectives::plan;
 
 /// The type in which a barrier describes its call.
 const BYTES: ValueType = ValueType::element(Dtype::U8);
@@ -181,7 +182,10 @@ impl Group {
     /// # Cost
     /// Messages of a few bytes in sequence: log2(L) inside hosts of L ranks, then log2(H) between H hosts.
     pub fn barrier(&self) -> Result<(), CommError> {
-        self.run_collective(self.prepare_barrier())
+        // The bytes that ranks exchange over connections. They are here, so that the call allocates nothing.
+        let mut bytes = [0_u8; plan::MOST_BARRIER_ELEMENTS];
+        let buffers = SendRecvBuffers::in_place((&mut bytes[..]).into());
+        self.run_collective(self.prepare_barrier().map(|barrier| Collective { buffers, ..barrier }))
     }
 
     /// Returns when all ranks have called it, like [`Self::barrier`]. If ranks do not call it within

@@ -2,6 +2,9 @@
 
 use super::{Apply, Plan, Stream, Topology};
 
+/// Most elements in the buffer of a barrier, of any number of ranks and hosts.
+pub(crate) const MOST_BARRIER_ELEMENTS: usize = 2 * usize::BITS as usize;
+
 /// Returns the number of elements in the buffer of a barrier, one for each round: log2 of the ranks of the
 /// largest host and log2 of the hosts, each rounded up.
 pub(crate) fn barrier_elements(topology: &Topology) -> usize {

@@ -40,7 +40,7 @@ pub(crate) use algorithms::{
 pub(crate) use blocks::{Blocks, fingerprint};
 pub(crate) use chain::{exclusive_scan, scan};
 pub(crate) use direct::all_to_all;
-pub(crate) use dissemination::{barrier, barrier_elements};
+pub(crate) use dissemination::{MOST_BARRIER_ELEMENTS, barrier, barrier_elements};
 pub(crate) use linear::{gather, scatter};
 pub(crate) use topology::Topology;
 

@@ -145,6 +145,7 @@ impl Engine {
     }
 
     /// Runs a collective that was started, as far as possible with short waits only.
+    #[inline(always)]
     fn run_inline<E: Execution + 'static>(
         &mut self,
         (call, seq): (Call, u64),

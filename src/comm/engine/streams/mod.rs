@@ -14,7 +14,7 @@ use crate::collectives::kernels::Kernel;
 use crate::collectives::plan::{Algorithm, Apply, BufferPart, Direction, Plan};
 use crate::error::{ExecutionError, PeerMisbehaved};
 use crate::fault::fault_point;
-use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
+use crate::transport::frame::{self, Frame, GroupId, HEADER_BYTES, Kind};
 use crate::transport::links::conn::{Conn, MAX_READ_AHEAD_BYTES, MAX_WRITE_BYTES};
 use crate::transport::links::hello::Credentials;
 use flow::Flow;
@@ -41,7 +41,9 @@ pub(crate) struct Streams {
     plan: Arc<Plan>,
     buffer: PlanBuffer<'static>,
     rank: usize,
-    header: Frame,
+    group: GroupId,
+    /// The header of each flow, without the number of its bytes.
+    header: [u8; HEADER_BYTES],
     /// Bytes that each stream of the plan has sent or received; in whole elements if it reduces.
     moved: SmallVec<[usize; 6]>,
     /// One for each peer and direction. Calls with few peers allocate nothing for them.
@@ -58,6 +60,7 @@ pub(crate) struct Streams {
 impl Streams {
     /// Prepares the collective `call` with number `seq`, which runs `plan`; `kernel` is `Some` if the plan
     /// reduces. `buffer` holds the elements of the plan.
+    #[inline(always)]
     pub(crate) fn new(
         credentials: &Credentials,
         call: Call,
@@ -79,7 +82,8 @@ impl Streams {
                 flows.push(Flow::new(stream.peer, stream.direction, index, bytes));
             }
         }
-        let header = Frame { call: call.encode(), ..Frame::empty(Kind::Data, credentials.group_id(), seq) };
+        let group = credentials.group_id();
+        let header = Frame { call: call.encode(), ..Frame::empty(Kind::Data, group, seq) }.encode();
         let (moved, unfinished) = (smallvec![0; plan.streams.len()], flows.len());
         let unsent = flows.iter().filter(|flow| flow.direction == Direction::Send).count();
         let long = |flow: &Flow| flow.direction == Direction::Recv && flow.total > SEQUENTIAL_BYTES;
@@ -88,7 +92,21 @@ impl Streams {
         let writes_long = |flow: &Flow| flow.direction == Direction::Send && flow.total > MAX_WRITE_BYTES;
         let most_written =
             if is_two_way && flows.iter().any(writes_long) { MAX_SHORT_WRITE_BYTES } else { MAX_WRITE_BYTES };
-        Self { call, seq, plan, buffer, rank, header, moved, flows, unfinished, unsent, short, most_written }
+        Self {
+            call,
+            seq,
+            plan,
+            buffer,
+            rank,
+            group,
+            header,
+            moved,
+            flows,
+            unfinished,
+            unsent,
+            short,
+            most_written,
+        }
     }
 
     /// Returns the peers with which this collective exchanges data.
@@ -197,7 +215,7 @@ impl Streams {
         if body && allowance == 0 {
             return Ok(false);
         }
-        let header = Frame { len: flow.total as u64, ..self.header }.encode();
+        let header = frame::with_length(self.header, flow.total as u64);
         let mut parts = [IoSlice::new(&header[flow.header..]); 1 + MAX_PARTS];
         let used = 1 + self.gather(flow, allowance, &mut parts[1..]);
         let mut sent = conn.send(&parts[..used]).map_err(|why| ExecutionError::Broken { peer, why })?;
@@ -253,8 +271,8 @@ impl Streams {
         }
         // Each call of this function makes at most one system call, so that this rank also sends in between.
         let mut asked = any;
-        loop {
-            let Some((range, apply)) = self.current_range(index) else { return Ok(any) };
+        while self.flows[index].done < self.flows[index].total {
+            let Some((range, apply)) = self.current_range(index) else { break };
             let mut allowance = self.allowance(&self.flows[index]);
             if apply != Apply::Copy {
                 allowance -= allowance % self.buffer.element_bytes;
@@ -292,6 +310,7 @@ impl Streams {
             self.flows[index].blocked = got == 0;
             any |= got > 0;
         }
+        Ok(any)
     }
 
     /// Reads the header of a flow and compares it with this rank's call, before any received element is used. The same
@@ -302,10 +321,10 @@ impl Streams {
         let (mut any, mut done) = (false, 0);
         let before = conn.unread().len();
         if before < HEADER_BYTES {
-            let next = self.current_range(index);
-            let allowance = self.allowance(&self.flows[index]);
+            let next = if total > SHORT_BYTES { self.current_range(index) } else { None };
             let filled = match next {
-                Some((range, Apply::Copy)) if total > SHORT_BYTES => {
+                Some((range, Apply::Copy)) => {
+                    let allowance = self.allowance(&self.flows[index]);
                     let range = range.start..range.end.min(range.start.saturating_add(allowance));
                     conn.fill_header(HEADER_BYTES, &mut self.buffer.bytes_mut(range))
                 }
@@ -316,33 +335,40 @@ impl Streams {
             self.flows[index].blocked = !any;
         }
         let Some(bytes) = conn.unread().first_chunk::<HEADER_BYTES>() else { return Ok(any) };
-        self.check(peer, bytes, total)?;
+        if *bytes != frame::with_length(self.header, total as u64) {
+            return Err(self.unexpected(peer, bytes, total));
+        }
         conn.consume(HEADER_BYTES);
         self.flows[index].header = HEADER_BYTES;
         self.advance(index, done);
         Ok(true)
     }
 
-    /// Checks the header of a flow of `total` bytes from `peer`.
-    fn check(&self, peer: usize, header: &[u8; HEADER_BYTES], total: usize) -> Result<(), ExecutionError> {
+    /// Returns the error of a header from `peer` that is not the one of a flow of `total` bytes.
+    #[cold]
+    fn unexpected(&self, peer: usize, header: &[u8; HEADER_BYTES], total: usize) -> ExecutionError {
         let protocol = |what| ExecutionError::Protocol { peer, what };
-        let frame = Frame::decode(header).map_err(|error| protocol(error.into()))?;
+        let frame = match Frame::decode(header) {
+            Ok(frame) => frame,
+            Err(error) => return protocol(error.into()),
+        };
         if frame.kind != Kind::Data {
-            return Err(protocol(PeerMisbehaved::NoDataFrame { kind: frame.kind }));
+            return protocol(PeerMisbehaved::NoDataFrame { kind: frame.kind });
         }
-        let (theirs, ours) = (frame.group_id(), self.header.group_id());
+        let (theirs, ours) = (frame.group_id(), self.group);
         if theirs != ours {
-            return Err(protocol(PeerMisbehaved::ForeignData { theirs, ours }));
+            return protocol(PeerMisbehaved::ForeignData { theirs, ours });
         }
-        let theirs = Call::decode(frame.call).map_err(|error| protocol(error.into()))?;
-        if theirs != self.call || frame.seq != self.seq {
-            return Err(ExecutionError::Mismatch { peer, theirs, seq: frame.seq });
+        match Call::decode(frame.call) {
+            Err(error) => protocol(error.into()),
+            Ok(theirs) if theirs != self.call || frame.seq != self.seq => {
+                ExecutionError::Mismatch { peer, theirs, seq: frame.seq }
+            }
+            Ok(_) => {
+                let (len, call) = (frame.len, self.call);
+                protocol(PeerMisbehaved::DataLength { len, call, expected: total })
+            }
         }
-        if frame.len != total as u64 {
-            let (len, call) = (frame.len, self.call);
-            return Err(protocol(PeerMisbehaved::DataLength { len, call, expected: total }));
-        }
-        Ok(())
     }
 }
 
