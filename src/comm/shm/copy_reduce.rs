@@ -250,6 +250,28 @@ pub(super) fn reduce(
     result.map(|()| range.start - start)
 }
 
+/// Reduces as [`reduce`] does, without sums in shared memory. If only one other rank has contributed, and its elements can
+/// be combined with this rank's in place, it calls the kernel at once.
+#[inline(always)]
+pub(super) fn reduce_small(
+    memory: &mut HostMemory,
+    elements: &mut impl Elements,
+    range: Range<usize>,
+    location: Location,
+) -> Result<usize, String> {
+    let bytes = range.len();
+    if memory.ranks.len() == 2
+        && let (mut own, Some(kernel)) = elements.operands(range.clone())
+        && let Some(combine) = kernel.in_place()
+        && own.len() == bytes
+    {
+        let theirs = location.at_rank(1 - memory.me, 0).view(memory, bytes).source();
+        combine(&mut own, theirs);
+        return Ok(bytes);
+    }
+    reduce(memory, elements, range, location, None)
+}
+
 /// Reduces `range` of the elements of all ranks, which are in one shared allocation, and writes the result to
 /// the elements of every rank. Returns what [`reduce`] returns.
 pub(super) fn reduce_direct(

@@ -221,7 +221,7 @@ impl HostMemory {
             }
             Results::Reduced(Transfer { at, range, .. }) => {
                 let location = small.location(self.me, self.me, at);
-                let added = copy_reduce::reduce(self, &mut elements, range, location, None);
+                let added = copy_reduce::reduce_small(self, &mut elements, range, location);
                 fault_point("received", small.seq, added.as_ref().map_or(0, |&bytes| bytes));
                 added.map(drop).map_err(ExecutionError::Function)
             }

@@ -48,6 +48,16 @@ pub(crate) struct Contributors {
 }
 
 impl Kernel {
+    /// Returns the function that combines two contributions in place, if nothing else is to be done to them: it is no
+    /// function of the program, and there is no division or conversion.
+    #[inline(always)]
+    pub(crate) fn in_place(&self) -> Option<ReduceFn> {
+        match (&self.reduce, self.divide, self.f32_conversion) {
+            (ReduceImpl::Builtin(reduce), None, None) => Some(*reduce),
+            _ => None,
+        }
+    }
+
     /// Reduces the contributions of all other ranks into `own`, the contribution of `ranks.me`.
     /// `contribution(rank, at, len)` returns the `len` bytes at byte `at` of a rank's contribution.
     /// `added(at, bytes)` is called for each finished piece of `own`. After that, no contribution is read at
