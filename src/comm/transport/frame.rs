@@ -162,8 +162,7 @@ impl Frame {
         out[24..32].copy_from_slice(&self.group.to_le_bytes());
         out[32..40].copy_from_slice(&self.seq.to_le_bytes());
         out[40..56].copy_from_slice(&self.call);
-        out[56..64].copy_from_slice(&self.len.to_le_bytes());
-        out
+        with_length(out, self.len)
     }
 
     pub(crate) fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, FrameError> {

@@ -72,6 +72,7 @@ impl Group {
             CallKind::ReduceScatter if self.inner.needs_scratch_copy(&call) => {
                 buffers.with_scratch_blocks().into()
             }
+            // A blocking barrier has memory of its caller.
             CallKind::Barrier if buffers.is_empty() && !self.inner.runs_in_shared_memory(&call) => {
                 let elements = plan::barrier_elements(&self.inner.topology);
                 let scratch = Scratch::zeros(elements, ValueType::element(call.dtype));

@@ -48,8 +48,8 @@ pub(crate) struct Contributors {
 }
 
 impl Kernel {
-    /// Returns the function that combines two contributions in place, if nothing else is to be done to them: it is no
-    /// function of the program, and there is no division or conversion.
+    /// Returns the function that combines two contributions in place, if the reduction needs nothing else. `None` for a
+    /// function of the program, and for a reduction that divides or converts elements.
     #[inline(always)]
     pub(crate) fn in_place(&self) -> Option<ReduceFn> {
         match (&self.reduce, self.divide, self.f32_conversion) {
