@@ -62,12 +62,18 @@ impl Part {
         at..at + len
     }
 
+    /// Returns whether this part has the bytes `range` of the collective.
+    #[inline(always)]
+    fn has(&self, range: &Range<usize>) -> bool {
+        let (at, len) = (range.start.wrapping_sub(self.at), range.end.wrapping_sub(range.start));
+        at <= self.len && len <= self.len - at
+    }
+
     /// Returns the address of the bytes `range` of the collective, which this part must have.
     #[inline(always)]
     fn address(&self, range: &Range<usize>) -> *mut u8 {
-        let (at, len) = (range.start.wrapping_sub(self.at), range.end.wrapping_sub(range.start));
-        assert!(at <= self.len && len <= self.len - at, "{range:?} of {self:?}");
-        self.start.wrapping_add(at)
+        assert!(self.has(range), "{range:?} of {self:?}");
+        self.start.wrapping_add(range.start.wrapping_sub(self.at))
     }
 }
 
@@ -140,6 +146,18 @@ impl<'a> SendRecvBuffers<'a> {
     /// Returns whether there are no bytes to send or to fill.
     pub(crate) fn is_empty(&self) -> bool {
         self.send.len == 0 && self.recv.len == 0
+    }
+
+    /// Returns whether the send buffer has the bytes `range` of the collective.
+    #[inline(always)]
+    pub(crate) fn sends(&self, range: &Range<usize>) -> bool {
+        self.send.has(range)
+    }
+
+    /// Returns whether the receive buffer has the bytes `range` of the collective.
+    #[inline(always)]
+    pub(crate) fn receives(&self, range: &Range<usize>) -> bool {
+        self.recv.has(range)
     }
 
     /// Returns whether one buffer is sent and filled.

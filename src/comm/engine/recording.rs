@@ -6,6 +6,7 @@ use super::completion::Completion;
 use super::execution::Execution;
 use super::operation::Operation;
 use super::state::Engine;
+use super::streams::ShortExchange;
 use crate::collectives::call::Call;
 use crate::collectives::plan::{Algorithm, Direction};
 use crate::flight::{CallInfo, CallRecord};
@@ -82,6 +83,14 @@ pub(super) fn call_entry(
         to_send_bytes: bytes(layout::Operation::Send),
         queued: false,
     }
+}
+
+/// Returns the flight recorder entry of a short exchange over a connection. No queued operation precedes it.
+pub(super) fn short_entry((call, seq): (Call, u64), exchange: &ShortExchange, at_ns: u64) -> CallInfo {
+    let (to_send_bytes, to_receive_bytes) = exchange.shape().volume();
+    let algorithm = exchange.shape().algorithm;
+    let entry = call_entry(layout::Operation::Collective, None, call, at_ns);
+    CallInfo { seq, algorithm, to_receive_bytes, to_send_bytes, ..entry }
 }
 
 /// Returns the flight recorder entry of a small collective in shared memory. No queued operation precedes it.

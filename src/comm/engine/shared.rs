@@ -15,6 +15,7 @@ use super::state::Engine;
 use crate::buffer::SendRecvBuffers;
 use crate::collectives::call::{Call, Status};
 use crate::collectives::kernels::Kernel;
+use crate::collectives::plan::Plan;
 use crate::error::CommError;
 #[cfg(doc)]
 use crate::transport::links::EAGER_BYTES;
@@ -62,7 +63,32 @@ impl Shared {
         // SAFETY: as in `call`.
         #[allow(unsafe_code)]
         let buffers = unsafe { buffers.erase_lifetime() };
-        match self.try_with_engine(|engine| engine.try_small(call, buffers, kernel, limit)) {
+        self.small_result(self.try_with_engine(|engine| engine.try_small(call, buffers, kernel, limit)))
+    }
+
+    /// Runs a collective with this plan over connections, if it exchanges a few bytes with one peer and no operation is
+    /// queued, and waits until it is done. Returns `None` if it cannot; nothing was started then. `limit` is evaluated if the
+    /// call must wait.
+    #[inline(always)]
+    pub(crate) fn call_short(
+        &self,
+        call: Call,
+        plan: &Plan,
+        buffers: &mut SendRecvBuffers<'_>,
+        kernel: Option<&Kernel>,
+        limit: &dyn Fn() -> TimeLimit,
+    ) -> Option<Result<(), CommError>> {
+        // SAFETY: as in `call`.
+        #[allow(unsafe_code)]
+        let buffers = unsafe { buffers.erase_lifetime() };
+        let result = self.try_with_engine(|engine| engine.try_short(call, plan, buffers, kernel, limit));
+        self.small_result(result)
+    }
+
+    /// Waits for a small collective that was begun inline; `None` if it was not.
+    #[inline(always)]
+    fn small_result(&self, result: Option<SmallResult>) -> Option<Result<(), CommError>> {
+        match result {
             Some(SmallResult::Done) => Some(Ok(())),
             Some(SmallResult::Pending(completion)) => Some(self.outcome(&completion).map(drop)),
             Some(SmallResult::NotInline) | None => None,

@@ -55,11 +55,15 @@ impl Group {
     pub(super) fn run_collective(&self, collective: Checked<'_>) -> Result<(), CommError> {
         let mut collective = collective?;
         let Collective { call, ref mut buffers, ref kernel } = collective;
-        if let Some(shared) = &self.inner.shared
-            && self.inner.runs_in_shared_memory(&call)
-        {
+        if let Some(shared) = &self.inner.shared {
             self.inner.check_caller()?;
-            if let Some(result) = shared.call_small(call, buffers, kernel.as_ref(), &|| self.limit()) {
+            let (kernel, limit) = (kernel.as_ref(), || self.limit());
+            let result = if self.inner.runs_in_shared_memory(&call) {
+                shared.call_small(call, buffers, kernel, &limit)
+            } else {
+                shared.call_short(call, &self.inner.plan(call), buffers, kernel, &limit)
+            };
+            if let Some(result) = result {
                 return result;
             }
         }

@@ -127,6 +127,11 @@ impl Kernel {
         self.scale.as_deref()
     }
 
+    /// Returns whether contributions are combined as they are, without a factor for each and without wider elements.
+    pub(crate) fn works_in_place(&self) -> bool {
+        self.scale.is_none() && self.f32_conversion.is_none()
+    }
+
     /// Returns the conversion to `f32`, if the kernel reduces half-precision elements as `f32`.
     pub(crate) fn f32_conversion(&self) -> Option<&'static F32Conversion> {
         self.f32_conversion

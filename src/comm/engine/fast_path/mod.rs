@@ -7,6 +7,7 @@ mod budget;
 mod conditions;
 mod messages;
 mod results;
+mod short;
 mod small;
 
 use std::sync::Arc;

@@ -1,6 +1,8 @@
 //! Runs the plan of a collective over connections, without a clock: [`Streams::progress`] never waits.
 
 mod flow;
+mod header;
+mod short_exchange;
 
 use std::io::IoSlice;
 use std::sync::Arc;
@@ -12,16 +14,15 @@ use crate::buffer::{BorrowedBuffer, Fragment, PlanBuffer};
 use crate::collectives::call::Call;
 use crate::collectives::kernels::Kernel;
 use crate::collectives::plan::{Algorithm, Apply, BufferPart, Direction, Plan};
-use crate::error::{ExecutionError, PeerMisbehaved};
+use crate::error::ExecutionError;
 use crate::fault::fault_point;
-use crate::transport::frame::{self, Frame, GroupId, HEADER_BYTES, Kind};
+use crate::transport::frame::HEADER_BYTES;
 use crate::transport::links::conn::{Conn, MAX_READ_AHEAD_BYTES, MAX_WRITE_BYTES};
 use crate::transport::links::hello::Credentials;
 use flow::Flow;
+use header::{DataHeader, SHORT_BYTES};
+pub(crate) use short_exchange::{QueuedExchange, Shape, ShortExchange};
 
-/// If a peer sends at most this many bytes in all, they are read ahead with their header, and copied. Of more bytes, those
-/// that need no reduction are read into the operation's buffer by the system call that reads the header.
-const SHORT_BYTES: usize = 12 << 10;
 /// Pieces of at least this size are received straight into the operation's buffer, not read ahead.
 const DIRECT_BYTES: usize = 4 << 10;
 /// A rank that has sent everything, and gets at most this many bytes from each peer, waits for one peer after
@@ -36,14 +37,10 @@ const MAX_PARTS: usize = 8;
 /// A collective in progress over connections.
 #[derive(Debug)]
 pub(crate) struct Streams {
-    call: Call,
-    seq: u64,
+    header: DataHeader,
     plan: Arc<Plan>,
     buffer: PlanBuffer<'static>,
     rank: usize,
-    group: GroupId,
-    /// The header of each flow, without the number of its bytes.
-    header: [u8; HEADER_BYTES],
     /// Bytes that each stream of the plan has sent or received; in whole elements if it reduces.
     moved: SmallVec<[usize; 6]>,
     /// One for each peer and direction. Calls with few peers allocate nothing for them.
@@ -82,8 +79,7 @@ impl Streams {
                 flows.push(Flow::new(stream.peer, stream.direction, index, bytes));
             }
         }
-        let group = credentials.group_id();
-        let header = Frame { call: call.encode(), ..Frame::empty(Kind::Data, group, seq) }.encode();
+        let header = DataHeader::new(credentials, call, seq);
         let (moved, unfinished) = (smallvec![0; plan.streams.len()], flows.len());
         let unsent = flows.iter().filter(|flow| flow.direction == Direction::Send).count();
         let long = |flow: &Flow| flow.direction == Direction::Recv && flow.total > SEQUENTIAL_BYTES;
@@ -92,21 +88,7 @@ impl Streams {
         let writes_long = |flow: &Flow| flow.direction == Direction::Send && flow.total > MAX_WRITE_BYTES;
         let most_written =
             if is_two_way && flows.iter().any(writes_long) { MAX_SHORT_WRITE_BYTES } else { MAX_WRITE_BYTES };
-        Self {
-            call,
-            seq,
-            plan,
-            buffer,
-            rank,
-            group,
-            header,
-            moved,
-            flows,
-            unfinished,
-            unsent,
-            short,
-            most_written,
-        }
+        Self { header, plan, buffer, rank, moved, flows, unfinished, unsent, short, most_written }
     }
 
     /// Returns the peers with which this collective exchanges data.
@@ -144,7 +126,11 @@ impl Streams {
             })?;
             any |= moved;
             let flow = &mut self.flows[index];
-            fault_point(if direction == Direction::Send { "sent" } else { "received" }, self.seq, flow.done);
+            fault_point(
+                if direction == Direction::Send { "sent" } else { "received" },
+                self.header.seq,
+                flow.done,
+            );
             if flow.header == HEADER_BYTES && flow.done == flow.total {
                 flow.finished = true;
                 self.unfinished -= 1;
@@ -215,7 +201,7 @@ impl Streams {
         if body && allowance == 0 {
             return Ok(false);
         }
-        let header = frame::with_length(self.header, flow.total as u64);
+        let header = self.header.of(flow.total);
         let mut parts = [IoSlice::new(&header[flow.header..]); 1 + MAX_PARTS];
         let used = 1 + self.gather(flow, allowance, &mut parts[1..]);
         let mut sent = conn.send(&parts[..used]).map_err(|why| ExecutionError::Broken { peer, why })?;
@@ -335,40 +321,11 @@ impl Streams {
             self.flows[index].blocked = !any;
         }
         let Some(bytes) = conn.unread().first_chunk::<HEADER_BYTES>() else { return Ok(any) };
-        if *bytes != frame::with_length(self.header, total as u64) {
-            return Err(self.unexpected(peer, bytes, total));
-        }
+        self.header.check(peer, bytes, total)?;
         conn.consume(HEADER_BYTES);
         self.flows[index].header = HEADER_BYTES;
         self.advance(index, done);
         Ok(true)
-    }
-
-    /// Returns the error of a header from `peer` that is not the one of a flow of `total` bytes.
-    #[cold]
-    fn unexpected(&self, peer: usize, header: &[u8; HEADER_BYTES], total: usize) -> ExecutionError {
-        let protocol = |what| ExecutionError::Protocol { peer, what };
-        let frame = match Frame::decode(header) {
-            Ok(frame) => frame,
-            Err(error) => return protocol(error.into()),
-        };
-        if frame.kind != Kind::Data {
-            return protocol(PeerMisbehaved::NoDataFrame { kind: frame.kind });
-        }
-        let (theirs, ours) = (frame.group_id(), self.group);
-        if theirs != ours {
-            return protocol(PeerMisbehaved::ForeignData { theirs, ours });
-        }
-        match Call::decode(frame.call) {
-            Err(error) => protocol(error.into()),
-            Ok(theirs) if theirs != self.call || frame.seq != self.seq => {
-                ExecutionError::Mismatch { peer, theirs, seq: frame.seq }
-            }
-            Ok(_) => {
-                let (len, call) = (frame.len, self.call);
-                protocol(PeerMisbehaved::DataLength { len, call, expected: total })
-            }
-        }
     }
 }
 

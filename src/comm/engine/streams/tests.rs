@@ -7,10 +7,12 @@ use half::{bf16, f16};
 
 use super::*;
 use crate::api::reduction::Reduction;
+use crate::buffer::SendRecvBuffers;
 use crate::collectives::call::CallKind;
 use crate::collectives::dtype::{Dtype, Element, ReduceOp};
 use crate::collectives::plan::algorithms::{AllReduce, Broadcast};
-use crate::collectives::plan::{self, Algorithm, Input, Rounding, Topology};
+use crate::collectives::plan::{self, Algorithm, Input, Rounding, Stream, Topology};
+use crate::transport::frame::{Frame, Kind};
 use crate::transport::links::fake::{self, FaultScript};
 use convoke_testkit::Random;
 
@@ -42,9 +44,18 @@ fn all_reduce_call(count: usize) -> Call {
     Call::new(kind, dtype, Some(ReduceOp::Sum), 0, count as u64)
 }
 
-fn run(call: Call, seq: u64, plan: Plan, memory: &mut [f32], (rank, world): (usize, usize)) -> Streams {
+/// The rank that makes a call, the number of ranks, and whether the rank uses a [`ShortExchange`] if it can.
+type Caller = (usize, usize, bool);
+
+fn run(
+    call: Call,
+    seq: u64,
+    plan: Plan,
+    memory: &mut [f32],
+    (rank, world, short): Caller,
+) -> Box<dyn Execution> {
     let kernel = call.op.and_then(|op| Kernel::of(call.dtype, op, world));
-    run_with(kernel, call, seq, plan, memory, rank)
+    run_with(kernel, call, seq, plan, memory, (rank, short))
 }
 
 #[allow(unsafe_code)]
@@ -54,11 +65,24 @@ fn run_with<T: Element>(
     seq: u64,
     plan: Plan,
     memory: &mut [T],
-    rank: usize,
-) -> Streams {
+    (rank, short): (usize, bool),
+) -> Box<dyn Execution> {
+    let shape = Shape::of(&plan, call, &SendRecvBuffers::in_place((&mut *memory).into()), kernel.as_ref());
     // SAFETY: the tests keep the memory until the run is dropped and read it only after that.
     let buffer = unsafe { BorrowedBuffer::default().with_mut(0, memory).erase_lifetime() };
-    Streams::new(&credentials(), call, seq, Arc::new(plan), buffer, kernel, rank)
+    if let Some(shape) = shape.filter(|_| short) {
+        let exchange = ShortExchange::new(&credentials(), call, seq, shape, rank);
+        return Box::new(QueuedExchange::new(exchange, buffer, kernel, false));
+    }
+    Box::new(Streams::new(&credentials(), call, seq, Arc::new(plan), buffer, kernel, rank))
+}
+
+fn poll(run: &mut dyn Execution, connections: &mut HashMap<usize, Conn>) -> Result<bool, ExecutionError> {
+    run.poll(Paths { connections, memory: None })
+}
+
+fn flip(random: &mut Random) -> bool {
+    random.below(2) == 0
 }
 
 fn all_reduce(algorithm: Algorithm, rank: usize, topology: &Topology, count: usize) -> Plan {
@@ -68,14 +92,14 @@ fn all_reduce(algorithm: Algorithm, rank: usize, topology: &Topology, count: usi
 
 /// Makes progress in the collective of each rank, in random order, until all have finished or one fails.
 fn drive(
-    runs: &mut [Streams],
+    runs: &mut [Box<dyn Execution>],
     connections: &mut [HashMap<usize, Conn>],
     random: &mut Random,
 ) -> Result<(), ExecutionError> {
     let mut idle = 0;
     while runs.iter().any(|run| !run.is_finished()) {
         let rank = random.below(runs.len());
-        let moved = runs[rank].progress(&mut connections[rank])?;
+        let moved = poll(&mut *runs[rank], &mut connections[rank])?;
         idle = if moved { 0 } else { idle + 1 };
         assert!(idle < 20_000, "nothing moves any more");
     }
@@ -112,7 +136,7 @@ fn sums_are_correct_and_equal_on_any_link() {
                     let mut runs: Vec<_> = (memory.iter_mut().enumerate())
                         .map(|(rank, memory)| {
                             let plan = all_reduce(algorithm, rank, &hosts, count);
-                            run(all_reduce_call(count), seq, plan, memory, (rank, world))
+                            run(all_reduce_call(count), seq, plan, memory, (rank, world, flip(&mut random)))
                         })
                         .collect();
                     drive(&mut runs, &mut connections, &mut random).unwrap();
@@ -149,7 +173,8 @@ fn reduce_with<T: Element>(
             let (rounding, element_bytes) = (Rounding::of(&call), T::DTYPE.size_bytes());
             let input = Input { rank, topology: &hosts, rounding, element_bytes };
             let plan = plan::all_reduce(algorithm, &input, count);
-            run_with(reduction.untyped.kernel(T::DTYPE, world).ok(), call, 0, plan, memory, rank)
+            let kernel = reduction.untyped.kernel(T::DTYPE, world).ok();
+            run_with(kernel, call, 0, plan, memory, (rank, flip(random)))
         })
         .collect();
     drive(&mut runs, &mut connections, random).unwrap();
@@ -247,7 +272,7 @@ fn broadcasts_are_delivered_on_any_link() {
                         let (topology, rounding) = (&hosts, Rounding::Stepwise);
                         let input = Input { rank, topology, rounding, element_bytes: 4 };
                         let plan = plan::broadcast(algorithm, &input, count, root);
-                        run(call, 9, plan, memory, (rank, world))
+                        run(call, 9, plan, memory, (rank, world, flip(&mut random)))
                     })
                     .collect();
                 drive(&mut runs, &mut connections, &mut random).unwrap();
@@ -267,10 +292,12 @@ fn connection_closed_anywhere_is_reported_without_waiting() {
         let mut connections = mesh(2, &script);
         let (mut a, mut b) = (vec![1.0; 1000], vec![2.0; 1000]);
         let pair = Topology::one_host(2);
-        let mut runs = [
-            run(all_reduce_call(1000), 0, all_reduce(Algorithm::Ring, 0, &pair, 1000), &mut a, (0, 2)),
-            run(all_reduce_call(1000), 0, all_reduce(Algorithm::Ring, 1, &pair, 1000), &mut b, (1, 2)),
-        ];
+        let algorithm = if flip(&mut random) { Algorithm::Ring } else { Algorithm::Doubling };
+        let mut run = |rank, memory| {
+            let plan = all_reduce(algorithm, rank, &pair, 1000);
+            run(all_reduce_call(1000), 0, plan, memory, (rank, 2, flip(&mut random)))
+        };
+        let mut runs = [run(0, &mut a[..]), run(1, &mut b[..])];
         let error = drive(&mut runs, &mut connections, &mut random).unwrap_err();
         assert!(matches!(error, ExecutionError::Broken { .. }), "{error:?}");
     }
@@ -287,11 +314,14 @@ fn differing_call_is_a_mismatch_before_data_changes() {
         (Call { kind: CallKind::Broadcast, op: None, ..mine }, 0),
         (mine, 1),
     ];
-    for (theirs, seq) in others {
+    for ((theirs, seq), short) in others.into_iter().flat_map(|other| [(other, false), (other, true)]) {
         let mut connections = mesh(2, &FaultScript::default());
         let (mut a, mut b) = (vec![1.0; 100], vec![2.0; 100]);
         let plan = |rank| all_reduce(Algorithm::Doubling, rank, &Topology::one_host(2), 100);
-        let mut runs = [run(mine, 0, plan(0), &mut a, (0, 2)), run(theirs, seq, plan(1), &mut b, (1, 2))];
+        let mut runs = [
+            run(mine, 0, plan(0), &mut a, (0, 2, short)),
+            run(theirs, seq, plan(1), &mut b, (1, 2, flip(&mut random))),
+        ];
         let error = drive(&mut runs, &mut connections, &mut random).unwrap_err();
         assert!(matches!(error, ExecutionError::Mismatch { .. }), "{error:?}");
         drop(runs);
@@ -320,20 +350,45 @@ fn garbage_instead_of_a_header_is_a_protocol_error() {
     ];
     let mut bad: Vec<(&str, Vec<u8>)> = cases.map(|(name, frame)| (name, frame.encode().to_vec())).into();
     bad.push(("no frame at all", (0..HEADER_BYTES).map(|_| random.next() as u8).collect()));
-    for (name, bytes) in bad {
+    for ((name, bytes), short) in bad.into_iter().flat_map(|bad| [(bad.clone(), false), (bad, true)]) {
         let (mut peer, ours) = fake::pair(FaultScript::default());
         let mut connections = HashMap::from([(1, Conn::new(Box::new(ours)))]);
         crate::transport::links::Link::try_send(&mut peer, &[IoSlice::new(&bytes)]).unwrap();
         let mut memory = vec![1.0; 100];
         let plan = all_reduce(Algorithm::Doubling, 0, &Topology::one_host(2), 100);
-        let mut run = run(all_reduce_call(100), 0, plan, &mut memory, (0, 2));
+        let mut run = run(all_reduce_call(100), 0, plan, &mut memory, (0, 2, short));
         let mut result = Ok(true);
         for _ in 0..10 {
-            result = run.progress(&mut connections);
+            result = poll(&mut *run, &mut connections);
             if result.is_err() {
                 break;
             }
         }
         assert!(matches!(result, Err(ExecutionError::Protocol { peer: 1, .. })), "{name}: {result:?}");
     }
+}
+
+#[test]
+fn short_call_with_one_peer_needs_no_streams() {
+    let is_short = |call: Call, plan: Plan| {
+        let mut memory = vec![0_f32; plan.streams.iter().map(Stream::len).max().unwrap()];
+        let buffers = SendRecvBuffers::in_place((&mut memory[..]).into());
+        let kernel = call.op.and_then(|op| Kernel::of(call.dtype, op, 2));
+        Shape::of(&plan, call, &buffers, kernel.as_ref()).is_some()
+    };
+    let sum = |ranks, count| {
+        let plan = all_reduce(Algorithm::Doubling, 0, &Topology::one_host(ranks), count);
+        is_short(all_reduce_call(count), plan)
+    };
+    assert!(sum(2, 0) && sum(2, 1) && sum(2, SHORT_BYTES / 4));
+    assert!(!sum(2, SHORT_BYTES / 4 + 1) && !sum(4, 1));
+    let broadcast = |rank| {
+        let call = Call { kind: CallKind::Broadcast, op: None, ..all_reduce_call(9) };
+        let topology = Topology::one_host(4);
+        let input = Input { rank, topology: &topology, rounding: Rounding::Stepwise, element_bytes: 4 };
+        is_short(call, plan::broadcast(Algorithm::Binomial, &input, 9, 0))
+    };
+    assert!(broadcast(3) && !broadcast(0), "a leaf has one peer, the root has two");
+    let half = Call { dtype: Dtype::F16, ..all_reduce_call(9) };
+    assert!(!is_short(half, all_reduce(Algorithm::Doubling, 0, &Topology::one_host(2), 9)), "wider sums");
 }
