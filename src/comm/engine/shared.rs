@@ -6,7 +6,7 @@ use std::time::Duration;
 use convoke_store::interrupt;
 
 use super::completion::{Completion, Outcome, TimeLimit};
-use super::fast_path::{FastPath, RecvResult, SmallResult};
+use super::fast_path::{FastPath, MessageResult, SmallResult};
 use super::messages::is_large;
 use super::operation::{Answer, LiveRanks, Operation, Request, Task};
 use super::progress_lock;
@@ -95,18 +95,33 @@ impl Shared {
         }
     }
 
-    /// Sends a message to a rank of this host, if it has at most [`EAGER_BYTES`] and can be sent at once. Returns whether it
-    /// was sent; if not, nothing has happened.
+    /// Sends a message of at most [`EAGER_BYTES`], if no operation is queued, and waits until it is sent. Returns `None` if it
+    /// cannot; nothing was started then. `limit` is evaluated if the send must wait.
     #[inline(always)]
-    pub(crate) fn send_by_cell(&self, to: usize, call: Call, buffers: &SendRecvBuffers<'_>) -> bool {
-        !is_large(call)
-            && self.try_with_engine(|engine| engine.try_send_by_cell(to, call, buffers)) == Some(true)
+    pub(crate) fn send_eager(
+        &self,
+        to: usize,
+        call: Call,
+        buffers: &mut SendRecvBuffers<'_>,
+        limit: &dyn Fn() -> TimeLimit,
+    ) -> Option<Result<(), CommError>> {
+        if is_large(call) {
+            return None;
+        }
+        // SAFETY: as in `call`.
+        #[allow(unsafe_code)]
+        let buffers = unsafe { buffers.erase_lifetime() };
+        match self.try_with_engine(|engine| engine.try_send_eager(to, call, buffers, limit)) {
+            Some(MessageResult::Done) => Some(Ok(())),
+            Some(MessageResult::Queued(queued)) => Some(self.queued_message(*queued).map(drop)),
+            Some(MessageResult::NotInline) | None => None,
+        }
     }
 
-    /// Receives a message of at most [`EAGER_BYTES`] from a rank of this host, if no operation is queued. Waits until it is
-    /// done. Returns `None` if it cannot; nothing was started then. `limit` is evaluated if the receive must wait.
+    /// Receives a message of at most [`EAGER_BYTES`], if no operation is queued, and waits until it is done. Returns `None` if
+    /// it cannot; nothing was started then. `limit` is evaluated if the receive must wait.
     #[inline(always)]
-    pub(crate) fn recv_by_cell(
+    pub(crate) fn recv_eager(
         &self,
         from: usize,
         call: Call,
@@ -119,23 +134,25 @@ impl Shared {
         // SAFETY: as in `call`.
         #[allow(unsafe_code)]
         let buffers = unsafe { buffers.erase_lifetime() };
-        match self.try_with_engine(|engine| engine.try_recv_by_cell(from, call, buffers, limit)) {
-            Some(RecvResult::Done) => Some(Ok(Status { source: from, call })),
-            Some(RecvResult::Queued(queued)) => Some(self.queued_recv(*queued)),
-            Some(RecvResult::NotInline) | None => None,
+        match self.try_with_engine(|engine| engine.try_recv_eager(from, call, buffers, limit)) {
+            Some(MessageResult::Done) => Some(Ok(Status { source: from, call })),
+            Some(MessageResult::Queued(queued)) => {
+                let status = self.queued_message(*queued);
+                Some(status.map(|status| status.expect("a successful receive has a status")))
+            }
+            Some(MessageResult::NotInline) | None => None,
         }
     }
 
-    /// Waits for a receive that was begun inline and queued. Returns the status of its message.
+    /// Waits for a send or receive that was begun inline and queued.
     #[cold]
-    fn queued_recv(&self, queued: FastPath) -> Result<Status, CommError> {
-        let outcome = match queued {
+    fn queued_message(&self, queued: FastPath) -> Outcome {
+        match queued {
             FastPath::Done(status) => Ok(status),
             FastPath::Failed(error) => Err(*error),
             FastPath::Pending(completion) => self.outcome(&completion),
-            FastPath::NotInline => unreachable!("the receive was queued"),
-        };
-        outcome.map(|status| status.expect("a successful receive has a status"))
+            FastPath::NotInline => unreachable!("the message was queued"),
+        }
     }
 
     /// Runs operations concurrently, and waits for all. Returns the status of each message that was received.

@@ -19,9 +19,12 @@ impl Group {
     /// # Errors
     /// [`CommError::InvalidArgument`] if there is no rank `to`. Otherwise the error that ended the group.
     pub fn send<T: Transfer>(&self, buf: &[T], to: usize, tag: u32) -> Result<(), CommError> {
-        let (call, buffers) = self.checked_send(buf.into(), to, tag)?;
-        if self.shared().is_some_and(|shared| shared.send_by_cell(to, call, &buffers)) {
-            return Ok(());
+        let (call, mut buffers) = self.checked_send(buf.into(), to, tag)?;
+        let shared = self.shared();
+        if let Some(sent) =
+            shared.and_then(|shared| shared.send_eager(to, call, &mut buffers, &|| self.limit()))
+        {
+            return sent;
         }
         let buffer = buffers.into_borrowed(call.kind);
         self.carry_out(Ok(Some(Operation::Send { to, call, buffer }))).map(drop)
@@ -57,7 +60,7 @@ impl Group {
         let (call, mut buffers) = self.checked_recv(buf.into(), Some(from), tag)?;
         let shared = self.shared();
         if let Some(outcome) =
-            shared.and_then(|shared| shared.recv_by_cell(from, call, &mut buffers, &|| self.limit()))
+            shared.and_then(|shared| shared.recv_eager(from, call, &mut buffers, &|| self.limit()))
         {
             return outcome.map(|status| status.of::<T>());
         }

@@ -6,7 +6,7 @@ use convoke_recorder::layout;
 
 use super::budget::RetryBudget;
 use super::conditions::{MESSAGES_BETWEEN_CORE_CHECKS, first_attempts, ready_attempts, shares_core};
-use super::results::{FastPath, OperationSlot, RecvResult};
+use super::results::{FastPath, MessageResult, OperationSlot};
 use crate::buffer::{BorrowedBuffer, SendRecvBuffers};
 use crate::collectives::call::{Call, Status};
 use crate::engine::completion::{Completion, TimeLimit};
@@ -26,39 +26,78 @@ struct RecvRest {
 }
 
 impl Engine {
-    /// Sends a message by a cell to a rank of this host, if nothing is queued. Returns whether it was sent; if not, nothing
-    /// has happened.
+    /// Sends an eager message, if nothing is queued: inside a host by a cell. What a connection does not take at once is
+    /// queued with the time limit that `limit` returns.
     #[inline]
-    pub(crate) fn try_send_by_cell(&mut self, to: usize, call: Call, buffers: &SendRecvBuffers<'_>) -> bool {
-        if !self.host.ranks.contains(&to)
-            || !self.may_run_inline(WaitMedium::SharedMemory, MESSAGES_BETWEEN_CORE_CHECKS)
-        {
-            return false;
+    pub(crate) fn try_send_eager(
+        &mut self,
+        to: usize,
+        call: Call,
+        buffers: &mut SendRecvBuffers<'static>,
+        limit: &dyn Fn() -> TimeLimit,
+    ) -> MessageResult {
+        if !self.host.ranks.contains(&to) {
+            return self.try_send_over_connection(to, call, buffers, limit);
+        }
+        if !self.may_run_inline(WaitMedium::SharedMemory, MESSAGES_BETWEEN_CORE_CHECKS) {
+            return MessageResult::NotInline;
         }
         let bytes = buffers.sent(0..call.bytes() as usize);
         // A broken connection is reported by the next way that the caller tries.
         if !matches!(self.peers[to].messages.send_cell(call, bytes), Ok(true)) {
-            return false;
+            return MessageResult::NotInline;
         }
-        let entry = call_entry(layout::Operation::Send, Some(to), call, now_ns());
-        let _ = self.settings.flight.done(&entry);
-        true
+        self.record_sent(to, call);
+        MessageResult::Done
     }
 
-    /// Receives a message by a cell from a rank of this host, if nothing is queued. If it must wait, it is queued with the
-    /// time limit that `limit` returns.
+    /// Sends an eager message over a connection as [`Self::try_send_eager`] does.
+    #[inline(never)]
+    fn try_send_over_connection(
+        &mut self,
+        to: usize,
+        call: Call,
+        buffers: &mut SendRecvBuffers<'static>,
+        limit: &dyn Fn() -> TimeLimit,
+    ) -> MessageResult {
+        if !self.may_run_inline(WaitMedium::Connection, MESSAGES_BETWEEN_CORE_CHECKS) {
+            return MessageResult::NotInline;
+        }
+        let bytes = buffers.sent(0..call.bytes() as usize);
+        match self.peers[to].messages.send_direct(call, bytes) {
+            Ok(SendProgress::Nothing) => MessageResult::NotInline,
+            Ok(SendProgress::Complete) => {
+                self.record_sent(to, call);
+                MessageResult::Done
+            }
+            sent => {
+                let buffer = std::mem::replace(buffers, SendRecvBuffers::none()).into_borrowed(call.kind);
+                MessageResult::Queued(Box::new(self.queue_send(to, call, buffer, sent, limit())))
+            }
+        }
+    }
+
+    /// Records a send that is done already.
+    fn record_sent(&self, to: usize, call: Call) {
+        let entry = call_entry(layout::Operation::Send, Some(to), call, now_ns());
+        let _ = self.settings.flight.done(&entry);
+    }
+
+    /// Receives an eager message, if nothing is queued: inside a host by a cell. If it must wait, it is queued with the time
+    /// limit that `limit` returns.
     #[inline]
-    pub(crate) fn try_recv_by_cell(
+    pub(crate) fn try_recv_eager(
         &mut self,
         from: usize,
         call: Call,
         buffers: &mut SendRecvBuffers<'static>,
         limit: &dyn Fn() -> TimeLimit,
-    ) -> RecvResult {
-        if !self.host.ranks.contains(&from)
-            || !self.may_run_inline(WaitMedium::SharedMemory, MESSAGES_BETWEEN_CORE_CHECKS)
-        {
-            return RecvResult::NotInline;
+    ) -> MessageResult {
+        if !self.host.ranks.contains(&from) {
+            return self.try_recv_over_connection(from, call, buffers, limit);
+        }
+        if !self.may_run_inline(WaitMedium::SharedMemory, MESSAGES_BETWEEN_CORE_CHECKS) {
+            return MessageResult::NotInline;
         }
         let messages = &mut self.peers[from].messages;
         let mut into = buffers.received(0..call.bytes() as usize);
@@ -75,7 +114,7 @@ impl Engine {
                             // The receive has queued a frame that returns credit to the peer.
                             self.progress_messages(from);
                         }
-                        return RecvResult::Done;
+                        return MessageResult::Done;
                     }
                     Ok(RecvProgress::Nothing) => {}
                     rest => break 'attempts rest,
@@ -85,6 +124,26 @@ impl Engine {
         };
         drop(into);
         self.continue_recv(from, call, buffers, rest, limit)
+    }
+
+    /// Receives an eager message over a connection as [`Self::try_recv_eager`] does.
+    #[inline(never)]
+    fn try_recv_over_connection(
+        &mut self,
+        from: usize,
+        call: Call,
+        buffers: &mut SendRecvBuffers<'static>,
+        limit: &dyn Fn() -> TimeLimit,
+    ) -> MessageResult {
+        if self.peers[from].messages.conn.is_none()
+            || !self.may_run_inline(WaitMedium::Connection, MESSAGES_BETWEEN_CORE_CHECKS)
+        {
+            return MessageResult::NotInline;
+        }
+        let mut into = buffers.received(0..call.bytes() as usize);
+        let received = self.peers[from].messages.recv_direct(&self.any_source, call, &mut into);
+        drop(into);
+        self.continue_recv(from, call, buffers, received, limit)
     }
 
     /// Continues a receive, whose first attempts had the result `received`. If it must wait, it is queued with the time
@@ -97,16 +156,15 @@ impl Engine {
         buffers: &mut SendRecvBuffers<'static>,
         received: Result<RecvProgress, MessageError>,
         limit: &dyn Fn() -> TimeLimit,
-    ) -> RecvResult {
-        let Some(rest) = self.wait_recv(from, call, buffers, received) else { return RecvResult::Done };
+    ) -> MessageResult {
+        let Some(rest) = self.wait_recv(from, call, buffers, received) else { return MessageResult::Done };
         let buffer = std::mem::replace(buffers, SendRecvBuffers::none()).into_borrowed(call.kind);
-        RecvResult::Queued(Box::new(self.queue_recv(from, call, buffer, rest, limit())))
+        MessageResult::Queued(Box::new(self.queue_recv(from, call, buffer, rest, limit())))
     }
 
     pub(super) fn try_send_inline(&mut self, operation: &mut OperationSlot, limit: TimeLimit) -> FastPath {
         let Some(Operation::Send { to, call, buffer }) = operation else { return FastPath::NotInline };
-        let (to, call) = (*to, *call);
-        let entry = || call_entry(layout::Operation::Send, Some(to), call, now_ns());
+        let (to, call, len) = (*to, *call, buffer.len());
         if is_large(call) {
             // The receiver may have told that it is ready, or may do so at once.
             for _ in 0..ready_attempts(&self.settings) {
@@ -119,15 +177,35 @@ impl Engine {
                 }
             }
         }
-        let sent = self.peers[to].messages.send_direct(call, buffer);
+        let bytes = buffer.bytes(0..len);
+        // The queues handle a message from several pieces of memory.
+        let sent = if bytes.len() == len {
+            self.peers[to].messages.send_direct(call, bytes)
+        } else {
+            Ok(SendProgress::Nothing)
+        };
         if let Ok(SendProgress::Complete) = sent {
-            let _ = self.settings.flight.done(&entry());
+            self.record_sent(to, call);
             return FastPath::Done(None);
         }
-        let step = self.settings.flight.begin(&entry());
+        let buffer = std::mem::take(buffer);
+        self.queue_send(to, call, buffer, sent, limit)
+    }
+
+    /// Queues a send that was begun inline, whose first attempt had the result `sent`.
+    #[inline(never)]
+    fn queue_send(
+        &mut self,
+        to: usize,
+        call: Call,
+        buffer: BorrowedBuffer<'static>,
+        sent: Result<SendProgress, MessageError>,
+        limit: TimeLimit,
+    ) -> FastPath {
+        let entry = call_entry(layout::Operation::Send, Some(to), call, now_ns());
+        let step = self.settings.flight.begin(&entry);
         let completion = Arc::new(Completion::new(limit));
         let _ = completion.step.set(step);
-        let Some(Operation::Send { buffer, .. }) = operation.take() else { return FastPath::NotInline };
         let posted = PostedCall { call, buffer, completion: Arc::clone(&completion) };
         let messages = &mut self.peers[to].messages;
         match sent {

@@ -27,7 +27,7 @@ use crate::shm::collective::ShmCollective;
 use budget::RetryBudget;
 use conditions::{COLLECTIVES_BETWEEN_CORE_CHECKS, MESSAGES_BETWEEN_CORE_CHECKS, runs_function, shares_core};
 use results::OperationSlot;
-pub(super) use results::{FastPath, RecvResult, SmallResult};
+pub(super) use results::{FastPath, MessageResult, SmallResult};
 use small::{PendingSmall, SmallCallResult};
 
 impl Engine {

@@ -23,16 +23,16 @@ pub(crate) enum FastPath {
     Pending(Arc<Completion>),
 }
 
-/// The result of an attempt to receive a message by a cell.
+/// The result of an attempt to send or receive an eager message inline.
 ///
 /// It fits in two registers. With a larger result, a short message takes a tenth longer.
 #[derive(Debug)]
-pub(crate) enum RecvResult {
+pub(crate) enum MessageResult {
     /// Nothing was started.
     NotInline,
-    /// A message of the length of the buffer was received.
+    /// The message was sent, or a message of the length of the buffer was received.
     Done,
-    /// The receive had to be queued.
+    /// The call had to be queued.
     Queued(Box<FastPath>),
 }
 

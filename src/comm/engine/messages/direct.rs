@@ -10,7 +10,6 @@ use super::{
     AnySourceQueue, EAGER_BYTES, Match, MessageError, OutgoingFrame, PeerMessages, PendingSend, PostedCall,
     ReadState, Stage, check_type, credit_for,
 };
-use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::Call;
 use crate::fault::fault_point;
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind};
@@ -42,17 +41,9 @@ pub(crate) enum RecvProgress {
 }
 
 impl PeerMessages {
-    /// Sends as much of a message as the connection takes now.
-    pub(crate) fn send_direct(
-        &mut self,
-        call: Call,
-        buffer: &BorrowedBuffer<'_>,
-    ) -> Result<SendProgress, MessageError> {
-        let (len, seq) = (buffer.len(), self.next_seq);
-        let bytes = buffer.bytes(0..len);
-        if bytes.len() < len {
-            return Ok(SendProgress::Nothing);
-        }
+    /// Sends as much of the message `bytes` as the connection takes now.
+    pub(crate) fn send_direct(&mut self, call: Call, bytes: &[u8]) -> Result<SendProgress, MessageError> {
+        let (len, seq) = (bytes.len(), self.next_seq);
         if len <= EAGER_BYTES && self.send_cell(call, bytes)? {
             return Ok(SendProgress::Complete);
         }

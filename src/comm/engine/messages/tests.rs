@@ -45,7 +45,7 @@ impl Message {
         let buffer = unsafe { BorrowedBuffer::default().with_ref(0, &self.sent[..]).erase_lifetime() };
         let completion = self.sending.insert(completion());
         let (call, completion) = (call(self.sent.len(), self.tag), Arc::clone(completion));
-        let sent = if directly { from.send_direct(call, &buffer).unwrap() } else { SendProgress::Nothing };
+        let sent = if directly { from.send_direct(call, &self.sent).unwrap() } else { SendProgress::Nothing };
         let posted = PostedCall { call, buffer, completion };
         match sent {
             SendProgress::Complete => posted.completion.complete(Ok(None)),
