@@ -22,6 +22,9 @@ const MIN_SWITCH_TIME: Duration = Duration::from_nanos(900);
 /// Most yields that let another thread run, although each rank has a core. After so many, this rank sleeps
 /// once or moves to another core.
 const MAX_SWITCHES: u32 = 16;
+/// Number of waits that yield at once, after a wait whose first yield let another thread run although each rank has a core.
+/// The awaited rank is then probably on this core, and a rank that spins keeps it from sending.
+const SHARED_CORE_WAITS: u32 = 8;
 /// If yields take at least this long, a thread of the core computes without end: it runs until its time slice
 /// is over, 3 to 4 ms. A sleeping rank gets the core back as soon as its data comes.
 const BUSY_CORE_YIELD_TIME: Duration = Duration::from_millis(1);
@@ -104,6 +107,10 @@ pub(super) struct WaitPolicy {
     idle_yields: u32,
     /// Yields since the last sleep that let another thread run.
     switches: u32,
+    /// Waits that yield at once, because the awaited rank probably runs on this core.
+    shared_core_waits: u32,
+    /// The first yield of this wait let another thread run.
+    switched_at_once: bool,
     /// Yields in a row that took as long as on a busy core.
     long_yields: u32,
     /// Waits that sleep instead of yielding, because this core is busy: of small operations, and of large ones.
@@ -138,6 +145,8 @@ impl WaitPolicy {
             yields: 0,
             idle_yields: 0,
             switches: 0,
+            shared_core_waits: 0,
+            switched_at_once: false,
             long_yields: 0,
             without_yields: [0; 2],
             is_large: false,
@@ -154,6 +163,7 @@ impl WaitPolicy {
         let busy_core = self.without_yields[usize::from(is_large)] > 0;
         let spins_only = |spins| Limits { spins, yields: 0, idle_yields: 0 };
         let limits = match (self.oversubscription, medium) {
+            (Oversubscription::No, _) if self.shared_core_waits > 0 => spins_only(0),
             (Oversubscription::No, WaitMedium::SharedMemory) => spins_only(INLINE_SPINS),
             (Oversubscription::No, WaitMedium::Connection) if busy_core => spins_only(SPINS),
             (Oversubscription::No, WaitMedium::Connection) => spins_only(CONNECTION_SPINS),
@@ -184,6 +194,9 @@ impl WaitPolicy {
 
     /// Notes that data has moved, so that the next wait starts with spins again.
     pub(super) fn record_progress(&mut self) {
+        if !std::mem::take(&mut self.switched_at_once) && self.yields > 0 {
+            self.shared_core_waits = self.shared_core_waits.saturating_sub(1);
+        }
         (self.spins, self.yields, self.idle_yields) = (0, 0, 0);
     }
 
@@ -196,7 +209,8 @@ impl WaitPolicy {
         let Limits { spins, yields, idle_yields } = self.limits;
         let has_core = self.oversubscription == Oversubscription::No;
         let shared = has_core && self.switches >= MAX_SWITCHES;
-        if !background && !shared && !self.shares_core && self.spins < spins {
+        let shares_core = self.shares_core || self.shared_core_waits > 0;
+        if !background && !shared && !shares_core && self.spins < spins {
             self.spins += 1;
             return WaitAction::Spin;
         }
@@ -244,6 +258,9 @@ impl WaitPolicy {
         if took >= MIN_SWITCH_TIME {
             self.switches = self.switches.saturating_add(1);
             self.idle_yields = 0;
+            if self.oversubscription == Oversubscription::No && self.yields == 1 && took < long {
+                (self.shared_core_waits, self.switched_at_once) = (SHARED_CORE_WAITS, true);
+            }
         } else {
             self.idle_yields += 1;
         }
@@ -356,7 +373,27 @@ mod tests {
         let waits = (0..BOUND).take_while(|_| short_wait(&mut wait_policy) == WaitAction::Yield).count();
         assert!((1..BOUND).contains(&waits), "{waits}");
         assert_eq!(short_wait(&mut wait_policy), WaitAction::Yield, "only once");
+        assert_eq!(wait_policy.next_action(false), WaitAction::Yield, "it does not spin on a shared core");
+    }
+
+    #[test]
+    fn rank_whose_first_yield_runs_another_thread_yields_at_once_in_the_next_waits() {
+        let mut wait_policy = WaitPolicy::new(Oversubscription::No);
+        assert_eq!(short_wait(&mut wait_policy), WaitAction::Yield);
+        for medium in [WaitMedium::SharedMemory, WaitMedium::Connection] {
+            let inline = until_sleep(&mut wait_policy.for_inline(medium, 0), IDLE_YIELD);
+            assert_eq!(inline, [WaitAction::Sleep], "the call is queued at once");
+        }
+        for wait in 0..SHARED_CORE_WAITS {
+            assert_eq!(wait_policy.next_action(false), WaitAction::Yield, "wait {wait}");
+            // Only the first yield of a wait counts.
+            wait_policy.record_yield(IDLE_YIELD);
+            assert_eq!(wait_policy.next_action(false), WaitAction::Yield);
+            wait_policy.record_yield(SWITCHED);
+            wait_policy.record_progress();
+        }
         assert_eq!(wait_policy.next_action(false), WaitAction::Spin);
+        assert!(until_sleep(&mut wait_policy.for_inline(WaitMedium::Connection, 0), IDLE_YIELD).len() > 20);
     }
 
     #[test]
