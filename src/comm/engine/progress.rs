@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::Instant;
 
+use nix::sys::resource::{UsageWho, getrusage};
+
 use super::collectives::Collective;
 use super::execution::Paths;
 use super::mux;
@@ -86,6 +88,7 @@ impl Engine {
             self.collect();
             let moved = self.progress();
             if goal.is_reached() {
+                self.driver.wait_policy.record_end();
                 return;
             }
             if let Some(failure) = self.failure.as_ref().filter(|_| !goal.is_background()) {
@@ -114,9 +117,13 @@ impl Engine {
                     if self.driver.rounds.is_multiple_of(ROUNDS_BETWEEN_POLLS) {
                         self.driver.affinity.move_to_assigned_core();
                     }
+                    let switches = self.driver.wait_policy.is_first_yield().then(context_switches);
                     let begin = Instant::now();
                     std::thread::yield_now();
                     self.driver.wait_policy.record_yield(begin.elapsed());
+                    if let Some(before) = switches {
+                        self.driver.wait_policy.record_first_yield(context_switches() != before);
+                    }
                 }
                 WaitAction::Sleep
                     if !goal.is_background()
@@ -135,6 +142,12 @@ impl Engine {
             }
         }
     }
+}
+
+/// Returns how often the kernel has switched from this thread to another.
+fn context_switches() -> Option<i64> {
+    let usage = getrusage(UsageWho::RUSAGE_THREAD).ok()?;
+    Some(usage.voluntary_context_switches() + usage.involuntary_context_switches())
 }
 
 impl Drive for Engine {

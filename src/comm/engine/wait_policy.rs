@@ -200,6 +200,14 @@ impl WaitPolicy {
         (self.spins, self.yields, self.idle_yields) = (0, 0, 0);
     }
 
+    /// Notes that the caller's operation is done. With more ranks than cores, the counts go on, so that a rank sleeps now and
+    /// then although each of its waits is short.
+    pub(super) fn record_end(&mut self) {
+        if self.oversubscription == Oversubscription::No {
+            self.record_progress();
+        }
+    }
+
     /// Returns the next action after an attempt that moved nothing. `background` says that no caller waits.
     ///
     /// If each rank has a core, the background thread sleeps at once, so that it takes no core from threads that
@@ -258,11 +266,21 @@ impl WaitPolicy {
         if took >= MIN_SWITCH_TIME {
             self.switches = self.switches.saturating_add(1);
             self.idle_yields = 0;
-            if self.oversubscription == Oversubscription::No && self.yields == 1 && took < long {
-                (self.shared_core_waits, self.switched_at_once) = (SHARED_CORE_WAITS, true);
-            }
         } else {
             self.idle_yields += 1;
+        }
+    }
+
+    /// Returns whether the last action was the first yield of a wait, and [`Self::record_first_yield`] is to be called.
+    pub(super) fn is_first_yield(&self) -> bool {
+        self.oversubscription == Oversubscription::No && self.yields == 1
+    }
+
+    /// Notes whether the kernel switched to another thread in the first yield of a wait. [`Self::record_yield`] comes before.
+    pub(super) fn record_first_yield(&mut self, ran_another: bool) {
+        // After a long yield, the core has a thread that computes without end.
+        if ran_another && self.long_yields == 0 {
+            (self.shared_core_waits, self.switched_at_once) = (SHARED_CORE_WAITS, true);
         }
     }
 }
@@ -329,7 +347,11 @@ mod tests {
             }
             step = wait_policy.next_action(false);
         }
+        let is_first = wait_policy.is_first_yield();
         wait_policy.record_yield(SWITCHED);
+        if is_first {
+            wait_policy.record_first_yield(true);
+        }
         wait_policy.record_progress();
         step
     }
@@ -386,10 +408,11 @@ mod tests {
         }
         for wait in 0..SHARED_CORE_WAITS {
             assert_eq!(wait_policy.next_action(false), WaitAction::Yield, "wait {wait}");
-            // Only the first yield of a wait counts.
-            wait_policy.record_yield(IDLE_YIELD);
-            assert_eq!(wait_policy.next_action(false), WaitAction::Yield);
+            assert!(wait_policy.is_first_yield());
             wait_policy.record_yield(SWITCHED);
+            wait_policy.record_first_yield(false);
+            assert_eq!(wait_policy.next_action(false), WaitAction::Yield);
+            assert!(!wait_policy.is_first_yield(), "only the first yield of a wait counts");
             wait_policy.record_progress();
         }
         assert_eq!(wait_policy.next_action(false), WaitAction::Spin);
