@@ -76,6 +76,10 @@ impl Engine {
         let step = settings.flight.begin(&entry);
         let mut budget = RetryBudget::new(settings, driver, WaitMedium::Connection, call.bytes());
         let error = loop {
+            // The data of the peer may have come already, so this rank looks before it yields.
+            if let (Ok(_), Some(conn)) = (&result, peers.connection(peer)) {
+                result = exchange.progress(conn, buffers, kernel);
+            }
             match result {
                 Ok(_) if exchange.is_finished() => {
                     fault_point("moved", seq, 0);
@@ -86,8 +90,6 @@ impl Engine {
                 Ok(_) => break None,
                 Err(error) => break Some(error),
             }
-            let Some(conn) = peers.connection(peer) else { break None };
-            result = exchange.progress(conn, buffers, kernel);
         };
         Some(Rest { exchange, step, error })
     }
