@@ -182,6 +182,11 @@ impl<'a> SendRecvBuffers<'a> {
         buffer
     }
 
+    /// Takes these buffers out, as a list of parts for a collective of this kind.
+    pub(crate) fn take(&mut self, kind: CallKind) -> BorrowedBuffer<'a> {
+        std::mem::replace(self, Self::none()).into_borrowed(kind)
+    }
+
     /// Returns the buffers of a collective of this kind as a list of parts.
     pub(crate) fn into_borrowed(mut self, kind: CallKind) -> BorrowedBuffer<'a> {
         let is_in_place = self.is_in_place();

@@ -52,4 +52,5 @@ pub(crate) use operation::{Operation, Transport, run_single_rank};
 pub(crate) use settings::{ParentLinks, Settings};
 pub(crate) use shared::Shared;
 pub(crate) use state::Engine;
+pub(crate) use streams::Shape;
 pub(crate) use wait_policy::{CoreSharing, Oversubscription};

@@ -12,10 +12,10 @@ use super::operation::{Answer, LiveRanks, Operation, Request, Task};
 use super::progress_lock;
 use super::settings::ParentLinks;
 use super::state::Engine;
+use super::streams::Shape;
 use crate::buffer::SendRecvBuffers;
 use crate::collectives::call::{Call, Status};
 use crate::collectives::kernels::Kernel;
-use crate::collectives::plan::Plan;
 use crate::error::CommError;
 #[cfg(doc)]
 use crate::transport::links::EAGER_BYTES;
@@ -66,14 +66,13 @@ impl Shared {
         self.small_result(self.try_with_engine(|engine| engine.try_small(call, buffers, kernel, limit)))
     }
 
-    /// Runs a collective with this plan over connections, if it exchanges a few bytes with one peer and no operation is
-    /// queued, and waits until it is done. Returns `None` if it cannot; nothing was started then. `limit` is evaluated if the
-    /// call must wait.
+    /// Runs a short exchange of this `shape`, if no operation is queued, and waits until it is done. Returns `None` if it
+    /// cannot; nothing was started then. `limit` is evaluated if the call must wait.
     #[inline(always)]
     pub(crate) fn call_short(
         &self,
         call: Call,
-        plan: &Plan,
+        shape: Shape,
         buffers: &mut SendRecvBuffers<'_>,
         kernel: Option<&Kernel>,
         limit: &dyn Fn() -> TimeLimit,
@@ -81,7 +80,7 @@ impl Shared {
         // SAFETY: as in `call`.
         #[allow(unsafe_code)]
         let buffers = unsafe { buffers.erase_lifetime() };
-        let result = self.try_with_engine(|engine| engine.try_short(call, plan, buffers, kernel, limit));
+        let result = self.try_with_engine(|engine| engine.try_short(call, shape, buffers, kernel, limit));
         self.small_result(result)
     }
 

@@ -7,7 +7,7 @@ use crate::bootstrap::BootstrapConfig;
 use crate::buffer::{BorrowedBuffer, CollectiveBuffers, Scratch, SendRecvBuffers};
 use crate::collectives::kernels::Kernel;
 use crate::collectives::plan::{self, Algorithm, Blocks, Input, Plan, Rounding};
-use crate::engine::{self, Transport};
+use crate::engine::{self, Shape, Transport};
 use crate::error::require;
 use crate::shm;
 
@@ -55,24 +55,36 @@ impl Group {
     pub(super) fn run_collective(&self, collective: Checked<'_>) -> Result<(), CommError> {
         let mut collective = collective?;
         let Collective { call, ref mut buffers, ref kernel } = collective;
-        if let Some(shared) = &self.inner.shared {
-            self.inner.check_caller()?;
-            let (kernel, limit) = (kernel.as_ref(), || self.limit());
-            let result = if self.inner.runs_in_shared_memory(&call) {
-                shared.call_small(call, buffers, kernel, &limit)
-            } else {
-                shared.call_short(call, &self.inner.plan(call), buffers, kernel, &limit)
-            };
-            if let Some(result) = result {
+        let Some(shared) = &self.inner.shared else {
+            return self.carry_out(self.prepare(collective)).map(drop);
+        };
+        self.inner.check_caller()?;
+        let limit = || self.limit();
+        if self.inner.runs_in_shared_memory(&call) {
+            if let Some(result) = shared.call_small(call, buffers, kernel.as_ref(), &limit) {
                 return result;
             }
+            return self.carry_out(self.prepare(collective)).map(drop);
         }
-        self.carry_out(self.prepare(collective)).map(drop)
+        let plan = self.inner.plan(call);
+        if let Some(shape) = Shape::of(&plan, call, buffers, kernel.as_ref())
+            && let Some(result) = shared.call_short(call, shape, buffers, kernel.as_ref(), &limit)
+        {
+            return result;
+        }
+        let Collective { buffers, kernel, .. } = collective;
+        let prepared = self.collective(call, || plan, self.with_scratch(call, buffers), kernel);
+        self.carry_out(prepared).map(drop)
     }
 
     /// Prepares a collective whose plan (schedule of transfers) depends only on its descriptor.
     pub(super) fn prepare<'a>(&self, Collective { call, buffers, kernel }: Collective<'a>) -> Prepared<'a> {
-        let buffers = match call.kind {
+        self.planned(call, self.with_scratch(call, buffers), kernel)
+    }
+
+    /// Returns the buffers of a call with the memory of its own that its plan needs.
+    fn with_scratch<'a>(&self, call: Call, buffers: SendRecvBuffers<'a>) -> CollectiveBuffers<'a> {
+        match call.kind {
             CallKind::ReduceScatter if self.inner.needs_scratch_copy(&call) => {
                 buffers.with_scratch_blocks().into()
             }
@@ -83,8 +95,7 @@ impl Group {
                 BorrowedBuffer::default().with_scratch(0, scratch).into()
             }
             _ => CollectiveBuffers::from(buffers),
-        };
-        self.planned(call, buffers, kernel)
+        }
     }
 
     /// Prepares a collective over `buffers`; `plan` returns its schedule of transfers.

@@ -71,7 +71,7 @@ impl Engine {
                 MessageResult::Done
             }
             sent => {
-                let buffer = std::mem::replace(buffers, SendRecvBuffers::none()).into_borrowed(call.kind);
+                let buffer = buffers.take(call.kind);
                 MessageResult::Queued(Box::new(self.queue_send(to, call, buffer, sent, limit())))
             }
         }
@@ -158,7 +158,7 @@ impl Engine {
         limit: &dyn Fn() -> TimeLimit,
     ) -> MessageResult {
         let Some(rest) = self.wait_recv(from, call, buffers, received) else { return MessageResult::Done };
-        let buffer = std::mem::replace(buffers, SendRecvBuffers::none()).into_borrowed(call.kind);
+        let buffer = buffers.take(call.kind);
         MessageResult::Queued(Box::new(self.queue_recv(from, call, buffer, rest, limit())))
     }
 

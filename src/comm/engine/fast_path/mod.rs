@@ -48,7 +48,7 @@ impl Engine {
             SmallCallResult::Done => SmallResult::Done,
             SmallCallResult::NotSmall => SmallResult::NotInline,
             SmallCallResult::Pending(rest) => {
-                let buffer = std::mem::replace(buffers, SendRecvBuffers::none()).into_borrowed(call.kind);
+                let buffer = buffers.take(call.kind);
                 SmallResult::Pending(self.enqueue_small(call, *rest, buffer, kernel.cloned(), limit()))
             }
         }

@@ -5,10 +5,9 @@ use std::sync::Arc;
 use super::budget::RetryBudget;
 use super::conditions::{COLLECTIVES_BETWEEN_CORE_CHECKS, shares_core};
 use super::results::SmallResult;
-use crate::buffer::SendRecvBuffers;
+use crate::buffer::{BorrowedBuffer, SendRecvBuffers};
 use crate::collectives::call::Call;
 use crate::collectives::kernels::Kernel;
-use crate::collectives::plan::Plan;
 use crate::engine::completion::{Completion, TimeLimit};
 use crate::engine::execution::PeerConnections;
 use crate::engine::recording::short_entry;
@@ -28,24 +27,23 @@ struct Rest {
 }
 
 impl Engine {
-    /// Runs a collective with this plan inline, if it is a short exchange with one peer and nothing is queued. If it must
-    /// wait, it is queued with the time limit that `limit` returns.
+    /// Runs a short exchange of this `shape` inline, if nothing is queued. If it must wait, it is queued with the time limit
+    /// that `limit` returns.
     #[inline]
     pub(crate) fn try_short(
         &mut self,
         call: Call,
-        plan: &Plan,
+        shape: Shape,
         buffers: &mut SendRecvBuffers<'static>,
         kernel: Option<&Kernel>,
         limit: &dyn Fn() -> TimeLimit,
     ) -> SmallResult {
-        let Some(shape) = Shape::of(plan, call, buffers, kernel) else { return SmallResult::NotInline };
         if !self.may_run_inline(WaitMedium::Connection, COLLECTIVES_BETWEEN_CORE_CHECKS) {
             return SmallResult::NotInline;
         }
         let Some(rest) = self.run_short(call, shape, buffers, kernel) else { return SmallResult::Done };
-        let buffers = std::mem::replace(buffers, SendRecvBuffers::none());
-        SmallResult::Pending(self.enqueue_short(call, rest, buffers, kernel.cloned(), limit()))
+        let buffer = buffers.take(call.kind);
+        SmallResult::Pending(self.enqueue_short(call, rest, buffer, kernel.cloned(), limit()))
     }
 
     /// Runs a short exchange as far as possible with short waits only. Returns the rest of it; `None` if it is done.
@@ -100,12 +98,11 @@ impl Engine {
         &mut self,
         call: Call,
         Rest { exchange, step, error }: Rest,
-        buffers: SendRecvBuffers<'static>,
+        buffer: BorrowedBuffer<'static>,
         kernel: Option<Kernel>,
         limit: TimeLimit,
     ) -> Arc<Completion> {
         let seq = exchange.seq();
-        let buffer = buffers.into_borrowed(call.kind);
         let run = QueuedExchange::new(exchange, buffer, kernel, error.is_some());
         self.enqueue((call, seq), Box::new(run), limit, step, error)
     }
