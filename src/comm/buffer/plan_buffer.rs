@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::{BorrowedBuffer, BytesMut};
 use crate::collectives::kernels::{ACCUMULATOR_BYTES, F32Conversion, Kernel, SourceBytes};
 use crate::collectives::plan::{Apply, Plan};
-use crate::transport::links::conn::MAX_READ_AHEAD_BYTES;
+use crate::transport::links::read_ahead::MAX_READ_AHEAD_BYTES;
 
 #[derive(Debug)]
 pub(crate) struct PlanBuffer<'m> {

@@ -3,14 +3,9 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::ops::{Deref, DerefMut};
 
+use super::read_ahead::{MAX_READ_AHEAD_BYTES, MIN_READ_AHEAD_BYTES, ReadAhead};
 use super::{CellHeader, CellMessage, Link};
 use crate::collectives::kernels::SourceBytes;
-
-/// Smallest size of the read-ahead buffer of a connection, in bytes.
-const MIN_READ_AHEAD_BYTES: usize = 16 << 10;
-/// Largest size of the read-ahead buffer, in bytes, for connections whose received elements are reduced. One
-/// system call can fill the buffer, and the buffer fits in the L2 cache.
-pub(crate) const MAX_READ_AHEAD_BYTES: usize = 256 << 10;
 
 /// Most bytes that one write passes to a connection, so that other peers get their turn. A socket takes at most the bytes
 /// that fit into its send buffer, 4 MiB in Linux. Few long writes are faster: 4 MiB in writes of 256 KiB take up to 1.2
@@ -35,87 +30,67 @@ pub(crate) enum ConnError {
 #[derive(Debug)]
 pub(crate) struct Conn {
     link: Box<dyn Link>,
-    buffer: Vec<u8>,
-    /// Unused bytes are `buffer[start..end]`.
-    start: usize,
-    end: usize,
+    ahead: ReadAhead,
     /// Bytes that were read ahead, and that follow the message which the link [reads elsewhere](Link::reads_elsewhere).
     later: Vec<u8>,
 }
 
 impl Conn {
     pub(crate) fn new(link: Box<dyn Link>) -> Self {
-        Self { link, buffer: Vec::new(), start: 0, end: 0, later: Vec::new() }
+        Self { link, ahead: ReadAhead::default(), later: Vec::new() }
     }
 
     /// Returns the bytes that were read and not consumed.
     pub(crate) fn unread(&self) -> &[u8] {
-        &self.buffer[self.start..self.end]
+        self.ahead.unread()
     }
 
     pub(crate) fn consume(&mut self, bytes: usize) {
-        debug_assert!(bytes <= self.end - self.start);
-        self.start += bytes;
-        if self.start == self.end {
-            (self.start, self.end) = (0, 0);
-        }
+        self.ahead.consume(bytes);
     }
 
     /// Reads from the link into the read-ahead buffer, up to `limit` unread bytes in it. Returns the number
     /// of bytes read, 0 if none are available now.
     pub(crate) fn fill(&mut self, limit: usize) -> Result<usize, ConnError> {
+        let unread = self.ahead.unread().len();
         let limit = limit.min(MAX_READ_AHEAD_BYTES);
-        let unread = self.end - self.start;
         if limit <= unread {
             return Ok(0);
         }
-        let room = limit.next_power_of_two().max(MIN_READ_AHEAD_BYTES);
-        if self.buffer.is_empty() {
-            // Most connections of most groups never have data, or only a little. So the buffer is made when
-            // data comes, and gets its full size at the next read.
+        if self.ahead.is_new() {
             let mut first = [0; FIRST_READ_BYTES];
             let bytes = recv(&mut *self.link, &mut self.later, &mut first[..limit.min(FIRST_READ_BYTES)])?;
-            self.buffer.extend_from_slice(&first[..bytes]);
-            self.end = bytes;
+            self.ahead.begin(&first[..bytes]);
             return Ok(bytes);
         }
-        if self.buffer.len() < room {
-            self.buffer.resize(room, 0);
-        }
-        if self.start + limit > self.buffer.len() {
-            self.buffer.copy_within(self.start..self.end, 0);
-            (self.start, self.end) = (0, unread);
-        }
-        let target = &mut self.buffer[self.end..self.start + limit];
-        let bytes = recv(&mut *self.link, &mut self.later, target)?;
-        self.end += bytes;
+        let bytes = recv(&mut *self.link, &mut self.later, self.ahead.space(limit - unread))?;
+        self.ahead.add(bytes);
         Ok(bytes)
     }
 
     /// Reads a header of `header` bytes into the read-ahead buffer, which has less, and the bytes behind it into `into`, by
     /// one system call. Returns the number of bytes in `into`. The caller must know that they belong there, or end the group.
     pub(crate) fn fill_header(&mut self, header: usize, into: &mut [u8]) -> Result<usize, ConnError> {
-        if self.buffer.len() < header || self.start > 0 || !self.later.is_empty() {
+        if self.ahead.is_new() || !self.later.is_empty() {
             return self.fill(header).map(|_| 0);
         }
         let most = into.len().min(MAX_READ_AHEAD_BYTES - header);
-        let ahead = self.end;
-        let parts =
-            &mut [IoSliceMut::new(&mut self.buffer[ahead..header]), IoSliceMut::new(&mut into[..most])];
+        let rest = header - self.ahead.unread().len();
+        let parts = &mut [IoSliceMut::new(self.ahead.space(rest)), IoSliceMut::new(&mut into[..most])];
         let bytes = received(|| self.link.try_recv_vectored(parts))?;
-        self.end = header.min(ahead + bytes);
-        Ok(ahead + bytes - self.end)
+        self.ahead.add(bytes.min(rest));
+        Ok(bytes.saturating_sub(rest))
     }
 
     /// Reads from the link into `parts`; the read-ahead buffer must be empty. Returns how many bytes, maybe 0.
     pub(crate) fn recv_vectored(&mut self, parts: &mut [IoSliceMut<'_>]) -> Result<usize, ConnError> {
-        debug_assert_eq!(self.start, self.end);
+        debug_assert!(self.unread().is_empty());
         received(|| self.link.try_recv_vectored(parts))
     }
 
     /// Reads from the link into `into`; the read-ahead buffer must be empty. Returns how many bytes, maybe 0.
     pub(crate) fn recv(&mut self, into: &mut [u8]) -> Result<usize, ConnError> {
-        debug_assert_eq!(self.start, self.end);
+        debug_assert!(self.unread().is_empty());
         recv(&mut *self.link, &mut self.later, into)
     }
 
@@ -172,29 +147,29 @@ impl Conn {
             return Err(ConnError::Failed(io::Error::new(io::ErrorKind::InvalidData, what)));
         }
         self.take_cell(&mut [])?;
-        if self.link.reads_elsewhere() && self.start < self.end {
-            let ahead = self.end - self.start;
-            self.later.splice(..0, self.buffer[self.start..self.end].iter().copied());
-            self.consume(ahead);
+        if self.link.reads_elsewhere() && !self.unread().is_empty() {
+            self.later.splice(..0, self.ahead.unread().iter().copied());
+            self.ahead.consume(self.ahead.unread().len());
         }
         Ok(())
     }
 
     /// Returns the number of bytes of the stream that were consumed.
     fn consumed(&self) -> u64 {
-        self.link.received() - (self.end - self.start + self.later.len()) as u64
+        self.link.received() - (self.unread().len() + self.later.len()) as u64
     }
 
     /// Reads and discards available bytes. Returns true if the peer has closed its end or the link failed.
     pub(crate) fn discard(&mut self) -> bool {
-        (self.start, self.end) = (0, 0);
         for _ in 0..64 {
+            self.consume(self.unread().len());
             match self.fill(MIN_READ_AHEAD_BYTES) {
                 Ok(0) => return false,
-                Ok(_) => (self.start, self.end) = (0, 0),
+                Ok(_) => {}
                 Err(_) => return true,
             }
         }
+        self.consume(self.unread().len());
         false
     }
 }

@@ -9,6 +9,7 @@ pub(crate) mod fake;
 pub(crate) mod fault_injection;
 pub(crate) mod fork;
 pub(crate) mod hello;
+pub(crate) mod read_ahead;
 pub(crate) mod tcp;
 #[cfg(test)]
 mod wrapper;

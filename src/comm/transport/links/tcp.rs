@@ -11,8 +11,8 @@ use smallvec::SmallVec;
 use socket2::{Domain, Protocol, Socket, TcpKeepalive, Type};
 
 use super::Link;
-use super::conn::MAX_READ_AHEAD_BYTES;
 use super::fork::CloseOnFork;
+use super::read_ahead::MAX_READ_AHEAD_BYTES;
 
 /// Maximum number of connections that the kernel queues for a listening socket until the rank accepts them.
 const BACKLOG: i32 = 4096;
