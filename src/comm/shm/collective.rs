@@ -10,7 +10,7 @@ use super::small_call::SmallCall;
 use super::{AwaitedRanks, HostMemory};
 use crate::buffer::{BorrowedBuffer, PlanBuffer};
 use crate::collectives::call::{Call, CallKind};
-use crate::collectives::kernels::Kernel;
+use crate::collectives::kernels::{Kernel, is_uncached, store_fence};
 use crate::collectives::plan::Plan;
 use crate::error::{ExecutionError, PeerMisbehaved};
 use crate::fault::fault_point;
@@ -38,6 +38,8 @@ pub(crate) struct ShmCollective {
     pub(crate) waits: AwaitedRanks,
     published: u64,
     fetched: u64,
+    /// Elements were fetched with non-temporal stores, after which there was no fence yet.
+    needs_fence: bool,
 }
 
 impl ShmCollective {
@@ -106,6 +108,7 @@ impl ShmCollective {
             waits: AwaitedRanks::new(),
             published: 0,
             fetched: 0,
+            needs_fence: false,
         }
     }
 
@@ -114,13 +117,12 @@ impl ShmCollective {
         (self.fetched, self.schedule.volume().1)
     }
 
-    /// Returns the number of bytes by which a fetch chooses between cached and non-temporal stores. It is that of the
-    /// whole call. If the result replaces the input, a byte counts a quarter. Such a call uses half the memory, and
-    /// its result is often the input of the next call.
-    fn uncached_bytes(&self) -> usize {
+    /// Returns whether a fetch uses non-temporal stores. It depends on the bytes of the whole call. If the result replaces the
+    /// input, a byte counts a quarter. Such a call uses half the memory, and its result is often the input of the next call.
+    fn is_uncached(&self) -> bool {
         let total = self.schedule.volume().1 as usize;
         let is_in_place = matches!(self.call.kind, CallKind::AllReduce | CallKind::Broadcast);
-        if is_in_place { total / 4 } else { total }
+        is_uncached(if is_in_place { total / 4 } else { total })
     }
 
     /// Bytes published so far, and in total.
@@ -130,6 +132,14 @@ impl ShmCollective {
 
     /// Does all steps that are possible now, at most one batch. Returns whether it did any step.
     pub(crate) fn progress(&mut self, memory: &mut HostMemory) -> Result<bool, ExecutionError> {
+        let any = self.execute_steps(memory);
+        if std::mem::take(&mut self.needs_fence) {
+            store_fence();
+        }
+        any
+    }
+
+    fn execute_steps(&mut self, memory: &mut HostMemory) -> Result<bool, ExecutionError> {
         if self.batch == 0 {
             memory.allocate(&self.call_number, &self.schedule)?;
         }
@@ -217,8 +227,10 @@ impl ShmCollective {
             }
             ScheduleStep::Fetch { from, area, at, range } => {
                 let location = self.location(from, memory.me, area, at);
-                let total = self.uncached_bytes();
-                self.fetched += copy_reduce::fetch(memory, &mut self.buffer, range, location, total) as u64;
+                let uncached = self.is_uncached();
+                self.needs_fence |= uncached;
+                self.fetched +=
+                    copy_reduce::fetch(memory, &mut self.buffer, range, location, uncached) as u64;
                 fault_point("received", self.seq, self.fetched as usize);
             }
             ScheduleStep::ReduceDirect { range } => {

@@ -187,15 +187,15 @@ pub(super) fn publish(
     range.start - start
 }
 
-/// Copies from `location` in shared memory to `range` of `elements`, as a part of a call that fetches `total` bytes.
-/// Returns the number of bytes.
+/// Copies from `location` in shared memory to `range` of `elements`. Returns the number of bytes. If `uncached` is set, it uses
+/// non-temporal stores, and the caller must call [`store_fence`] before another thread can use the elements.
 #[inline(always)]
 pub(super) fn fetch(
     memory: &HostMemory,
     elements: &mut impl Elements,
     mut range: Range<usize>,
     location: Location,
-    total: usize,
+    uncached: bool,
 ) -> usize {
     let start = range.start;
     while !range.is_empty() {
@@ -204,7 +204,10 @@ pub(super) fn fetch(
         if bytes == 0 {
             break;
         }
-        location.at_rank(location.rank, range.start - start).view(memory, bytes).read_part(&mut into, total);
+        location
+            .at_rank(location.rank, range.start - start)
+            .view(memory, bytes)
+            .read_part(&mut into, uncached);
         range.start += bytes;
     }
     range.start - start

@@ -124,7 +124,7 @@ impl HostMemory {
                 let end = published.get().min(total as u64) as usize;
                 let part = range.start + done..range.start + end;
                 let location = small.location(rank, self.me, at + done);
-                copy_reduce::fetch(self, elements, part, location, total);
+                copy_reduce::fetch(self, elements, part, location, false);
                 small.fetched = skipped + end;
                 fault_point("received", small.seq, small.fetched);
             }
@@ -213,8 +213,8 @@ impl HostMemory {
             }
             Results::Fetched(transfers) => {
                 for Transfer { rank, at, range } in transfers {
-                    let (location, total) = (small.location(rank, self.me, at), range.len());
-                    let bytes = copy_reduce::fetch(self, &mut elements, range, location, total);
+                    let location = small.location(rank, self.me, at);
+                    let bytes = copy_reduce::fetch(self, &mut elements, range, location, false);
                     fault_point("received", small.seq, bytes);
                 }
                 Ok(())

@@ -9,9 +9,7 @@ use std::time::Instant;
 
 use super::segment::View;
 use super::store_policy::{self, StorePolicy};
-use crate::collectives::kernels::{
-    TWO_PLACES_BYTES, copy, copy_non_temporal, is_made_by, is_uncached, store_fence,
-};
+use crate::collectives::kernels::{TWO_PLACES_BYTES, copy, copy_non_temporal, is_made_by, store_fence};
 
 /// Copies of at least this many bytes prefetch cache lines of the target, this many bytes at a time.
 const PREFETCH_BYTES: usize = 512;
@@ -29,10 +27,11 @@ impl View<'_> {
         self.source().copy_to(into);
     }
 
-    /// Copies the bytes into `into`, which has the length of this view, as a part of data of `total` bytes.
+    /// Copies the bytes, a part of longer data, into `into`, which has the length of this view. If `uncached` is set, it uses
+    /// non-temporal stores, and the caller must call [`store_fence`] before another thread can use the data.
     #[inline(always)]
-    pub(super) fn read_part(self, into: &mut [u8], total: usize) {
-        if is_uncached(total) {
+    pub(super) fn read_part(self, into: &mut [u8], uncached: bool) {
+        if uncached {
             self.read_non_temporal(into);
         } else if into.len() >= TWO_PLACES_BYTES && *IS_INTEL {
             self.source().copy_from_two_places(into);
@@ -125,11 +124,10 @@ impl View<'_> {
 
     /// Copies the bytes into `into`, which has the length of this view, with non-temporal stores. The target then
     /// does not displace other data from the caches, and its lines are not read before they are written.
-    pub(super) fn read_non_temporal(self, into: &mut [u8]) {
+    fn read_non_temporal(self, into: &mut [u8]) {
         assert_eq!(into.len(), self.bytes);
         // SAFETY: the owner of this memory has published it, so nobody writes it, and nobody else uses `into`.
         unsafe { copy_non_temporal(self.start, into.as_mut_ptr(), self.bytes) };
-        store_fence();
     }
 
     /// Copies `bytes` without prefetching, for destinations that no other core has in its cache.
@@ -265,6 +263,7 @@ mod tests {
             for len in [0, 1, 15, 16, 63, 64, 65, 127, 128, 200, 1000] {
                 let mut into = [0; 1200];
                 segment.view(at * 7, len).read_non_temporal(&mut into[at..at + len]);
+                store_fence();
                 assert_eq!(into[at..at + len], bytes[at * 7..][..len], "{len} at {at}");
                 let others = into[..at].iter().chain(&into[at + len..]);
                 assert!(others.into_iter().all(|&byte| byte == 0), "{len} at {at}");
@@ -273,12 +272,13 @@ mod tests {
     }
 
     #[test]
-    fn read_beyond_the_cache_size_returns_the_published_bytes() {
+    fn reads_with_and_past_the_caches_return_the_published_bytes() {
         let segment = segment(4096);
         segment.view(0, 4096).write(&[9; 4096]);
-        for total in [4096, usize::MAX] {
+        for uncached in [false, true] {
             let mut into = [0; 1000];
-            segment.view(3, 1000).read_part(&mut into, total);
+            segment.view(3, 1000).read_part(&mut into, uncached);
+            store_fence();
             assert_eq!(into, [9; 1000]);
         }
     }

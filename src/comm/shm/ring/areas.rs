@@ -143,7 +143,7 @@ impl MessageAreas {
             if now == 0 {
                 break;
             }
-            segment.view(data + done as usize, now).read_part(&mut into[got..got + now], bytes as usize);
+            segment.view(data + done as usize, now).read_part(&mut into[got..got + now], false);
             got += now;
             let done = done + now as u64;
             self.reading = Some(Reading { area, bytes, done, known });

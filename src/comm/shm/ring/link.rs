@@ -8,6 +8,7 @@ use super::{
     FIRST_CHUNK_BYTES, MAX_CHUNK_BYTES, MAX_READ_BYTES, MIN_CHUNK_BYTES, MOST_CACHED_BYTES,
     PREFETCH_WITH_HEADER, READ_REPORTS, Ring, validated,
 };
+use crate::collectives::kernels::store_fence;
 use crate::shm::cells::{Announced, Place};
 use crate::transport::frame::HEADER_BYTES;
 use crate::transport::links::{CELL_BYTES, CellHeader, CellMessage, Link};
@@ -66,10 +67,8 @@ impl Link for Ring {
                 self.segment.view(at, readable.min(PREFETCH_WITH_HEADER)).prefetch_for_read();
             }
             let (view, target) = (self.segment.view(at, now), &mut into[got..got + now]);
-            if self.reading.is_long() {
-                view.read_non_temporal(target)
-            } else if total > MIN_CHUNK_BYTES {
-                view.read_part(target, total)
+            if total > MIN_CHUNK_BYTES {
+                view.read_part(target, self.reading.is_long())
             } else {
                 view.read(target)
             }
@@ -80,6 +79,9 @@ impl Link for Ring {
             {
                 self.publish_read();
             }
+        }
+        if got > 0 && self.reading.is_long() {
+            store_fence();
         }
         self.reading.end_part(got);
         if got > 0 { Ok(got) } else { self.nothing_received() }
