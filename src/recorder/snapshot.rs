@@ -131,6 +131,9 @@ pub struct CallSummary {
     pub waits_for: Vec<u32>,
 }
 
+/// Most nanoseconds by which other ranks notice that a stopped rank is gone before its launcher writes its end.
+const MAX_STOP_NS: i128 = 1_000_000_000;
+
 /// Returns a snapshot of each group, in order of creation.
 ///
 /// `observers` are the recordings, each with the status of the process that it records. `now` is the
@@ -220,8 +223,19 @@ fn snapshot(
     // All records of a group have the same world ranks.
     let first = records.first().expect("a group comes from at least one record").group;
     let size = records.iter().map(|record| record.group.size).fold(first.size, u32::max);
-    let failed = |record: &&RecordedGroup<'_>| record.group.cause.is_some();
     let failed_at = |record: RecordedGroup<'_>| clocks.unix(record.index, record.group.ended_ns);
+    let stopped_at = |rank: u32| {
+        let record = records.iter().find(|record| record.group.rank == rank)?;
+        record.observer.recording.exit.filter(|exit| exit.stopped).map(|exit| i128::from(exit.unix_ns))
+    };
+    // A rank that the launcher stops may notice before its end that others are gone. The group did not fail for this.
+    let notices_stop = |record: &RecordedGroup<'_>, Cause { kind, suspect, reported_by }: Cause| {
+        kind == CauseKind::Lost
+            && stopped_at(reported_by).is_some()
+            && suspect.and_then(stopped_at).is_some_and(|at| at < failed_at(*record) + MAX_STOP_NS)
+    };
+    let failed =
+        |record: &&RecordedGroup<'_>| record.group.cause.is_some_and(|cause| !notices_stop(record, cause));
     let first_failed = records.iter().filter(failed).copied().min_by_key(|&record| failed_at(record));
     let until = |record: &RecordedGroup<'_>| {
         let ended = match record.observer.recording.exit {

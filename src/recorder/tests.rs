@@ -268,6 +268,39 @@ fn report_distinguishes_dead_ranks_from_stopped_ranks() {
 }
 
 #[test]
+fn rank_that_notices_the_end_of_a_stopped_rank_reports_no_failure() {
+    let waiting = |rank| TestRecording::of(rank).world(rank).call(1, 5, 11, sum(100), waits(&[2]));
+    let noticed = |second| {
+        let notices = |group: &mut Group| {
+            failed(CauseKind::Lost, 0, second)(group);
+            group.cause.as_mut().unwrap().reported_by = 3;
+        };
+        TestRecording::of(3).group("world", 3, 4, notices).call(1, 5, 11, sum(100), fails(&[2]))
+    };
+    let mut files = vec![
+        waiting(0),
+        waiting(1),
+        TestRecording::of(2).world(2).call(1, 4, 9, barrier(), |_| {}),
+        noticed(21),
+    ];
+    for file in &mut files {
+        *file = file.clone().exit(21, ExitCause::Signal(15), true);
+    }
+    assert_eq!(
+        line(&files, ProcessStatus::Gone),
+        "group world: rank 2 was at seq 4 barrier() (idle 12 s); \
+         ranks 0,1,3 waited in seq 5 all_reduce(f32, 100, sum) for rank 2 (10 s)"
+    );
+    // The loss is the cause if the rank that noticed it ended by itself, or if it was noticed long before.
+    let exited = noticed(21).exit(21, ExitCause::Code(1), false);
+    for other in [exited, noticed(19).exit(21, ExitCause::Signal(15), true)] {
+        files[3] = other;
+        let text = line(&files, ProcessStatus::Gone);
+        assert!(text.ends_with(" (rank 0 was lost, says rank 3)"), "{text}");
+    }
+}
+
+#[test]
 fn differing_calls_are_listed_together() {
     let file = |rank| TestRecording::of(rank).group("world", rank, 2, failed(CauseKind::Mismatch, 1, 20));
     let files = [file(0).call(1, 5, 11, sum(8), fails(&[1])), file(1).call(1, 5, 11, sum(7), fails(&[0]))];
