@@ -104,10 +104,10 @@ const MIN_UNCACHED_BYTES: usize = 4 << 20;
 /// caches. A message of 16 MiB takes 2.7 instead of 3.8 ms.
 const MOST_UNCACHED_BYTES: usize = 8 << 20;
 
-/// The least number of bytes of a copy whose data is written past the caches: a quarter of the last cache, or eight times the
-/// L2 cache of a core if that is less, and at most 8 MiB. More bytes, of two ranks that send and receive, are not in the last
-/// cache when the program uses them. On an EPYC of Zen 5 (L2 of 1 MiB, L3 of 32 MiB), a message of 16 MiB then takes 680
-/// instead of 860 µs, but one of 4 MiB 98 instead of 85. On one of Zen 3 (L2 of 512 KiB, L3 of 32 MiB), a message of 4 MiB
+/// The least number of bytes of a copy whose data is written past the caches. It is the least of three: a quarter of the last
+/// cache, eight times the L2 cache of a core, and 8 MiB. More bytes, of two ranks that send and receive, are not in the last
+/// cache when the program uses them. Past the caches, on an EPYC of Zen 5 (L2 of 1 MiB, L3 of 32 MiB), a message of 16 MiB
+/// takes 680 instead of 860 µs. One of 4 MiB would take 98 instead of 85. On one of Zen 3 (L2 of 512 KiB), a message of 4 MiB
 /// takes 156 instead of 177 µs.
 static UNCACHED_BYTES: LazyLock<usize> = LazyLock::new(|| {
     let folder = |index: u32| format!("/sys/devices/system/cpu/cpu0/cache/index{index}");

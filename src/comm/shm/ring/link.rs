@@ -67,8 +67,9 @@ impl Link for Ring {
                 self.segment.view(at, readable.min(PREFETCH_WITH_HEADER)).prefetch_for_read();
             }
             let (view, target) = (self.segment.view(at, now), &mut into[got..got + now]);
-            if total > MIN_CHUNK_BYTES {
-                view.read_part(target, self.reading.is_long())
+            let uncached = self.reading.is_long();
+            if uncached || total > MIN_CHUNK_BYTES {
+                view.read_part(target, uncached)
             } else {
                 view.read(target)
             }

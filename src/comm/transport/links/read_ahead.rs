@@ -48,7 +48,8 @@ impl ReadAhead {
         debug_assert!(bytes <= self.end - self.start);
         self.start += bytes;
         if self.start == self.end {
-            // After a long read, the next one begins at the offset in a page where it ended, as the bytes in the kernel do.
+            // The kernel has the next bytes right behind the last ones. So a read after a long one begins at the offset in a
+            // page where the long one ended.
             let read = self.end - self.base;
             let next = self.base + if read < PAGE_BYTES { 0 } else { read % PAGE_BYTES };
             (self.start, self.end) = (next, next);
@@ -104,7 +105,7 @@ mod tests {
         offset
     }
 
-    fn begun() -> ReadAhead {
+    fn after_first_read() -> ReadAhead {
         let mut ahead = ReadAhead::default();
         ahead.begin(&[0; 40]);
         ahead.consume(40);
@@ -113,7 +114,7 @@ mod tests {
 
     #[test]
     fn short_reads_begin_at_the_start_of_a_page() {
-        let (mut ahead, mut next) = (begun(), 0);
+        let (mut ahead, mut next) = (after_first_read(), 0);
         for bytes in [64, 1000, PAGE_BYTES - 1, MIN_READ_AHEAD_BYTES, 64, MAX_READ_AHEAD_BYTES, 1] {
             assert_eq!(read(&mut ahead, bytes, &mut next), 0, "{bytes} bytes");
             ahead.consume(bytes);
@@ -122,7 +123,7 @@ mod tests {
 
     #[test]
     fn read_after_a_long_one_continues_its_offset_in_a_page() {
-        let (mut ahead, mut next, mut total) = (begun(), 0, 0);
+        let (mut ahead, mut next, mut total) = (after_first_read(), 0, 0);
         const MOST: usize = MAX_READ_AHEAD_BYTES;
         for bytes in [MOST, 65483, MOST, 5000, MOST - 1, 9999, MOST] {
             assert_eq!(read(&mut ahead, bytes, &mut next), total % PAGE_BYTES, "{bytes} bytes");
@@ -135,7 +136,7 @@ mod tests {
     fn bytes_keep_their_order_when_the_buffer_grows_and_moves() {
         let mut random =
             convoke_testkit::Random::new("bytes_keep_their_order_when_the_buffer_grows_and_moves");
-        let (mut ahead, mut written, mut expected) = (begun(), 0, 0_u8);
+        let (mut ahead, mut written, mut expected) = (after_first_read(), 0, 0_u8);
         for step in 0..2000 {
             let most = if step < 1000 { 3000 } else { MAX_READ_AHEAD_BYTES };
             let bytes = random.below(most - ahead.unread().len() + 1);
