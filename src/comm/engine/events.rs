@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 use nix::poll::PollFlags;
 
 use super::handshake::HandshakeEvent;
+use super::message_watch::INLINE_RECEIVES;
 use super::mux::Event;
 use super::peer::Peer;
-use super::poller::{Poller, Source};
 use super::progress_lock::Goal;
 use super::state::Engine;
 use crate::collectives::plan::Direction;
@@ -27,10 +27,8 @@ impl Engine {
 
     pub(super) fn poll_ready(&mut self) {
         self.handle_events(self.links.poll_ready());
-        for source in self.poller.iter().flat_map(Poller::ready).collect::<Vec<_>>() {
-            if let Source::Peer(peer) = source {
-                self.progress_messages(peer);
-            }
+        for peer in self.watch.ready() {
+            self.progress_messages(peer);
         }
         self.progress_local_messages();
     }
@@ -99,20 +97,43 @@ impl Engine {
         }
     }
 
-    fn out_of_descriptors(&mut self, error: &std::io::Error) {
+    pub(super) fn out_of_descriptors(&mut self, error: &std::io::Error) {
         let (size, local) = (self.settings.size, self.host.ranks.len() + 1);
         let limit = limits::descriptor_limit_message(error, size, local);
         self.fail_for(Cause::Exhausted { what: format!("file descriptors: {limit}") });
     }
 
-    /// Watches a connection for messages. The group makes its epoll set for the first of them.
-    fn watch_messages(&mut self, peer: usize, conn: &Conn) -> std::io::Result<()> {
-        let Some(fd) = conn.pollable() else { return Ok(()) };
-        let poller = match &mut self.poller {
-            Some(poller) => poller,
-            none => none.insert(Poller::new()?),
-        };
-        poller.add(fd, Source::Peer(peer), false)
+    /// Watches a new connection for messages.
+    pub(super) fn watch_messages(&mut self, peer: usize, conn: &Conn) -> std::io::Result<()> {
+        conn.pollable().map_or(Ok(()), |fd| self.watch.add(peer, fd))
+    }
+
+    /// Counts a message that a caller has received from `peer` by itself. Stops watching the connection if the peer is busy.
+    #[inline(always)]
+    pub(super) fn count_inline_receive(&mut self, peer: usize) {
+        let receives = &mut self.peers[peer].inline_receives;
+        *receives += 1;
+        if *receives == INLINE_RECEIVES {
+            *receives = 0;
+            self.stop_watching(peer);
+        }
+    }
+
+    #[cold]
+    fn stop_watching(&mut self, peer: usize) {
+        if let Some(fd) = self.peers[peer].messages.conn.as_ref().and_then(|conn| conn.pollable()) {
+            self.watch.remove(peer, fd);
+        }
+    }
+
+    /// Watches the connections to busy peers again, before this thread sleeps. The group fails if the system refuses that.
+    pub(super) fn watch_busy_peers(&mut self) {
+        for peer in self.watch.take_busy() {
+            let fd = self.peers[peer].messages.conn.as_ref().and_then(|conn| conn.pollable());
+            if let Some(Err(error)) = fd.map(|fd| self.watch.add(peer, fd)) {
+                self.out_of_descriptors(&error);
+            }
+        }
     }
 
     /// Sleeps until data can move, a timer expires, another thread has a request, or `goal` no longer lets
@@ -121,6 +142,7 @@ impl Engine {
         let now = Instant::now();
         self.waits.stalled_since.get_or_insert(now);
         self.check_lost_peers(now);
+        self.watch_busy_peers();
         if self.failure.is_some() {
             return;
         }
@@ -147,7 +169,7 @@ impl Engine {
                 let full = peer.messages.conn.as_ref().filter(|_| peer.messages.write_blocked);
                 others.extend(full.and_then(|conn| conn.pollable()).map(|fd| (fd, PollFlags::POLLOUT)));
             }
-            registered = self.links.sleep(sleep, self.poller.as_ref(), &others, timeout);
+            registered = self.links.sleep(sleep, self.watch.poller(), &others, timeout);
         }
         if let Some(sleep) = sleep {
             self.links.end_sleep(sleep);

@@ -21,6 +21,7 @@ pub(crate) mod handshake;
 mod lifecycle;
 mod liveness;
 mod lost_peers;
+mod message_watch;
 mod messages;
 mod missing;
 #[cfg(all(test, loom))]

@@ -17,6 +17,9 @@ pub(super) struct Peer {
     pub(super) control_out: Vec<u8>,
     pub(super) collective: Option<Conn>,
     pub(super) messages: PeerMessages,
+    /// The number of short messages that callers have received by themselves over the connection, modulo
+    /// [`INLINE_RECEIVES`](super::message_watch::INLINE_RECEIVES).
+    pub(super) inline_receives: u32,
     /// The last monitored barrier at which the peer said that it has arrived.
     pub(super) last_barrier: Option<u64>,
     /// The peer's last report of the call that it waits in, and of the ranks that it waits for.
@@ -45,6 +48,7 @@ impl Peer {
             control_out: Vec::new(),
             collective: None,
             messages: PeerMessages::new(rank, group),
+            inline_receives: 0,
             last_barrier: None,
             wait_report: None,
             offer: None,

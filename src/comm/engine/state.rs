@@ -9,11 +9,11 @@ use super::collectives::Collectives;
 use super::failure::Failure;
 use super::lifecycle::Lifecycle;
 use super::liveness::Liveness;
+use super::message_watch::MessageWatch;
 use super::messages::AnySourceQueue;
 use super::mux::{self, Membership, Mux};
 use super::operation::Task;
 use super::peer::{Peer, Wait};
-use super::poller::Poller;
 use super::settings::Settings;
 use super::submission::SubmissionQueue;
 use super::wait_policy::WaitPolicy;
@@ -29,8 +29,7 @@ pub(crate) struct Engine {
     pub(super) liveness: Liveness,
     /// This group's part of what the groups of this process share.
     pub(super) links: Membership,
-    /// The connections for messages; `None` while the group has none.
-    pub(super) poller: Option<Poller>,
+    pub(super) watch: MessageWatch,
     pub(super) submissions: Arc<SubmissionQueue<Task, Arc<mux::Slot>>>,
     pub(super) collectives: Collectives,
     /// Receives and probes that no message has matched, from any source.
@@ -110,7 +109,7 @@ impl Engine {
             liveness: Liveness::new(settings.me, settings.size, settings.peer_timeout),
             submissions: Arc::new(SubmissionQueue::with_doorbell(Arc::clone(&links.slot))),
             links,
-            poller: None,
+            watch: MessageWatch::default(),
             collectives: Collectives::default(),
             any_source: AnySourceQueue::default(),
             host: LocalPeers::default(),

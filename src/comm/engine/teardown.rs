@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use super::lifecycle::{Finishing, SETTLE};
+use super::message_watch::MessageWatch;
 use super::mux::ClosingConn;
 use super::state::Engine;
 use crate::collectives::call::CallKind;
@@ -99,7 +100,7 @@ impl Engine {
             let own = data.filter(|conn| !conn.awaits_connection());
             closing.extend(own.map(|conn| ClosingConn::new(conn, Vec::new(), false)));
         }
-        self.poller = None;
+        self.watch = MessageWatch::default();
         fault_point("left", 0, 0);
         self.links.close(closing);
     }

@@ -5,6 +5,7 @@
 mod common;
 
 use std::sync::{Mutex, mpsc};
+use std::time::{Duration, Instant};
 
 use common::*;
 use convoke_comm::{Dtype, LossReason, Transfer, TransferType, bytemuck, wait_all};
@@ -76,6 +77,74 @@ fn many_messages_that_wait_in_a_subgroup_are_received_from_any_rank() {
                 assert_eq!(got, [round, number, 0, 0, 0]);
             }
             group.send(&[0_u8], 1, 2).unwrap();
+        }
+    });
+}
+
+/// Rank 0 receives so many messages from each other rank by itself that it waits for no events of their connections. All
+/// messages have been sent when it begins.
+fn receive_many_from_each(group: &Group, sent: &TimedBarrier) {
+    let messages = 100;
+    for batch in 0..messages / 20 {
+        let numbers = batch * 20..(batch + 1) * 20;
+        if group.rank() > 0 {
+            numbers.for_each(|number: u64| group.send(&[number], 0, 1).unwrap());
+            sent.wait();
+            group.recv(&mut [0_u8], 0, 2).unwrap();
+            continue;
+        }
+        sent.wait();
+        for from in 1..group.size() {
+            for number in numbers.clone() {
+                let mut got = [0];
+                group.recv(&mut got, from, 1).unwrap();
+                assert_eq!(got, [number]);
+            }
+            group.send(&[0_u8], from, 2).unwrap();
+        }
+    }
+}
+
+#[test]
+fn late_message_over_a_busy_connection_wakes_the_receiver() {
+    let ranks = 6;
+    let sent = TimedBarrier::new(ranks);
+    run_with_options(ranks, GroupOptions::default().shared_memory(false), |group| {
+        for late in 1..ranks {
+            receive_many_from_each(&group, &sent);
+            if group.rank() == late {
+                // Rank 0 has told whom it waits for by then, and would sleep for 30 seconds if nothing woke it.
+                std::thread::sleep(Duration::from_millis(300));
+                group.send(&[late as u64], 0, 3).unwrap();
+            }
+            if group.rank() == 0 {
+                let (begin, mut got) = (Instant::now(), [0]);
+                group.recv(&mut got, late, 3).unwrap();
+                assert_eq!(got, [late as u64]);
+                assert!(begin.elapsed() < Duration::from_secs(10), "rank {late}: {:?}", begin.elapsed());
+            }
+        }
+    });
+}
+
+#[test]
+fn probe_finds_a_message_over_a_busy_connection() {
+    let sent = TimedBarrier::new(3);
+    run_with_options(3, GroupOptions::default().shared_memory(false), |group| {
+        for from in 1..3 {
+            receive_many_from_each(&group, &sent);
+            if group.rank() == from {
+                group.send(&[0_u8], 0, 4).unwrap();
+            }
+            if group.rank() == 0 {
+                let (begin, mut found) = (Instant::now(), None);
+                while found.is_none() {
+                    assert!(begin.elapsed() < Duration::from_secs(10), "rank {from}");
+                    found = group.try_probe(None, 4).unwrap();
+                }
+                assert_eq!(found.unwrap().source(), from);
+                group.recv(&mut [0_u8], from, 4).unwrap();
+            }
         }
     });
 }

@@ -143,7 +143,11 @@ impl Engine {
         let mut into = buffers.received(0..call.bytes() as usize);
         let received = self.peers[from].messages.recv_direct(&self.any_source, call, &mut into);
         drop(into);
-        self.continue_recv(from, call, buffers, received, limit)
+        let result = self.continue_recv(from, call, buffers, received, limit);
+        if matches!(result, MessageResult::Done) {
+            self.count_inline_receive(from);
+        }
+        result
     }
 
     /// Continues a receive, whose first attempts had the result `received`. If it must wait, it is queued with the time
