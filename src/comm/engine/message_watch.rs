@@ -5,8 +5,8 @@ use std::os::fd::BorrowedFd;
 
 use super::poller::{Poller, Source};
 
-/// The number of short messages that a caller receives from a peer by itself before the peer counts as busy. To take its connection out of
-/// the epoll set and to put it back costs as much as 10 messages gain.
+/// The number of short messages that a caller receives from a peer by itself before the peer counts as busy. To take its
+/// connection out of the epoll set and to put it back costs as much as 10 messages gain.
 pub(super) const INLINE_RECEIVES: u32 = 64;
 /// Most connections that are tried one by one with each poll. Each try is a system call.
 const MOST_BUSY: usize = 4;

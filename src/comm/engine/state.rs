@@ -29,6 +29,7 @@ pub(crate) struct Engine {
     pub(super) liveness: Liveness,
     /// This group's part of what the groups of this process share.
     pub(super) links: Membership,
+    /// The group's connections for messages.
     pub(super) watch: MessageWatch,
     pub(super) submissions: Arc<SubmissionQueue<Task, Arc<mux::Slot>>>,
     pub(super) collectives: Collectives,
