@@ -97,18 +97,19 @@ impl Engine {
         }
     }
 
-    pub(super) fn out_of_descriptors(&mut self, error: &std::io::Error) {
+    fn out_of_descriptors(&mut self, error: &std::io::Error) {
         let (size, local) = (self.settings.size, self.host.ranks.len() + 1);
         let limit = limits::descriptor_limit_message(error, size, local);
         self.fail_for(Cause::Exhausted { what: format!("file descriptors: {limit}") });
     }
 
     /// Watches a new connection for messages.
-    pub(super) fn watch_messages(&mut self, peer: usize, conn: &Conn) -> std::io::Result<()> {
+    fn watch_messages(&mut self, peer: usize, conn: &Conn) -> std::io::Result<()> {
         conn.pollable().map_or(Ok(()), |fd| self.watch.add(peer, fd))
     }
 
-    /// Counts a message that a caller has received from `peer` by itself. Stops watching the connection if the peer is busy.
+    /// Counts a short message that a caller has received from `peer` by itself. After [`INLINE_RECEIVES`] of them, the
+    /// connection needs no events.
     #[inline(always)]
     pub(super) fn count_inline_receive(&mut self, peer: usize) {
         let receives = &mut self.peers[peer].inline_receives;
@@ -121,16 +122,16 @@ impl Engine {
 
     #[cold]
     fn stop_watching(&mut self, peer: usize) {
-        if let Some(fd) = self.peers[peer].messages.conn.as_ref().and_then(|conn| conn.pollable()) {
+        if let Some(fd) = self.peers[peer].message_fd() {
             self.watch.remove(peer, fd);
         }
     }
 
     /// Watches the connections to busy peers again, before this thread sleeps. The group fails if the system refuses that.
-    pub(super) fn watch_busy_peers(&mut self) {
+    fn watch_busy_peers(&mut self) {
         for peer in self.watch.take_busy() {
-            let fd = self.peers[peer].messages.conn.as_ref().and_then(|conn| conn.pollable());
-            if let Some(Err(error)) = fd.map(|fd| self.watch.add(peer, fd)) {
+            let added = self.peers[peer].message_fd().map(|fd| self.watch.add(peer, fd));
+            if let Some(Err(error)) = added {
                 self.out_of_descriptors(&error);
             }
         }
@@ -166,8 +167,8 @@ impl Engine {
                 others.extend(conn.and_then(|conn| conn.pollable()).map(|fd| (fd, flags)));
             }
             for peer in &self.peers {
-                let full = peer.messages.conn.as_ref().filter(|_| peer.messages.write_blocked);
-                others.extend(full.and_then(|conn| conn.pollable()).map(|fd| (fd, PollFlags::POLLOUT)));
+                let full = Some(peer).filter(|peer| peer.messages.write_blocked);
+                others.extend(full.and_then(Peer::message_fd).map(|fd| (fd, PollFlags::POLLOUT)));
             }
             registered = self.links.sleep(sleep, self.watch.poller(), &others, timeout);
         }

@@ -1,5 +1,6 @@
 //! The state of another rank: its connections, its messages, and what is known of its waits.
 
+use std::os::fd::BorrowedFd;
 use std::time::Instant;
 
 use super::execution::PeerConnections;
@@ -63,6 +64,11 @@ impl Peer {
             ConnectionKind::Collective => self.collective.as_ref(),
             ConnectionKind::Message => self.messages.conn.as_ref(),
         }
+    }
+
+    /// Returns the descriptor of the connection for messages, if there is one.
+    pub(super) fn message_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.messages.conn.as_ref()?.pollable()
     }
 
     /// Returns whether the connection is open, or a link that needs none.
