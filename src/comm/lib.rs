@@ -110,6 +110,7 @@ pub use fault::{FaultPoint, on_fault_point};
 pub use flight::cost::flight_costs;
 pub use half::{bf16, f16};
 pub use num_complex::Complex;
+pub use shm::single_copy::SingleCopy;
 
 /// Counts allocations, so that tests can bound the memory of decoders.
 #[cfg(test)]

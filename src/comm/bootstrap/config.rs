@@ -12,9 +12,10 @@ use super::options::GroupOptions;
 use super::record::{self, Record};
 use super::{RANK_0, WorldEntryGuard};
 use crate::collectives::plan::Algorithms;
-use crate::engine::{CoreSharing, Settings};
+use crate::engine::{CoreSharing, Oversubscription, Settings};
 use crate::error::CommError;
 use crate::flight::{FlightRecorder, GroupRecorder};
+use crate::shm::single_copy::SingleCopyPolicy;
 use crate::transport::frame::VERSION;
 use crate::transport::links::hello::Credentials;
 use crate::transport::links::tcp::Listener;
@@ -152,9 +153,15 @@ impl BootstrapConfig {
             abort_key: format!("{}/{generation}/abort", options.name).into_bytes(),
             store_rank: *store_rank,
             peer_timeout: options.peer_timeout,
+            single_copy: self.single_copy(sharing),
             sharing,
             flight,
         }
+    }
+
+    pub(super) fn single_copy(&self, sharing: CoreSharing) -> SingleCopyPolicy {
+        let is_oversubscribed = sharing.oversubscription != Oversubscription::No;
+        SingleCopyPolicy { setting: self.options.single_copy, is_oversubscribed }
     }
 
     pub(super) fn record(&self, listener: &Listener) -> Result<Record, CommError> {

@@ -54,7 +54,8 @@ impl<'a> Joining<'a> {
             let chosen: Vec<usize> = local_ranks.iter().map(index).collect::<Option<_>>()?;
             let number = part(ranks[local_ranks[0]])?;
             let me = topology.host_and_index(config.rank).1;
-            Some(HostMemory::of_part(&share.of(&chosen), number, local_ranks.to_vec(), me))
+            let policy = config.single_copy(config.sharing?);
+            Some(HostMemory::of_part(&share.of(&chosen), number, local_ranks.to_vec(), me, policy))
         };
         let memory = map_memory();
         Self { config, topology, parent, ranks, links, memory, flight }

@@ -7,9 +7,10 @@ use std::time::Duration;
 use convoke_env::{Generation, Token};
 
 use crate::collectives::plan::Algorithms;
+use crate::shm::single_copy::SingleCopy;
 
-/// The options of a group. All ranks pass equal options, except for `listen`, `locality_domain` and
-/// `thread_migration`.
+/// The options of a group. All ranks pass equal options, except for `listen`, `locality_domain`,
+/// `thread_migration` and `single_copy`.
 #[derive(Debug, Clone)]
 pub struct GroupOptions {
     pub(crate) name: String,
@@ -23,6 +24,7 @@ pub struct GroupOptions {
     pub(crate) locality_domain: String,
     pub(crate) shared_memory: bool,
     pub(crate) thread_migration: ThreadMigration,
+    pub(crate) single_copy: SingleCopy,
     /// Distinguishes the connections of a group from those of its subgroups, which share its generation; 0
     /// except for subgroups.
     pub(crate) id: u64,
@@ -94,6 +96,7 @@ impl Default for GroupOptions {
             locality_domain: String::new(),
             shared_memory: true,
             thread_migration: ThreadMigration::default(),
+            single_copy: SingleCopy::default(),
             id: 0,
         }
     }
@@ -153,6 +156,10 @@ setters! { GroupOptions {
     /// Sets when a rank that waits may move its thread to another core; only if ranks outnumber cores by
     /// default. Ranks may pass different values. Groups that are made from this group inherit the value.
     thread_migration(migration: ThreadMigration) = migration;
+
+    /// Sets when ranks of one host copy long data straight from the memory of another rank. Ranks may pass different values.
+    /// Groups that are made from this group inherit the value.
+    single_copy(single_copy: SingleCopy) = single_copy;
 
     /// Names the locality domain of this rank, a part of its host. Ranks in different domains count as ranks
     /// of different hosts. Use it if the path between domains is slow, or to test the behaviour between

@@ -142,6 +142,17 @@ impl<'a> BorrowedBuffer<'a> {
         }
     }
 
+    /// Returns the address of the first byte of `range`, if all parts within the range belong to one contiguous piece of memory.
+    /// There may be holes between the parts.
+    pub(crate) fn address(&self, range: &Range<usize>) -> Option<usize> {
+        let overlaps = |part: &&Part| part.at < range.end && range.start < part.at + part.len;
+        // The address that the byte at `range.start` would have in the memory of a part.
+        let address = |part: &Part| part.start.addr().wrapping_sub(part.at).wrapping_add(range.start);
+        let mut addresses = self.parts.iter().filter(overlaps).map(address);
+        let first = addresses.next()?;
+        addresses.all(|address| address == first).then_some(first)
+    }
+
     /// Returns the byte range of each part in the buffer, and whether it is writable.
     pub(crate) fn ranges(&self) -> impl Iterator<Item = (Range<usize>, bool)> + use<> {
         let ranges = self.parts.iter().map(|part| (part.at..part.at + part.len, part.writable));

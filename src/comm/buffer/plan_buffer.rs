@@ -85,6 +85,11 @@ impl<'m> PlanBuffer<'m> {
         self.buffer.single_range().filter(|_| self.copy.is_none())
     }
 
+    /// Returns what [`BorrowedBuffer::address`] returns, if the plan works directly on the caller's memory.
+    pub(crate) fn address(&self, range: &Range<usize>) -> Option<usize> {
+        self.buffer.address(range).filter(|_| self.copy.is_none())
+    }
+
     /// Makes a bounded part of the copies that [`BorrowedBuffer::add_copy`] requested. Returns whether it
     /// copied. It is called when no data moves.
     pub(crate) fn copy_some(&mut self) -> bool {

@@ -27,6 +27,9 @@ impl Engine {
                 Cause::Mismatch { rank, theirs, theirs_seq, ours, ours_seq }
             }
             ExecutionError::Protocol { peer, what } => Cause::Protocol { peer, what: what.to_string() },
+            ExecutionError::Unreadable { peer, source } => {
+                Cause::Aborted { reason: unreadable(peer, &source) }
+            }
             ExecutionError::Function(reason) => Cause::Aborted { reason },
         };
         self.fail_for(cause);
@@ -57,6 +60,14 @@ fn out_of_memory(error: &io::Error) -> Cause {
          control group has no more)"
     );
     Cause::Exhausted { what }
+}
+
+/// Returns the reason of a failure because this rank cannot read the data of `peer`.
+fn unreadable(peer: usize, error: &io::Error) -> String {
+    format!(
+        "the kernel does not let this rank read the data of rank {peer} in its memory: {error}. Set \
+         CONVOKE_SINGLE_COPY=never on all ranks, then ranks copy their data into shared memory instead"
+    )
 }
 
 fn is_out_of_memory(error: &io::Error) -> bool {

@@ -140,7 +140,7 @@ impl Engine {
             }
             kind @ (Kind::Hello | Kind::Welcome | Kind::Proof | Kind::Refuse | Kind::Data | Kind::Eager)
             | kind @ (Kind::Rts | Kind::Cts | Kind::Message | Kind::Credit | Kind::Close | Kind::Stream)
-            | kind @ Kind::Ready => {
+            | kind @ (Kind::Ready | Kind::ReadDone) => {
                 self.protocol_error(peer, PeerMisbehaved::NoControlFrame { kind });
             }
         }

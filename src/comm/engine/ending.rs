@@ -75,6 +75,10 @@ impl Engine {
         let cause = Cause::Aborted { reason: format!("a thread of rank {me} panicked inside a call") };
         let report = Report::new(me, cause);
         let announced = self.failure.is_some();
+        if let Some(node) = &self.host.memory {
+            // Other ranks may read the memory of a task. What they read from now on is not valid.
+            node.fail();
+        }
         self.failure.get_or_insert_with(|| Failure::unconfirmed(report.clone()));
         let tasks = self.submissions.collect().map(|(tasks, _)| tasks);
         self.fail_pending();

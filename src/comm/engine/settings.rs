@@ -10,6 +10,7 @@ use super::mux::Mux;
 use super::wait_policy::CoreSharing;
 use crate::flight::GroupRecorder;
 use crate::shm::HostShare;
+use crate::shm::single_copy::SingleCopyPolicy;
 use crate::transport::links::hello::Credentials;
 
 /// The settings of an engine, which do not change.
@@ -30,6 +31,7 @@ pub(crate) struct Settings {
     /// Longest time until a dead host or network path is detected.
     pub(crate) peer_timeout: Duration,
     pub(crate) sharing: CoreSharing,
+    pub(crate) single_copy: SingleCopyPolicy,
     /// The flight recorder's entries of this group.
     pub(crate) flight: Arc<GroupRecorder>,
 }

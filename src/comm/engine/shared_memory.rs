@@ -84,7 +84,8 @@ impl Engine {
             }
             match bootstrap.progress() {
                 Ok(Some(resources)) => {
-                    let (node, processes) = HostMemory::new(resources, layout, ranks.to_vec(), me);
+                    let (node, processes) =
+                        HostMemory::new(resources, layout, ranks.to_vec(), me, self.settings.single_copy);
                     let others = ranks.iter().zip(processes).filter(|&(&rank, _)| rank != ranks[me]);
                     others.for_each(|(&rank, process)| self.links.watch_process(rank, process));
                     self.install_shared_memory(node);

@@ -17,6 +17,8 @@ pub(crate) enum ExecutionError {
     Protocol { peer: usize, what: PeerMisbehaved },
     /// This rank cannot allocate the shared memory that the call needs.
     OutOfMemory(io::Error),
+    /// The kernel does not let this rank read the data that `peer` exposes.
+    Unreadable { peer: usize, source: io::Error },
     /// The program's own reduction function failed.
     Function(String),
 }

@@ -19,7 +19,7 @@ use super::random_program::{Collective, CollectiveKind, KINDS};
 use super::rank::describe;
 use super::values::{TYPES, Value, hash, with_any_type, with_type};
 use crate::algorithms::Algorithms;
-use crate::{Dtype, Group, GroupOptions, ReduceOp};
+use crate::{Dtype, Group, GroupOptions, ReduceOp, SingleCopy};
 
 const TIMEOUT: Duration = Duration::from_secs(60);
 /// The numbers of ranks of the short and of the full form.
@@ -112,8 +112,10 @@ fn every_collective_type_operation_and_world_size() {
     let full = std::env::var_os("CONVOKE_FULL").is_some_and(|value| value == "1");
     for &world in WORLDS[usize::from(full)] {
         let cases = cases(world, THRESHOLDS[usize::from(full)]);
-        for in_memory in [true, false] {
-            run_group(world, &cases, |_| GroupOptions::default().shared_memory(in_memory));
+        let ways = [(true, SingleCopy::Never), (true, SingleCopy::Always), (false, SingleCopy::Never)];
+        for (in_memory, single_copy) in ways {
+            let options = GroupOptions::default().shared_memory(in_memory).single_copy(single_copy);
+            run_group(world, &cases, |_| options.clone());
         }
     }
 }

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use crate::{CommError, Dtype, Group, GroupOptions, Store};
+use crate::{CommError, Dtype, Group, GroupOptions, SingleCopy, Store};
 
 use super::calls;
 use super::handles::{Callbacks, MAX_WAIT, PendingHandles, TestError};
@@ -117,6 +117,13 @@ fn groups(shared: &SharedState, rank: usize) -> Result<Vec<Option<Group>>, CommE
     let options = GroupOptions::default().name("world").timeout(TIMEOUT).init_timeout(MAX_WAIT);
     // Half of the programs use shared memory.
     let options = options.shared_memory(hash(program.seed, 0, usize::MAX - 2).is_multiple_of(2));
+    // Half of them copy once, if all ranks do. The root of a `scatter` decides alone.
+    let differs = hash(program.seed, 0, usize::MAX - 3);
+    let options = options.single_copy(match differs % 4 {
+        0 | 1 => SingleCopy::Always,
+        2 if rank == 0 => SingleCopy::Always,
+        _ => SingleCopy::Auto,
+    });
     let mut groups = vec![None; program.groups.len()];
     groups[0] = Some(Group::new(Arc::clone(&shared.store), rank, program.world(), options)?);
     for creation in &program.group_creations {

@@ -37,7 +37,7 @@ pub(crate) struct MappedRegion {
 }
 
 /// The location of a call's elements, as published in the rank's slot: the id of the allocation, 0 for none,
-/// and the offset in the publishing rank's region.
+/// and the offset in the publishing rank's region. Or [`Self::IN_PROCESS`] and the address in the rank's process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct PublishedLocation {
     pub(super) id: u64,
@@ -95,6 +95,17 @@ impl Allocations {
 
 impl PublishedLocation {
     pub(super) const BYTES: usize = 16;
+    const IN_PROCESS: u64 = u64::MAX;
+
+    /// The location of elements that other ranks read in the memory of this process.
+    pub(super) fn in_process(address: usize) -> Self {
+        Self { id: Self::IN_PROCESS, at: address as u64 }
+    }
+
+    /// Returns the address of the elements, if other ranks may read them in the memory of the process.
+    pub(super) fn address(self) -> Option<u64> {
+        (self.id == Self::IN_PROCESS).then_some(self.at)
+    }
 
     pub(super) fn encode(self) -> [u8; Self::BYTES] {
         bytemuck::cast([self.id.to_le(), self.at.to_le()])

@@ -1,6 +1,8 @@
 //! Executes the schedule of a collective in shared memory. It reads no clock and never blocks:
 //! [`ShmCollective::progress`] returns when a step has to wait for other ranks.
 
+use std::ops::Range;
+
 use super::allocations::{Direct, Exposure, PublishedLocation};
 use super::copy_reduce::{self, AreaAddress, Location};
 use super::layout::{Counter, ROUNDS_IN_MEMORY};
@@ -31,6 +33,8 @@ pub(crate) struct ShmCollective {
     pub(crate) finished: bool,
     /// If set, a reduction has failed. Some elements may have been added already and must not be added again.
     broken: bool,
+    /// The location of this rank's elements, if other ranks access them.
+    location: PublishedLocation,
     /// This rank's elements in a shared allocation, until all ranks have decided whether to reduce in place.
     /// If they do, `direct` has the elements of all ranks.
     exposure: Option<Exposure>,
@@ -56,10 +60,20 @@ impl ShmCollective {
             Self::with_schedule(memory, (call, seq), (buffer, kernel), schedule, call_number);
         let range = collective.buffer.single_range().filter(|_| collective.schedule.may_be_direct());
         collective.exposure = range.and_then(|(address, bytes)| memory.allocations.expose(address, bytes));
-        if collective.exposure.is_some() {
+        let location = collective.exposure.as_ref().map(Exposure::location);
+        if let Some(location) = location.or_else(|| collective.location_for_readers(memory)) {
+            collective.location = location;
             collective.schedule.expose();
         }
         collective
+    }
+
+    /// Returns the location of this rank's data, if other ranks should read it in the memory of this process.
+    fn location_for_readers(&self, memory: &HostMemory) -> Option<PublishedLocation> {
+        let (range, block) = self.schedule.exposable()?;
+        let address =
+            self.buffer.address(&range).filter(|_| memory.peer_reader.exposes(self.call.kind, block))?;
+        memory.peer_reader.is_readable(address, range.len()).then(|| PublishedLocation::in_process(address))
     }
 
     /// Continues a call that was started as a small one and has been announced. `broken` is set if a failed
@@ -103,6 +117,7 @@ impl ShmCollective {
             matched: 0,
             finished: false,
             broken: false,
+            location: PublishedLocation::default(),
             exposure: None,
             direct: None,
             waits: AwaitedRanks::new(),
@@ -185,15 +200,18 @@ impl ShmCollective {
                 return Ok(self.waits.is_empty());
             }
             ScheduleStep::Announce => {
-                let location =
-                    self.exposure.as_ref().map_or(PublishedLocation::default(), Exposure::location);
-                let location = self.schedule.may_be_direct().then_some(location);
+                let is_read = self.schedule.may_be_direct() || self.schedule.may_copy_once();
+                let location = is_read.then_some(self.location);
                 memory.announce(self.call_number.number, &self.call_number.header, location);
                 memory.doorbells.wake_all();
                 fault_point("sent", self.seq, self.published as usize);
             }
             ScheduleStep::MatchCall(peers) => return self.match_calls(memory, peers),
             ScheduleStep::DecideDirect => self.decide_direct(memory)?,
+            ScheduleStep::DecideSingleCopy => self.decide_single_copy(memory),
+            ScheduleStep::ReadExposed { from, at, range } => {
+                return self.read_exposed(memory, from, at, range);
+            }
             ScheduleStep::AwaitRound(round) => {
                 let count = (self.call_number.rounds + round + 1).saturating_sub(ROUNDS_IN_MEMORY);
                 return Ok(self.check_counter(memory, Peers::All, Counter::Done, count));
@@ -277,6 +295,48 @@ impl ShmCollective {
             self.schedule.make_direct();
         }
         Ok(())
+    }
+
+    /// Checks whether all ranks whose data this rank needs expose it, and then reads it.
+    fn decide_single_copy(&mut self, memory: &HostMemory) {
+        let number = self.call_number.number;
+        let sources = self.schedule.sources().map_or(0..0, |peers| peers.range(memory.ranks.len()));
+        let exposes = |rank| memory.published_location(rank, number).address().is_some();
+        if sources.filter(|&rank| rank != memory.me).all(exposes) {
+            self.schedule.make_direct();
+        }
+    }
+
+    /// Copies the data that rank `from` exposes, from offset `at` on, to `range` of the buffer. Returns false if the rank has
+    /// ended or the group has failed. Then this call fails as soon as this rank is told why.
+    fn read_exposed(
+        &mut self,
+        memory: &HostMemory,
+        from: usize,
+        at: usize,
+        mut range: Range<usize>,
+    ) -> Result<bool, ExecutionError> {
+        let (peer, bytes) = (memory.ranks[from], range.len() as u64);
+        let location = memory.published_location(from, self.call_number.number);
+        let Some(start) = location.address() else { unreachable!("the rank was found to expose its data") };
+        let end = start.wrapping_add(at as u64).wrapping_add(bytes);
+        while !range.is_empty() {
+            let (mut into, _) = self.buffer.operands(range.clone());
+            let len = into.len();
+            if len == 0 {
+                break;
+            }
+            let address = end.wrapping_sub(range.len() as u64);
+            let read = memory.peer_reader.read(from, address, &mut into);
+            if !read.map_err(|source| ExecutionError::Unreadable { peer, source })? {
+                self.waits = AwaitedRanks::from_slice(&[peer]);
+                return Ok(false);
+            }
+            range.start += len;
+        }
+        self.fetched += bytes;
+        fault_point("received", self.seq, self.fetched as usize);
+        Ok(true)
     }
 
     /// Returns whether the counters of `peers` have reached `count`. If not, `waits` becomes the first rank

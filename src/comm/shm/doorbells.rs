@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::layout::Layout;
+use super::peer_memory::PeerMemory;
 use super::segment::Segment;
 use crate::fence::{AtomicUpdate, full_fence};
 
@@ -27,6 +28,8 @@ pub(crate) struct Doorbells {
 pub(crate) struct HostProcesses {
     /// The eventfd of each process.
     pub(crate) doorbells: Arc<[OwnedFd]>,
+    /// The memory of these processes.
+    pub(crate) memory: Arc<PeerMemory>,
     /// The process of each rank of the group, by local rank.
     pub(crate) of_rank: Arc<[usize]>,
 }

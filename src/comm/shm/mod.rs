@@ -9,6 +9,7 @@
 //!               └─► cells               short messages, past the byte stream
 //!              doorbells                wake-up of sleeping ranks
 //! fd_passing ─► allocations ─► region   memory of programs that all of them reach
+//! single_copy ─► peer_memory            copies from the memory of another process
 //! unix_socket                           passes descriptors, for bootstrap and fd_passing
 //! ```
 //!
@@ -34,10 +35,12 @@ mod layout;
 #[cfg(all(test, loom))]
 mod models;
 mod numbering;
+mod peer_memory;
 pub(crate) mod region;
 pub(crate) mod ring;
 mod schedule;
 pub(crate) mod segment;
+pub(crate) mod single_copy;
 pub(crate) mod small_call;
 mod store_policy;
 #[cfg(test)]
@@ -62,15 +65,17 @@ use bootstrap::SharedResources;
 use cells::Cells;
 use doorbells::{Doorbells, HostProcesses};
 use layout::{
-    CHUNK_BYTES, Counter, EXCHANGE_BYTES, FIRST_BYTES, ONE_WAY_SLOT_BYTES, PIECE_BYTES, ROUND_BYTES,
-    ROUNDS_BYTES, ROUNDS_IN_MEMORY, SLOT_BYTES, SWAPPING_SLOT_BYTES, WHOLE_BYTES,
+    CHUNK_BYTES, Counter, EXCHANGE_BYTES, FIRST_BYTES, ONE_WAY_SLOT_BYTES, PIECE_BYTES, READ_BYTES,
+    ROUND_BYTES, ROUNDS_BYTES, ROUNDS_IN_MEMORY, SLOT_BYTES, SWAPPING_SLOT_BYTES, WHOLE_BYTES,
 };
 pub(crate) use layout::{Layout, RingChannel};
 use numbering::{CallNumber, StartedCalls};
+use peer_memory::PeerMemory;
 use ring::{MessageAreas, Ring};
 pub(crate) use schedule::is_supported;
 use schedule::{CACHED_BYTES, Limits, Peers, Schedule, ScheduleStep};
 use segment::Segment;
+use single_copy::{PeerReader, SingleCopyPolicy};
 use store_policy::StorePolicy;
 
 /// The memory that this rank shares with the others on its host.
@@ -79,6 +84,7 @@ pub(crate) struct HostMemory {
     segment: Arc<Segment>,
     layout: Layout,
     pub(crate) doorbells: Arc<Doorbells>,
+    peer_reader: Arc<PeerReader>,
     /// The numbers in the group of the host's ranks. `me` is the local rank of this rank: its index in
     /// `ranks`.
     pub(crate) ranks: Vec<usize>,
@@ -138,35 +144,44 @@ impl HostMemory {
         layout: Layout,
         ranks: Vec<usize>,
         me: usize,
+        single_copy: SingleCopyPolicy,
     ) -> (Self, Vec<OwnedFd>) {
         let SharedResources { segment, arena, doorbells, processes } = resources;
         let of_rank = (0..ranks.len()).collect();
-        let host = HostProcesses { doorbells: doorbells.into(), of_rank };
-        (Self::with_segment(segment, layout, ranks, me, host, arena), processes)
+        let memory = Arc::new(PeerMemory::new(Arc::clone(&segment), layout, me, single_copy.reads()));
+        let host = HostProcesses { doorbells: doorbells.into(), memory, of_rank };
+        (Self::with_segment(segment, layout, (ranks, me), (host, arena), single_copy), processes)
     }
 
     /// Returns the memory of a group that was made from another group: the part `number` of the arena, of
     /// those that the first rank has reserved.
-    pub(crate) fn of_part(host: &HostShare, number: u64, ranks: Vec<usize>, me: usize) -> io::Result<Self> {
+    pub(crate) fn of_part(
+        host: &HostShare,
+        number: u64,
+        ranks: Vec<usize>,
+        me: usize,
+        single_copy: SingleCopyPolicy,
+    ) -> io::Result<Self> {
         let HostShare { arena, processes } = host;
         let segment = Arc::new(arena.map(processes.of_rank[0], number, ranks.len())?);
         let (layout, arena) = (Layout::sparse(ranks.len()), Some(Arc::clone(arena)));
-        Ok(Self::with_segment(segment, layout, ranks, me, processes.clone(), arena))
+        Ok(Self::with_segment(segment, layout, (ranks, me), (processes.clone(), arena), single_copy))
     }
 
     fn with_segment(
         segment: Arc<Segment>,
         layout: Layout,
-        ranks: Vec<usize>,
-        me: usize,
-        host: HostProcesses,
-        arena: Option<Arc<Arena>>,
+        (ranks, me): (Vec<usize>, usize),
+        (host, arena): (HostProcesses, Option<Arc<Arena>>),
+        single_copy: SingleCopyPolicy,
     ) -> Self {
+        let peer_reader = PeerReader::new(host.clone(), Arc::clone(&segment), single_copy).into();
         let doorbells = Arc::new(Doorbells { segment: Arc::clone(&segment), layout, me, host: host.clone() });
         Self {
             segment,
             layout,
             doorbells,
+            peer_reader,
             me,
             share: arena.map(|arena| HostShare { arena, processes: host }),
             allocated: layout.is_sparse.then(Allocated::default),
@@ -204,7 +219,15 @@ impl HostMemory {
             (Cells::new(out, into, !is_sparse), areas)
         });
         let (segment, doorbells) = (Arc::clone(&self.segment), Arc::clone(&self.doorbells));
-        Ring::new(segment, doorbells, (local_rank, self.ranks.len()), (out, allocated), into, messages)
+        let peer_reader = Arc::clone(&self.peer_reader);
+        Ring::new(
+            segment,
+            (doorbells, peer_reader),
+            (local_rank, self.ranks.len()),
+            (out, allocated),
+            into,
+            messages,
+        )
     }
 
     /// Sets the failure flag, which all ranks of the host read. Control connections report the reason of the
@@ -229,6 +252,7 @@ impl HostMemory {
             chunk_bytes: CHUNK_BYTES,
             whole_bytes: WHOLE_BYTES,
             exchange_bytes: EXCHANGE_BYTES,
+            read_bytes: READ_BYTES,
             cached_bytes: CACHED_BYTES,
         };
         let root = self.ranks.iter().position(|&rank| rank == call.root as usize).unwrap_or(0);

@@ -19,6 +19,7 @@ const LIMITS: Limits = Limits {
     chunk_bytes: 48,
     whole_bytes: 64,
     exchange_bytes: 600,
+    read_bytes: 100,
     cached_bytes: 700,
 };
 const ROUNDS_BYTES: usize = (ROUNDS_IN_MEMORY as usize + 2) * LIMITS.round_bytes;
@@ -36,6 +37,8 @@ struct Memory {
     counters: [u64; Counter::COUNT],
     /// A flag for each slot: true if the rank has exposed its elements.
     exposed: Vec<bool>,
+    /// The call that the rank has not ended yet.
+    call: usize,
     /// The buffers of all its calls.
     buffers: Vec<Vec<u8>>,
 }
@@ -53,6 +56,7 @@ impl Memory {
             exchange: vec![vec![0; exchange_bytes(ranks)]; ranks],
             counters: [0; Counter::COUNT],
             exposed: vec![false; SLOTS as usize],
+            call: 0,
             buffers: (0..calls.len()).map(buffer).collect(),
         }
     }
@@ -151,7 +155,7 @@ impl Rank {
         let ranks = all.len();
         let Some(call) = self.calls.get(self.call) else { return false };
         let mut schedule = Schedule::new(call, me, ranks, LIMITS);
-        if schedule.may_be_direct() && self.exposes[self.call] {
+        if (schedule.may_be_direct() || schedule.exposable().is_some()) && self.exposes[self.call] {
             schedule.expose();
         }
         if self.direct {
@@ -165,6 +169,7 @@ impl Rank {
                     self.at.first += schedule.rounds() * self.at.each;
                 }
                 (self.call, self.batch, self.more, self.direct) = (self.call + 1, 0, true, false);
+                all[me].call = self.call;
                 return true;
             }
             if self.batch == 0 {
@@ -215,6 +220,17 @@ impl Rank {
                 all[me].stamp = number;
             }
             ScheduleStep::DecideDirect => self.direct = all.iter().all(|memory| memory.exposed[slot]),
+            ScheduleStep::DecideSingleCopy => {
+                let schedule = Schedule::new(&self.calls[call], me, ranks, LIMITS);
+                let mut sources = peers(schedule.sources().unwrap()).filter(|&rank| rank != me);
+                self.direct = sources.all(|rank| all[rank].exposed[slot]);
+            }
+            ScheduleStep::ReadExposed { from, at, range: into } => {
+                assert!(from != me && all[from].exposed[slot]);
+                assert_eq!(all[from].call, call, "a rank returns only when its data was read");
+                let data = all[from].buffers[call][at..at + into.len()].to_vec();
+                buffer[into].copy_from_slice(&data);
+            }
             ScheduleStep::ReduceDirect { range } => {
                 for at in range {
                     let others = (0..ranks).filter(|&rank| rank != me);

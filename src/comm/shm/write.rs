@@ -194,7 +194,7 @@ pub(super) fn poll_stamp(
 ///
 /// On an EPYC (Zen 5) copies with prefetching are a tenth to a third slower. Only processors that are known to
 /// gain use these ways.
-static IS_INTEL: LazyLock<bool> = LazyLock::new(|| is_made_by(b"GenuineIntel"));
+pub(super) static IS_INTEL: LazyLock<bool> = LazyLock::new(|| is_made_by(b"GenuineIntel"));
 
 /// Asks the processor to fetch the cache lines of `bytes` bytes for writing. It ignores unmapped addresses.
 #[inline(always)]

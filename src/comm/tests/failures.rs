@@ -334,7 +334,7 @@ fn stale_store_keys_of_a_crashed_round_are_ignored() {
     store.set(b"convoke/default/generation", announced.as_bytes(), soon).unwrap();
     let record = |rank: usize| {
         format!(
-            "{{\"version\":6,\"rank\":{rank},\"size\":2,\"address\":\"127.0.0.1:1\",\"host\":\"\",\"pid\":1,\
+            "{{\"version\":7,\"rank\":{rank},\"size\":2,\"address\":\"127.0.0.1:1\",\"host\":\"\",\"pid\":1,\
              \"tuning\":\"\",\"token\":false,\"memory\":true}}"
         )
     };

@@ -4,7 +4,8 @@
 
 mod common;
 
-use common::{Group, ReduceOp, op, run_ranks};
+use common::{Group, GroupOptions, ReduceOp, op, run_ranks, run_with_options};
+use convoke_comm::SingleCopy;
 use convoke_testkit::Random;
 
 /// Around the limits of slots, cells, exchange areas and rounds.
@@ -82,18 +83,21 @@ fn check(group: &Group, call: usize, random: &mut Random) {
 fn two_ranks_of_a_host_exchange_data_of_all_lengths_in_any_order() {
     let mut seeds = Random::new("two_ranks_of_a_host_exchange_data_of_all_lengths_in_any_order");
     let (first, second) = (seeds.next(), seeds.next());
-    // The memory of the first group of a host is allocated at once, that of a later group when it is used.
-    run_ranks(3, |world| {
-        let pair = world.subgroup(&[2, 0]).unwrap();
-        if let Some(pair) = &pair {
-            let mut random = Random::from_seed(first);
-            (0..250).for_each(|call| check(pair, call, &mut random));
-        }
-    });
-    run_ranks(2, |world| {
-        let mut random = Random::from_seed(second);
-        (0..250).for_each(|call| check(&world, call, &mut random));
-    });
+    for single_copy in [SingleCopy::Never, SingleCopy::Always] {
+        let options = || GroupOptions::default().single_copy(single_copy);
+        // The memory of the first group of a host is allocated at once, that of a later group when it is used.
+        run_with_options(3, options(), |world| {
+            let pair = world.subgroup(&[2, 0]).unwrap();
+            if let Some(pair) = &pair {
+                let mut random = Random::from_seed(first);
+                (0..250).for_each(|call| check(pair, call, &mut random));
+            }
+        });
+        run_with_options(2, options(), |world| {
+            let mut random = Random::from_seed(second);
+            (0..250).for_each(|call| check(&world, call, &mut random));
+        });
+    }
 }
 
 /// The largest byte of all ranks at each position.
@@ -149,9 +153,12 @@ fn check_blocks(group: &Group, call: usize, random: &mut Random) {
 #[test]
 fn several_ranks_of_a_host_exchange_blocks_of_all_lengths_in_any_order() {
     let mut seeds = Random::new("several_ranks_of_a_host_exchange_blocks_of_all_lengths_in_any_order");
-    for ranks in [3, 4, 5] {
+    for (ranks, single_copy) in [3, 4, 5]
+        .into_iter()
+        .flat_map(|ranks| [SingleCopy::Never, SingleCopy::Always].map(|single_copy| (ranks, single_copy)))
+    {
         let (first, second) = (seeds.next(), seeds.next());
-        run_ranks(ranks, |world| {
+        run_with_options(ranks, GroupOptions::default().single_copy(single_copy), |world| {
             let chosen: Vec<_> = (0..ranks).rev().collect();
             let later = world.subgroup(&chosen).unwrap().unwrap();
             let [mut random, mut later_random] = [first, second].map(Random::from_seed);
@@ -185,4 +192,32 @@ fn blocks_longer_than_the_caches_arrive_whole_and_so_does_the_own_one() {
             }
         });
     }
+}
+
+/// The rank that exposes its data learns that it was read, although the reader has left.
+#[test]
+fn rank_may_leave_as_soon_as_it_has_read_exposed_data() {
+    const BYTES: usize = 300_000;
+    let options = GroupOptions::default().single_copy(SingleCopy::Always);
+    run_with_options(2, options, |world| {
+        let me = world.rank();
+        for turn in 0..100 {
+            let pair = world.subgroup(&[0, 1]).unwrap().unwrap();
+            let (mine, mut got) = (content(me, turn, 2 * BYTES), vec![0; 2 * BYTES]);
+            match (turn % 3, me == turn % 2) {
+                (0, true) => pair.send(&mine, 1 - me, 0).unwrap(),
+                (0, false) => drop(pair.recv(&mut got, 1 - me, 0).unwrap()),
+                (1, root) => {
+                    pair.scatter(if root { &mine } else { &[] }, &mut got[..BYTES], turn % 2).unwrap();
+                    let root = content(turn % 2, turn, 2 * BYTES);
+                    assert!(got[..BYTES] == root[me * BYTES..][..BYTES], "turn {turn}");
+                }
+                _ => pair.all_to_all(&mine, &mut got).unwrap(),
+            }
+            drop(pair);
+            if turn % 3 == 0 && me != turn % 2 {
+                assert!(got == content(1 - me, turn, 2 * BYTES), "turn {turn}");
+            }
+        }
+    });
 }

@@ -16,7 +16,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use convoke_comm::{CommError, Group, ReduceOp, Session, World};
+use convoke_comm::{CommError, Group, ReduceOp, Session, World, op};
 use convoke_env::{ExitCause, Generation, ToWorker, Token};
 use convoke_store::StoreServer;
 use convoke_testkit::{assert_one_passed, subprocess_test, subprocess_variable};
@@ -68,6 +68,7 @@ fn run_scenario(scenario: &str, session: &mut Session, world: World) -> Result<(
         "two rounds" => two_rounds(session, world),
         "groups" => groups(world.group()),
         "shrink" => shrink(world.group()),
+        "single copy" => copy_once(&world),
         other => panic!("no scenario {other}"),
     }
 }
@@ -163,6 +164,37 @@ fn shrink(mut group: Group) -> Result<(), CommError> {
     }
 }
 
+/// Passes messages round and exchanges blocks, which the ranks read in the memory of each other, until a rank is lost.
+fn copy_once(world: &Group) -> Result<(), CommError> {
+    const BYTES: usize = 1_500_000;
+    let (me, ranks) = (world.rank(), world.size());
+    let data = |from: usize, turn: usize| vec![(from * 50 + turn) as u8; BYTES];
+    let exchange = |turn: usize| {
+        let (mut sent, mut got) = (data(me, turn), vec![0; BYTES]);
+        world.scope(|scope| {
+            scope.start(op::send(&sent[..], (me + 1) % ranks))?;
+            scope.start(op::recv(&mut got[..], (me + ranks - 1) % ranks)).map(drop)
+        })?;
+        assert!(got == data((me + ranks - 1) % ranks, turn));
+        // The receiver has its data before the sender may change it.
+        sent.fill(0);
+        let mut all = vec![0; ranks * BYTES];
+        world.all_to_all(&data(me, turn).repeat(ranks), &mut all)?;
+        assert!(all == (0..ranks).flat_map(|from| data(from, turn)).collect::<Vec<_>>());
+        Ok(())
+    };
+    for turn in 0.. {
+        if let Err(error) = exchange(turn) {
+            assert!(matches!(error, CommError::PeerLost { .. }), "{error}");
+            break;
+        }
+        if turn == 1 {
+            send_event("exchanged");
+        }
+    }
+    Ok(())
+}
+
 fn send_event(line: &str) {
     let mut out = std::io::stdout().lock();
     writeln!(out, "\n@ {line}").unwrap();
@@ -212,6 +244,10 @@ impl Job {
                 command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", port.to_string());
                 command.env("TORCHELASTIC_USE_AGENT_STORE", if store.is_some() { "True" } else { "False" });
                 command.stdin(Stdio::null()).stdout(Stdio::piped());
+                if scenario == "single copy" {
+                    command.env("CONVOKE_SINGLE_COPY", "always").env("CONVOKE_LOG", "debug");
+                    command.stderr(Stdio::piped());
+                }
                 let agent = (launcher == Launcher::Convoke).then(|| agent(&mut command, generation, &token));
                 let mut child = command.spawn().unwrap();
                 let reader = watch(rank, &mut child, events.clone());
@@ -287,6 +323,19 @@ fn agent(command: &mut Command, generation: Generation, token: &Token) -> (UnixS
 
 fn watch(rank: usize, child: &mut Child, events: Sender<(usize, String)>) -> JoinHandle<()> {
     let stdout = BufReader::new(child.stdout.take().unwrap());
+    if let Some(stderr) = child.stderr.take() {
+        let events = events.clone();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stderr).lines().map_while(Result::ok) {
+                eprintln!("{line}");
+                if let Some((_, what)) = line.split_once("this rank ")
+                    && what.contains("in the memory of the other ranks of its host")
+                {
+                    let _ = events.send((rank, format!("log {what}")));
+                }
+            }
+        });
+    }
     std::thread::spawn(move || {
         for line in stdout.lines().map_while(Result::ok) {
             if let Some(line) = line.strip_prefix("@ ") {
@@ -437,4 +486,21 @@ fn disconnected_rank_is_excluded_by_shrink_and_learns_it() {
     job.report_dead(1);
     job.expect_survivors(&[0, 2]);
     job.wait(&[1], "error Excluded ");
+}
+
+#[test]
+fn ranks_that_read_in_the_memory_of_each_other_notice_a_death() {
+    let scope = std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope");
+    let is_restricted = scope.is_ok_and(|scope| scope.trim() != "0") && !nix::unistd::geteuid().is_root();
+    let mut random = RandomDelays::new();
+    for _ in 0..if common::is_full_test_run() { 100 } else { 6 } {
+        let mut job = Job::start("single copy", 3, Launcher::Convoke);
+        job.wait(&[0, 1, 2], if is_restricted { "log does not read" } else { "log reads" });
+        job.wait(&[0, 1, 2], "exchanged");
+        random.sleep(Duration::from_millis(10));
+        let victim = random.below(3) as usize;
+        job.kill(victim);
+        let others: Vec<_> = (0..3).filter(|&rank| rank != victim).collect();
+        job.wait(&others, "done");
+    }
 }

@@ -17,7 +17,7 @@ use convoke_env::Generation;
 /// First bytes of every frame.
 pub(crate) const MAGIC: [u8; 4] = *b"CVK1";
 /// Protocol version of all traffic between ranks.
-pub(crate) const VERSION: u8 = 6;
+pub(crate) const VERSION: u8 = 7;
 /// Size of a header in bytes.
 pub(crate) const HEADER_BYTES: usize = 64;
 /// Longest payload, in bytes, of a frame that is buffered instead of received into a posted buffer.
@@ -38,7 +38,7 @@ pub(crate) enum Kind {
     Data,
     /// A small (eager) message with its elements; `seq` counts the messages of the sender.
     Eager,
-    /// Request to send the large message `seq`; no payload.
+    /// Request to send the large message `seq`; no payload. With an `address`, the receiver may read the elements there.
     Rts,
     /// Clear to send: the receiver is ready for the large message `seq`; no payload.
     Cts,
@@ -71,17 +71,19 @@ pub(crate) enum Kind {
     /// A receive that `call` describes is posted, and the next message of the peer is `seq`. If that is a large message
     /// for this receive, the peer may send its elements without a request. No payload.
     Ready,
+    /// The receiver has read the elements of the large message `seq` at the address in its `Rts` frame. No payload.
+    ReadDone,
 }
 
 impl Kind {
-    pub(crate) const ALL: [Self; 19] = {
+    pub(crate) const ALL: [Self; 20] = {
         use Kind::{
-            Abort, Close, Credit, Cts, Data, Eager, Goodbye, Hello, Message, Open, Proof, Ready, Refuse, Rts,
-            Share, State, StateQuery, Stream, Welcome,
+            Abort, Close, Credit, Cts, Data, Eager, Goodbye, Hello, Message, Open, Proof, ReadDone, Ready,
+            Refuse, Rts, Share, State, StateQuery, Stream, Welcome,
         };
         [
             Hello, Welcome, Proof, Refuse, Data, Eager, Rts, Cts, Message, Credit, Open, State, StateQuery,
-            Abort, Goodbye, Share, Close, Stream, Ready,
+            Abort, Goodbye, Share, Close, Stream, Ready, ReadDone,
         ]
     };
 
@@ -101,7 +103,10 @@ impl Kind {
 
     /// Returns true if the frame belongs to messages, so that it may return credit.
     const fn returns_credit(self) -> bool {
-        matches!(self, Self::Eager | Self::Rts | Self::Cts | Self::Message | Self::Credit | Self::Ready)
+        matches!(
+            self,
+            Self::Eager | Self::Rts | Self::Cts | Self::Message | Self::Credit | Self::Ready | Self::ReadDone
+        )
     }
 }
 
@@ -125,6 +130,8 @@ pub(crate) struct Frame {
     pub(crate) call: [u8; 16],
     /// Length of the payload in bytes.
     pub(crate) len: u64,
+    /// Address of the elements of a large message in the memory of the sender; 0 if the receiver must request them.
+    pub(crate) address: u64,
 }
 
 /// The reason why bytes are not a valid frame header.
@@ -145,7 +152,7 @@ pub(crate) enum FrameError {
 impl Frame {
     /// Returns a header without a call and with payload length 0.
     pub(crate) fn empty(kind: Kind, (generation, group): GroupId, seq: u64) -> Self {
-        Self { kind, credit: 0, generation, group, seq, call: [0; 16], len: 0 }
+        Self { kind, credit: 0, generation, group, seq, call: [0; 16], len: 0, address: 0 }
     }
 
     pub(crate) fn group_id(&self) -> GroupId {
@@ -162,7 +169,7 @@ impl Frame {
         out[24..32].copy_from_slice(&self.group.to_le_bytes());
         out[32..40].copy_from_slice(&self.seq.to_le_bytes());
         out[40..56].copy_from_slice(&self.call);
-        with_length(out, self.len)
+        with_length(out, if self.kind == Kind::Rts { self.address } else { self.len })
     }
 
     pub(crate) fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, FrameError> {
@@ -178,7 +185,8 @@ impl Frame {
         if credit != 0 && !kind.returns_credit() {
             return Err(FrameError::Reserved(kind));
         }
-        let len = u64::from_le_bytes(bytes_at(bytes, 56));
+        let last = u64::from_le_bytes(bytes_at(bytes, 56));
+        let (address, len) = if kind == Kind::Rts { (last, 0) } else { (0, last) };
         if !kind.carries_elements() && len > CONTROL_PAYLOAD_BYTES as u64 {
             return Err(FrameError::Length { kind, len });
         }
@@ -190,6 +198,7 @@ impl Frame {
             seq: u64::from_le_bytes(bytes_at(bytes, 32)),
             call: bytes_at(bytes, 40),
             len,
+            address,
         })
     }
 }
@@ -214,7 +223,8 @@ pub(crate) mod tests {
     pub(crate) fn frame(kind: Kind) -> Frame {
         let generation = Generation::from_bytes([9; 16]);
         let credit = if kind.returns_credit() { 0x0302 } else { 0 };
-        Frame { kind, credit, generation, group: 3, seq: u64::MAX - 1, call: [5; 16], len: 17 }
+        let (len, address) = if kind == Kind::Rts { (0, 0x7FFF_1234_5678) } else { (17, 0) };
+        Frame { kind, credit, generation, group: 3, seq: u64::MAX - 1, call: [5; 16], len, address }
     }
 
     #[test]
@@ -238,11 +248,12 @@ pub(crate) mod tests {
             group: 0x0807_0605_0403_0201,
             seq: 0x1817_1615_1413_1211,
             call,
-            len: 0x0102,
+            len: 0,
+            address: 0x0102,
         };
         #[rustfmt::skip]
         let bytes = [
-            b'C', b'V', b'K', b'1', 6, 7, 0x31, 0x32,
+            b'C', b'V', b'K', b'1', 7, 7, 0x31, 0x32,
             0xA0, 0xA1, 0xA2, 0xA3, 0xA4, 0xA5, 0xA6, 0xA7, 0xA8, 0xA9, 0xAA, 0xAB, 0xAC, 0xAD, 0xAE, 0xAF,
             1, 2, 3, 4, 5, 6, 7, 8,
             0x11, 0x12, 0x13, 0x14, 0x15, 0x16, 0x17, 0x18,
@@ -275,6 +286,7 @@ pub(crate) mod tests {
             (Kind::Close, 17),
             (Kind::Stream, 18),
             (Kind::Ready, 19),
+            (Kind::ReadDone, 20),
         ];
         assert_eq!(numbers.len(), Kind::ALL.len());
         for (kind, number) in numbers {
@@ -293,7 +305,7 @@ pub(crate) mod tests {
         assert_eq!(with(0, b'X'), FrameError::Magic(*b"XVK1"));
         assert_eq!(with(4, 1), FrameError::Version(1));
         assert_eq!(with(5, 0), FrameError::Kind(0));
-        assert_eq!(with(5, 20), FrameError::Kind(20));
+        assert_eq!(with(5, 21), FrameError::Kind(21));
         assert_eq!(with(6, 1), FrameError::Reserved(Kind::State));
         assert_eq!(with(7, 1), FrameError::Reserved(Kind::State));
         assert!(matches!(with(63, 0x80), FrameError::Length { .. }));

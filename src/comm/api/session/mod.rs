@@ -8,6 +8,7 @@ mod rendezvous;
 mod url;
 mod world;
 
+use std::str::FromStr;
 use std::sync::{Arc, Mutex};
 
 use convoke_env::{AgentChannel, Generation, Token, WorkerEnv, vars};
@@ -15,7 +16,7 @@ use convoke_store::{PrefixStore, Store};
 
 use crate::api::group::Group;
 use crate::api::logger;
-use crate::bootstrap::options::{GroupOptions, Listen, ThreadMigration};
+use crate::bootstrap::options::{GroupOptions, Listen};
 use crate::bootstrap::{BootstrapConfig, WorldEntryGuard};
 use crate::collectives::plan::Algorithms;
 use crate::error::{CommError, require};
@@ -50,6 +51,7 @@ pub fn init() -> Result<World, CommError> {
 /// - CONVOKE_ALGO: see [`GroupOptions::algorithms`].
 /// - CONVOKE_SHM: `off` disables [`GroupOptions::shared_memory`].
 /// - CONVOKE_THREAD_MIGRATION: see [`GroupOptions::thread_migration`].
+/// - CONVOKE_SINGLE_COPY: see [`GroupOptions::single_copy`].
 /// - CONVOKE_LOG: see `docs/reference/worker-env.md`.
 #[derive(Debug)]
 pub struct Session {
@@ -164,7 +166,8 @@ impl Session {
             .listen(interface()?.unwrap_or_else(|| rendezvous.listen()))
             .algorithms(algorithms.map_err(wrong)?)
             .shared_memory(shared_memory_enabled()?)
-            .thread_migration(thread_migration()?);
+            .thread_migration(from_variable("CONVOKE_THREAD_MIGRATION")?)
+            .single_copy(from_variable("CONVOKE_SINGLE_COPY")?);
         options.token = Token::from_process()?;
         let (local, restart_count, open_store, agent, round) = (None, 0, None, None, 0);
         Ok(Self { rank, size, local, restart_count, rendezvous, open_store, agent, options, round })
@@ -250,13 +253,11 @@ fn shared_memory_enabled() -> Result<bool, CommError> {
     }
 }
 
-/// Returns when CONVOKE_THREAD_MIGRATION lets a rank move its thread to another core.
-fn thread_migration() -> Result<ThreadMigration, CommError> {
-    match std::env::var("CONVOKE_THREAD_MIGRATION").unwrap_or_default().trim() {
-        "" => Ok(ThreadMigration::default()),
-        text => text
-            .parse()
-            .map_err(|what| CommError::InvalidArgument(format!("CONVOKE_THREAD_MIGRATION={what}"))),
+/// Returns the option that a variable selects, or the default if it is unset or empty.
+fn from_variable<T: Default + FromStr<Err = String>>(name: &str) -> Result<T, CommError> {
+    match std::env::var(name).unwrap_or_default().trim() {
+        "" => Ok(T::default()),
+        text => text.parse().map_err(|what| CommError::InvalidArgument(format!("{name}={what}"))),
     }
 }
 

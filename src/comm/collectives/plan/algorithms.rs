@@ -268,7 +268,7 @@ mod tests {
         let tuning = Algorithms::from_str(" all_reduce:ring, broadcast:chain").unwrap();
         assert_eq!(
             tuning.to_string(),
-            "table 10, all_reduce:ring, broadcast:chain, reduce:table, all_gather:table, reduce_scatter:table"
+            "table 11, all_reduce:ring, broadcast:chain, reduce:table, all_gather:table, reduce_scatter:table"
         );
         assert_eq!(tuning.for_all_reduce(4, &Topology::one_host(2), Rounding::Stepwise), Algorithm::Ring);
         assert_eq!(tuning.for_broadcast(4), Algorithm::Chain);

@@ -6,7 +6,7 @@
 use super::{Algorithm, Algorithms, Rounding, Topology, WIDE_FACTOR};
 
 /// Version of the table below, and of the plans: ranks with different versions refuse to form a group.
-pub(crate) const TABLE_VERSION: u32 = 10;
+pub(crate) const TABLE_VERSION: u32 = 11;
 
 /// Largest all-reduce by recursive doubling, in bytes: of two ranks, of more on one host, and of more on several hosts.
 /// There bytes count more than system calls.

@@ -169,7 +169,8 @@ impl Engine {
     pub(super) fn try_send_inline(&mut self, operation: &mut OperationSlot, limit: TimeLimit) -> FastPath {
         let Some(Operation::Send { to, call, buffer }) = operation else { return FastPath::NotInline };
         let (to, call, len) = (*to, *call, buffer.len());
-        if is_large(call) {
+        let exposes = self.peers[to].messages.exposes(call);
+        if is_large(call) && !exposes {
             // The receiver may have told that it is ready, or may do so at once.
             for _ in 0..ready_attempts(&self.settings) {
                 self.progress_messages(to);
@@ -182,8 +183,8 @@ impl Engine {
             }
         }
         let bytes = buffer.bytes(0..len);
-        // The queues handle a message from several pieces of memory.
-        let sent = if bytes.len() == len {
+        // The queues handle a message from several pieces of memory, and one that the receiver reads there.
+        let sent = if bytes.len() == len && !exposes {
             self.peers[to].messages.send_direct(call, bytes)
         } else {
             Ok(SendProgress::Nothing)

@@ -22,6 +22,7 @@
 //! A message of a rank to itself needs no connection (`to_self`).
 
 pub(crate) mod direct;
+mod exposed;
 mod queues;
 mod read;
 mod to_self;
@@ -152,7 +153,8 @@ impl PeerMessages {
             let (call, bytes) = (posted.call, posted.buffer.len());
             let cost = credit_for(bytes);
             let eager = bytes <= EAGER_BYTES && cost <= self.credit.left;
-            let is_awaited = is_large(call) && self.is_peer_ready(seq, call);
+            let exposed = self.expose(call, &posted.buffer).filter(|_| !eager);
+            let is_awaited = is_large(call) && exposed.is_none() && self.is_peer_ready(seq, call);
             let (kind, len) = match (eager, is_awaited) {
                 (true, _) => (Kind::Eager, bytes as u64),
                 (false, true) => (Kind::Message, bytes as u64),
@@ -171,9 +173,24 @@ impl PeerMessages {
                 self.last_large = Some(seq);
             }
             self.held -= 1;
-            let header = Frame { len, call: call.encode(), ..self.frame(kind, seq) };
+            let address = exposed.unwrap_or(0);
+            let header = Frame { len, call: call.encode(), address, ..self.frame(kind, seq) };
             self.push(header, (eager || is_awaited).then_some(seq));
         }
+    }
+
+    /// Returns whether the peer should read the elements of a message in the memory of this rank, if it can.
+    pub(crate) fn exposes(&self, call: Call) -> bool {
+        is_large(call) && self.conn.as_ref().is_some_and(|conn| conn.exposes(call.bytes() as usize))
+    }
+
+    /// Returns the address of the elements of a message, if the peer should read them there.
+    fn expose(&self, call: Call, buffer: &BorrowedBuffer<'_>) -> Option<u64> {
+        let bytes = buffer.bytes(0..buffer.len());
+        // The peer copies from one piece of memory.
+        let exposes = self.exposes(call) && bytes.len() == buffer.len();
+        let is_readable = exposes && self.conn.as_ref().is_some_and(|conn| conn.is_readable(bytes));
+        is_readable.then(|| bytes.as_ptr().addr() as u64)
     }
 
     /// Returns whether the peer will probably send a Ready frame for the next large message. It sent one for the last large
@@ -223,12 +240,22 @@ impl PeerMessages {
                 recv.complete(self.peer);
                 return Ok(());
             }
-            recv.matched = Some(Match::Large(unexpected.seq));
-            self.push(self.frame(Kind::Cts, unexpected.seq), None);
+            if let UnexpectedContent::Announcement { address } = unexpected.content {
+                recv.matched = Some(self.request(unexpected.seq, address));
+            }
         }
         self.recvs.push_back(recv);
         self.announce_receive(call);
         Ok(())
+    }
+
+    /// Requests a message that the peer has announced, unless this rank reads it at `address`. Returns how it is matched.
+    fn request(&mut self, seq: u64, address: u64) -> Match {
+        if address != 0 {
+            return Match::Exposed { seq, address };
+        }
+        self.push(self.frame(Kind::Cts, seq), None);
+        Match::Large(seq)
     }
 
     /// Tells the peer that a receive is posted, if it is for a large message and is the only one.
@@ -272,6 +299,7 @@ impl PeerMessages {
     pub(crate) fn progress(&mut self, any_source: &mut AnySourceQueue) -> Result<bool, MessageError> {
         let Some(mut conn) = self.conn.take() else { return Ok(false) };
         let result = self.write(&mut conn).and_then(|wrote| Ok(self.read(any_source, &mut conn)? | wrote));
+        let result = result.map(|moved| self.read_exposed(&conn) | moved);
         // The frames that were read may have queued an answer, such as a Cts frame.
         let result = result.and_then(|moved| Ok(self.write(&mut conn)? | moved));
         self.conn = Some(conn);

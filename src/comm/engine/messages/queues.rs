@@ -86,6 +86,8 @@ pub(super) enum Match {
     Eager,
     /// A large message with this sequence number, which this rank has requested.
     Large(u64),
+    /// A large message with this sequence number, which this rank reads at this address in the memory of the peer.
+    Exposed { seq: u64, address: u64 },
 }
 
 /// A frame that is being sent.

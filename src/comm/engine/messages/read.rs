@@ -204,6 +204,15 @@ impl PeerMessages {
                 self.announced -= 1;
                 self.send_held();
             }
+            Kind::ReadDone => {
+                let index = send_index(&self.sends, seq);
+                let index = index.filter(|&index| self.sends[index].stage == Stage::Announced);
+                let send = index.and_then(|index| self.sends.remove(index));
+                let send = send.ok_or(PeerMisbehaved::NotAnnounced { seq })?;
+                send.posted.completion.complete(Ok(None));
+                self.announced -= 1;
+                self.send_held();
+            }
             Kind::Ready => self.peer_ready = Some((seq, Call::decode(frame.call)?)),
             Kind::Message if self.ready == Some(seq) && seq == self.next_incoming => {
                 self.ready = None;
@@ -262,17 +271,17 @@ impl PeerMessages {
             let recv = &mut self.recvs[index];
             check_type(call, recv.posted.call, seq)?;
             recv.theirs = call;
-            recv.matched = Some(if eager { Match::Eager } else { Match::Large(seq) });
             if eager {
+                recv.matched = Some(Match::Eager);
                 self.reading = ReadState::Posted { id: recv.id, eager: true };
             } else {
-                self.push(self.frame(Kind::Cts, seq), None);
+                self.recvs[index].matched = Some(self.request(seq, frame.address));
             }
             return Ok(());
         }
         let total = frame.len as usize;
         let content = match (eager, total) {
-            (false, _) => UnexpectedContent::Announcement,
+            (false, _) => UnexpectedContent::Announcement { address: frame.address },
             (true, 0) => UnexpectedContent::Complete(Vec::new()),
             (true, _) => UnexpectedContent::Partial(Vec::with_capacity(total)),
         };

@@ -29,18 +29,18 @@ fn completion() -> Arc<Completion> {
 }
 
 /// A message in progress: its buffers at sender and receiver, and its completions.
-struct Message {
+pub(super) struct Message {
     tag: u32,
-    sent: Vec<u8>,
-    got: Vec<u8>,
-    sending: Option<Arc<Completion>>,
-    receiving: Option<Arc<Completion>>,
+    pub(super) sent: Vec<u8>,
+    pub(super) got: Vec<u8>,
+    pub(super) sending: Option<Arc<Completion>>,
+    pub(super) receiving: Option<Arc<Completion>>,
 }
 
 #[allow(unsafe_code)]
 impl Message {
     /// Sends the message without the queues if `directly` is set and that is possible.
-    fn send(&mut self, from: &mut PeerMessages, directly: bool) {
+    pub(super) fn send(&mut self, from: &mut PeerMessages, directly: bool) {
         // SAFETY: the test keeps all messages, and does not change `sent`, until both queues are gone.
         let buffer = unsafe { BorrowedBuffer::default().with_ref(0, &self.sent[..]).erase_lifetime() };
         let completion = self.sending.insert(completion());
@@ -55,7 +55,7 @@ impl Message {
     }
 
     /// Receives the message without the queues if `directly` is set and that is possible.
-    fn recv(&mut self, at: &mut PeerMessages, directly: bool) {
+    pub(super) fn recv(&mut self, at: &mut PeerMessages, directly: bool) {
         // SAFETY: the test keeps all messages until both queues are gone; it reads `got` only when its
         // completion is done.
         let mut buffer = unsafe { BorrowedBuffer::default().with_mut(0, &mut self.got[..]).erase_lifetime() };
@@ -82,18 +82,18 @@ impl Message {
 #[test]
 fn random_messages_keep_their_order_for_each_tag() {
     let mut random = Random::new("random_messages_keep_their_order_for_each_tag");
-    for round in 0..80 {
-        let script = match round % 4 {
-            0 | 3 => FaultScript::default(),
+    for round in 0..100 {
+        let script = match round % 5 {
+            0 | 3 | 4 => FaultScript::default(),
             1 => {
                 FaultScript { step: 3000, capacity: 5000, refuse: 4, interrupt: 6, ..FaultScript::default() }
             }
             _ => FaultScript { step: 7, capacity: 16, ..FaultScript::default() },
         };
-        let small = round % 4 == 2;
+        let small = round % 5 == 2;
         let (mut left, mut right) = (PeerMessages::new(1, group()), PeerMessages::new(0, group()));
-        (left.conn, right.conn) = if round % 4 == 3 {
-            let [a, b] = ring::tests::pair();
+        (left.conn, right.conn) = if round % 5 >= 3 {
+            let [a, b] = if round % 5 == 3 { ring::tests::pair() } else { ring::tests::exposing_pair() };
             (Some(Conn::new(Box::new(a))), Some(Conn::new(Box::new(b))))
         } else {
             let (a, b) = fake::pair(FaultScript { seed: random.next(), ..script });
@@ -175,7 +175,7 @@ fn random_messages_keep_their_order_for_each_tag() {
 }
 
 /// Returns the two ends of messages between two ranks.
-fn ends() -> (PeerMessages, PeerMessages) {
+pub(super) fn ends() -> (PeerMessages, PeerMessages) {
     let (a, b) = fake::pair(FaultScript { capacity: 1 << 20, ..FaultScript::default() });
     let (mut left, mut right) = (PeerMessages::new(1, group()), PeerMessages::new(0, group()));
     (left.conn, right.conn) = (Some(Conn::new(Box::new(a))), Some(Conn::new(Box::new(b))));
@@ -190,12 +190,12 @@ fn ends_in_memory() -> (PeerMessages, PeerMessages) {
     (left, right)
 }
 
-fn large(tag: u32) -> Message {
+pub(super) fn large(tag: u32) -> Message {
     let (sent, got) = (vec![tag as u8; EAGER_BYTES + 1], vec![0; EAGER_BYTES + 1]);
     Message { tag, sent, got, sending: None, receiving: None }
 }
 
-fn progress(end: &mut PeerMessages) {
+pub(super) fn progress(end: &mut PeerMessages) {
     while end.progress(&mut AnySourceQueue::default()).unwrap() {}
 }
 

@@ -27,8 +27,9 @@ pub(super) struct UnexpectedMessage {
 /// The part of an unexpected message that has arrived so far.
 #[derive(Debug)]
 pub(super) enum UnexpectedContent {
-    /// The announcement of a large message, whose elements the sender keeps until this rank requests them.
-    Announcement,
+    /// The announcement of a large message, whose elements the sender keeps until this rank requests them. If `address` is not
+    /// 0, this rank reads them there.
+    Announcement { address: u64 },
     /// The first bytes of a small message that is being read.
     Partial(Vec<u8>),
     /// All bytes of a small message.
@@ -61,7 +62,7 @@ pub(super) const fn credit_for(bytes: usize) -> usize {
 impl UnexpectedMessage {
     /// Returns the bytes that are kept for the message when it is complete; `None` for an announcement.
     fn kept_bytes(&self) -> Option<usize> {
-        let is_kept = !matches!(self.content, UnexpectedContent::Announcement);
+        let is_kept = !matches!(self.content, UnexpectedContent::Announcement { .. });
         is_kept.then(|| self.call.bytes() as usize + HEADER_BYTES)
     }
 }

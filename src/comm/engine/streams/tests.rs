@@ -340,6 +340,7 @@ fn garbage_instead_of_a_header_is_a_protocol_error() {
         seq: 0,
         call: all_reduce_call(100).encode(),
         len: 400,
+        address: 0,
     };
     let cases: [(&str, Frame); 5] = [
         ("another kind", Frame { kind: Kind::Eager, ..good }),

@@ -28,6 +28,7 @@ use crate::collectives::dtype::{Dtype, ReduceOp};
 use crate::collectives::plan::{Algorithms, Input, Rounding, Topology};
 use crate::error::CommError;
 use crate::flight::FlightRecorder;
+use crate::shm::single_copy::{SingleCopy, SingleCopyPolicy};
 use crate::transport::frame::{Frame, HEADER_BYTES, Kind, VERSION};
 use crate::transport::links::hello::{ConnectionKind, Credentials, Hello, Role, SUITE_PLAIN, Welcome};
 use crate::transport::links::tcp;
@@ -117,6 +118,7 @@ impl ScriptedPeer {
                 core_index: Some(0),
                 leaves_shared_core: false,
             },
+            single_copy: SingleCopyPolicy { setting: SingleCopy::Auto, is_oversubscribed: true },
             flight: Arc::new(FlightRecorder::for_process().group("default", 0, None, (FAKE, 3), &[0, 1, 2])),
         };
         let mut engine = Engine::new(settings, None, Some(self.listener)).unwrap();
@@ -129,7 +131,7 @@ impl ScriptedPeer {
 
 fn frame(kind: Kind, len: usize) -> Frame {
     let (generation, call) = (generation(), [0; 16]);
-    Frame { kind, credit: 0, generation, group: 0, seq: 0, call, len: len as u64 }
+    Frame { kind, credit: 0, generation, group: 0, seq: 0, call, len: len as u64, address: 0 }
 }
 
 fn with(frame: Frame, payload: &[u8]) -> Vec<u8> {

@@ -6,6 +6,7 @@ use std::sync::atomic::Ordering;
 
 use super::{ACCEPT, LocalGroup, SharedResources, new_arena, parse_reply, proof, refusal};
 use crate::shm::layout::Proof;
+use crate::shm::peer_memory::publish_identity;
 use crate::shm::segment::{self, Segment};
 use crate::shm::unavailable::Unavailable;
 use crate::shm::unix_socket::{SECRET_BYTES, connect, receive, send};
@@ -84,6 +85,7 @@ impl Follower {
         let own = layout.committed_by(*me);
         segment::commit(&memory, own.clone())
             .map_err(|source| Unavailable::Memory { bytes: own.len(), source })?;
+        publish_identity(&segment, *layout, *me)?;
         let challenge = proof(&segment, *layout, *me, Proof::Challenge).load(Ordering::SeqCst);
         proof(&segment, *layout, *me, Proof::Response).store(!challenge, Ordering::SeqCst);
         let doorbells = descriptors.by_ref().take(ranks.len()).collect();

@@ -9,6 +9,7 @@ use super::{ACCEPT, LocalGroup, SharedResources, new_arena, parse_reply, proof, 
 use crate::limits;
 use crate::shm::arena::Arena;
 use crate::shm::layout::{MAX_RANKS, Proof};
+use crate::shm::peer_memory::publish_identity;
 use crate::shm::segment::{self, Segment};
 use crate::shm::unavailable::Unavailable;
 use crate::shm::unix_socket::{SECRET_BYTES, accept, listen, receive, send};
@@ -158,6 +159,7 @@ impl Leader {
         let memory = segment::create(bytes).map_err(failed)?;
         segment::commit(&memory, layout.committed_by(self.local_group.me)).map_err(failed)?;
         let segment = Arc::new(Segment::map(&memory, bytes).map_err(failed)?);
+        publish_identity(&segment, layout, self.local_group.me)?;
         for local_rank in self.others() {
             let challenge = getrandom::u64()?;
             let start = layout.rank_range(local_rank).start;

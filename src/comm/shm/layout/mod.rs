@@ -87,6 +87,8 @@ pub(crate) const ROUNDS_BYTES: usize = (ROUNDS_IN_MEMORY as usize + 2) * ROUND_B
 /// if all its rounds fit. On cores of an EPYC (Zen 5) without a common cache, a `gather` of 512 KiB from each rank takes 17.9 µs with
 /// areas of 256 KiB, and 16.3 µs with longer ones.
 pub(crate) const EXCHANGE_BYTES: usize = 4 * ROUND_BYTES;
+/// Maximum number of bytes that one step of a collective reads in the memory of another rank. Other work waits for so long.
+pub(crate) const READ_BYTES: usize = 256 << 10;
 /// Maximum number of ranks of a host that can share memory: one message on a unix socket carries two file
 /// descriptors of each rank, besides those of the memory and the arena.
 pub(crate) const MAX_RANKS: usize = 125;
@@ -118,6 +120,19 @@ pub(crate) enum Proof {
     /// A random number, written by the rank that created the memory.
     Challenge,
     Response,
+}
+
+/// The words of a process by which others [read its memory](super::peer_memory::PeerMemory).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Identity {
+    /// The number of the process.
+    Process,
+    /// A random number.
+    Nonce,
+    /// The address of the nonce in the memory of this process.
+    NonceAddress,
+    /// Whether the process can read the memory of all others; 0 until it has tried.
+    CanRead,
 }
 
 /// The parts of one kind that the ranks have: the offset of that of the first rank, and the distance from
@@ -160,6 +175,8 @@ pub(crate) struct Layout {
 /// The offset of the core numbers in the first page: a word for each rank.
 const CORES: usize = PAGE / 4;
 const CONTROL: usize = PAGE;
+/// The line of a rank's control part that has its [`Identity`], behind the counters and proofs.
+const IDENTITY_LINE: usize = Counter::COUNT + 2;
 /// The size of the control part of a rank in the sparse layout.
 const SPARSE_CONTROL: usize = 8 * LINE;
 const SLOT: usize = (SLOT_HEADER + SLOT_BYTES).next_multiple_of(LINE);
@@ -298,6 +315,10 @@ impl Layout {
         self.control.of(rank) + LINE * (Counter::COUNT + proof as usize)
     }
 
+    pub(crate) fn identity(self, rank: usize, word: Identity) -> usize {
+        self.control.of(rank) + LINE * IDENTITY_LINE + size_of::<u64>() * word as usize
+    }
+
     /// The range whose pages `rank` allocates: its own part; the first rank also allocates the common page.
     pub(crate) fn committed_by(self, rank: usize) -> Range<usize> {
         let own = self.rank_range(rank);
@@ -374,6 +395,8 @@ mod tests {
                 let at = layout.proof(rank, proof);
                 ranges.push(at..at + LINE);
             }
+            let identity = [Identity::Process, Identity::Nonce, Identity::NonceAddress, Identity::CanRead];
+            ranges.extend(identity.map(|word| layout.identity(rank, word)).map(|at| at..at + 8));
             ranges.extend((0..SLOTS).map(|number| {
                 let at = layout.slot(rank, number);
                 at..at + SLOT_HEADER + SLOT_BYTES

@@ -8,6 +8,7 @@ use super::{
     FIRST_CHUNK_BYTES, MAX_CHUNK_BYTES, MAX_READ_BYTES, MIN_CHUNK_BYTES, MOST_CACHED_BYTES,
     PREFETCH_WITH_HEADER, READ_REPORTS, Ring, validated,
 };
+use crate::collectives::call::CallKind;
 use crate::collectives::kernels::store_fence;
 use crate::shm::cells::{Announced, Place};
 use crate::transport::frame::HEADER_BYTES;
@@ -90,6 +91,18 @@ impl Link for Ring {
 
     fn reads_by_system_calls(&self) -> bool {
         false
+    }
+
+    fn exposes(&self, bytes: usize) -> bool {
+        self.peer_reader.exposes(CallKind::PointToPoint, bytes)
+    }
+
+    fn is_readable(&self, bytes: &[u8]) -> bool {
+        self.peer_reader.is_readable(bytes.as_ptr() as usize, bytes.len())
+    }
+
+    fn read_exposed(&self, address: u64, into: &mut [u8]) -> io::Result<bool> {
+        self.peer_reader.read(self.peer, address, into)
     }
 
     fn close_write(&mut self) {

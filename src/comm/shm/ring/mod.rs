@@ -20,6 +20,7 @@ use super::cells::{Announced, Cells, Place};
 use super::doorbells::Doorbells;
 use super::layout::{RingOffsets, small_chunks};
 use super::segment::Segment;
+use super::single_copy::PeerReader;
 use super::store_policy::StorePolicy;
 use crate::transport::links::{CellHeader, EAGER_BYTES, Link};
 pub(crate) use areas::MessageAreas;
@@ -67,6 +68,7 @@ const FIRST_BYTES: usize = 8 << 10;
 pub(crate) struct Ring {
     segment: Arc<Segment>,
     doorbells: Arc<Doorbells>,
+    peer_reader: Arc<PeerReader>,
     /// The local rank of the peer at the other end.
     peer: usize,
     outgoing: RingOffsets,
@@ -95,7 +97,7 @@ impl Ring {
     /// pages of the first `allocated` bytes are allocated.
     pub(super) fn new(
         segment: Arc<Segment>,
-        doorbells: Arc<Doorbells>,
+        (doorbells, peer_reader): (Arc<Doorbells>, Arc<PeerReader>),
         (peer, ranks): (usize, usize),
         (outgoing, allocated): (RingOffsets, usize),
         incoming: RingOffsets,
@@ -104,6 +106,7 @@ impl Ring {
         Self {
             segment,
             doorbells,
+            peer_reader,
             peer,
             outgoing,
             allocated,

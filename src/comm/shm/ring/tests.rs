@@ -8,31 +8,52 @@ use super::*;
 use crate::collectives::kernels::uncached_message_bytes;
 use crate::shm::doorbells::HostProcesses;
 use crate::shm::layout::{Layout, RingChannel};
+use crate::shm::peer_memory::{PeerMemory, publish_identity};
 use crate::shm::segment::create;
+use crate::shm::single_copy::{SingleCopy, SingleCopyPolicy};
 use crate::transport::frame::HEADER_BYTES;
 use crate::transport::links::conn::{Conn, ConnError};
 use crate::transport::links::{CELL_BYTES, CellMessage, EAGER_BYTES};
 
 /// Returns both ends of the rings and cells for messages between two ranks.
 pub(crate) fn pair() -> [Ring; 2] {
-    pair_with(usize::MAX)
+    pair_with(usize::MAX, SingleCopy::Never)
+}
+
+/// Returns what [`pair`] returns, but each rank exposes its long messages.
+pub(crate) fn exposing_pair() -> [Ring; 2] {
+    pair_with(usize::MAX, SingleCopy::Always)
 }
 
 /// Returns what [`pair`] returns. Of the data of each ring, at most `allocated` bytes are allocated.
-fn pair_with(allocated: usize) -> [Ring; 2] {
+fn pair_with(allocated: usize, setting: SingleCopy) -> [Ring; 2] {
     let layout = Layout::dense(2);
     let segment = Arc::new(Segment::map(create(layout.bytes).unwrap(), layout.bytes).unwrap());
     let doorbells = (0..2).map(|_| EventFd::new().unwrap().into()).collect();
-    let host = HostProcesses { doorbells, of_rank: Arc::new([0, 1]) };
+    for rank in 0..2 {
+        publish_identity(&segment, layout, rank).unwrap();
+    }
+    let policy = SingleCopyPolicy { setting, is_oversubscribed: false };
+    let memories = [0, 1].map(|me| PeerMemory::new(Arc::clone(&segment), layout, me, policy.reads()));
+    let [memory, _] = memories.map(Arc::new);
+    let host = HostProcesses { doorbells, memory, of_rank: Arc::new([0, 1]) };
     [(0, 1), (1, 0)].map(|(me, peer)| {
         let (segment, host) = (Arc::clone(&segment), host.clone());
+        let peer_reader = Arc::new(PeerReader::new(host.clone(), Arc::clone(&segment), policy));
         let doorbells = Arc::new(Doorbells { segment: Arc::clone(&segment), layout, me, host });
         let rings = |from, to| layout.ring(RingChannel::Messages, from, to);
         let cells = Cells::new(layout.cells(me, peer), layout.cells(peer, me), true);
         let out = rings(me, peer);
         let areas = [layout.message_area(0, 1), layout.message_area(1, 0)];
         let messages = Some((cells, MessageAreas::new(areas, me, allocated > 0)));
-        Ring::new(segment, doorbells, (peer, 2), (out, allocated.min(out.bytes)), rings(peer, me), messages)
+        Ring::new(
+            segment,
+            (doorbells, peer_reader),
+            (peer, 2),
+            (out, allocated.min(out.bytes)),
+            rings(peer, me),
+            messages,
+        )
     })
 }
 
@@ -88,7 +109,7 @@ fn data_of_an_announced_message_is_read_after_the_bytes_before_it() {
 
 #[test]
 fn pages_of_an_announced_message_are_allocated_before_its_first_byte_is_written() {
-    let [mut a, mut b] = pair_with(0);
+    let [mut a, mut b] = pair_with(0, SingleCopy::Never);
     send_area(&mut a);
     let (bytes, mut into) = (64 << 10, vec![0; 64 << 10]);
     a.allocate_for(bytes).unwrap();

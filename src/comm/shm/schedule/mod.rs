@@ -12,10 +12,13 @@
 //! rank owns a part of each round: it adds up all contributions to that part in rank order, and all ranks fetch
 //! the sum from this rank.
 //!
+//! In some calls, ranks read the data in the memory of another rank instead (`single_copy`).
+//!
 //! A slot or the memory of a round is reused when all ranks have shown that they no longer read it. All ranks
 //! count all rounds of all calls, also those in which they have no work, so counters are never reset.
 
 mod chunks;
+mod single_copy;
 mod steps;
 mod transfers;
 
@@ -55,6 +58,8 @@ pub(crate) struct Limits {
     pub(crate) whole_bytes: usize,
     /// Size of an exchange area.
     pub(crate) exchange_bytes: usize,
+    /// Maximum number of bytes that one step reads in the memory of another rank.
+    pub(crate) read_bytes: usize,
     /// Buffers below this size usually stay in the caches of the core that wrote them.
     pub(crate) cached_bytes: usize,
 }
@@ -103,6 +108,11 @@ pub(crate) enum ScheduleStep {
     /// Checks whether the elements of all ranks are in one allocation. If so, the rest of the schedule
     /// [reduces in place](Schedule::make_direct).
     DecideDirect,
+    /// Checks whether the ranks whose data this rank needs expose it. If so, the rest of the schedule
+    /// [copies once](Schedule::make_direct).
+    DecideSingleCopy,
+    /// Copies the data that rank `from` exposes, from offset `at` on, to the bytes `range` of the buffer.
+    ReadExposed { from: usize, at: usize, range: Range<usize> },
     /// Waits until no rank reads the memory that the round reuses.
     AwaitRound(u64),
     /// Sets this rank's counter so that it counts a round.
@@ -136,9 +146,9 @@ pub(crate) struct Schedule {
     bytes: usize,
     element: usize,
     limits: Limits,
-    /// This rank has its elements in a shared allocation and publishes their location.
+    /// This rank publishes the location of its elements: in a shared allocation, or in its own memory.
     exposed: bool,
-    /// If set, the ranks reduce in place in a shared allocation.
+    /// If set, the ranks reduce in place in a shared allocation, or copy once.
     direct: bool,
 }
 

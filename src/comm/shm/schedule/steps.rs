@@ -44,17 +44,27 @@ impl Schedule {
                 // If this rank exposes no elements, no rank reduces in place. The first round, or its first chunk, is
                 // published before the call, so ranks wait for each other once and not twice.
                 if self.has_chunks() {
-                    self.publish_chunks(0, true, emit);
+                    if self.exposed {
+                        self.match_calls(emit);
+                    } else {
+                        self.publish_chunks(0, true, emit);
+                        self.decide_single_copy(emit);
+                    }
                     return true;
                 }
                 if !self.exposed {
                     self.publish_round(0, emit);
                 }
                 self.match_calls(emit);
-                if self.exposed {
+                if self.may_copy_once() {
+                    self.decide_single_copy(emit);
+                } else if self.exposed {
                     emit(ScheduleStep::DecideDirect);
                 }
                 true
+            }
+            Some(piece) if self.direct && self.may_copy_once() => {
+                self.single_copy_steps(piece as usize, emit)
             }
             Some(piece) if self.direct => self.direct_steps(piece as usize, emit),
             Some(0) if self.exposed => {
@@ -97,14 +107,16 @@ impl Schedule {
         self.kind == CallKind::AllReduce && !self.fits_in(self.limits.slot_bytes)
     }
 
-    /// Lets this rank publish the location of its elements, which are in a shared allocation.
+    /// Lets this rank publish the location of its elements.
     pub(crate) fn expose(&mut self) {
-        debug_assert!(self.may_be_direct());
+        debug_assert!(self.may_be_direct() || self.exposable().is_some());
         self.exposed = true;
+        // The root of a `scatter` decides alone.
+        self.direct = self.has_chunks();
     }
 
-    /// Switches to reduction in place: each rank reduces its part of the whole buffer for all ranks. No rank
-    /// continues before all ranks are done.
+    /// Switches to reduction in place: each rank reduces its part of the whole buffer for all ranks. Or switches to single copy:
+    /// each rank reads its data in the memory of other ranks. No rank continues while another one accesses its memory.
     pub(crate) fn make_direct(&mut self) {
         self.direct = true;
     }

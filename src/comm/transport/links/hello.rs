@@ -286,16 +286,16 @@ mod tests {
         let ours = credentials(b"secret");
         assert_eq!(
             proof(&ours, Role::Connector),
-            "956b89dae9b13adef23ca13d2feacdeeb4272018e197bc73b8b45c7884350299"
+            "98196e8a48c08fc2f420852ff98611e0043e1a7a4e074b6f51abd2f70d41a616"
         );
         assert_eq!(
             proof(&ours, Role::Acceptor),
-            "c82ac2c61e58fd390a3bfc147d8c2a7c597b695e62cd1b29d3e4d09502e30c5c"
+            "5383b265927d1741cab6b84118035aa61580cf021116d60ad33a51713c4c56d4"
         );
         let open = Credentials::new(None, Generation::from_bytes([1; 16]), 0);
         assert_eq!(
             proof(&open, Role::Connector),
-            "1712f6a9e26b61e680b93cc85ba6abb0a8ca7e8d13e41fb7d393c9e7828b4386"
+            "150feaca2785b4c81c931fa579971cde68e460bccc43c5ae7bc1b3c712307a3e"
         );
     }
 

@@ -92,6 +92,23 @@ pub(crate) trait Link: fmt::Debug + Send {
         true
     }
 
+    /// Returns whether the peer should read a message of `bytes` bytes in the memory of this process, by
+    /// [`Self::read_exposed`], if it [can](Self::is_readable).
+    fn exposes(&self, _bytes: usize) -> bool {
+        false
+    }
+
+    /// Returns whether the peer can read `bytes` in the memory of this process.
+    fn is_readable(&self, _bytes: &[u8]) -> bool {
+        false
+    }
+
+    /// Copies bytes at `address` in the memory of the peer to `into`. Returns false if the peer has ended or the group has
+    /// failed, so that the bytes are not valid.
+    fn read_exposed(&self, _address: u64, _into: &mut [u8]) -> io::Result<bool> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
     /// Tells the peer that nothing more will be sent.
     fn close_write(&mut self);
 
