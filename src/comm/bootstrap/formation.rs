@@ -18,7 +18,7 @@ use super::record::Record;
 use super::{CLEANUP_TIMEOUT, ConnectedGroup, POLL_INTERVAL, descriptor_error};
 use crate::collectives::plan::Topology;
 use crate::engine::handshake::Handshakes;
-use crate::engine::{CoreSharing, Engine, Oversubscription, Settings};
+use crate::engine::{CorePlace, CoreSharing, Engine, Oversubscription, Settings};
 use crate::error::cause::{self, Cause, Report};
 use crate::error::{CommError, LossReason, Ranks};
 use crate::fault::fault_point;
@@ -222,7 +222,10 @@ fn core_sharing(share: &CoreShare, own: usize, migration: ThreadMigration) -> Co
     };
     CoreSharing {
         oversubscription,
-        core_index: share.index.filter(|_| migration != ThreadMigration::Never),
+        place: share
+            .index
+            .filter(|_| migration != ThreadMigration::Never)
+            .map(|index| CorePlace { index, ranks: share.ranks }),
         leaves_shared_core: migration == ThreadMigration::Always && oversubscription == Oversubscription::No,
     }
 }

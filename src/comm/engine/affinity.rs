@@ -13,26 +13,68 @@ use std::time::{Duration, Instant};
 use nix::sched::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity};
 use nix::unistd::Pid;
 
-use super::wait_policy::CoreSharing;
+use super::wait_policy::{CorePlace, CoreSharing, LARGE_BYTES, WaitMedium};
+use crate::collectives::call::{Call, CallKind};
 
 /// Least time between two moves of a thread to another core. If data still has not come, it sleeps instead.
 const MOVE_INTERVAL: Duration = Duration::from_millis(1);
 /// Least time between two moves of a thread to another core, if there are more ranks than cores.
 const OVERSUBSCRIBED_MOVE_INTERVAL: Duration = Duration::from_millis(10);
+/// Least time between two moves of a thread to another core, if there are more ranks than cores and the
+/// [`Placement`] has changed.
+const CHANGED_PLACEMENT_MOVE_INTERVAL: Duration = Duration::from_millis(1);
 /// The calling thread, as system calls name it.
 const THIS_THREAD: Pid = Pid::from_raw(0);
+
+/// The distribution of ranks that outnumber their cores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) enum Placement {
+    /// Successive ranks are on different cores, so that they can exchange short data without a context switch.
+    #[default]
+    Spread,
+    /// Successive ranks are on one core, so that a rank finds the long message of the rank beside it in the
+    /// caches of this core. On two cores of a Xeon (Emerald Rapids), messages of 256 KiB between 4 ranks
+    /// take 24 instead of 36 µs.
+    Packed,
+}
+
+impl Placement {
+    /// The placement for calls like this one, whose data comes by `medium`.
+    #[inline(always)]
+    pub(super) fn of(call: Call, medium: WaitMedium) -> Self {
+        let is_message = call.kind == CallKind::PointToPoint && medium == WaitMedium::SharedMemory;
+        if is_message && call.bytes() >= LARGE_BYTES { Self::Packed } else { Self::Spread }
+    }
+
+    /// Returns which of `cores` cores a rank takes.
+    fn core(self, CorePlace { index, ranks }: CorePlace, cores: usize) -> usize {
+        match self {
+            Self::Spread => index % cores,
+            Self::Packed => index * cores / ranks,
+        }
+    }
+}
 
 /// The choice of the core on which the thread that drives an engine runs.
 #[derive(Debug)]
 pub(super) struct Affinity {
     sharing: CoreSharing,
+    /// The placement for the current calls, and that of the last move.
+    placement: Placement,
+    placed: Placement,
     /// The time at which the driving thread was last moved to another core.
     moved_at: Option<Instant>,
 }
 
 impl Affinity {
     pub(super) fn new(sharing: CoreSharing) -> Self {
-        Self { sharing, moved_at: None }
+        let placement = Placement::default();
+        Self { sharing, placement, placed: placement, moved_at: None }
+    }
+
+    /// Chooses the placement for the next calls.
+    pub(super) fn set_placement(&mut self, placement: Placement) {
+        self.placement = placement;
     }
 
     /// Moves this thread to another core if it awaits data that was last sent from this core, as
@@ -46,12 +88,14 @@ impl Affinity {
         left
     }
 
-    /// Moves this thread to the core of [`CoreSharing::core_index`], if this rank has one and has not moved
-    /// just before.
+    /// Moves this thread to the core that the placement gives to [`CoreSharing::place`], if this rank has a
+    /// place and has not moved just before.
     pub(super) fn move_to_assigned_core(&mut self) {
-        if let Some(index) = self.sharing.core_index.filter(|_| self.may_move(OVERSUBSCRIBED_MOVE_INTERVAL)) {
-            self.moved_at = Some(Instant::now());
-            move_to(index);
+        let is_placed = self.placed == self.placement;
+        let interval = if is_placed { OVERSUBSCRIBED_MOVE_INTERVAL } else { CHANGED_PLACEMENT_MOVE_INTERVAL };
+        if let Some(place) = self.sharing.place.filter(|_| self.may_move(interval)) {
+            (self.moved_at, self.placed) = (Some(Instant::now()), self.placement);
+            move_to(place, self.placement);
         }
     }
 
@@ -67,12 +111,12 @@ fn move_off(core: usize) -> bool {
     others.unset(core).is_ok() && migrate(&others, &allowed)
 }
 
-/// Moves this thread to core number `index` (modulo their count) of the cores that it may use.
-fn move_to(index: usize) {
+/// Moves this thread to one of the cores that it may use, as `placement` says.
+fn move_to(place: CorePlace, placement: Placement) {
     let Ok(allowed) = sched_getaffinity(THIS_THREAD) else { return };
     let mut cores = (0..CpuSet::count()).filter(|&core| allowed.is_set(core) == Ok(true));
     let count = cores.clone().count();
-    let Some(core) = cores.nth(index % count.max(1)) else { return };
+    let Some(core) = cores.nth(placement.core(place, count.max(1))) else { return };
     let mut only = CpuSet::new();
     if sched_getcpu() != Ok(core) && only.set(core).is_ok() {
         migrate(&only, &allowed);
@@ -117,6 +161,8 @@ fn all_cpus() -> CpuSet {
 mod tests {
     use convoke_env::host::allowed_cpus;
 
+    use crate::collectives::dtype::Dtype;
+
     use super::*;
 
     fn set_of(cpus: &[usize]) -> CpuSet {
@@ -131,10 +177,38 @@ mod tests {
         assert!(!allowed.is_empty());
         let core = sched_getcpu().unwrap();
         assert_eq!(move_off(core), allowed.len() > 1);
-        for index in 0..3 * allowed.len() {
-            move_to(index);
+        let ranks = 3 * allowed.len();
+        for index in 0..ranks {
+            for placement in [Placement::Spread, Placement::Packed] {
+                move_to(CorePlace { index, ranks }, placement);
+            }
         }
         assert_eq!(allowed_cpus(), allowed);
+    }
+
+    #[test]
+    fn each_placement_gives_every_core_about_as_many_ranks() {
+        for (ranks, cores) in (1..20).flat_map(|cores| (cores..40).map(move |ranks| (ranks, cores))) {
+            for placement in [Placement::Spread, Placement::Packed] {
+                let mut counts = vec![0; cores];
+                (0..ranks).for_each(|index| counts[placement.core(CorePlace { index, ranks }, cores)] += 1);
+                let [least, most] = [counts.iter().min(), counts.iter().max()].map(Option::unwrap);
+                assert!(most - least <= 1, "{ranks} ranks on {cores} cores: {counts:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn neighbours_are_on_one_core_for_long_messages_in_memory_alone() {
+        let message = |bytes| Call::new(CallKind::PointToPoint, Dtype::U8, None, 7, bytes);
+        let broadcast = Call::new(CallKind::Broadcast, Dtype::U8, None, 0, LARGE_BYTES);
+        let cores = |call, medium| {
+            [0, 1, 2, 3].map(|index| Placement::of(call, medium).core(CorePlace { index, ranks: 4 }, 2))
+        };
+        assert_eq!(cores(message(LARGE_BYTES), WaitMedium::SharedMemory), [0, 0, 1, 1]);
+        assert_eq!(cores(message(LARGE_BYTES - 1), WaitMedium::SharedMemory), [0, 1, 0, 1]);
+        assert_eq!(cores(message(LARGE_BYTES), WaitMedium::Connection), [0, 1, 0, 1]);
+        assert_eq!(cores(broadcast, WaitMedium::SharedMemory), [0, 1, 0, 1]);
     }
 
     #[test]

@@ -54,4 +54,4 @@ pub(crate) use settings::{ParentLinks, Settings};
 pub(crate) use shared::Shared;
 pub(crate) use state::Engine;
 pub(crate) use streams::Shape;
-pub(crate) use wait_policy::{CoreSharing, Oversubscription};
+pub(crate) use wait_policy::{CorePlace, CoreSharing, Oversubscription};

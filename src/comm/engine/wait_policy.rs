@@ -35,7 +35,7 @@ const OVERSUBSCRIBED_BUSY_CORE_YIELDS: u32 = 2;
 const BUSY_CORE_WAITS: u32 = 256;
 /// From this size on, ranks copy and add for so long that yields take long without other threads too. Small
 /// operations after large ones must not sleep for that.
-const LARGE_BYTES: u64 = 256 << 10;
+pub(super) const LARGE_BYTES: u64 = 256 << 10;
 /// The shortest yield that shows a busy core during a large operation, and how many in a row must take so long
 /// if there are more ranks than cores: a rank seldom copies for a whole time slice, and hardly ever so often.
 const LARGE_BUSY_CORE_YIELD_TIME: Duration = Duration::from_micros(2500);
@@ -84,17 +84,24 @@ pub(crate) enum Oversubscription {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct CoreSharing {
     pub(crate) oversubscription: Oversubscription,
-    /// The index by which this rank chooses its core, if there are more ranks than cores, each rank may use
+    /// The place by which this rank chooses its core, if there are more ranks than cores, each rank may use
     /// all cores, and threads may move. Else `None`: no core is assigned.
-    pub(crate) core_index: Option<usize>,
+    pub(crate) place: Option<CorePlace>,
     /// This rank has a core, and leaves it while the rank that it waits for runs there.
     pub(crate) leaves_shared_core: bool,
+}
+
+/// The place of a rank among the ranks that share cores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct CorePlace {
+    pub(crate) index: usize,
+    pub(crate) ranks: usize,
 }
 
 impl CoreSharing {
     /// The sharing of a group of one rank.
     pub(crate) const SINGLE_RANK: Self =
-        Self { oversubscription: Oversubscription::No, core_index: None, leaves_shared_core: false };
+        Self { oversubscription: Oversubscription::No, place: None, leaves_shared_core: false };
 }
 
 #[derive(Debug)]

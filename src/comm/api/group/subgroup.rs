@@ -325,7 +325,7 @@ mod tests {
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         });
         for (rank, [group, half]) in sharings.into_iter().enumerate() {
-            assert_eq!((group.core_index, half), (Some(rank), group));
+            assert_eq!((group.place.map(|place| place.index), half), (Some(rank), group));
         }
     }
 }

@@ -2,8 +2,9 @@
 
 use std::time::Instant;
 
-use crate::collectives::call::Call;
+use crate::collectives::call::{Call, CallKind};
 use crate::collectives::dtype::ReduceOp;
+use crate::engine::affinity::Placement;
 use crate::engine::settings::Settings;
 use crate::engine::state::Engine;
 use crate::engine::wait_policy::{Oversubscription, WaitMedium};
@@ -15,9 +16,10 @@ const CALLS_BETWEEN_POLLS: u32 = 1024;
 /// Inline calls over connections between two polls for failures and other events.
 const CONNECTION_CALLS_BETWEEN_POLLS: u32 = 64;
 /// Inline collectives between two checks whether this thread is on its assigned core, if there are more ranks
-/// than cores. Messages are checked less often, because the move does not make long messages faster.
-pub(super) const COLLECTIVES_BETWEEN_CORE_CHECKS: u32 = 16;
-pub(super) const MESSAGES_BETWEEN_CORE_CHECKS: u32 = 256;
+/// than cores.
+const COLLECTIVES_BETWEEN_CORE_CHECKS: u32 = 16;
+/// Inline messages between two such checks. Messages for which ranks are [packed](Placement::Packed) are long, and each is checked.
+const MESSAGES_BETWEEN_CORE_CHECKS: u32 = 256;
 
 /// Attempts of a short call to find its data before it makes its flight recorder entry, if each rank has a core. They
 /// take 0.3 to 0.5 µs. The data of a rank that makes its call now arrives in this time. A call that ends before needs
@@ -31,7 +33,7 @@ const READY_ATTEMPTS: u32 = 64;
 impl Engine {
     /// Counts an inline call. Returns whether the call may run inline: nothing is queued, and the group works.
     #[inline(always)]
-    pub(super) fn may_run_inline(&mut self, medium: WaitMedium, calls_between_core_checks: u32) -> bool {
+    pub(super) fn may_run_inline(&mut self, medium: WaitMedium, call: Call) -> bool {
         let calls_between_polls = match medium {
             WaitMedium::SharedMemory => CALLS_BETWEEN_POLLS,
             WaitMedium::Connection => CONNECTION_CALLS_BETWEEN_POLLS,
@@ -40,7 +42,14 @@ impl Engine {
         if self.driver.rounds.is_multiple_of(calls_between_polls) {
             self.poll_events(Instant::now());
         }
+        let placement = Placement::of(call, medium);
+        let calls_between_core_checks = match (call.kind, placement) {
+            (_, Placement::Packed) => 1,
+            (CallKind::PointToPoint, Placement::Spread) => MESSAGES_BETWEEN_CORE_CHECKS,
+            (_, Placement::Spread) => COLLECTIVES_BETWEEN_CORE_CHECKS,
+        };
         if self.driver.rounds.is_multiple_of(calls_between_core_checks) {
+            self.driver.affinity.set_placement(placement);
             // Linux would not move a thread that yields and never sleeps to another core.
             self.driver.affinity.move_to_assigned_core();
         }
@@ -51,8 +60,14 @@ impl Engine {
             && !self.submissions.has_submissions()
     }
 
+    /// Notes the call that this rank waits for.
+    pub(in crate::engine) fn set_awaited(&mut self, call: Call, medium: WaitMedium) {
+        self.driver.wait_policy.set_bytes(call.bytes());
+        self.driver.affinity.set_placement(Placement::of(call, medium));
+    }
+
     /// Returns how this rank waits for messages of `peer`.
-    pub(super) fn medium(&self, peer: usize) -> WaitMedium {
+    pub(in crate::engine) fn medium(&self, peer: usize) -> WaitMedium {
         if self.host.ranks.contains(&peer) { WaitMedium::SharedMemory } else { WaitMedium::Connection }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use convoke_recorder::layout;
 
 use super::budget::RetryBudget;
-use super::conditions::{MESSAGES_BETWEEN_CORE_CHECKS, first_attempts, ready_attempts, shares_core};
+use super::conditions::{first_attempts, ready_attempts, shares_core};
 use super::results::{FastPath, MessageResult, OperationSlot};
 use crate::buffer::{BorrowedBuffer, SendRecvBuffers};
 use crate::collectives::call::{Call, Status};
@@ -39,7 +39,7 @@ impl Engine {
         if !self.host.ranks.contains(&to) {
             return self.try_send_over_connection(to, call, buffers, limit);
         }
-        if !self.may_run_inline(WaitMedium::SharedMemory, MESSAGES_BETWEEN_CORE_CHECKS) {
+        if !self.may_run_inline(WaitMedium::SharedMemory, call) {
             return MessageResult::NotInline;
         }
         let bytes = buffers.sent(0..call.bytes() as usize);
@@ -60,7 +60,7 @@ impl Engine {
         buffers: &mut SendRecvBuffers<'static>,
         limit: &dyn Fn() -> TimeLimit,
     ) -> MessageResult {
-        if !self.may_run_inline(WaitMedium::Connection, MESSAGES_BETWEEN_CORE_CHECKS) {
+        if !self.may_run_inline(WaitMedium::Connection, call) {
             return MessageResult::NotInline;
         }
         let bytes = buffers.sent(0..call.bytes() as usize);
@@ -96,7 +96,7 @@ impl Engine {
         if !self.host.ranks.contains(&from) {
             return self.try_recv_over_connection(from, call, buffers, limit);
         }
-        if !self.may_run_inline(WaitMedium::SharedMemory, MESSAGES_BETWEEN_CORE_CHECKS) {
+        if !self.may_run_inline(WaitMedium::SharedMemory, call) {
             return MessageResult::NotInline;
         }
         let messages = &mut self.peers[from].messages;
@@ -135,9 +135,7 @@ impl Engine {
         buffers: &mut SendRecvBuffers<'static>,
         limit: &dyn Fn() -> TimeLimit,
     ) -> MessageResult {
-        if self.peers[from].messages.conn.is_none()
-            || !self.may_run_inline(WaitMedium::Connection, MESSAGES_BETWEEN_CORE_CHECKS)
-        {
+        if self.peers[from].messages.conn.is_none() || !self.may_run_inline(WaitMedium::Connection, call) {
             return MessageResult::NotInline;
         }
         let mut into = buffers.received(0..call.bytes() as usize);
@@ -318,7 +316,7 @@ impl Engine {
 
     /// Moves messages with `peer` until `completion` is done; `Pending` if that requires a longer wait.
     fn progress_message(&mut self, peer: usize, call: Call, completion: Arc<Completion>) -> FastPath {
-        self.driver.wait_policy.set_bytes(call.bytes());
+        self.set_awaited(call, self.medium(peer));
         let mut budget = RetryBudget::new(&self.settings, &self.driver, self.medium(peer), call.bytes());
         loop {
             match completion.take() {

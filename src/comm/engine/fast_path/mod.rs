@@ -25,7 +25,7 @@ use crate::fault::fault_point;
 use crate::flight::{self, now_ns};
 use crate::shm::collective::ShmCollective;
 use budget::RetryBudget;
-use conditions::{COLLECTIVES_BETWEEN_CORE_CHECKS, MESSAGES_BETWEEN_CORE_CHECKS, runs_function, shares_core};
+use conditions::{runs_function, shares_core};
 use results::OperationSlot;
 pub(super) use results::{FastPath, MessageResult, SmallResult};
 use small::{PendingSmall, SmallCallResult};
@@ -41,7 +41,7 @@ impl Engine {
         kernel: Option<&Kernel>,
         limit: &dyn Fn() -> TimeLimit,
     ) -> SmallResult {
-        if !self.may_run_inline(WaitMedium::SharedMemory, COLLECTIVES_BETWEEN_CORE_CHECKS) {
+        if !self.may_run_inline(WaitMedium::SharedMemory, call) {
             return SmallResult::NotInline;
         }
         match self.try_small_inline(call, buffers, kernel) {
@@ -56,20 +56,20 @@ impl Engine {
 
     /// Runs `operation` inline if nothing is queued and it is a message to or from one rank, or a collective.
     pub(super) fn try_inline(&mut self, operation: &mut OperationSlot, limit: TimeLimit) -> FastPath {
-        let (medium, between) = match operation {
-            Some(Operation::Collective { transport: Transport::SharedMemory, .. }) => {
-                (WaitMedium::SharedMemory, COLLECTIVES_BETWEEN_CORE_CHECKS)
+        let (medium, call) = match operation {
+            Some(Operation::Collective { call, transport: Transport::SharedMemory, .. }) => {
+                (WaitMedium::SharedMemory, *call)
             }
             // The driver exchanges the arrivals of a monitored barrier.
             Some(Operation::Collective { call, .. }) if call.kind != CallKind::MonitoredBarrier => {
-                (WaitMedium::Connection, COLLECTIVES_BETWEEN_CORE_CHECKS)
+                (WaitMedium::Connection, *call)
             }
-            Some(Operation::Send { to: peer, .. } | Operation::Recv { from: Some(peer), .. }) => {
-                (self.medium(*peer), MESSAGES_BETWEEN_CORE_CHECKS)
+            Some(Operation::Send { to: peer, call, .. } | Operation::Recv { from: Some(peer), call, .. }) => {
+                (self.medium(*peer), *call)
             }
             _ => return FastPath::NotInline,
         };
-        if !self.may_run_inline(medium, between) {
+        if !self.may_run_inline(medium, call) {
             return FastPath::NotInline;
         }
         match operation {
@@ -188,7 +188,8 @@ impl Engine {
     ) -> Arc<Completion> {
         let completion = Arc::new(Completion::new(limit));
         let _ = completion.step.set(step);
-        self.driver.wait_policy.set_bytes(call.bytes());
+        // Only messages ask for another placement than collectives do.
+        self.set_awaited(call, WaitMedium::SharedMemory);
         self.collectives.push((call, seq), run, Arc::clone(&completion));
         self.compare_with_reports();
         if let Some(error) = error {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::budget::RetryBudget;
-use super::conditions::{COLLECTIVES_BETWEEN_CORE_CHECKS, shares_core};
+use super::conditions::shares_core;
 use super::results::SmallResult;
 use crate::buffer::{BorrowedBuffer, SendRecvBuffers};
 use crate::collectives::call::Call;
@@ -38,7 +38,7 @@ impl Engine {
         kernel: Option<&Kernel>,
         limit: &dyn Fn() -> TimeLimit,
     ) -> SmallResult {
-        if !self.may_run_inline(WaitMedium::Connection, COLLECTIVES_BETWEEN_CORE_CHECKS) {
+        if !self.may_run_inline(WaitMedium::Connection, call) {
             return SmallResult::NotInline;
         }
         let Some(rest) = self.run_short(call, shape, buffers, kernel) else { return SmallResult::Done };

@@ -20,7 +20,7 @@ use convoke_store::{MemoryStore, Store};
 
 use super::Engine;
 use super::Settings;
-use super::{CoreSharing, Oversubscription};
+use super::{CorePlace, CoreSharing, Oversubscription};
 use crate::api::group::Group;
 use crate::bootstrap::options::GroupOptions;
 use crate::collectives::call::{Call, CallKind};
@@ -115,7 +115,7 @@ impl ScriptedPeer {
             peer_timeout: Duration::from_secs(10),
             sharing: CoreSharing {
                 oversubscription: Oversubscription::Cores,
-                core_index: Some(0),
+                place: Some(CorePlace { index: 0, ranks: 3 }),
                 leaves_shared_core: false,
             },
             single_copy: SingleCopyPolicy { setting: SingleCopy::Auto, is_oversubscribed: true },
