@@ -28,6 +28,8 @@ pub struct FaultTestConfig {
     pub peer_timeout: Duration,
     /// True if ranks of one host share memory.
     pub shared_memory: bool,
+    /// True if ranks of one host read long data in the memory of each other, if they share memory.
+    pub single_copy: bool,
     /// A rank that leaves the group early, and the number of calls that it makes before.
     pub early_leave: Option<(usize, u64)>,
     /// Faults to inject; at most one for each rank.

@@ -25,6 +25,22 @@ fn rank_killed_in_any_phase_of_a_call_is_named() {
 }
 
 #[test]
+fn rank_killed_while_ranks_read_in_the_memory_of_each_other_is_named() {
+    let case = "SIGKILL, ranks read in the memory of each other";
+    let mut times = Measurements::new(case, "the rank", TimeBounds::LOCAL_DEATH);
+    let all_to_all = ["calling", "sent", "received", "moved"].map(|point| (Operation::AllToAll, point));
+    let messages = ["computing", "message received"].map(|point| (Operation::MessageRing, point));
+    for (operation, point) in all_to_all.into_iter().chain(messages) {
+        for victim in 0..3 {
+            let faults = vec![fault(victim, (point, 0), FaultKind::Kill)];
+            let config = FaultTestConfig { faults, single_copy: true, ..config(operation) };
+            times.add(Job::start(Placement::Local, 3, config).expect_suspect(victim, &["PeerLost"]));
+        }
+    }
+    times.finish();
+}
+
+#[test]
 fn rank_killed_together_with_the_store_is_named() {
     check_in_calls("the same, rank 0 serves the store", Placement::LocalStoreOnRank0, FaultKind::Kill);
 }

@@ -43,6 +43,7 @@ pub fn config(operation: Operation) -> FaultTestConfig {
         init_timeout: TEST_TIMEOUT,
         peer_timeout: Duration::from_secs(10),
         shared_memory: true,
+        single_copy: false,
         early_leave: None,
         faults: Vec::new(),
     }
@@ -72,6 +73,7 @@ impl Job {
     fn spawn(&mut self, placement: Placement<'_>) {
         let config = serde_json::to_string(&self.config).unwrap();
         let shared_memory = if self.config.shared_memory { "on" } else { "off" };
+        let single_copy = if self.config.single_copy { "always" } else { "auto" };
         let local = SocketAddr::from(([127, 0, 0, 1], 0));
         let port = match placement {
             Placement::Local => {
@@ -91,6 +93,7 @@ impl Job {
                 command.args(worker_arguments()).arg(&config).stdin(Stdio::null());
                 command.stdout(Stdio::null()).stderr(Stdio::null());
                 remove_job_variables(&mut command).env("CONVOKE_SHM", shared_memory);
+                command.env("CONVOKE_SINGLE_COPY", single_copy);
                 self.processes.push(command.spawn().unwrap());
                 return;
             }
@@ -110,7 +113,7 @@ impl Job {
             };
             remove_job_variables(&mut command).arg(&config).stdin(Stdio::piped()).stderr(Stdio::null());
             command.env("RANK", rank.to_string()).env("WORLD_SIZE", self.size.to_string());
-            command.env("CONVOKE_SHM", shared_memory);
+            command.env("CONVOKE_SHM", shared_memory).env("CONVOKE_SINGLE_COPY", single_copy);
             command.env("MASTER_ADDR", addr).env("MASTER_PORT", port.to_string());
             let served = if let Placement::LocalStoreOnRank0 = placement { "False" } else { "True" };
             command.env("TORCHELASTIC_USE_AGENT_STORE", served);

@@ -9,8 +9,9 @@
 //!  6  flags (2), zero
 //! ```
 //!
-//! `len` bytes of payload follow. The payload of a `Data` frame holds elements of one collective call, as its
-//! plan of data transfers orders them. For other kinds see [`Kind`].
+//! `len` bytes of payload follow. An `Rts` frame has no payload, and an address in the place of `len`. The payload of
+//! a `Data` frame holds elements of one collective call, as its plan of data transfers orders them. For other kinds see
+//! [`Kind`].
 
 use convoke_env::Generation;
 

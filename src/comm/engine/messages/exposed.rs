@@ -11,10 +11,16 @@ const MOST_BYTES: usize = 1 << 20;
 impl PeerMessages {
     /// Reads a part of the next exposed message that a receive has matched. Returns whether there was one.
     pub(super) fn read_exposed(&mut self, conn: &Conn) -> bool {
-        let exposed = |recv: &super::PendingRecv| matches!(recv.matched, Some(Match::Exposed { .. }));
-        let Some(index) = self.recvs.iter().position(exposed) else { return false };
-        let recv = &mut self.recvs[index];
-        let Some(Match::Exposed { seq, address }) = recv.matched else { unreachable!("it was found so") };
+        if self.exposed == 0 {
+            return false;
+        }
+        let mut recvs = self.recvs.iter_mut().enumerate();
+        let Some((index, recv, seq, address)) = recvs.find_map(|(index, recv)| match recv.matched {
+            Some(Match::Exposed { seq, address }) => Some((index, recv, seq, address)),
+            _ => None,
+        }) else {
+            unreachable!("a matched receive stays until its message is read")
+        };
         // The receive may have no room for the rest.
         let end = recv.posted.buffer.len().min(recv.message_bytes());
         let mut into = recv.posted.buffer.bytes_mut(recv.done..end.min(recv.done + MOST_BYTES));
@@ -31,6 +37,7 @@ impl PeerMessages {
                     self.peer
                 );
                 (recv.matched, recv.done) = (Some(Match::Large(seq)), 0);
+                self.exposed -= 1;
                 self.push(self.frame(Kind::Cts, seq), None);
                 return true;
             }
@@ -39,6 +46,7 @@ impl PeerMessages {
         fault_point("message received", recv.id, recv.done);
         if recv.done == end {
             let recv = self.recvs.remove(index).expect("it was found there");
+            self.exposed -= 1;
             self.push(self.frame(Kind::ReadDone, seq), None);
             recv.complete(self.peer);
         }

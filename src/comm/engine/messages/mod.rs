@@ -64,6 +64,8 @@ pub(crate) struct PeerMessages {
     /// Number of messages that are announced and that the peer has not requested yet.
     announced: usize,
     pub(crate) recvs: VecDeque<PendingRecv>,
+    /// Number of receives whose message the peer exposes and this rank has not read yet.
+    exposed: usize,
     deadline_bounds: Option<DeadlineBounds>,
     unexpected: UnexpectedQueue,
     outgoing: VecDeque<OutgoingFrame>,
@@ -93,6 +95,7 @@ impl PeerMessages {
             held: 0,
             announced: 0,
             recvs: VecDeque::new(),
+            exposed: 0,
             deadline_bounds: None,
             unexpected: UnexpectedQueue::default(),
             outgoing: VecDeque::new(),
@@ -132,7 +135,7 @@ impl PeerMessages {
         self.conn = None;
         self.unexpected = UnexpectedQueue::default();
         self.outgoing.clear();
-        (self.held, self.announced) = (0, 0);
+        (self.held, self.announced, self.exposed) = (0, 0, 0);
         self.write_blocked = false;
     }
 
@@ -249,9 +252,11 @@ impl PeerMessages {
         Ok(())
     }
 
-    /// Requests a message that the peer has announced, unless this rank reads it at `address`. Returns how it is matched.
+    /// Requests a message that the peer has announced, unless it is at `address`, where this rank then reads it. Returns how it is
+    /// matched.
     fn request(&mut self, seq: u64, address: u64) -> Match {
         if address != 0 {
+            self.exposed += 1;
             return Match::Exposed { seq, address };
         }
         self.push(self.frame(Kind::Cts, seq), None);
