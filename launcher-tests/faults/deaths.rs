@@ -29,7 +29,8 @@ fn rank_killed_while_ranks_read_in_the_memory_of_each_other_is_named() {
     let case = "SIGKILL, ranks read in the memory of each other";
     let mut times = Measurements::new(case, "the rank", TimeBounds::LOCAL_DEATH);
     let all_to_all = ["calling", "sent", "received", "moved"].map(|point| (Operation::AllToAll, point));
-    let messages = ["computing", "message received"].map(|point| (Operation::MessageRing, point));
+    let messages =
+        ["computing", "message received", "message sent"].map(|point| (Operation::MessageRing, point));
     for (operation, point) in all_to_all.into_iter().chain(messages) {
         for victim in 0..3 {
             let faults = vec![fault(victim, (point, 0), FaultKind::Kill)];

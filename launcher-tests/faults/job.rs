@@ -73,7 +73,7 @@ impl Job {
     fn spawn(&mut self, placement: Placement<'_>) {
         let config = serde_json::to_string(&self.config).unwrap();
         let shared_memory = if self.config.shared_memory { "on" } else { "off" };
-        let single_copy = if self.config.single_copy { "always" } else { "auto" };
+        let single_copy = if self.config.single_copy { "always" } else { "never" };
         let local = SocketAddr::from(([127, 0, 0, 1], 0));
         let port = match placement {
             Placement::Local => {

@@ -209,6 +209,7 @@ impl PeerMessages {
                 let index = index.filter(|&index| self.sends[index].stage == Stage::Announced);
                 let send = index.and_then(|index| self.sends.remove(index));
                 let send = send.ok_or(PeerMisbehaved::NotAnnounced { seq })?;
+                fault_point("message sent", seq, send.posted.buffer.len());
                 send.posted.completion.complete(Ok(None));
                 self.announced -= 1;
                 self.send_held();
