@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use nix::sys::resource::{UsageWho, getrusage};
 
+use super::affinity::Placement;
 use super::collectives::Collective;
 use super::execution::Paths;
 use super::mux;
@@ -12,7 +13,8 @@ use super::operation::Task;
 use super::progress_lock::{Drive, Goal};
 use super::state::Engine;
 use super::submission::AbortReason;
-use super::wait_policy::WaitAction;
+use super::wait_policy::{WaitAction, WaitMedium};
+use crate::collectives::call::Call;
 use crate::error::cause::Cause;
 use crate::fault::fault_point;
 
@@ -74,6 +76,19 @@ impl Engine {
             let messages = messages.filter_map(|peer| peer.messages.conn.as_ref());
             collective.chain(messages).filter_map(|conn| conn.sender_cpu()).any(|sender| sender == core)
         })
+    }
+
+    /// Notes the call that this rank waits for. It is a message to or from `peer`, if there is one, else a collective or a message
+    /// from any rank.
+    pub(super) fn set_awaited(&mut self, call: Call, peer: Option<usize>) {
+        let medium = peer.map_or(WaitMedium::Connection, |peer| self.medium(peer));
+        self.driver.wait_policy.set_bytes(call.bytes());
+        self.driver.affinity.set_placement(Placement::of(call, medium));
+    }
+
+    /// Returns how this rank waits for messages of `peer`.
+    pub(super) fn medium(&self, peer: usize) -> WaitMedium {
+        if self.host.ranks.contains(&peer) { WaitMedium::SharedMemory } else { WaitMedium::Connection }
     }
 
     pub(super) fn progress_messages(&mut self, peer: usize) -> bool {

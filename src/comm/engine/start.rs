@@ -7,7 +7,6 @@ use super::messages::PostedCall;
 use super::operation::{Operation, Task, Transport};
 use super::state::Engine;
 use super::streams::Streams;
-use super::wait_policy::WaitMedium;
 use crate::buffer::BorrowedBuffer;
 use crate::collectives::call::Call;
 use crate::collectives::kernels::Kernel;
@@ -34,11 +33,11 @@ impl Engine {
         if let Err(error) = self.check_usable(Some(call)) {
             return completion.complete(Err(error));
         }
-        let medium = match &operation {
-            Operation::Send { to: peer, .. } | Operation::Recv { from: Some(peer), .. } => self.medium(*peer),
-            _ => WaitMedium::Connection,
+        let peer = match &operation {
+            Operation::Send { to: peer, .. } | Operation::Recv { from: Some(peer), .. } => Some(*peer),
+            _ => None,
         };
-        self.set_awaited(call, medium);
+        self.set_awaited(call, peer);
         self.record_message(&operation, &completion);
         match operation {
             Operation::Collective { call, transport, buffers, kernel } => {

@@ -73,8 +73,8 @@ impl SingleCopyPolicy {
         }
     }
 
-    /// Returns whether it takes less time, as measured on two cores of a Xeon (Emerald Rapids). The copy of the kernel is slower
-    /// than that of a program. It gains if both ranks send and receive at the same time, or if ranks wait for a core.
+    /// Returns whether a single copy takes less time, as measured on two cores of a Xeon (Emerald Rapids). The kernel copies more
+    /// slowly than a program does. One copy gains if both ranks send and receive at the same time, or if ranks wait for a core.
     fn gains(self, kind: CallKind, bytes: usize, ranks: usize) -> bool {
         let bytes = bytes >> 10;
         match (kind, self.is_oversubscribed) {

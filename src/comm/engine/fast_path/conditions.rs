@@ -59,17 +59,6 @@ impl Engine {
             && self.host.memory.as_ref().is_none_or(|node| !node.has_failed())
             && !self.submissions.has_submissions()
     }
-
-    /// Notes the call that this rank waits for.
-    pub(in crate::engine) fn set_awaited(&mut self, call: Call, medium: WaitMedium) {
-        self.driver.wait_policy.set_bytes(call.bytes());
-        self.driver.affinity.set_placement(Placement::of(call, medium));
-    }
-
-    /// Returns how this rank waits for messages of `peer`.
-    pub(in crate::engine) fn medium(&self, peer: usize) -> WaitMedium {
-        if self.host.ranks.contains(&peer) { WaitMedium::SharedMemory } else { WaitMedium::Connection }
-    }
 }
 
 /// Returns how often a short call looks for its data before it makes its flight recorder entry and wakes sleeping

@@ -316,7 +316,7 @@ impl Engine {
 
     /// Moves messages with `peer` until `completion` is done; `Pending` if that requires a longer wait.
     fn progress_message(&mut self, peer: usize, call: Call, completion: Arc<Completion>) -> FastPath {
-        self.set_awaited(call, self.medium(peer));
+        self.set_awaited(call, Some(peer));
         let mut budget = RetryBudget::new(&self.settings, &self.driver, self.medium(peer), call.bytes());
         loop {
             match completion.take() {

@@ -188,8 +188,7 @@ impl Engine {
     ) -> Arc<Completion> {
         let completion = Arc::new(Completion::new(limit));
         let _ = completion.step.set(step);
-        // Only messages ask for another placement than collectives do.
-        self.set_awaited(call, WaitMedium::SharedMemory);
+        self.set_awaited(call, None);
         self.collectives.push((call, seq), run, Arc::clone(&completion));
         self.compare_with_reports();
         if let Some(error) = error {

@@ -156,7 +156,7 @@ impl PeerMessages {
             let (call, bytes) = (posted.call, posted.buffer.len());
             let cost = credit_for(bytes);
             let eager = bytes <= EAGER_BYTES && cost <= self.credit.left;
-            let exposed = self.expose(call, &posted.buffer).filter(|_| !eager);
+            let exposed = self.expose(call, &posted.buffer);
             let is_awaited = is_large(call) && exposed.is_none() && self.is_peer_ready(seq, call);
             let (kind, len) = match (eager, is_awaited) {
                 (true, _) => (Kind::Eager, bytes as u64),

@@ -131,7 +131,7 @@ pub(crate) enum Identity {
     Nonce,
     /// The address of the nonce in the memory of this process.
     NonceAddress,
-    /// Whether the process can read the memory of all others; 0 until it has tried.
+    /// 1 if the process can read the memory of all others, 2 if it cannot, and 0 until it has tried.
     CanRead,
 }
 
